@@ -18,7 +18,6 @@ from pagoda.version import __version__
 
 
 async def health_live(context: RequestContext) -> web.StreamResponse:
-    """The process answers."""
     return context.json({"status": "live"})
 
 
@@ -40,7 +39,6 @@ async def version(context: RequestContext) -> web.StreamResponse:
 
 
 async def models(context: RequestContext) -> web.StreamResponse:
-    """The one model that is served."""
     return context.json({"object": "list", "data": [_model(context)]})
 
 

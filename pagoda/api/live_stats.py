@@ -34,8 +34,6 @@ MAX_STEP_BINS = 1024
 
 
 class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One running answer."""
-
     id: str
     name: str
     """The client's id of the request, which several answers may share."""

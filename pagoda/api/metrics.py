@@ -33,7 +33,6 @@ class Snapshot(NamedTuple):
 
 
 async def metrics(context: RequestContext) -> web.StreamResponse:
-    """All figures, under Pagoda's own names."""
     return await _answer(context, aliases=False)
 
 

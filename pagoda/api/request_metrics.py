@@ -68,8 +68,6 @@ HISTOGRAMS = {
 
 
 class _KeyFigures:
-    """Figures of the requests that came with one key."""
-
     __slots__ = ("finished", "first_token", "histograms", "next_token", "num_tokens")
 
     def __init__(self) -> None:
@@ -119,8 +117,6 @@ class Refusal(NamedTuple):
 
 
 class RequestFigures(NamedTuple):
-    """A copy of all counts."""
-
     histograms: dict[str, dict[str, Histogram]]
     """Histograms by name and key."""
     finished: dict[str, dict[str, int]]
@@ -164,7 +160,6 @@ class RequestMetrics:
         self._by_key[record.client_request.key_name].end(record)
 
     def refused(self, refusal: Refusal) -> None:
-        """A request was answered with an error."""
         self._refusals[refusal] += 1
 
     def figures(self) -> RequestFigures:

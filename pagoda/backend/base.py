@@ -61,6 +61,11 @@ class KVCache:
     """[num_blocks, num_kv_heads, block_size] float32, of int8: each token's largest element is 127 of them."""
     value_scales: Tensor | None = None
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by field name, without absent scales."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
 
 @dataclass(frozen=True)
 class HeadNorms:

@@ -94,7 +94,6 @@ def instruction_sets(cpuinfo: str) -> list[str]:
 
 
 def read_cpuinfo() -> str:
-    """The text of /proc/cpuinfo; empty where there is none."""
     path = Path("/proc/cpuinfo")
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 

@@ -146,11 +146,12 @@ class Placer:
         tracked.num_tokens_here = 0
         tracked.fetches_kv = tracked.request.kv_source is not None
         tracked.sent_after_ns = slot.latest_ns
+        num_left = (tracked.request.sampling.max_tokens or 1) - len(tracked.token_ids)
         tracked.work = RequestWork(
             slot.work,
             tracked.num_tokens,
             num_cached_tokens=num_cached_tokens,
-            output_tokens=min(tracked.num_tokens_left, self._usual_output_tokens),
+            output_tokens=min(num_left, self._usual_output_tokens),
         )
         slot.requests[tracked] = None
         slot.num_streams += bool(tracked.token_ids)

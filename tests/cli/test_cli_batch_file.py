@@ -1,5 +1,3 @@
-"""Files in OpenAI's batch format."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Requests of a load test."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Flags become engine configurations."""
-
 from __future__ import annotations
 
 import re

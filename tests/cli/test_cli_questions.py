@@ -1,5 +1,3 @@
-"""Held-out questions and how their answers are checked."""
-
 from __future__ import annotations
 
 import json

@@ -8,13 +8,13 @@ import traceback
 from collections.abc import Awaitable, Callable
 
 import pytest
+from scripted_endpoint import LIMITS
 
 from pagoda.errors import EngineDeadError, EngineLostError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_connection import QUERY_TIMEOUT_S, EngineConnection
 from pagoda.messages.frontend import (
     AbortRequests,
-    EngineReady,
     FinishReason,
     FrontendMessage,
     GenerateRequest,
@@ -29,15 +29,6 @@ from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.sim.event_loop import run
 
-READY = EngineReady(
-    max_model_len=64,
-    vocab_size=8,
-    num_blocks=8,
-    block_size=4,
-    max_num_seqs=8,
-    max_num_waiting=8,
-    summary="scripted",
-)
 TIMEOUT_S = 8.0
 
 
@@ -56,7 +47,7 @@ class Peer:
             hang_timeout_s=hang_timeout_s,
             on_hang=lambda: self.hung_at.append(now()),
         )
-        self.connection.receive(READY)
+        self.connection.receive(LIMITS)
 
     def send(self, message: FrontendMessage) -> None:
         self.sent.append(message)
@@ -191,7 +182,7 @@ async def test_the_next_peer_is_asked_for_what_the_last_one_was_asked_for() -> N
     end = peer.connection.subscribe_cache(heard.append)
     peer.connection.lose("The engine ended.")
     peer.sent.clear()
-    peer.connection.receive(READY)
+    peer.connection.receive(LIMITS)
     assert peer.sent == [SubscribeCache()]
     update = PrefixCacheUpdate(b"", b"")
     peer.connection.receive(update)

@@ -126,7 +126,7 @@ async def test_a_router_that_leaves_finishes_what_it_has() -> None:
         await host.endpoint.paused.wait()
         await door.leave()
         await until(
-            lambda: [slot.takes_requests for slot in upper.dispatcher.slots].count(True) == 1
+            lambda: [slot.fitness is None for slot in upper.dispatcher.slots].count(True) == 1
         )
         assert await upper.ask("r3") == ("new", FinishReason.STOP)
         host.endpoint.go_on.set()

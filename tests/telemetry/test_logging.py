@@ -1,5 +1,3 @@
-"""The one log format."""
-
 from __future__ import annotations
 
 import io

@@ -1,5 +1,3 @@
-"""Fragments become one trace, whatever was lost of them."""
-
 from __future__ import annotations
 
 import json
@@ -353,7 +351,6 @@ def test_whatever_is_cut_the_rest_is_a_valid_trace(
 
 
 def _is_operation(name: str) -> bool:
-    """Where the names were lost, they are numbered."""
     return name in OPERATIONS["names"] or name.startswith("operation ")
 
 

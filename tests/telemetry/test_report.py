@@ -1,5 +1,3 @@
-"""Where the time went, by traces whose script is known."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -369,7 +367,6 @@ def test_prompts_of_others_in_its_steps_are_a_reason(tmp_path: Path) -> None:
 
 
 def test_the_trace_ends_with_the_span_that_ends_last(tmp_path: Path) -> None:
-    """Which neither begins its row nor stands last in it."""
     worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
     worker.span("load weights", 0, 1)
     worker.span("step", 2, 9, step=0, tokens=1, seqs=1, context_tokens=0)

@@ -47,16 +47,12 @@ FIGURES: Mapping[str, Callable[[Report], float | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server and the name of the model to ask there."""
-
     base_url: str
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run of one server."""
-
     base_url: str
     concurrency: int
     report: Report

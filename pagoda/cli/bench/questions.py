@@ -55,8 +55,6 @@ class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a question file."""
-
     id: str
     skill: str
     messages: list[dict[str, object]]

@@ -104,7 +104,6 @@ class Trace:
 
 
 def arguments(args: bytes) -> Mapping[str, Any]:
-    """The arguments of an event, decoded."""
     decoded: Mapping[str, Any] = msgspec.json.decode(args) if args else {}
     return decoded
 
