@@ -222,13 +222,13 @@ class OutlierDetector:
         for group in self._groups.values():
             members = list(group.members)
             peers = [health for health in members if not health.is_out(now)]
-            slowest = heapq.nlargest(2, peers, key=lambda health: health.pace.longest_s)
+            slowest = heapq.nlargest(2, ((h.pace.longest_s, h.number) for h in peers))
             paces = _Paces([health for health in peers if now - health.heard_at < FRESH_S])
             silent = _silent(members, waiting, now)
             num_heard = sum(health not in silent for health in peers)
             for health in members:
                 reason = ""
-                step_s = next((h.pace.longest_s for h in slowest if h is not health), 0.0)
+                step_s = next((s for s, number in slowest if number != health.number), 0.0)
                 # When all others are silent too it is not because of this one.
                 if health in silent and step_s and num_heard:
                     silence_s, patience_s = silent[health]

@@ -433,7 +433,7 @@ class TierMachine(RuleBasedStateMachine):
         assert 0 <= report.num_blocks <= report.num_total_blocks == 12
 
     def teardown(self) -> None:
-        """When everything has ended and been scanned, the index is the disk, and nothing is held."""
+        """The index is the disk when everything has ended and been scanned, and nothing is held."""
         while self.open:
             transfer, _ = self.open.pop()
             self.setup.end(transfer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import kv_tiers
 import msgspec
 import pytest
 
@@ -20,7 +21,6 @@ from pagoda.messages.transfers import (
     Transfer,
     TransferEnd,
 )
-from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.pd.connector import Arrived, Failed, RemoteKV
 from pagoda.pd.links import PeerLost
 from pagoda.pd.messages import (
@@ -48,18 +48,7 @@ TOKENS = TransferTokens(keys_of(b"the cluster's secret"))
 T, U, V = (TOKENS.id_of(ADDRESS, "e", token) for token in "tuv")
 """Transfers."""
 HELLO = KVHello(digest="digest arithmetic")
-READY = WorkerReady(
-    capabilities=Capabilities(
-        block_sizes=(4,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
-    ),
-    num_blocks=64,
-    block_size=4,
-    max_model_len=64,
-    vocab_size=100,
-    summary="",
-    kv_digest="digest",
-    arithmetic="arithmetic",
-)
+READY = msgspec.structs.replace(kv_tiers.READY, kv_digest="digest", arithmetic="arithmetic")
 
 
 def source(token: str = "t", address: str = ADDRESS, engine_id: str = "e") -> KVSource:
