@@ -63,7 +63,9 @@ def chat(
                 output.stderr().print(f"{line.split()[0]} is no command; /help lists them.")
             elif line:
                 with suppress(KeyboardInterrupt):
-                    _show_figures(runner.run(conversation.say(line)))
+                    answer = runner.run(conversation.say(line))
+                    if answer is not None and sys.stdin.isatty():
+                        output.stderr().print(f"[{answer.figures()}]", style=Style(dim=True))
     return 0
 
 
@@ -115,8 +117,3 @@ def _lines() -> Iterator[str]:
     with suppress(EOFError):
         while True:
             yield input("> ").strip()
-
-
-def _show_figures(answer: StreamedAnswer | None) -> None:
-    if answer is not None and sys.stdin.isatty():
-        output.stderr().print(f"[{answer.figures()}]", style=Style(dim=True))
