@@ -55,7 +55,11 @@ _MOVED_RETRY_S = 1
 """A replica that a request was moved from is not tried again within this time."""
 _JUDGE_INTERVAL_S = 1.0
 _NUM_HEALTH_QUERIES = 16
-"""Replicas that are asked for their health at once."""
+"""Replicas that are asked for their health at a time."""
+_HEALTH_PATIENCE_S = 0.1
+"""Seconds without an answer after which the next replicas are asked too."""
+_HEALTH_TIMEOUT_S = 2.5
+"""A little more than an engine has for its answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +157,7 @@ class Dispatcher:
         self._on_change(slot)
 
     def _take_in(self, slot: ReplicaSlot) -> None:
-        self.slots.start(slot)
+        self.slots.take_limits(slot)
         if self.is_subscribed:
             self._subscribe(slot)
 
@@ -341,15 +345,33 @@ class Dispatcher:
             return Health(False, str(self._failure))
         if self._draining:
             return Health(False, "the server is shutting down")
-        reasons = []
-        remaining = iter(list(self.slots))
-        while slots := list(islice(remaining, _NUM_HEALTH_QUERIES)):
-            answers = await asyncio.gather(*(slot.replica.health() for slot in slots))
-            if any(health.ready for health in answers):
-                return Health(True)
-            both = zip(slots, answers, strict=True)
-            reasons += [f"{self.slots.prefix(slot)}{health.reason}" for slot, health in both]
-        return Health(False, "; ".join(reasons) or "there is no replica")
+        reasons: dict[ReplicaSlot, str] = {}
+        remaining = iter(sorted(self.slots, key=lambda slot: -slot.latest_ns))
+        pending: dict[asyncio.Task[Health], ReplicaSlot] = {}
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                    while True:
+                        for slot in islice(remaining, _NUM_HEALTH_QUERIES):
+                            pending[asyncio.ensure_future(slot.replica.health())] = slot
+                        if not pending:
+                            break
+                        # Replicas that hang do not keep the others from being asked.
+                        done, _ = await asyncio.wait(
+                            pending, timeout=_HEALTH_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                        )
+                        for answer in done:
+                            slot = pending.pop(answer)
+                            if answer.result().ready:
+                                return Health(True)
+                            reasons[slot] = answer.result().reason
+        finally:
+            await cancel_all(list(pending))
+        told = (
+            f"{self.slots.prefix(slot)}{reasons.get(slot, 'it does not answer')}"
+            for slot in self.slots
+        )
+        return Health(False, "; ".join(told) or "there is no replica")
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
@@ -477,7 +499,7 @@ class Dispatcher:
                 self.quarantine.clear(tracked)
         elif chunk.num_computed_tokens is not None:
             num_computed = work.prompt_progress(chunk.num_computed_tokens)
-        if chunk.received_ns != slot.latest_ns:
+        if chunk.received_ns > slot.latest_ns:  # a slow client takes old chunks
             slot.received(chunk.received_ns)
         if chunk.finish_reason is not FinishReason.ERROR and len(self.slots) > 1:
             now, since = self._clock.now(), tracked.waits_since

@@ -163,7 +163,8 @@ class EngineConnection:
             return Health(False, f"{self.name} does not answer")
         if not report.is_worker_ready:
             return Health(False, "the worker is restarting")
-        if report.stalled_for_s > STALL_LIMIT_S:
+        # Of several replicas, the others go on.
+        if not report.replicas and report.stalled_for_s > STALL_LIMIT_S:
             return Health(False, f"no step has finished for {report.stalled_for_s:.0f} s")
         return Health(True)
 

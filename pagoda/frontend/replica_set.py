@@ -98,11 +98,6 @@ class ReplicaSet:
         self._names.add(name)
         return slot
 
-    def start(self, slot: ReplicaSlot) -> None:
-        """Takes in a replica that has started."""
-        self._outliers.add(slot.health, slot.replica.limits.role)
-        self.take_limits(slot)
-
     def remove(self, slot: ReplicaSlot) -> None:
         self._list(slot, None)
         del self._slots[slot.number], self._by_replica[slot.replica]
@@ -132,7 +127,7 @@ class ReplicaSet:
         return bool(self._limits) or self._last_limits is not None
 
     def take_limits(self, slot: ReplicaSlot) -> None:
-        """Takes the replica's limits into the sums, where they are others than before."""
+        """Takes the limits of a replica that has started into the sums, where they are others than before."""
         old, new = slot.limits, slot.replica.limits
         if old == new:
             return
@@ -141,8 +136,8 @@ class ReplicaSet:
         self._count(old, -1)
         slot.limits = new
         slot.prefixes.resize(new.num_blocks)
-        if old is not None and old.role is not new.role:
-            self._outliers.regroup(slot.health, new.role)
+        if old is None or old.role is not new.role:
+            self._outliers.add(slot.health, new.role)
         self.refit(slot)
 
     def _count(self, limits: EngineReady | None, change: int) -> None:

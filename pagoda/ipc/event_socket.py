@@ -96,9 +96,11 @@ class EventSocket:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 if self.closed:
                     return
-                self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            return
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                self._on_message(frames)
         except BaseException:
             self._read_later()
             raise

@@ -248,7 +248,7 @@ def test_at_most_half_are_left_out(count: int, most: int) -> None:
 
 def test_members_of_other_kinds_are_not_compared() -> None:
     group = Group(2)
-    group.detector.regroup(group.health[1], "another")
+    group.detector.add(group.health[1], "another")
     group.lose(0)
     assert group.lose(0) is None
     for _ in range(40):
