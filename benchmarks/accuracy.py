@@ -15,6 +15,7 @@ import aiohttp
 from benchmarks.figure import Figure
 from pagoda.cli.bench.accuracy import Grade, grade_all
 from pagoda.cli.bench.questions import Question, load_questions
+from pagoda.cli.local_server import Connection
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import ServerProcess, server_process
 
@@ -58,7 +59,7 @@ async def _ask(
 ) -> list[Grade]:
     async with OpenAIClient(server.base_url) as client:
         model = await client.first_model()
-        return await grade_all(client, model, questions, concurrency, lambda: None)
+        return await grade_all(Connection(client, model), questions, concurrency)
 
 
 async def _preemptions(server: ServerProcess) -> int:

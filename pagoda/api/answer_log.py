@@ -21,11 +21,8 @@ def log_answer(record: RequestStatistics) -> None:
 
 def _fields(record: RequestStatistics) -> dict[str, Any]:
     """The fields of the line. Times are milliseconds, or None where the answer had no such time."""
-    arrived, first, last = (
-        record.client_request.arrived_ns,
-        record.first_token_ns,
-        record.last_token_ns,
-    )
+    arrived = record.client_request.arrived_ns
+    first, last = record.first_token_ns, record.last_token_ns
     num_gaps = record.num_output_tokens - 1
     itl_ms = None
     if first is not None and last is not None and num_gaps > 0:

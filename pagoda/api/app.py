@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from pagoda.api import hosts, info, live, page
+from pagoda.api import info, live, page
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
 from pagoda.api.errors import (
@@ -52,8 +52,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/live": {"GET": live.live},
     "/v1/requests": {"GET": live.list_requests},
     "/v1/requests/*": {"DELETE": live.cancel_request},
-    "/v1/hosts": {"GET": hosts.list_hosts},
-    "/v1/hosts/*": {"DELETE": hosts.dismiss_host},
+    "/v1/hosts": {"GET": info.list_hosts},
+    "/v1/hosts/*": {"DELETE": info.dismiss_host},
     "/metrics": {"GET": metrics},
     "/metrics/vllm": {"GET": metrics_with_aliases},
     "/v1/completions": {"POST": completions},

@@ -45,8 +45,6 @@ def render(snapshot: Snapshot, *, aliases: bool) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Once:
-    """A collector of given metrics."""
-
     metrics: Sequence[Metric]
 
     def collect(self) -> Iterable[Metric]:
@@ -273,12 +271,10 @@ def device_usage(report: LoadReport) -> float:
 
 
 def step_tokens(report: LoadReport) -> Histogram:
-    """Steps by their number of tokens."""
     return _histogram(STEP_TOKEN_BOUNDS, report.steps.by_tokens, report.steps.num_tokens)
 
 
 def step_sequences(report: LoadReport) -> Histogram:
-    """Steps by their number of requests."""
     return _histogram(STEP_SEQUENCE_BOUNDS, report.steps.by_sequences, report.steps.num_sequences)
 
 
@@ -310,7 +306,6 @@ _VLLM_HISTOGRAMS = {
 
 
 def aliases_of(snapshot: Snapshot) -> Iterator[Metric]:
-    """Metrics that vLLM has too."""
     yield from _of_requests(snapshot)
     if snapshot.report is not None:
         yield from _of_engines(snapshot.model_name, snapshot.report)

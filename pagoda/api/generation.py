@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -34,15 +33,12 @@ class Answer(Protocol):
     is_complete: bool
     """No further delta is wanted, even if the engine has not finished."""
 
-    @abstractmethod
     def add(self, delta: TextDelta) -> None:
         """Adds a delta to the choice."""
 
-    @abstractmethod
     def choice(self) -> dict[str, Any]:
         """The element of `choices` in a response in one piece."""
 
-    @abstractmethod
     def events(self, delta: TextDelta) -> bytes:
         """The events of a delta in a stream; empty if the client sees nothing of the delta."""
 

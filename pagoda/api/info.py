@@ -1,4 +1,4 @@
-"""The small routes: health, models, load, version, and the tokenizer by itself."""
+"""The small routes: health, models, load, version, the tokenizer by itself, and the hosts of a router."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.protocol import DetokenizeRequest, TokenizeRequest
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError
+from pagoda.frontend.registry import HostReport
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.version import __version__
 
 
 async def health_live(context: RequestContext) -> web.StreamResponse:
-    """The process answers."""
     return context.json({"status": "live"})
 
 
@@ -39,7 +39,6 @@ async def version(context: RequestContext) -> web.StreamResponse:
 
 
 async def models(context: RequestContext) -> web.StreamResponse:
-    """The one model that is served."""
     return context.json({"object": "list", "data": [_model(context)]})
 
 
@@ -135,3 +134,35 @@ async def detokenize(context: RequestContext) -> web.StreamResponse:
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")
     return context.json({"prompt": await generator.decode(body.tokens)})
+
+
+# ---- the hosts of a router
+
+
+async def list_hosts(context: RequestContext) -> web.StreamResponse:
+    """All that are known, used or not."""
+    reports = await context.service.require_registry().hosts()
+    return context.json({"object": "list", "data": [_host(context, report) for report in reports]})
+
+
+async def dismiss_host(context: RequestContext) -> web.StreamResponse:
+    """The host gets nothing new; it finishes what it has, and comes back only when it was started anew."""
+    host_id = context.path_argument
+    if not context.service.require_registry().dismiss(host_id):
+        raise ApiError(404, f"There is no host {host_id[:200]!r}.", code="host_not_found")
+    return context.json({"id": host_id, "object": "host", "state": "leaving"})
+
+
+def _host(context: RequestContext, report: HostReport) -> dict[str, Any]:
+    return {
+        "id": report.id or None,
+        "object": "host",
+        "address": report.address.removeprefix("tcp://"),
+        "model": context.service.config.served_model_name,
+        "role": report.role,
+        "state": report.state,
+        "reason": report.reason or None,
+        "since": None if report.since is None else int(report.since),
+        "num_requests": report.num_requests,
+        "load": None if report.load is None else figures(report.load),
+    }

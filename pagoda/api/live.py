@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import cast
 
 import msgspec
 from aiohttp import web
 
 from pagoda.api.errors import ApiError, unavailable
-from pagoda.api.live_stats import LiveSnapshot, live_answers
+from pagoda.api.live_stats import live_answers
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventStream, event
 
@@ -23,8 +21,7 @@ async def live(context: RequestContext) -> web.StreamResponse:
     key_name = context.key_name or ""
 
     async def send(stream: EventStream) -> None:
-        snapshots = cast(AsyncGenerator[LiveSnapshot, None], service.live_stats.watch(endpoint))
-        async with aclosing(snapshots):
+        async with aclosing(service.live_stats.watch(endpoint)) as snapshots:
             async for snapshot in snapshots:
                 values = {
                     "started": service.created,

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -28,14 +28,11 @@ WINDOW_S = 10
 MAX_ANSWERS = 200
 """Answers listed one by one: the oldest."""
 MAX_REPLICAS = 256
-"""Replicas listed one by one."""
 MAX_STEP_BINS = 1024
 """Step bins in one snapshot, for all replicas together."""
 
 
 class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One running answer."""
-
     id: str
     name: str
     """The client's id of the request, which several answers may share."""
@@ -112,7 +109,7 @@ class LiveStats:
     def is_watched(self) -> bool:
         return self._feed is not None
 
-    async def watch(self, endpoint: Endpoint) -> AsyncIterator[LiveSnapshot]:
+    async def watch(self, endpoint: Endpoint) -> AsyncGenerator[LiveSnapshot, None]:
         """Yields snapshots until `close` is called or `endpoint` has ended; a slow watcher misses some.
 
         The first watcher gets its first snapshot at once.
@@ -183,7 +180,6 @@ class _View:
         self._num_bins = 0
         self._began = self._clock()
         self._last_at: float | None = None
-        """Time of the last snapshot."""
         self._last_num_tokens = 0
         """Tokens of all answers at the last snapshot."""
         self._prompts: deque[Growth] = deque(maxlen=round(WINDOW_S / INTERVAL_S))
@@ -373,12 +369,7 @@ def _quantile(ordered: list[tuple[int, int]], rank: float) -> float:
     return round(math.exp2(bucket / _PER_DOUBLING) / 1e6, 3)
 
 
-_COUNTERS = (
-    "num_prompt_tokens",
-    "num_prefix_hit_tokens",
-    "num_preemptions",
-    "num_worker_restarts",
-)
+_COUNTERS = ("num_prompt_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_worker_restarts")
 
 
 @dataclass(frozen=True)
@@ -406,7 +397,6 @@ class Progress:
 
     @property
     def num_restarts(self) -> int:
-        """Restarts of workers and engines."""
         return self._totals["num_worker_restarts"] + self._losses.total()
 
     def update(self, report: LoadReport, now: float, since: float) -> Growth:

@@ -33,7 +33,6 @@ class Snapshot(NamedTuple):
 
 
 async def metrics(context: RequestContext) -> web.StreamResponse:
-    """All figures, under Pagoda's own names."""
     return await _answer(context, aliases=False)
 
 
@@ -44,14 +43,13 @@ async def metrics_with_aliases(context: RequestContext) -> web.StreamResponse:
 
 async def _answer(context: RequestContext, *, aliases: bool) -> web.StreamResponse:
     snapshot = await _snapshot(context.service)
-    text = await asyncio.to_thread(_render, snapshot, aliases)  # streams go on meanwhile
-    return context.text(text, CONTENT_TYPE)
 
+    def text() -> str:
+        from pagoda.api.exposition import render  # its library takes a tenth of a second to import
 
-def _render(snapshot: Snapshot, aliases: bool) -> str:
-    from pagoda.api.exposition import render  # its library takes a tenth of a second to import
+        return render(snapshot, aliases=aliases)
 
-    return render(snapshot, aliases=aliases)
+    return context.text(await asyncio.to_thread(text), CONTENT_TYPE)  # streams go on meanwhile
 
 
 async def _snapshot(service: Service) -> Snapshot:

@@ -356,11 +356,7 @@ def chat_logprobs_count(body: ChatRequest) -> int | None:
 
 
 def chat_max_tokens(body: ChatRequest) -> int | None:
-    """`max_completion_tokens`, or its older name.
-
-    Raises:
-        InvalidRequestError: both are given and differ.
-    """
+    """`max_completion_tokens`, or its older name. Raises InvalidRequestError: both are given and differ."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         refuse("max_completion_tokens", "and max_tokens are both given and differ")

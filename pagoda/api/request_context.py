@@ -45,11 +45,7 @@ class RequestContext:
         return self.key_name is not None
 
     async def body(self) -> bytes:
-        """The whole body.
-
-        Raises:
-            ApiError: 413 if it is too long, 408 if it does not arrive in time.
-        """
+        """The whole body. Raises ApiError: 413 if it is too long, 408 if it does not arrive in time."""
         config = self.service.config
         too_long = ApiError(413, f"The body is longer than {config.max_body_bytes} bytes.")
         if (self.http.content_length or 0) > config.max_body_bytes:

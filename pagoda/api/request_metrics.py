@@ -68,8 +68,6 @@ HISTOGRAMS = {
 
 
 class _KeyFigures:
-    """Figures of the requests that came with one key."""
-
     __slots__ = ("finished", "first_token", "histograms", "next_token", "num_tokens")
 
     def __init__(self) -> None:
@@ -109,8 +107,6 @@ class _KeyFigures:
 
 
 class Refusal(NamedTuple):
-    """The labels of an error answer."""
-
     route: str
     """The path in the table of routes; empty for an unknown path or a request that did not get that far."""
     status: int
@@ -119,18 +115,14 @@ class Refusal(NamedTuple):
 
 
 class RequestFigures(NamedTuple):
-    """A copy of all counts."""
-
     histograms: dict[str, dict[str, Histogram]]
     """Histograms by name and key."""
     finished: dict[str, dict[str, int]]
     """Answers by key and finish reason."""
     num_tokens: dict[str, int]
-    """Tokens by key."""
     refusals: dict[Refusal, int]
 
     def total(self, name: str) -> Histogram:
-        """The histogram over all keys."""
         return total(self.histograms[name].values(), HISTOGRAMS[name].bounds)
 
 
@@ -143,7 +135,6 @@ class RequestMetrics:
         self._refusals: Counter[Refusal] = Counter()
 
     def follow(self, tracker: RequestTracker) -> None:
-        """Counts the answers that `tracker` records."""
         tracker.subscribe(
             on_start=self._on_start, on_tokens=self._on_tokens, on_finish=self._on_finish
         )
@@ -164,7 +155,6 @@ class RequestMetrics:
         self._by_key[record.client_request.key_name].end(record)
 
     def refused(self, refusal: Refusal) -> None:
-        """A request was answered with an error."""
         self._refusals[refusal] += 1
 
     def figures(self) -> RequestFigures:

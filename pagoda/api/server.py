@@ -77,9 +77,11 @@ async def serve(
         EngineDeadError: all engines were given up.
     """
     service = Service(server.api, tracker=RequestTracker(tracer.clock_ns))
-    tracing = service.tracing = TraceControl(
-        tracer, [service.tracker, *further_trackers], profile.directory, _run_name(tracer, server)
-    )
+    # A server that is started again has the same name of traces, and replaces those before it.
+    address = f"{server.host}-{server.port}" if server.port else tracer.process.uid
+    run = f"{tracer.role}-{tracer.process.host}-{address}"
+    trackers = [service.tracker, *further_trackers]
+    tracing = service.tracing = TraceControl(tracer, trackers, profile.directory, run)
     if spans is not None:
         spans.follow(service.tracker)
     signals = _Signals()
@@ -123,12 +125,6 @@ async def serve(
         if spans is not None:
             await asyncio.to_thread(spans.close)
         signals.restore()
-
-
-def _run_name(tracer: Tracer, server: ServerConfig) -> str:
-    """The name of traces. A server that is started again has the same name and replaces the traces before it."""
-    address = f"{server.host}-{server.port}" if server.port else tracer.process.uid
-    return f"{tracer.role}-{tracer.process.host}-{address}"
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:

@@ -57,11 +57,14 @@ class KVCache:
     keys: Tensor
     """[num_blocks, num_kv_heads, ...]: block_size tokens of head_dim elements."""
     values: Tensor
-    """The same."""
     key_scales: Tensor | None = None
     """[num_blocks, num_kv_heads, block_size] float32, of int8: each token's largest element is 127 of them."""
     value_scales: Tensor | None = None
-    """The same."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by field name, without absent scales."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,6 @@ class Experts(Generic[LinearT_co]):
     gate: tuple[LinearT_co, ...]
     """Gate projection of each expert, [inner, hidden]."""
     up: tuple[LinearT_co, ...]
-    """The same."""
     down: tuple[LinearT_co, ...]
     """Down projection of each expert, [hidden, inner]."""
     counts: Tensor
@@ -117,8 +119,6 @@ class Experts(Generic[LinearT_co]):
 
 @dataclass(frozen=True)
 class StepInput(Generic[ValueT, MetadataT]):
-    """Input of a forward pass."""
-
     token_ids: ValueT
     """[n] int64."""
     rotary_table: tuple[ValueT, ValueT]

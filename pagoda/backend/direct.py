@@ -42,7 +42,6 @@ class _Spanned(NamedTuple):
 
     kind: Kind
     weight_at: int | None = None
-    """Position of the argument that is the weight."""
 
 
 _OPERATIONS: Mapping[str, _Spanned] = {
@@ -60,8 +59,6 @@ _OPERATIONS: Mapping[str, _Spanned] = {
 
 
 class _TracedOperations:
-    """The same operations, each in a span of its own."""
-
     def __init__(self, ops: object, tracer: Tracer, namer: OperationNamer) -> None:
         self._ops = ops
         self._tracer = tracer

@@ -54,7 +54,6 @@ class GroupedWeight:
     offsets: Tensor | None
     """[out, in / group_size] float16; None where all are zero."""
     bits: int
-    """4 or 8."""
     group_size: int
     """One of `weight_formats.GROUP_SIZES`; divides the number of inputs."""
     act_order: Tensor | None = None
@@ -65,14 +64,12 @@ LinearWeight = DenseWeight | Int8Weight | GroupedWeight
 
 
 def weight_shape(weight: LinearWeight) -> tuple[int, int]:
-    """Outputs and inputs."""
     matrix = weight.codes if isinstance(weight, GroupedWeight) else weight.values
     outputs, inputs = matrix.shape
     return outputs, inputs
 
 
 def weight_format(weight: LinearWeight) -> WeightFormat:
-    """Format of a weight, which tells its size."""
     if isinstance(weight, DenseWeight):
         return DenseFormat()
     if isinstance(weight, Int8Weight):

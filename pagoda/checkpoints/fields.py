@@ -31,7 +31,6 @@ class Fields:
         return self._get(name, (int, float), "a number", default)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number."""
         value = self._get(name, (int, float), "a positive number", default)
         if not 0 < value < float("inf"):
             self.refuse(name, "must be a positive number")

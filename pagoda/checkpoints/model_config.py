@@ -23,13 +23,11 @@ class Role(enum.Enum):
     MLP_IN = enum.auto()
     """Gate or up projection of a dense MLP."""
     MLP_OUT = enum.auto()
-    """Down projection of a dense MLP."""
     ROUTER = enum.auto()
     """Scores of the experts."""
     EXPERT_IN = enum.auto()
     """Gate or up projection of an expert."""
     EXPERT_OUT = enum.auto()
-    """Down projection of an expert."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,6 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class AttentionLinears:
-    """Linear layers of one layer's attention."""
-
     q: LinearSpec
     k: LinearSpec
     v: LinearSpec
@@ -70,8 +66,6 @@ class MlpLinears:
 
 @dataclass(frozen=True)
 class ExpertLinears:
-    """Router and experts of one layer."""
-
     router: LinearSpec
     experts: tuple[MlpLinears, ...]
 
@@ -105,7 +99,6 @@ class TensorNames:
     expert_down: str = "down_proj"
 
     def of_layer(self, layer: int, name: str) -> str:
-        """Full name of a layer's tensor."""
         return f"{self.layers}.{layer}.{name}"
 
 
@@ -130,8 +123,6 @@ GGUF_NAMES = TensorNames(
 
 @dataclass(frozen=True)
 class GgufFormat:
-    """Form of a family in GGUF files."""
-
     architecture: str
     """Value of `general.architecture`."""
     names: TensorNames = GGUF_NAMES
@@ -143,8 +134,6 @@ class GgufFormat:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models: all that Pagoda knows of it."""
-
     architecture: str
     """Name in `architectures` of config.json."""
     adapt: Callable[[ModelConfig, Fields], ModelConfig]
@@ -173,8 +162,6 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All that the decoder needs to know of a model."""
-
     family: Family
     names: TensorNames
     vocab_size: int

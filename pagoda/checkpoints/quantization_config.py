@@ -108,8 +108,6 @@ class Awq:
 
 @dataclass(frozen=True)
 class Gptq:
-    """The layout of AutoGPTQ and GPTQModel."""
-
     scheme: GroupScheme
     zero_offset: int
     """Amount to add to a stored zero point: 1 in `gptq`, 0 in `gptq_v2`."""
@@ -124,10 +122,7 @@ class Gptq:
     def scheme_of(self, linear: LinearSpec) -> GroupScheme | None:
         if linear.role is Role.HEAD:
             return self.scheme if self.head else None
-        if linear.role in (
-            Role.EMBEDDING,
-            Role.ROUTER,
-        ):  # no file lists routers, as none is quantized
+        if linear.role in (Role.EMBEDDING, Role.ROUTER):  # no file lists routers
             return None
         ends = tuple(f".{module}" for module in self.modules)
         return self.scheme if not ends or linear.name.endswith(ends) else None

@@ -23,8 +23,6 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Origin and name of a model."""
-
     model: str
     """Value of `WorkerConfig.model`: a directory, a GGUF file, or the name of a shape preset."""
     directory: Path | None

@@ -40,7 +40,17 @@ def check_shares(model: str, config: ModelConfig, parallel: ParallelConfig) -> N
         config.num_heads,
         lambda size: can_share(config, size, expert_parallel=parallel.expert_parallel),
     )
-    _check_heads(model, tp_size, config.num_heads, config.num_kv_heads, nearest)
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % tp_size:
+        raise ConfigError(
+            f"--tensor-parallel-size {tp_size} does not divide the {heads} attention heads of {model}; "
+            f"the nearest that does is {nearest}."
+        )
+    if not can_share_heads(heads, kv_heads, tp_size):
+        raise ConfigError(
+            f"--tensor-parallel-size {tp_size} neither divides the {kv_heads} key-value heads of {model} nor is a "
+            f"multiple of them; the nearest that is one or the other is {nearest}."
+        )
     for count, what in _channels(config, expert_parallel=parallel.expert_parallel):
         if tp_size > count:
             raise ConfigError(
@@ -82,19 +92,6 @@ def nearest_sizes(size: int, most: int, fits: Callable[[int], bool]) -> str:
     lower = next((other for other in range(min(size - 1, most), 1, -1) if fits(other)), 1)
     higher = next((other for other in range(size + 1, most + 1) if fits(other)), None)
     return str(lower) if higher is None else f"{lower} or {higher}"
-
-
-def _check_heads(model: str, size: int, heads: int, kv_heads: int, nearest: str) -> None:
-    if heads % size:
-        raise ConfigError(
-            f"--tensor-parallel-size {size} does not divide the {heads} attention heads of {model}; "
-            f"the nearest that does is {nearest}."
-        )
-    if not can_share_heads(heads, kv_heads, size):
-        raise ConfigError(
-            f"--tensor-parallel-size {size} neither divides the {kv_heads} key-value heads of {model} nor is a "
-            f"multiple of them; the nearest that is one or the other is {nearest}."
-        )
 
 
 def _check_experts(model: str, size: int, experts: int) -> None:

@@ -14,8 +14,6 @@ _PATH = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class StreamedAnswer:
-    """The whole message and how it came."""
-
     message: Message
     output_tokens: int
     ttft_s: float

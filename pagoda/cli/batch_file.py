@@ -29,23 +29,6 @@ class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: Literal["POST"] = "POST"
 
 
-class BatchResponse(msgspec.Struct, frozen=True):
-    """The server's reply, whatever it was."""
-
-    status_code: int
-    request_id: str
-    body: msgspec.Raw
-
-
-class BatchResult(msgspec.Struct, frozen=True):
-    """One line of the output."""
-
-    id: str
-    custom_id: str
-    response: BatchResponse
-    error: None = None
-
-
 def read_batch(path: Path) -> list[BatchRequest]:
     """All requests of a batch file.
 
@@ -70,19 +53,27 @@ async def answer_batch(
     requests: Sequence[BatchRequest],
     concurrency: int,
     on_done: Callable[[], None],
-) -> AsyncGenerator[BatchResult, None]:
-    """The results in the order of the requests, `concurrency` under way at a time.
+) -> AsyncGenerator[tuple[int, dict[str, object]], None]:
+    """Statuses and output lines in the order of the requests, `concurrency` under way at a time.
 
     Requests that name no model are sent to `model`.
     """
     room = asyncio.Semaphore(concurrency)
 
-    async def answer(request: BatchRequest) -> BatchResult:
+    async def answer(request: BatchRequest) -> tuple[int, dict[str, object]]:
         async with room:
             status, data = await client.post_raw(request.url, {"model": model, **request.body})
         on_done()
-        response = BatchResponse(status, f"req_{uuid.uuid4().hex}", msgspec.Raw(data))
-        return BatchResult(f"batch_req_{uuid.uuid4().hex}", request.custom_id, response)
+        return status, {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": request.custom_id,
+            "response": {
+                "status_code": status,
+                "request_id": f"req_{uuid.uuid4().hex}",
+                "body": msgspec.Raw(data),
+            },
+            "error": None,
+        }
 
     tasks = [asyncio.create_task(answer(request)) for request in requests]
     try:

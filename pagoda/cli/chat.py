@@ -48,7 +48,10 @@ def chat(
     ):
         conversation = _Conversation(connection, sampling.body(engine.seed), system)
         if sys.stdin.isatty():
-            _greet(connection)
+            model_name = connection.model
+            output.stderr().print(
+                f"{model_name} at your service; /help shows what else can be said."
+            )
         for line in _lines():
             if line == "/exit":
                 break
@@ -60,13 +63,13 @@ def chat(
                 output.stderr().print(f"{line.split()[0]} is no command; /help lists them.")
             elif line:
                 with suppress(KeyboardInterrupt):
-                    _show_figures(runner.run(conversation.say(line)))
+                    answer = runner.run(conversation.say(line))
+                    if answer is not None and sys.stdin.isatty():
+                        output.stderr().print(f"[{answer.figures()}]", style=Style(dim=True))
     return 0
 
 
 class _Conversation:
-    """The messages so far, and the server that answers them."""
-
     def __init__(
         self, connection: Connection, sampling: dict[str, object], system: str | None
     ) -> None:
@@ -114,12 +117,3 @@ def _lines() -> Iterator[str]:
     with suppress(EOFError):
         while True:
             yield input("> ").strip()
-
-
-def _greet(connection: Connection) -> None:
-    output.stderr().print(f"{connection.model} at your service; /help shows what else can be said.")
-
-
-def _show_figures(answer: StreamedAnswer | None) -> None:
-    if answer is not None and sys.stdin.isatty():
-        output.stderr().print(f"[{answer.figures()}]", style=Style(dim=True))

@@ -10,19 +10,13 @@ from typing import Literal
 
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.load_config import load_model_config
-from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import machine_facts, output
 from pagoda.cli.machine_facts import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.output import format_bytes
-from pagoda.cli.weight_traffic import (
-    WeightTraffic,
-    gguf_traffic,
-    stored_traffic,
-    weight_traffic,
-)
+from pagoda.cli.weight_traffic import WeightTraffic, gguf_traffic, stored_traffic, weight_traffic
 from pagoda.version import __version__
 
 
@@ -97,7 +91,7 @@ def _models(
     model: str | None, dtype: str, quantization: str
 ) -> Iterable[tuple[str, WeightTraffic]]:
     if model is not None and model in PRESETS:
-        yield model, weight_traffic(_preset(model), dtype, quantization)
+        yield model, weight_traffic(load_model_config(model, "dummy"), dtype, quantization)
         return
     files = resolve_model(model)
     config = load_model_config(files.model, "auto")
@@ -109,11 +103,7 @@ def _models(
         yield files.served_name, weight_traffic(config, dtype, quantization)
     if model is None:
         for name in PRESETS:
-            yield name, weight_traffic(_preset(name), dtype, quantization)
-
-
-def _preset(name: str) -> ModelConfig:
-    return load_model_config(name, "dummy")
+            yield name, weight_traffic(load_model_config(name, "dummy"), dtype, quantization)
 
 
 def _limit_row(name: str, traffic: WeightTraffic, bandwidth: Bandwidth) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from rich.style import Style
 from pagoda.cli import event_loop, output
 from pagoda.cli.batch_file import BatchRequest, answer_batch, read_batch
 from pagoda.cli.local_server import Connection, connect
-from pagoda.cli.openai_client import Choice
 from pagoda.cli.options import (
     Count,
     EngineOptions,
@@ -83,13 +82,9 @@ async def _print_answer(
     async for _, answers in connection.client.stream(path, body):
         for answer in answers:
             for choice in answer.choices:
-                output.write_answer(_new_text(choice))
+                delta = choice.delta.content if choice.delta is not None else None
+                output.write_answer(choice.text or delta or "")
     output.write_answer("\n")
-
-
-def _new_text(choice: Choice) -> str:
-    delta = choice.delta
-    return choice.text or (delta.content if delta is not None else None) or ""
 
 
 def _generate_batch(
@@ -128,14 +123,10 @@ async def _write_results(
     with output.progress() as bar:
         task = bar.add_task("requests", total=len(requests))
         results = answer_batch(
-            connection.client,
-            connection.model,
-            requests,
-            concurrency,
-            lambda: bar.advance(task),
+            connection.client, connection.model, requests, concurrency, lambda: bar.advance(task)
         )
         async with aclosing(results):
-            async for result in results:
+            async for status, result in results:
                 write(msgspec.json.encode(result) + b"\n")
-                num_failed += result.response.status_code != 200
+                num_failed += status != 200
     return num_failed

@@ -60,10 +60,6 @@ class _Directory:
         return "unknown" if self.manifest is None else self.manifest.model
 
     @property
-    def num_files(self) -> int:
-        return self.num_blocks + self.num_left_over
-
-    @property
     def digest(self) -> str:
         return os.path.basename(self.path)
 
@@ -143,7 +139,8 @@ def clear(
         return _EXIT_FAILED
     num_removed = 0
     with _failures_in_a_sentence(), output.progress() as progress:
-        task = progress.add_task("Removing", total=sum(it.num_files for it in directories))
+        total = sum(it.num_blocks + it.num_left_over for it in directories)
+        task = progress.add_task("Removing", total=total)
         for directory in directories:
             for found in _removable(directory.path):
                 Path(found.path).unlink(missing_ok=True)

@@ -34,8 +34,6 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Connection:
-    """A server and the model to ask there."""
-
     client: OpenAIClient
     model: str
 

@@ -127,7 +127,6 @@ class OpenAIClient:
             await self._session.close()
 
     async def first_model(self) -> str:
-        """The name of the first model that the server lists."""
         try:
             models = msgspec.json.decode(await self._call("GET", "/v1/models"), type=_Models).data
         except msgspec.DecodeError as error:

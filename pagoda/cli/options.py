@@ -80,7 +80,6 @@ class SamplingOptions:
     """A string that ends the answer; may be given several times."""
 
     def body(self, seed: int | None) -> dict[str, object]:
-        """The fields of a request's JSON body."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["stop"] = list(self.stop) or None
         values["seed"] = seed

@@ -37,11 +37,7 @@ from pagoda.engine.config import KVTiersConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
-from pagoda.frontend.fleet import (
-    Fleet,
-    JoinConfig,
-    read_cluster_key,
-)
+from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_spans import RequestSpans
@@ -159,8 +155,7 @@ class ProfileOptions:
 
     def config(self) -> ProfileConfig:
         return ProfileConfig(
-            directory=self.profile_dir,
-            level=None if self.profile is None else LEVELS[self.profile],
+            directory=self.profile_dir, level=None if self.profile is None else LEVELS[self.profile]
         )
 
 

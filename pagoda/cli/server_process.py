@@ -18,8 +18,6 @@ READY_PREFIX = "ready: "
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A running server."""
-
     base_url: str
     pid: int
 

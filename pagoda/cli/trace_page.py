@@ -52,13 +52,12 @@ def page_of(report: Report, limits: Limits) -> str:
     )
     began = datetime.fromtimestamp(report.began_ns / 1e9, UTC)
     longest = max((it.end_to_end for it in report.slowest), default=0.0)
-    tables: list[TextTable] = tables_of(report, limits)
     return environment.get_template(_TEMPLATE.name).render(
         began=f"{began:%Y-%m-%d %H:%M:%S} UTC",
         duration=seconds(report.seconds),
         processes=report.processes,
         notes=report.notes,
-        tables=tables,
+        tables=tables_of(report, limits),
         alongside=alongside(report),
         slowest=[_slow(it, longest) for it in report.slowest],
         width=_WIDTH,

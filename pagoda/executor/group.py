@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import chain
 
 import msgspec
@@ -287,10 +287,8 @@ class _Group:
             encrypt_server(self.socket, keys)
         self.socket.bind(address)
         ranks = range(len(configs))
-        self._identities = [_identity(rank) for rank in ranks]
-        self._link_identities = [
-            _link_identity(rank) for rank in ranks if configs[0].has_transfer_link
-        ]
+        self._identities = [b"%d" % rank for rank in ranks]
+        self._link_identities = [b"kv-%d" % rank for rank in ranks if configs[0].has_transfer_link]
         self._connections = _connections(self._identities, WorkerMessage)
         self._connections |= _connections(self._link_identities, TransferMessage)
         self._hellos: dict[int, WorkerHello] = {}
@@ -388,9 +386,7 @@ class _Group:
                 self._readies[rank] = message
             case TransferLink():
                 self._links[rank] = message
-        if len(self._readies) < len(self._identities):
-            return None
-        if len(self._links) < len(self._link_identities):
+        if not self.has_started:
             return None
         problem = self._disagreement()
         if problem is not None:
@@ -442,10 +438,7 @@ class _Group:
 
     def complain(self) -> None:
         self.ask_at = None
-        missing = [
-            worker_name(c) for rank, c in enumerate(self._configs) if rank not in self._hellos
-        ]
-        _log.warning("still waiting for %s at %s", ", ".join(missing), self._endpoint)
+        _log.warning("still waiting for %s at %s", self._others(self._hellos), self._endpoint)
 
     def refusal(self, rank: int, version: int) -> WorkerLost:
         error = (
@@ -456,11 +449,15 @@ class _Group:
 
     def hung_start(self, timeout_s: float) -> WorkerLost:
         """The loss of workers that made no progress for `timeout_s` while they started; names those at fault."""
-        waiting = [c for rank, c in enumerate(self._configs) if rank not in self._hellos]
-        if not waiting or len(self._configs) == 1:
-            waiting = [c for rank, c in enumerate(self._configs) if rank not in self._readies]
-        names = ", ".join(worker_name(config) for config in waiting)
+        all_said_hello = len(self._hellos) == len(self._configs) or len(self._configs) == 1
+        names = self._others(self._readies if all_said_hello else self._hellos)
         return WorkerLost(f"{names} made no progress for {timeout_s:g} s while starting")
+
+    def _others(self, ranks: Container[int]) -> str:
+        """Names of the workers that are not in `ranks`."""
+        return ", ".join(
+            worker_name(c) for rank, c in enumerate(self._configs) if rank not in ranks
+        )
 
     def failure(self, rank: int, message: WorkerFailed) -> WorkerLost:
         if len(self._configs) == 1:
@@ -472,14 +469,6 @@ class _Group:
         self.workers.close()
         self.socket.close()
         self._context.term()
-
-
-def _identity(rank: int) -> bytes:
-    return str(rank).encode()
-
-
-def _link_identity(rank: int) -> bytes:
-    return f"kv-{rank}".encode()
 
 
 def _connections(identities: list[bytes], message_type: object) -> dict[bytes, tuple[int, _Decode]]:

@@ -64,11 +64,7 @@ class AsyncLLM:
         self._requests: dict[str, list[str]] = {}
 
     async def start(self) -> None:
-        """Returns when the model is ready.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
+        """Returns when the model is ready. Raises ConfigError: it cannot be loaded."""
         fleet = self._fleet = Fleet.of_engines(self._engine, self._policy)
         try:
             self._generator = await start_generator(fleet, self._load_text, RequestTracker())

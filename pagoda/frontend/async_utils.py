@@ -28,16 +28,16 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
             async for item in only:
                 yield 0, item
         return
-    queue: asyncio.Queue[tuple[int, T] | _Ended] = asyncio.Queue(_MAX_WAITING)
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(_MAX_WAITING)
     tasks = [asyncio.create_task(_feed(queue, i, stream)) for i, stream in enumerate(streams)]
     try:
         running = len(tasks)
         while running:
             got = await queue.get()
-            if not isinstance(got, _Ended):
+            if isinstance(got, tuple):
                 yield got
-            elif got.error is not None:
-                raise got.error
+            elif got is not None:
+                raise got
             else:
                 running -= 1
     finally:
@@ -109,19 +109,17 @@ async def first_of(*works: Coroutine[Any, Any, object]) -> int:
     return min(tasks.index(task) for task in done)
 
 
-class _Ended:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
-
 async def _feed(
-    queue: asyncio.Queue[tuple[int, T] | _Ended], index: int, stream: AsyncGenerator[T, None]
+    queue: asyncio.Queue[tuple[int, T] | Exception | None],
+    index: int,
+    stream: AsyncGenerator[T, None],
 ) -> None:
+    """Puts the items of a stream into `queue`, and behind them its error, or None."""
     try:
         async with aclosing(stream):
             async for item in stream:
                 await queue.put((index, item))
     except Exception as error:
-        await queue.put(_Ended(error))
+        await queue.put(error)
     else:
-        await queue.put(_Ended())
+        await queue.put(None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -180,23 +181,11 @@ def _environment() -> jinja2.Environment:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = _tojson
+    # Unlike Jinja's own filter, this one leaves `<` and friends as they are.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own filter, leaves `<` and friends as they are."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _raise(message: str) -> NoReturn:
@@ -204,11 +193,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def read_template(path: Path) -> str:
-    """The template in a file named by the operator.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """The template in a file named by the operator. Raises ConfigError: the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

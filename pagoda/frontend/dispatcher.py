@@ -55,7 +55,11 @@ _MOVED_RETRY_S = 1
 """A replica that a request was moved from is not tried again within this time."""
 _JUDGE_INTERVAL_S = 1.0
 _NUM_HEALTH_QUERIES = 16
-"""Replicas that are asked for their health at once."""
+"""Replicas that are asked for their health at a time."""
+_HEALTH_PATIENCE_S = 0.1
+"""Seconds without an answer after which the next replicas are asked too."""
+_HEALTH_TIMEOUT_S = 2.5
+"""A little more than an engine has for its answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,9 +91,7 @@ class Dispatcher:
         self._outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
         self.slots = ReplicaSet(policy, self._cache, self._outliers, self._clock)
         """The replicas and what is known about them."""
-        self._placer = Placer(
-            self.slots, self._clock, no_replica_timeout_s, lambda: self._uses_prefixes
-        )
+        self._placer = Placer(self.slots, self._clock, no_replica_timeout_s, self._uses_prefixes)
         self.quarantine = self._placer.quarantine
         self.slots.on_room = self._placer.wake
         self.requests: dict[str, TrackedRequest] = {}
@@ -155,26 +157,20 @@ class Dispatcher:
         self._on_change(slot)
 
     def _take_in(self, slot: ReplicaSlot) -> None:
-        self.slots.start(slot)
+        self.slots.take_limits(slot)
         if self.is_subscribed:
             self._subscribe(slot)
 
-    def release(self, replica: Replica) -> None:
-        """Gives the replica no new requests; those that it has go on there."""
-        self._set_leaving(replica, True)
-
-    def take_back(self, replica: Replica) -> None:
-        """Gives a replica that was released requests again."""
-        self._set_leaving(replica, False)
-
-    def _set_leaving(self, replica: Replica, is_leaving: bool) -> None:
+    def set_leaving(self, replica: Replica, is_leaving: bool) -> None:
+        """Gives a replica that leaves no new requests; those that it has go on there."""
         slot = self.slots[replica]
-        slot.is_leaving = is_leaving
-        self.slots.refit(slot)
-        self._notify()
+        if slot.is_leaving is not is_leaving:
+            slot.is_leaving = is_leaving
+            self.slots.refit(slot)
+            self._notify()
 
     async def emptied(self, replica: Replica) -> None:
-        """Returns when a replica that was released has no requests any more."""
+        """Returns when a replica that leaves has no requests any more."""
         slot = self.slots[replica]
         while slot.requests:
             slot.left.clear()
@@ -183,13 +179,12 @@ class Dispatcher:
     def remove(self, replica: Replica) -> None:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
         slot = self.slots.get(replica)
-        if slot is None:
-            return
-        slot.unwatch()
-        self._unsubscribe(slot)
-        self.slots.remove(slot)
-        self.update_subscriptions()
-        self._notify()
+        if slot is not None:
+            slot.unwatch()
+            self._unsubscribe(slot)
+            self.slots.remove(slot)
+            self.update_subscriptions()
+            self._notify()
 
     def num_requests(self, replica: Replica) -> int:
         """The number of requests that the replica has."""
@@ -225,13 +220,12 @@ class Dispatcher:
     def update_subscriptions(self) -> None:
         """Subscribes to what replicas have cached as long as that matters: to the choice of a replica, to the
         offload of prompts, or to listeners."""
-        matters = self._uses_prefixes or bool(self._cache.listeners)
+        matters = self._uses_prefixes() or bool(self._cache.listeners)
         if matters is not self.is_subscribed:
             self.is_subscribed = matters
             for slot in self.slots:
                 (self._subscribe if matters else self._unsubscribe)(slot)
 
-    @property
     def _uses_prefixes(self) -> bool:
         is_choice = self.slots.policy.uses_prefixes and len(self.slots) > 1
         return is_choice or (self._offload is not None and self._offload.needs_prefixes)
@@ -280,8 +274,7 @@ class Dispatcher:
 
     @property
     def state(self) -> ReplicaState:
-        """The state of the best replica that takes requests. Without any, requests wait for one: it is
-        degraded."""
+        """The state of the best replica that takes requests; degraded without any, as requests wait for one."""
         if self._failure is not None:
             return ReplicaState.FAILED
         if not self.slots.has_limits:
@@ -313,9 +306,9 @@ class Dispatcher:
             raise EngineDeadError(str(self._failure))
         slots = list(self.slots)
         reports = await asyncio.gather(*(slot.load() for slot in slots))
-        both = list(zip(slots, reports, strict=True))
+        loads = tuple(map(self._load_of, slots, reports))
         num_waiting = sum(tracked.slot is None for tracked in self.requests.values())
-        loads = tuple(self._load_of(slot, report) for slot, report in both)
+        both = zip(slots, reports, strict=True)
         counted = [counters_of(slot.last_report) for slot, report in both if report is None]
         return sum_of_loads(loads, num_held=num_waiting, counted=counted)
 
@@ -332,28 +325,19 @@ class Dispatcher:
         )
 
     def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
-        end_listening = self._cache.listen(listener)
+        ends = contextlib.ExitStack()
+        ends.callback(self.update_subscriptions)
+        ends.callback(self._cache.listen(listener))
         self.update_subscriptions()
-
-        def end() -> None:
-            end_listening()
-            self.update_subscriptions()
-
-        return end
+        return ends.close
 
     def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
         """Subscribes to the steps of the replicas that there are. Replicas that come later are hosts, whose steps
         are told there."""
-        ends = [
-            slot.replica.subscribe_steps(partial(_pass_on, slot.name, listener))
-            for slot in self.slots
-        ]
-
-        def end() -> None:
-            for unsubscribe in ends:
-                unsubscribe()
-
-        return end
+        ends = contextlib.ExitStack()
+        for slot in self.slots:
+            ends.callback(slot.replica.subscribe_steps(partial(_pass_on, slot.name, listener)))
+        return ends.close
 
     async def health(self) -> Health:
         """Ready as soon as some of the replicas are; says why if none is."""
@@ -361,15 +345,33 @@ class Dispatcher:
             return Health(False, str(self._failure))
         if self._draining:
             return Health(False, "the server is shutting down")
-        reasons = []
-        remaining = iter(list(self.slots))
-        while slots := list(islice(remaining, _NUM_HEALTH_QUERIES)):
-            answers = await asyncio.gather(*(slot.replica.health() for slot in slots))
-            if any(health.ready for health in answers):
-                return Health(True)
-            both = zip(slots, answers, strict=True)
-            reasons += [f"{self.slots.prefix(slot)}{health.reason}" for slot, health in both]
-        return Health(False, "; ".join(reasons) or "there is no replica")
+        reasons: dict[ReplicaSlot, str] = {}
+        remaining = iter(sorted(self.slots, key=lambda slot: -slot.latest_ns))
+        pending: dict[asyncio.Task[Health], ReplicaSlot] = {}
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                    while True:
+                        for slot in islice(remaining, _NUM_HEALTH_QUERIES):
+                            pending[asyncio.ensure_future(slot.replica.health())] = slot
+                        if not pending:
+                            break
+                        # Replicas that hang do not keep the others from being asked.
+                        done, _ = await asyncio.wait(
+                            pending, timeout=_HEALTH_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                        )
+                        for answer in done:
+                            slot = pending.pop(answer)
+                            if answer.result().ready:
+                                return Health(True)
+                            reasons[slot] = answer.result().reason
+        finally:
+            await cancel_all(list(pending))
+        told = (
+            f"{self.slots.prefix(slot)}{reasons.get(slot, 'it does not answer')}"
+            for slot in self.slots
+        )
+        return Health(False, "; ".join(told) or "there is no replica")
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
@@ -385,10 +387,8 @@ class Dispatcher:
             self._judge_timer.cancel()
         await cancel_all(list(self._tasks))
         self._fail(EngineDeadError("The engine was closed."))
-        ends = await asyncio.gather(
-            *(slot.replica.close() for slot in self.slots), return_exceptions=True
-        )
-        for end in ends:
+        closes = (slot.replica.close() for slot in self.slots)
+        for end in await asyncio.gather(*closes, return_exceptions=True):
             if isinstance(end, BaseException):
                 raise end
 
@@ -403,11 +403,6 @@ class Dispatcher:
                     async with self._stream(tracked, slot) as stream:
                         tracked.waits_since = self._clock.now()
                         async for chunk in stream:
-                            if (
-                                chunk.finish_reason is FinishReason.ABORT
-                                and tracked.moves_if_aborted
-                            ):
-                                raise _MovedError
                             chunk = self._receive(tracked, slot, chunk)
                             yield chunk
                             if chunk.finish_reason is not None:
@@ -428,7 +423,7 @@ class Dispatcher:
             self.quarantine.clear(tracked)
             if tracked.token_ids:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
-                self._placer.load_tracker.observe_length(len(tracked.token_ids))
+                self._placer.observe_length(len(tracked.token_ids))
             del self.requests[tracked.request_id]
             if not self.requests:
                 self._idle.set()
@@ -477,7 +472,13 @@ class Dispatcher:
             yield await stack.enter_async_context(contextlib.aclosing(stream))
 
     def _receive(self, tracked: TrackedRequest, slot: ReplicaSlot, chunk: TokenChunk) -> TokenChunk:
-        """Takes a chunk into account and returns it as the client sees it. In the path of each token."""
+        """Takes a chunk into account and returns it as the client sees it. In the path of each token.
+
+        Raises:
+            _MovedError: the replica has given the request up.
+        """
+        if chunk.finish_reason is FinishReason.ABORT and tracked.moves_if_aborted:
+            raise _MovedError
         token_ids, work = chunk.token_ids, tracked.work
         num_computed = 0
         if tracked.state is RequestState.QUEUED and chunk.kv_source is None:
@@ -498,7 +499,7 @@ class Dispatcher:
                 self.quarantine.clear(tracked)
         elif chunk.num_computed_tokens is not None:
             num_computed = work.prompt_progress(chunk.num_computed_tokens)
-        if chunk.received_ns != slot.latest_ns:
+        if chunk.received_ns > slot.latest_ns:  # a slow client takes old chunks
             slot.received(chunk.received_ns)
         if chunk.finish_reason is not FinishReason.ERROR and len(self.slots) > 1:
             now, since = self._clock.now(), tracked.waits_since

@@ -127,10 +127,6 @@ class EngineConnection:
         """Requests whose last chunk has not arrived."""
         return len(self._streams)
 
-    @property
-    def num_subscribers(self) -> int:
-        return len(self._cache_listeners) + len(self._step_listeners)
-
     def watch(self, listener: Callable[[], None]) -> Unsubscribe:
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
@@ -167,7 +163,8 @@ class EngineConnection:
             return Health(False, f"{self.name} does not answer")
         if not report.is_worker_ready:
             return Health(False, "the worker is restarting")
-        if report.stalled_for_s > STALL_LIMIT_S:
+        # Of several replicas, the others go on.
+        if not report.replicas and report.stalled_for_s > STALL_LIMIT_S:
             return Health(False, f"no step has finished for {report.stalled_for_s:.0f} s")
         return Health(True)
 

@@ -110,7 +110,7 @@ class Vocabulary:
             self._refuse(f"has a token of more than {_MAX_TOKEN_CHARS} characters")
         self.types = [_NORMAL] * len(self.tokens)
         if TYPES in metadata:
-            self.types = self._of_each(TYPES, metadata.integers(TYPES))
+            self.types = self.of_each(TYPES, metadata.integers(TYPES))
         # The places of unused tokens are filled with names that stand for no text.
         self.ids = {
             token: i
@@ -150,10 +150,8 @@ class Vocabulary:
             if kind in (_CONTROL, _UNKNOWN) or (kind == _USER_DEFINED and _SPACE_MARK not in token):
                 yield AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
 
-    def scores(self) -> list[float]:
-        return self._of_each(SCORES, self.metadata.numbers(SCORES))
-
-    def _of_each(self, key: str, values: list[T]) -> list[T]:
+    def of_each(self, key: str, values: list[T]) -> list[T]:
+        """Returns `values`, those under `key`, if each token has one."""
         if len(values) != len(self.tokens):
             self._refuse(f"has {len(self.tokens)} tokens, but {key} has {len(values)} values")
         return values
@@ -264,7 +262,7 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
     SentencePiece always merges the pair whose token has the highest score (Kudo and Richardson 2018).
     """
-    ids, scores = vocabulary.ids, vocabulary.scores()
+    ids, scores = vocabulary.ids, vocabulary.of_each(SCORES, vocabulary.metadata.numbers(SCORES))
     joined = [token for token, i in ids.items() if vocabulary.types[i] in (_NORMAL, _USER_DEFINED)]
     merges = []
     for token in sorted(joined, key=lambda token: (-scores[ids[token]], ids[token])):

@@ -29,7 +29,7 @@ from pagoda.telemetry.tracer import Tracer
 HELLO_TIMEOUT_S = 10.0
 HANG_TIMEOUT_S = 30.0
 """Seconds of silence after which a host that owes an answer counts as lost. Heartbeats of the socket
-(`pagoda.ipc.heartbeat`) notice a dead host or a cut line, but go on when the host's event loop hangs."""
+(`pagoda.ipc.event_socket`) notice a dead host or a cut line, but go on when the host's event loop hangs."""
 
 
 @dataclass(frozen=True)

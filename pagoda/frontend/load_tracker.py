@@ -11,8 +11,6 @@ import heapq
 from collections.abc import Callable, Container
 from itertools import count
 
-_USUAL_WEIGHT = 0.02
-"""Weight of the latest answer in the moving average of answer lengths."""
 _STALE_TOKENS = 32
 _STALE_SHIFT = 3
 """A replica moves up in `LeastLoaded` when its work has shrunk by 32 tokens and by 1 / 2**3."""
@@ -41,14 +39,15 @@ class RequestWork:
     __slots__ = ("num_tokens", "output_tokens", "prompt_tokens", "replica")
 
     def __init__(
-        self, replica: ReplicaWork, num_tokens: int, prompt_tokens: int, output_tokens: int
+        self, replica: ReplicaWork, num_tokens: int, *, num_cached_tokens: int, output_tokens: float
     ) -> None:
+        """The first tokens of the request are believed to be cached; `output_tokens` are expected to come."""
         self.replica = replica
         self.num_tokens = num_tokens
         """Tokens that the replica was given, cached or not."""
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        replica.pending_tokens += prompt_tokens + output_tokens
+        self.prompt_tokens = max(0, num_tokens - num_cached_tokens)
+        self.output_tokens = max(1, round(output_tokens))
+        replica.pending_tokens += self.pending_tokens
         replica.num_requests += 1
 
     @property
@@ -78,40 +77,13 @@ class RequestWork:
     def close(self) -> None:
         """Takes the request off its replica; called once."""
         self.replica.num_requests -= 1
-        self._shrink(self.prompt_tokens + self.output_tokens)
+        self._shrink(self.pending_tokens)
 
     def _shrink(self, num_tokens: int) -> None:
         replica = self.replica
         replica.pending_tokens -= num_tokens
         if replica.pending_tokens < replica.floor:
             replica.on_floor(replica)
-
-
-class LoadTracker:
-    """Estimates the work of requests from the lengths of earlier answers."""
-
-    def __init__(self) -> None:
-        self._usual_output_tokens = 64.0
-
-    def open(
-        self,
-        replica: ReplicaWork,
-        *,
-        num_tokens: int,
-        num_cached_tokens: int,
-        max_output_tokens: int,
-    ) -> RequestWork:
-        """Counts a request of `num_tokens`, of which the first are believed to be cached, at `replica`."""
-        return RequestWork(
-            replica,
-            num_tokens,
-            max(0, num_tokens - num_cached_tokens),
-            max(1, min(max_output_tokens, round(self._usual_output_tokens))),
-        )
-
-    def observe_length(self, num_output_tokens: int) -> None:
-        """Takes the length of an answer that has ended into the average."""
-        self._usual_output_tokens += _USUAL_WEIGHT * (num_output_tokens - self._usual_output_tokens)
 
 
 class LeastLoaded:

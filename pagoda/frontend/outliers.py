@@ -148,10 +148,8 @@ class ReplicaHealth:
     def share(self, now: float) -> float:
         """The share of requests that the replica gets of those that it would get otherwise: 0 while it is left
         out, and 1 long after."""
-        back_s = now - self.out_until
-        if back_s < 0:
-            return 0.0
-        return min(1.0, max(_FIRST_SHARE, back_s / RETURN_S))
+        grown = (now - self.out_until) / RETURN_S
+        return 0.0 if self.is_out(now) else min(1.0, max(_FIRST_SHARE, grown))
 
 
 class _Group:
@@ -185,15 +183,10 @@ class OutlierDetector:
         self._groups: dict[Hashable, _Group] = {}
 
     def add(self, health: ReplicaHealth, group: Hashable) -> None:
-        """Takes in a replica, which is compared with those of the same group."""
+        """Compares a replica with those of a group from now on; what it did in another group is forgotten."""
+        self.remove(health)
         health.forget(group)
         self._groups.setdefault(group, _Group()).members[health] = None
-
-    def regroup(self, health: ReplicaHealth, group: Hashable) -> None:
-        """Moves a replica to another group; what it did as one of another kind is forgotten."""
-        if health.group != group:
-            self.remove(health)
-            self.add(health, group)
 
     def remove(self, health: ReplicaHealth) -> None:
         """Forgets a replica, which may have been forgotten already."""
@@ -229,13 +222,13 @@ class OutlierDetector:
         for group in self._groups.values():
             members = list(group.members)
             peers = [health for health in members if not health.is_out(now)]
-            slowest = heapq.nlargest(2, peers, key=lambda health: health.pace.longest_s)
+            slowest = heapq.nlargest(2, ((h.pace.longest_s, h.number) for h in peers))
             paces = _Paces([health for health in peers if now - health.heard_at < FRESH_S])
             silent = _silent(members, waiting, now)
             num_heard = sum(health not in silent for health in peers)
             for health in members:
                 reason = ""
-                step_s = next((h.pace.longest_s for h in slowest if h is not health), 0.0)
+                step_s = next((s for s, number in slowest if number != health.number), 0.0)
                 # When all others are silent too it is not because of this one.
                 if health in silent and step_s and num_heard:
                     silence_s, patience_s = silent[health]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from pagoda.errors import EngineDeadError, OverloadedError
-from pagoda.frontend.load_tracker import LoadTracker
+from pagoda.frontend.load_tracker import RequestWork
 from pagoda.frontend.prefix_index import short_keys
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.frontend.replica_slot import ReplicaSlot
@@ -20,6 +20,8 @@ MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
 
 
+_USUAL_WEIGHT = 0.02
+"""Weight of the latest answer in the moving average of answer lengths."""
 _RETRY_S = 1
 """Delay told to clients while all replicas count as full."""
 
@@ -69,7 +71,8 @@ class Placer:
         self._clock = clock
         self._no_replica_timeout_s = no_replica_timeout_s
         self._uses_prefixes = uses_prefixes
-        self.load_tracker = LoadTracker()
+        self._usual_output_tokens = 64.0
+        """Moving average of the lengths of answers."""
         self.quarantine = Quarantine()
         self.failure: EngineDeadError | None = None
         """The reason that no replica will ever take requests again; None as long as one may."""
@@ -143,29 +146,28 @@ class Placer:
         tracked.num_tokens_here = 0
         tracked.fetches_kv = tracked.request.kv_source is not None
         tracked.sent_after_ns = slot.latest_ns
-        tracked.work = self.load_tracker.open(
+        num_left = (tracked.request.sampling.max_tokens or 1) - len(tracked.token_ids)
+        tracked.work = RequestWork(
             slot.work,
-            num_tokens=tracked.num_tokens,
+            tracked.num_tokens,
             num_cached_tokens=num_cached_tokens,
-            max_output_tokens=tracked.num_tokens_left,
+            output_tokens=min(num_left, self._usual_output_tokens),
         )
         slot.requests[tracked] = None
         slot.num_streams += bool(tracked.token_ids)
         return slot
 
+    def observe_length(self, num_output_tokens: int) -> None:
+        """Takes the length of an answer that has ended into the average."""
+        self._usual_output_tokens += _USUAL_WEIGHT * (num_output_tokens - self._usual_output_tokens)
+
     def _keys_of(self, tracked: TrackedRequest) -> list[int]:
         if not self._uses_prefixes():
             return []
         if tracked.keys is None:
-            request = tracked.request
-            tracked.keys = short_keys(
-                prefix_keys(
-                    request.prompt_token_ids,
-                    self._slots.limits.block_size,
-                    request.cache_salt,
-                    MAX_PREFIX_BLOCKS,
-                )
-            )
+            prompt, salt = tracked.request.prompt_token_ids, tracked.request.cache_salt
+            block_size = self._slots.limits.block_size
+            tracked.keys = short_keys(prefix_keys(prompt, block_size, salt, MAX_PREFIX_BLOCKS))
         return tracked.keys
 
     def leave(self, tracked: TrackedRequest) -> None:

@@ -97,15 +97,10 @@ def prefix_affinity(request: RoutingRequest, candidates: Sequence[Candidate]) ->
     have in common will serve the next ones too, so the copy costs the less the more of them there are.
     """
     work = [
-        candidate.pending_tokens - _worth_of_a_copy(candidate) * candidate.num_cached_tokens
-        for candidate in candidates
+        one.pending_tokens - (1 + _COPY_COST / (1 + one.num_sharing)) * one.num_cached_tokens
+        for one in candidates
     ]
     return _least(work, request.number)
-
-
-def _worth_of_a_copy(candidate: Candidate) -> float:
-    """Pending tokens that a cached token is worth."""
-    return 1 + _COPY_COST / (1 + candidate.num_sharing)
 
 
 def session_affinity(request: RoutingRequest, candidates: Sequence[Candidate]) -> int:

@@ -67,22 +67,16 @@ class PrefillDecodeRouter:
             homes.remove(self.prefill)
             self.prefill.remove(replica)
 
-    def release(self, replica: Replica) -> None:
-        """Gives the host nothing new; its requests go on there."""
+    def set_leaving(self, replica: Replica, is_leaving: bool) -> None:
+        """Gives a host that leaves nothing new; its requests go on there."""
         for home in self._homes[replica]:
-            home.release(replica)
-
-    def take_back(self, replica: Replica) -> None:
-        """Gives a host that was released requests again."""
-        for home in self._homes[replica]:
-            home.take_back(replica)
+            home.set_leaving(replica, is_leaving)
 
     def num_requests(self, replica: Replica) -> int:
-        """The number of requests that the host has."""
         return sum(home.num_requests(replica) for home in self._homes[replica])
 
     async def emptied(self, replica: Replica) -> None:
-        """Returns when a host that was released has no requests any more."""
+        """Returns when a host that leaves has no requests any more."""
         for home in self._homes[replica]:
             await home.emptied(replica)
 

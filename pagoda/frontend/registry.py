@@ -252,7 +252,6 @@ class Registry:
         entry.host, entry.since = host, time.time()
         block_size = host.limits.block_size
         self._block_sizes[block_size] += 1
-        is_released = False
         self._first.set()
         _log.info("the host at %s has joined", host.address)
         try:
@@ -260,14 +259,10 @@ class Registry:
                 entry.changed.clear()
                 if self._is_wanted(entry, host):
                     self._check(entry, host)
-                    if is_released:
-                        self._members.take_back(host)
-                        is_released = False
+                    self._members.set_leaving(host, False)
                     await entry.changed.wait()
                     continue
-                if not is_released:
-                    self._members.release(host)
-                    is_released = True
+                self._members.set_leaving(host, True)
                 if not self._members.num_requests(host):
                     is_dismissed = host.limits.host_id in self._dismissed
                     self._set_problem(entry, _DISMISSAL if is_dismissed else _LEFT)

@@ -110,8 +110,6 @@ class RolePool:
         """The fit replicas by their work."""
         self.ring = HashRing()
         """The fit replicas by their names."""
-        self.num_replicas = 0
-        """Replicas of the role, whether they take requests or not."""
         self.room = 0
         """Requests that all replicas of the role can have, running and waiting."""
 

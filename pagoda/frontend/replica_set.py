@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from pagoda.frontend.endpoint import Replica, ReplicaState
+from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import OutlierDetector
 from pagoda.frontend.policies import NUM_HOLDERS, Candidate, Policy, RoutingRequest
 from pagoda.frontend.prefix_index import CacheUnion, PrefixIndex
@@ -80,7 +81,7 @@ class ReplicaSet:
         return self._slots[number]
 
     def prefix(self, slot: ReplicaSlot) -> str:
-        """The replica's name as the beginning of a sentence; empty if there is only one replica without a name."""
+        """The replica's name as the beginning of a sentence; empty for the only one without a name."""
         if slot.replica.name:
             return f"host {slot.name}: "
         return "" if len(self._slots) == 1 else f"replica {slot.name}: "
@@ -96,11 +97,6 @@ class ReplicaSet:
         self._slots[number] = self._by_replica[replica] = slot
         self._names.add(name)
         return slot
-
-    def start(self, slot: ReplicaSlot) -> None:
-        """Takes in a replica that has started."""
-        self._outliers.add(slot.health, slot.replica.limits.role)
-        self.take_limits(slot)
 
     def remove(self, slot: ReplicaSlot) -> None:
         self._list(slot, None)
@@ -131,7 +127,7 @@ class ReplicaSet:
         return bool(self._limits) or self._last_limits is not None
 
     def take_limits(self, slot: ReplicaSlot) -> None:
-        """Takes the replica's limits into the sums, where they are others than before."""
+        """Takes the limits of a replica that has started into the sums, where they are others than before."""
         old, new = slot.limits, slot.replica.limits
         if old == new:
             return
@@ -140,16 +136,14 @@ class ReplicaSet:
         self._count(old, -1)
         slot.limits = new
         slot.prefixes.resize(new.num_blocks)
-        if old is not None and old.role is not new.role:
-            self._outliers.regroup(slot.health, new.role)
+        if old is None or old.role is not new.role:
+            self._outliers.add(slot.health, new.role)
         self.refit(slot)
 
     def _count(self, limits: EngineReady | None, change: int) -> None:
         if limits is None:
             return
-        pool = self._pools[limits.role]
-        pool.num_replicas += change
-        pool.room += change * (limits.max_num_seqs + limits.max_num_waiting)
+        self._pools[limits.role].room += change * (limits.max_num_seqs + limits.max_num_waiting)
         if change < 0 and len(self._limits) == 1:
             self._last_limits = self.limits
         _add(self._limits, msgspec.structs.replace(limits, host_id="", routers=()), change)
@@ -159,12 +153,8 @@ class ReplicaSet:
 
     def room_for(self, request: GenerateRequest) -> int:
         """Requests of this kind that all replicas meant for them can have, running and waiting."""
-        pools = [pool for pool in self._pools.values() if pool.num_replicas]
-        room = sum(p.room for p in pools if has_part_in(p.role, request))
-        if room or not pools:
-            limits = self.limits
-            return room or limits.max_num_seqs + limits.max_num_waiting
-        return sum(pool.room for pool in pools)
+        room = sum(p.room for p in self._pools.values() if has_part_in(p.role, request))
+        return room or self.limits.max_num_seqs + self.limits.max_num_waiting
 
     # ---- who takes requests
 
@@ -179,14 +169,11 @@ class ReplicaSet:
     def least_pending_tokens(self) -> int | None:
         """The least work of a replica that takes requests, computes and is not left out; None if there is none."""
         self._refit_returned()
-        slots = [
-            self._slots[work.number]
-            for pool in self._pools.values()
-            for work in pool.least.first(1, ())
-        ]
+        works: list[ReplicaWork] = []
         for pool in self._pools.values():
-            slots += [s for s in pool.by_fitness[Fitness.RETURNING] if self.share(s) > 0]
-        return min((slot.work.pending_tokens for slot in slots), default=None)
+            works += pool.least.first(1, ())
+            works += [s.work for s in pool.by_fitness[Fitness.RETURNING] if self.share(s) > 0]
+        return min((work.pending_tokens for work in works), default=None)
 
     def has_other(self, slot: ReplicaSlot, request: GenerateRequest) -> bool:
         """True if a ready replica besides `slot` is meant for requests like this one."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pagoda.errors import EngineDeadError, EngineLostError
 from pagoda.frontend.endpoint import Replica, ReplicaState
+from pagoda.frontend.engine_connection import QUERY_TIMEOUT_S
 from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import ReplicaHealth, Waiting
 from pagoda.frontend.prefix_index import PrefixIndex
@@ -15,8 +16,6 @@ from pagoda.frontend.tracked_request import RequestState, TrackedRequest
 from pagoda.messages.frontend import EngineReady, GenerateRequest
 from pagoda.messages.load import LoadReport
 from pagoda.messages.worker_config import Role
-
-_LOAD_TIMEOUT_S = 2.0
 
 
 class Fitness(enum.Enum):
@@ -112,7 +111,7 @@ class ReplicaSlot:
     async def load(self) -> LoadReport | None:
         """The replica's report; None if it has no engine, or the engine does not answer."""
         try:
-            async with asyncio.timeout(_LOAD_TIMEOUT_S):
+            async with asyncio.timeout(QUERY_TIMEOUT_S):
                 report = await self.replica.load()
         except (TimeoutError, EngineLostError, EngineDeadError):
             return None

@@ -213,11 +213,8 @@ def _traces_url(endpoint: str) -> str:
 
 
 def _attributes(record: RequestStatistics) -> Iterator[tuple[str, Any]]:
-    arrived, first, last = (
-        record.client_request.arrived_ns,
-        record.first_token_ns,
-        record.last_token_ns,
-    )
+    arrived = record.client_request.arrived_ns
+    first, last = record.first_token_ns, record.last_token_ns
     yield "gen_ai.usage.output_tokens", record.num_output_tokens
     yield "gen_ai.usage.cache_read.input_tokens", record.num_cached_tokens
     yield "gen_ai.usage.prompt_tokens", record.num_prompt_tokens

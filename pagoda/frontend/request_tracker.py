@@ -115,18 +115,13 @@ class RequestTracker:
         on_delivery: DeliveryListener | None = None,
     ) -> Callable[[], None]:
         """Calls the listeners until the returned function is called. Running answers are not announced again."""
-        given = [
-            (listeners, listener)
-            for listeners, listener in zip(
-                self._all_listeners, (on_start, on_tokens, on_finish, on_delivery), strict=True
-            )
-            if listener is not None
-        ]
-        for listeners, listener in given:
+        given = (on_start, on_tokens, on_finish, on_delivery)
+        pairs = [pair for pair in zip(self._all_listeners, given, strict=True) if pair[1]]
+        for listeners, listener in pairs:
             listeners.append(listener)
 
         def unsubscribe() -> None:
-            for listeners, listener in given:
+            for listeners, listener in pairs:
                 listeners.remove(listener)
 
         return unsubscribe

@@ -5,21 +5,10 @@ from __future__ import annotations
 import math
 import re
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 2**10,
-    "kib": 2**10,
-    "kb": 10**3,
-    "m": 2**20,
-    "mib": 2**20,
-    "mb": 10**6,
-    "g": 2**30,
-    "gib": 2**30,
-    "gb": 10**9,
-    "t": 2**40,
-    "tib": 2**40,
-    "tb": 10**12,
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 _AMOUNT = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,6 @@ MAX_CRASHES = 3
 
 
 class RequestState(enum.Enum):
-    """The place of a request on its way."""
-
     WAITING = enum.auto()
     """No replica has the request."""
     QUEUED = enum.auto()
@@ -47,7 +44,6 @@ class QueueTime:
         self._since = clock.now()
         """Instant at which the request was accepted, or last came to a replica or left one."""
         self._before_s = 0.0
-        """Waiting time until the request came to its replica."""
         self._here_s: float | None = None
         """Waiting time at its replica; None until the replica tells."""
 
@@ -118,10 +114,6 @@ class TrackedRequest:
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     @property
-    def num_tokens_left(self) -> int:
-        return (self.request.sampling.max_tokens or 1) - len(self.token_ids)
-
-    @property
     def is_suspect(self) -> bool:
         return self.crash_count >= QUARANTINE_CRASHES
 
@@ -164,29 +156,22 @@ class TrackedRequest:
         if self.num_tokens_here > 1:
             return Waiting(self.waits_since)
         num_tokens = self.work.num_tokens
-        kv_s = 0.0
-        if num_tokens > block_size:
-            kv_s = REMOTE_KV_S if self.fetches_kv else TIER_KV_S
-        return Waiting(self.waits_since, num_tokens, kv_s)
+        kv_s = REMOTE_KV_S if self.fetches_kv else TIER_KV_S
+        return Waiting(self.waits_since, num_tokens, kv_s if num_tokens > block_size else 0.0)
 
     def final_chunk(self) -> TokenChunk:
         """The last chunk of a request that is not tried again."""
         if self.state is RequestState.ABORTED:
             return TokenChunk(self.request_id, [], FinishReason.ABORT)
-        problem = self.problem or (
-            f"{self.crash_count} engines in a row died while this request was running."
-        )
-        return TokenChunk(self.request_id, [], FinishReason.ERROR, error=problem)
+        deaths = f"{self.crash_count} engines in a row died while this request was running."
+        return TokenChunk(self.request_id, [], FinishReason.ERROR, error=self.problem or deaths)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Returns when `wake` is called or the time is over; False for the latter."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._waiter
-                    return True
-            return False
+            done, _ = await asyncio.wait([self._waiter], timeout=timeout_s)
+            return bool(done)
         finally:
             self._waiter = None
 

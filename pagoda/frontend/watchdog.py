@@ -31,17 +31,22 @@ class Watchdog:
         self._on_silence = on_silence
         self._timer: asyncio.TimerHandle | None = None
         self._num_silent_ticks = 0
+        self._is_unanswered = False
+        """The peer has said nothing since `expect`, though who asked may have given up."""
 
     def expect(self) -> None:
         """The peer was sent something that it answers. Counting starts unless it has started before."""
+        self._is_unanswered = True
         if self._timer is None:
             self._num_silent_ticks = 0
             self._count_later()
 
     def heard(self) -> None:
         self._num_silent_ticks = 0
+        self._is_unanswered = False
 
     def stop(self) -> None:
+        self._is_unanswered = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -52,7 +57,7 @@ class Watchdog:
     def _tick(self) -> None:
         self._timer = None
         self._num_silent_ticks += 1
-        if self._num_silent_ticks == 1 and not self._is_owed():
+        if self._num_silent_ticks == 1 and not (self._is_unanswered or self._is_owed()):
             return
         if self._num_silent_ticks == _TICKS:
             self._on_silence()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 import threading
 from typing import Any
 
@@ -20,14 +21,7 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 
 def new_keys() -> CurveKeys:
-    server_key, server_secret_key = zmq.curve_keypair()
-    public_key, secret_key = zmq.curve_keypair()
-    return CurveKeys(
-        server_key=server_key.decode(),
-        public_key=public_key.decode(),
-        secret_key=secret_key.decode(),
-        server_secret_key=server_secret_key.decode(),
-    )
+    return keys_of(secrets.token_bytes(32))
 
 
 def keys_of(secret: bytes) -> CurveKeys:

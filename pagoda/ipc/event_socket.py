@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import zmq
 
-from pagoda.ipc.heartbeat import notice_silence
-
 MAX_MESSAGE_BYTES = 64 * 2**20
 """A longer message from another host closes the connection that brings it."""
 _MAX_MESSAGES_PER_TURN = 256
 """Messages after which other work of the event loop has its turn."""
+HEARTBEAT_S = 1.25
+SILENCE_S = 5.0
+"""A peer whose end of the connection says nothing for so long is gone. The system alone would wait for minutes."""
 
 
 class EventSocket:
@@ -95,9 +96,11 @@ class EventSocket:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 if self.closed:
                     return
-                self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            return
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                self._on_message(frames)
         except BaseException:
             self._read_later()
             raise
@@ -113,3 +116,9 @@ def host_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     notice_silence(socket)
     return socket
+
+
+def notice_silence(socket: zmq.Socket[bytes]) -> None:
+    """Lets `socket`, before it is bound or connected, hang up on silent peers. Peers need not do the same."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(SILENCE_S * 1000))

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Iterable, Sequence
 
 LIFELINE_ENV = "PAGODA_LIFELINE_FD"
+REAP_S = 5.0
+"""Seconds for which a parent waits for a killed child: one that is stuck in the kernel may stay for ever."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -84,19 +86,27 @@ class ChildProcess:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._reap()
+
+    def _reap(self) -> None:
+        """Waits for a killed child, and leaves one that stays to a thread."""
+        self._lifeline.close()
+        try:
+            self._process.wait(REAP_S)
+        except subprocess.TimeoutExpired:
+            threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
 
     def kill(self) -> None:
         kill_all([self])
 
 
 def kill_all(children: Iterable[ChildProcess]) -> None:
-    """Ends children with SIGKILL, all at once, and waits for them. May be called twice."""
+    """Ends children with SIGKILL, all at once, and waits `REAP_S` for each at most. May be called twice."""
     several = list(children)
     for child in several:
         child._process.kill()
     for child in several:
-        child.close()
+        child._reap()
 
 
 def hold_lifeline() -> None:

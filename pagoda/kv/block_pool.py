@@ -92,7 +92,6 @@ class BlockPool:
         return taken
 
     def keys(self) -> Collection[bytes]:
-        """Keys of all blocks that can be found."""
         return self._by_key.keys()
 
     def find(self, key: bytes) -> Block | None:

@@ -46,7 +46,6 @@ class CachedBlock(NamedTuple):
     parent: bytes | None
     """Key of the block before it; None for the first block of a prefix."""
     token_ids: Sequence[int]
-    """Tokens of this block."""
 
 
 class TransferOwner(Protocol):
@@ -60,11 +59,8 @@ class TransferOwner(Protocol):
 
 
 class KVConnector(TransferOwner, Protocol):
-    """The engine's half of one tier."""
-
     @property
-    def tier(self) -> str:
-        """Name of the tier in metrics and logs."""
+    def tier(self) -> str: ...
 
     @property
     def has_own_timeout(self) -> bool:
@@ -109,8 +105,7 @@ class KVConnector(TransferOwner, Protocol):
         blocks over; these are given again while they can be found.
         """
 
-    def workers_ready(self, ready: WorkerReady) -> None:
-        """Workers have started, with empty device and host memory."""
+    def workers_ready(self, ready: WorkerReady) -> None: ...
 
     def workers_lost(self) -> None:
         """Everything in the workers' memory is gone. The ledger has dropped all transfers."""
@@ -138,8 +133,7 @@ class TransferWorker(Protocol):
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Begins transfers; never waits for one."""
 
-    def step_done(self, step: int) -> None:
-        """The worker has executed all steps up to this one."""
+    def step_done(self, step: int) -> None: ...
 
     def poll(self) -> list[TransferEnd]:
         """Transfers that have ended since the last call. A transfer ends when no thread touches its blocks."""

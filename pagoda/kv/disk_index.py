@@ -46,12 +46,9 @@ class DiskIndex:
         self._periods: list[int] = []
         """Periods in which entries were last used, oldest first."""
         self._last: dict[int, int] = {}
-        """Newest entry by period."""
         self.num_bytes = 0
-        """Bytes of all objects."""
 
     def add_directory(self, directory: int, object_bytes: int) -> None:
-        """Adds a directory by its number; each of its objects takes `object_bytes`."""
         self._directories[directory] = _Directory(object_bytes)
 
     @property

@@ -43,7 +43,6 @@ class AdmissionFilter:
         self._older: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Keys that are remembered, those of both generations."""
         return len(self._younger) + len(self._older)
 
     def touch(self, key: bytes, parent: bytes | None = None, *, is_kept: bool = False) -> bool:

@@ -38,7 +38,6 @@ _SCAN_SHARE = 20
 _PIECE = 256
 """Files that are listed or removed before other jobs have their turn."""
 _POLL_OBJECTS = 2048
-"""Objects in the news of one `poll`."""
 _MAX_BACKLOG = 2**16
 """Approximate objects in news that were not polled yet; a scan waits when there are more."""
 _SAME_TICK_S = 2
@@ -52,8 +51,6 @@ OWN = 0
 
 
 class DirectoryFound(NamedTuple):
-    """A directory of another model's objects exists."""
-
     directory: int
     object_bytes: int
 
@@ -71,7 +68,6 @@ class FanOutListed(NamedTuple):
 
     directory: int
     fan_out: int
-    """The first byte of its keys."""
     used_at: Mapping[bytes, int]
     """Last uses, as in `ObjectsFound`, of all objects that are there."""
     listed_at: int
@@ -134,12 +130,10 @@ class DiskScanner:
         self._complaints: set[tuple[str, str]] = set()
         """Paths and what was wrong with them when it was last told."""
         self._misfits: list[FoundFile] = []
-        """Removed objects of a wrong length."""
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
         self._probes: OrderedDict[int, Sequence[bytes]] = OrderedDict()
         self._removals: deque[tuple[int, Sequence[bytes]]] = deque()
-        """Directories, and keys to remove there."""
         self._answers: deque[News] = deque()
         self._news: deque[News] = deque()
         self._backlog = 0

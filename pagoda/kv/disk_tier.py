@@ -85,13 +85,11 @@ class DiskTier:
         self._admission = AdmissionFilter(min_touches)
         self._backoff = WriteBackoff(clock)
         self._stores: dict[int, Sequence[CachedBlock]] = {}
-        """Blocks being written, by transfer."""
         self._storing: set[bytes] = set()
         self._prefetches: dict[int, Sequence[bytes]] = {}
         """Keys being copied to `host`, by transfer."""
         self._next_probe = 0
         self._changed: set[str] = set()
-        """Requests whose lookup may have another answer now."""
         self._next_warning_at = 0.0
         self._num_stored = 0
         self._num_removed = 0
@@ -329,8 +327,7 @@ class DiskTier:
             self._scanner.close()
             self._open_directories(ready.kv_directories)
 
-    def workers_lost(self) -> None:
-        """Objects outlive the workers."""
+    def workers_lost(self) -> None: ...
 
     def poll(self) -> Collection[str]:
         everything = self._scanner.poll()

@@ -69,7 +69,6 @@ class HostTier:
         """Requests that got no reservation since the last one ended."""
         self._storing: set[bytes] = set()
         self._changed: set[str] = set()
-        """Requests whose lookup may have another answer now."""
         self._num_loaded = 0
         self._num_failed = 0
 
@@ -252,5 +251,4 @@ class HostTier:
             num_failed=self._num_failed,
         )
 
-    def close(self) -> None:
-        """The workers free the arenas."""
+    def close(self) -> None: ...

@@ -14,8 +14,6 @@ from pagoda.kv.events import KVEventRecorder
 
 
 class BlockTable:
-    """The blocks of one request, in the order of its tokens."""
-
     __slots__ = ("blocks", "keys", "num_published")
 
     def __init__(self, root_key: bytes) -> None:

@@ -102,7 +102,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def object_bytes(payload_bytes: int) -> int:
-    """Length of an object, header and padding included."""
     return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT) * ALIGNMENT
 
 

@@ -134,7 +134,6 @@ class TieredKVConnector:
         self.backlog: list[deque[CachedBlock]] = [deque() for _ in connectors]
         """Blocks to save, by connector, for which there was no room among the stores."""
         self._changed: set[str] = set()
-        """Requests whose lookup may have another answer now."""
         self._has_workers = False
 
     @property
@@ -256,7 +255,6 @@ class TieredKVConnector:
             self._changed.add(request_id)
 
     def stop_waiting(self, request_id: str) -> None:
-        """Ends the request's time-out; the next wait starts a new one."""
         self.deadlines.pop(request_id, None)
 
     def drain_load_ends(self) -> list[LoadEnd]:
@@ -319,7 +317,6 @@ class TieredKVConnector:
     # ---- transfers
 
     def drain_transfers(self) -> list[Transfer]:
-        """Transfers begun since the last call."""
         return self.ledger.drain()
 
     def transfer_ended(self, end: TransferEnd) -> None:
@@ -378,7 +375,6 @@ class TieredKVConnector:
         return [source for connector in self.connectors for source in connector.pollables()]
 
     def next_event_at(self) -> float | None:
-        """Time at which the next wait times out."""
         return next(iter(self.deadlines.values()), None)
 
     def load_report(self) -> tuple[TierLoad, ...]:

@@ -96,12 +96,10 @@ class TransferLedger:
             self._settled.append(TransferEnd(held_id, self._generation, failed, error))
 
     def drain_settled(self) -> list[TransferEnd]:
-        """Returns ends of holds since the last call."""
         settled, self._settled = self._settled, []
         return settled
 
     def drain(self) -> list[Transfer]:
-        """Returns transfers begun since the last call."""
         begun, self._outbox = self._outbox, []
         return begun
 

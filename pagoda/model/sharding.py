@@ -52,7 +52,6 @@ class Shard:
 
     config: ModelConfig
     layers: range
-    """Layers of the rank's stage."""
     tp_rank: int = 0
     tp_size: int = 1
     expert_parallel: bool = False
@@ -70,7 +69,6 @@ class Shard:
 
     @property
     def heads(self) -> range:
-        """This rank's query heads."""
         return _even_share(self.config.num_heads, self.tp_rank, self.tp_size)
 
     @property
@@ -102,11 +100,9 @@ class Shard:
         return [len(channel_share(vocab, rank, size)) for rank in range(size)]
 
     def channels(self, count: int) -> range:
-        """This rank's part of `count` channels."""
         return channel_share(count, self.tp_rank, self.tp_size)
 
     def part_of(self, linear: LinearSpec) -> Part:
-        """This rank's part of a linear layer."""
         outputs, inputs = range(linear.outputs), range(linear.inputs)
         match linear.role:
             case Role.QUERY:

@@ -169,7 +169,6 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:
-    """The file that holds each tensor."""
     index = directory / INDEX_FILE
     if index.exists():
         return read_index(index)

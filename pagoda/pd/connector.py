@@ -20,7 +20,7 @@ from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import DeviceBlocks, KVPeer, RemoteBlocks, Transfer, TransferEnd
+from pagoda.messages.transfers import DeviceBlocks, RemoteBlocks, Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd.exporter import FirstToken
 from pagoda.pd.links import Peers
@@ -93,11 +93,9 @@ class RemoteKV:
         self.fetches: dict[str, Fetch] = {}
         """Fetches by request; each is in its peer's `fetches`, too."""
         self.reads: dict[int, tuple[Fetch, Load]] = {}
-        """Reads under way, by transfer."""
         self._events: dict[str, Arrived | Failed] = {}
         """The last event of each request, to be drained."""
         self._changed: set[str] = set()
-        """Requests whose lookup may have another answer now."""
         self.complaints: dict[tuple[str, str], float] = {}
         """Times of the last log of an engine and its problem, oldest first."""
         self._num_loaded = 0
@@ -139,7 +137,7 @@ class RemoteKV:
     def release(self, source: KVSource) -> None:
         """Releases the lease of a source that no request here fetches, if there is a connection; else it
         expires."""
-        peer = self.peers.find(source.address)
+        peer = self.peers.by_address.get(source.address)
         if peer is None or source.transfer_id in peer.fetches:
             return
         if self._tokens.has_made(source):
@@ -223,7 +221,6 @@ class RemoteKV:
         """Loaded blocks are counted when they are valid."""
 
     def save(self, offers: Sequence[CachedBlock]) -> int:
-        """No block is kept here."""
         return len(offers)
 
     def fail(self, fetch: Fetch, reason: str) -> None:
@@ -278,23 +275,9 @@ class RemoteKV:
         events, self._events = self._events, {}
         return list(events.values())
 
-    def drain_peer_changes(self) -> tuple[list[KVPeer], list[str]]:
-        """Peers to announce to the workers, and ids of peers to withdraw."""
-        return self.peers.drain_peer_changes()
-
     def apply(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
         """Applies what the peer says of a fetch."""
         was_open, num_blocks = self._is_open(fetch), fetch.num_blocks
-        self._apply(peer, fetch, message)
-        is_open = fetch.source.transfer_id in peer.fetches and self._is_open(fetch)
-        if is_open > was_open or fetch.num_blocks != num_blocks:
-            self.on_change(fetch)
-
-    def on_change(self, fetch: Fetch) -> None:
-        """The lookup of the request may have another answer now."""
-        self._changed.add(fetch.prefix.request_id)
-
-    def _apply(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
         match message:
             case KVBlocks():
                 self._apply_blocks(peer, fetch, message)
@@ -304,6 +287,13 @@ class RemoteKV:
                 self._apply_check_result(fetch, is_valid=message.is_valid)
             case KVDropped():
                 self.fail(fetch, message.reason)
+        is_open = fetch.source.transfer_id in peer.fetches and self._is_open(fetch)
+        if is_open > was_open or fetch.num_blocks != num_blocks:
+            self.on_change(fetch)
+
+    def on_change(self, fetch: Fetch) -> None:
+        """The lookup of the request may have another answer now."""
+        self._changed.add(fetch.prefix.request_id)
 
     def _apply_blocks(self, peer: PrefillPeer, fetch: Fetch, message: KVBlocks) -> None:
         keys, num_known = fetch.prefix.keys, len(fetch.block_ids)
@@ -359,7 +349,6 @@ class RemoteKV:
             self._close(fetch, "all has come")
 
     def next_event_at(self) -> float | None:
-        """Time at which to call `step` even if nothing comes."""
         return self.peers.next_event_at()
 
     # ---- the workers, and the engine's loop
@@ -377,8 +366,8 @@ class RemoteKV:
                 self._close(fetch, "the workers were lost")
 
     def poll(self) -> Collection[str]:
-        told, self._changed = self._changed, set()
-        return told
+        changed, self._changed = self._changed, set()
+        return changed
 
     def pollables(self) -> list[object]:
         return self.peers.pollables()

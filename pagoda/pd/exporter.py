@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block
@@ -39,31 +40,25 @@ _MAX_EARLY = 4096
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class _Held:
     """KV that is held for one request."""
 
-    def __init__(self, request_id: str, num_blocks: int) -> None:
-        self.request_id = request_id
-        self.num_blocks = num_blocks
-        """Number of blocks that its prompt fills."""
-        self.keys: list[bytes] = []
-        """Keys of the blocks that are held."""
-        self.asker: bytes | None = None
-        """Sender of the last subscription, which is told of further blocks."""
-        self.end = 0
-        """Index up to which the sender wants blocks."""
-        self.prefilled: KVPrefilled | None = None
+    request_id: str
+    num_blocks: int
+    keys: list[bytes] = field(default_factory=list)
+    asker: bytes | None = None
+    """Sender of the last subscription, which is told of further blocks."""
+    end: int = 0
+    """Index up to which the sender wants blocks."""
+    prefilled: KVPrefilled | None = None
 
 
 class FirstToken(NamedTuple):
-    """The token that ended the computation of a prompt."""
-
     key: bytes
-    """Key of the tokens before it."""
     token_id: int
     logprobs: TokenLogprobs | None
     num_cached_tokens: int
-    """Tokens of the prompt that were cached."""
 
 
 class Unwanted(NamedTuple):
@@ -205,7 +200,6 @@ class KVExporter:
             self._greet(asker, hello)
 
     def workers_lost(self) -> None:
-        """All KV is lost with the workers."""
         self.peer = None
         for transfer_id in list(self.held):
             self.drop(transfer_id, "the workers that held it were lost")
@@ -219,7 +213,6 @@ class KVExporter:
             self.drop(transfer_id, "its lease has run out")
 
     def next_event_at(self) -> float | None:
-        """Time at which the next lease runs out."""
         return self.leases.next_end
 
     def pollables(self) -> list[object]:
@@ -267,10 +260,8 @@ class KVExporter:
             )
             self._listener.send(asker, KVRefused(reason))
         else:
-            self._listener.send(asker, self._welcome(self.peer))
-
-    def _welcome(self, peer: KVPeer) -> KVWelcome:
-        return KVWelcome(engine_id=self.engine_id, peer=peer, lease_s=self._lease_s)
+            welcome = KVWelcome(engine_id=self.engine_id, peer=self.peer, lease_s=self._lease_s)
+            self._listener.send(asker, welcome)
 
     def _subscribe(self, asker: bytes, message: KVSubscribe) -> None:
         transfer_id = message.transfer_id

@@ -83,7 +83,6 @@ class Peers(Protocol):
 @dataclass(frozen=True)
 class HandoffLinks:
     engine_id: str
-    """Id of this engine, new at each start."""
     listener: Listener | None = None
     peers: Peers | None = None
 
@@ -123,8 +122,6 @@ class SocketLinks:
 
 
 class SocketListener:
-    """A ZeroMQ router."""
-
     def __init__(self, context: Context, host: str, port: int, keys: CurveKeys) -> None:
         """Binds `port` of this host's address `host`; 0 takes a free one. `context` must have an authenticator.
 
@@ -223,14 +220,11 @@ class _Connection:
 
 
 class SocketPeers:
-    """ZeroMQ dealers, one for each address."""
-
     def __init__(self, context: Context, keys: CurveKeys) -> None:
         self._context = context
         self._keys = keys
         self._connections: dict[str, _Connection] = {}
         self._by_socket: dict[object, _Connection] = {}
-        """Connections by their sockets and monitors."""
         self._lost: list[tuple[str, PeerLost]] = []
         self._poller = zmq.Poller()
         """Asks all sockets at once: one after the other takes longer than many a step."""

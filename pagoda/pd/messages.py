@@ -94,7 +94,6 @@ class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):
     key: bytes
     """Key of all tokens before the first token (`KVManager.sequence_key`)."""
     num_blocks: int
-    """Same as in `KVBlocks`."""
     token_id: TokenId
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0

@@ -41,9 +41,7 @@ STALL_S = 30.0
 """Seconds without news after which a fetch fails while its prompt is being computed. The other engine may lack
 room, which it holds for requests that wait here behind this one."""
 MAX_PREFILL_PEERS = 256
-"""Engines to which there are connections at a time."""
 _RENEWALS = 5
-"""Renewals per lease, at least."""
 _MAX_RENEWAL_S = 1.0
 _PIECE_BYTES = 64 * 2**20
 _PIECE_BLOCKS = 256
@@ -58,14 +56,12 @@ class Load:
 
     def __init__(self, held_id: int, start: int, blocks: Sequence[Block], after_step: int) -> None:
         self.held_id = held_id
-        self.start = start
-        self.end = start + len(blocks)
+        self.start, self.end = start, start + len(blocks)
         self.blocks = blocks
         self.after_step = after_step
         self.next = start
         """First block that no transfer reads yet."""
         self.num_open = 0
-        """Transfers under way."""
         self.is_checking = False
         """All blocks are read, and the other engine was asked whether it held them all the time."""
 
@@ -88,7 +84,6 @@ class Fetch:
         self.is_loaded = False
         self.has_token = False
         self.moved_at = now
-        """Time of the last news."""
 
     @property
     def is_incomplete(self) -> bool:
@@ -108,14 +103,11 @@ class Fetch:
 
 
 class PrefillPeer:
-    """The engine at one address."""
-
     def __init__(self, address: str, now: float) -> None:
         self.address = address
         self.welcome: KVWelcome | None = None
         self.refusal = ""
         self.fetches: dict[str, Fetch] = {}
-        """Fetches by transfer."""
         self.heard_at = now
         self.renew_at = now
 
@@ -134,7 +126,6 @@ class PrefillPeer:
         return self.welcome.peer.ranks if self.welcome else ()
 
     def num_blocks(self) -> int:
-        """Number of blocks that every rank has."""
         return min((rank.num_blocks for rank in self.ranks), default=0)
 
     def piece(self) -> int:
@@ -171,10 +162,6 @@ class PrefillPeers:
         self._added_peers: list[KVPeer] = []
         self._removed_peers: list[str] = []
 
-    def find(self, address: str) -> PrefillPeer | None:
-        """Returns the peer to which there is a connection."""
-        return self.by_address.get(address)
-
     def of(self, fetch: Fetch) -> PrefillPeer:
         return self.by_address[fetch.source.address]
 
@@ -199,7 +186,6 @@ class PrefillPeers:
         return True
 
     def begin(self, peer: PrefillPeer, fetch: Fetch) -> None:
-        """Asks the peer for the blocks of a fetch."""
         if not peer.fetches:
             self._idle.pop(peer.address, None)
             peer.heard_at = self._clock.now()
@@ -310,7 +296,6 @@ class PrefillPeers:
             self.send(peer, fetch.subscription())
 
     def _lose(self, peer: PrefillPeer, reason: str) -> None:
-        """The connection is gone."""
         self._remove_workers(peer)
         del self.by_address[peer.address]
         self._idle.pop(peer.address, None)
@@ -318,7 +303,6 @@ class PrefillPeers:
             self._owner.fail(fetch, reason)
 
     def next_event_at(self) -> float | None:
-        """Time at which to call `step` even if nothing comes."""
         while self._renewals:
             at, address = self._renewals[0]
             peer = self.by_address.get(address)

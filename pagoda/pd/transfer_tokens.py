@@ -18,15 +18,12 @@ _TOKEN_CHARS = 32
 
 
 class TransferTokens:
-    """Makes transfer ids, and verifies those made with the same secret."""
-
     def __init__(self, keys: CurveKeys) -> None:
         self._key = hashlib.blake2b(
             keys.secret_key.encode(), digest_size=32, person=b"pagoda-kv-source"
         ).digest()
 
     def new_id(self, address: str, engine_id: str) -> str:
-        """Returns a new transfer id, which cannot be guessed."""
         return self.id_of(address, engine_id, secrets.token_hex(_TOKEN_CHARS // 2))
 
     def id_of(self, address: str, engine_id: str, token: str) -> str:

@@ -9,7 +9,7 @@ import msgspec
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.errors import EngineDeadError
-from pagoda.executor.sim import SimExecutor, SimNeighbours
+from pagoda.executor.sim import SimExecutor
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_connection import EngineConnection
@@ -104,7 +104,7 @@ class SimEndpoint:
         self._hangs_until = asyncio.get_running_loop().time() + for_s
 
     def set_worker_ready(self, is_ready: bool) -> None:
-        """The engine reports that its worker computes, or that it does not; it computes all the same."""
+        """Lets the engine report that its worker computes, or that it does not; it computes all the same."""
         self._is_worker_ready = is_ready
         if self._core is not None:
             self.connection.receive(self._report(self._core, None))
@@ -168,26 +168,20 @@ class SimEndpoint:
     def _begin(self) -> None:
         clock = LoopClock()
         self._num_starts += 1
-        links, neighbours = self._link()
+        neighbours = None
+        if self.network is not None and self._config.handoff is not None:
+            engine_id, role = f"{self._address}-{self._num_starts}", self._config.handoff.role
+            self._links = self.network.links(engine_id, role, self._address, self._wake_at)
+            neighbours = self.network.neighbours
         executor = self._executor = SimExecutor(
             self._config.sim, clock=clock, check_kv=self._check_kv, neighbours=neighbours
         )
-        core = self._core = EngineCore(self._config, executor, clock, handoff=links)
-        self._links = links
+        core = self._core = EngineCore(self._config, executor, clock, handoff=self._links)
         core.step()
         if core.ready is None:
             raise RuntimeError("The simulated engine is not ready after its first step.")
         self._running = asyncio.create_task(self._run(core))
         self.connection.receive(core.ready)
-
-    def _link(self) -> tuple[HandoffLinks | None, SimNeighbours | None]:
-        if self.network is None or self._config.handoff is None:
-            return None, None
-        engine_id = f"{self._address}-{self._num_starts}"
-        links = self.network.links(
-            engine_id, self._config.handoff.role, self._address, self._wake_at
-        )
-        return links, self.network.neighbours
 
     def _wake_at(self, instant: float) -> None:
         asyncio.get_running_loop().call_at(instant, self._news.set)

@@ -69,9 +69,11 @@ class SimNetwork:
         self, engine_id: str, role: Role, address: str, wake: Wake = lambda _: None
     ) -> HandoffLinks:
         """Links of an engine of this role; its listener, if it has one, is at `address`."""
-        listener = self.listener(address, wake) if role.holds_kv else None
-        peers = self.peers(wake) if role.fetches_kv else None
-        return HandoffLinks(engine_id, listener, peers)
+        return HandoffLinks(
+            engine_id,
+            self.listener(address, wake) if role.holds_kv else None,
+            self.peers(wake) if role.fetches_kv else None,
+        )
 
     def connect(self, peers: SimPeers, address: str) -> bytes | None:
         """None if nobody is there."""
@@ -96,18 +98,14 @@ class SimNetwork:
             self.cut(listener.address)
 
     def ask(self, address: str, asker: bytes, message: DecodeMessage) -> None:
-        listener = self._listeners.get(address)
-        if listener is None:
-            return
-        for delay_s in self._fate(message):
-            listener.inbox.put((asker, message), delay_s)
+        if (listener := self._listeners.get(address)) is not None:
+            for delay_s in self._fate(message):
+                listener.inbox.put((asker, message), delay_s)
 
     def answer(self, asker: bytes, message: PrefillMessage) -> None:
-        peers = self._connections.get(asker)
-        if peers is None:
-            return
-        for delay_s in self._fate(message):
-            peers.inbox.put((asker, message), delay_s)
+        if (peers := self._connections.get(asker)) is not None:
+            for delay_s in self._fate(message):
+                peers.inbox.put((asker, message), delay_s)
 
 
 class SimListener:
@@ -116,16 +114,12 @@ class SimListener:
     def __init__(self, address: str, network: SimNetwork, clock: Clock, wake: Wake) -> None:
         self.address = address
         self.inbox: _Inbox[tuple[bytes, DecodeMessage]] = _Inbox(clock, wake)
+        self.receive = self.inbox.take
+        self.next_event_at = self.inbox.next_event_at
         self._network = network
-
-    def receive(self) -> list[tuple[bytes, DecodeMessage]]:
-        return self.inbox.take()
 
     def send(self, asker: bytes, message: PrefillMessage) -> None:
         self._network.answer(asker, message)
-
-    def next_event_at(self) -> float | None:
-        return self.inbox.next_event_at()
 
     def pollables(self) -> list[object]:
         return []
@@ -139,6 +133,7 @@ class SimPeers:
 
     def __init__(self, network: SimNetwork, clock: Clock, wake: Wake) -> None:
         self.inbox: _Inbox[tuple[bytes, PrefillMessage | PeerLost]] = _Inbox(clock, wake)
+        self.next_event_at = self.inbox.next_event_at
         self._network = network
         self._askers: dict[str, bytes] = {}
         """Identity of this engine at each listener, by the address of the listener."""
@@ -170,9 +165,6 @@ class SimPeers:
                 self.hang_up(address)
             messages.append((address, message))
         return messages
-
-    def next_event_at(self) -> float | None:
-        return self.inbox.next_event_at()
 
     def hang_up(self, address: str) -> None:
         asker = self._askers.pop(address, None)

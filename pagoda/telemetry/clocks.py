@@ -45,7 +45,6 @@ class ClockComparison:
         return True
 
     def note(self, tracer: Tracer) -> None:
-        """Writes what is known into the trace."""
         if self._best is not None:
             round_trip_ns, offset_ns, uid = self._best
             tracer.clock_offset(uid, offset_ns, round_trip_ns)

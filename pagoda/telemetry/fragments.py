@@ -33,12 +33,9 @@ CLOSING_S = 5.0
 """Seconds that a slow disk may take to write the rest at the end."""
 _PERIOD_S = 0.25
 _BATCH = 1000
-"""Events that are written together."""
 
 
 class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that a fragment is of."""
-
     uid: str
     """New for each process: the system uses process ids again."""
     pid: int
@@ -69,7 +66,6 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
         return self.role.partition(" ")[0]
 
     def began(self, run: str, level: str, clock_ns: int) -> ProcessHeader:
-        """The header of a fragment that begins now."""
         return msgspec.structs.replace(
             self, run=run, level=level, clock_ns=clock_ns, wall_ns=time.time_ns()
         )
@@ -121,7 +117,6 @@ class FragmentWriter:
         self._lines: deque[bytes] = deque()
         self._num_queued_bytes = 0
         self._lock = threading.Lock()
-        """Guards the lines and their size."""
         self._ends = threading.Event()
         self._num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)

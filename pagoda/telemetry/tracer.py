@@ -82,7 +82,8 @@ class Tracer:
         self.e2e: Callable[[], int] = _off
         self.kernel: Callable[[], int] = _off
         self.verbose: Callable[[], int] = _off
-        self._session: TraceSession | None = None
+        self.session: TraceSession | None = None
+        """The running session; None while tracing is off."""
         self.problems: list[str] = []
         """Sentences about why tracing has ended by itself since its last start."""
         self._writer: FragmentWriter | None = None
@@ -90,11 +91,6 @@ class Tracer:
         """Guards session, writer and problems: a writer that fails says so in a thread of its own."""
         self._rows: dict[int, str] = {MAIN_ROW: "main"}
         self._row_numbers = itertools.count(1)
-
-    @property
-    def session(self) -> TraceSession | None:
-        """The running session; None while tracing is off."""
-        return self._session
 
     # ---- on and off
 
@@ -107,7 +103,7 @@ class Tracer:
         with self._lock:
             self.problems = []
             self._writer = writer
-            self._session = session
+            self.session = session
         for row, name in list(self._rows.items()):  # threads may open others
             self._name_row(row, name)
         self.e2e = self.clock_ns
@@ -140,7 +136,7 @@ class Tracer:
             return self.problems
 
     def _turn_off(self) -> None:
-        self._session = None
+        self.session = None
         self.e2e = self.kernel = self.verbose = _off
 
     def _fail(self, writer: FragmentWriter, reason: str) -> None:
@@ -164,12 +160,11 @@ class Tracer:
         """A row of its own for something that goes on beside other things, until `close_row`."""
         row = next(self._row_numbers)
         self._rows[row] = name
-        if self._session is not None:
+        if self.session is not None:
             self._name_row(row, name)
         return row
 
     def close_row(self, row: int) -> None:
-        """Nothing more comes in that row."""
         self._rows.pop(row, None)
 
     def _name_row(self, row: int, name: str) -> None:
@@ -190,7 +185,7 @@ class Tracer:
 
         Spans of a row nest: of two that overlap, one has the other within it.
         """
-        if not began or self._session is None:
+        if not began or self.session is None:
             return
         end = self.clock_ns() if ended is None else ended
         event = {
@@ -205,8 +200,7 @@ class Tracer:
         self._emit(event)
 
     def instant(self, name: str, args: Args | None = None, *, row: int = MAIN_ROW) -> None:
-        """Something that happened now."""
-        if self._session is None:
+        if self.session is None:
             return
         event: dict[str, Any] = {
             "ph": "i",
@@ -221,19 +215,19 @@ class Tracer:
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
         """Emits values that hold from now on; values of one name are drawn together."""
-        if self._session is None:
+        if self.session is None:
             return
         at = self.clock_ns() / 1000
         self._emit({"ph": "C", "name": name, "ts": at, "tid": MAIN_ROW, "args": dict(values)})
 
     def describe(self, name: str, args: Args) -> None:
         """Says once what events of this fragment refer to, such as the operations of a forward pass."""
-        if self._session is not None:
+        if self.session is not None:
             self._emit({"ph": "M", "name": name, "tid": MAIN_ROW, "args": args})
 
     def clock_offset(self, peer: str, offset_ns: int, round_trip_ns: int) -> None:
         """Writes a measurement: the clock of the process `peer` (`ProcessHeader.uid`) is ahead of this one's by
         `offset_ns`, give or take half of `round_trip_ns`."""
-        if self._session is not None:
+        if self.session is not None:
             clock = {"peer": peer, "offset_ns": offset_ns, "round_trip_ns": round_trip_ns}
             self._emit({"clock": clock})

@@ -24,7 +24,6 @@ class ModelDescription:
     expert_bytes: int = 0
     """Bytes of experts among the weights; a pass reads the experts that its tokens choose."""
     experts_held: int = 0
-    """Experts in each layer that has any."""
     experts_per_token: int = 0
 
     def tell(self, tracer: Tracer) -> None:

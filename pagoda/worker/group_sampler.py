@@ -51,9 +51,7 @@ class GroupSampler(Protocol):
         """
         ...
 
-    def append(self, slot: int, token_id: int) -> None:
-        """Adds a token to the slot's answer."""
-        ...
+    def append(self, slot: int, token_id: int) -> None: ...
 
 
 class LeadingSampler:

@@ -124,7 +124,6 @@ class InputBatch:
         return state.num_computed_tokens + num_tokens == state.num_tokens
 
     def num_computed_tokens(self, slots: list[int]) -> int:
-        """Computed tokens of these slots together."""
         return sum(self._state(slot).num_computed_tokens for slot in slots)
 
     def advance(self, slot: int, num_tokens: int) -> None:
@@ -132,7 +131,6 @@ class InputBatch:
         self._state(slot).num_computed_tokens += num_tokens
 
     def append(self, slot: int, token_id: int) -> None:
-        """A token was sampled."""
         state = self._state(slot)
         self._token_ids[slot, state.num_tokens] = token_id
         state.num_tokens += 1

@@ -135,7 +135,6 @@ class LoadedWorker(NamedTuple):
     runner: Runner | StageRunner
     ready: WorkerReady
     caches: Sequence[KVCache]
-    """Caches of the rank's layers."""
     description: ModelDescription
     shared: SharedKVMemory | None = None
     """Memory that the caches' tensors lie in, if other processes may map them."""

@@ -71,7 +71,6 @@ class LogitsProcessor:
             logits.sub_((self._counts > 0) * self._sampling.presence_penalty)
 
     def append(self, token_id: int) -> None:
-        """A token was sampled."""
         self._num_output_tokens += 1
         if self._seen is not None:
             self._seen[token_id] = True

@@ -42,7 +42,6 @@ class Rendezvous:
         if config.curve is not None:
             start_authenticator(context, config.curve)
         self.source: StageInput | None = None
-        """Input from the stage before; None on the first stage."""
         if place.pp > 0:
             own = f"{address}-{parallel.rank_in_replica(place)}"
             if config.curve is not None:

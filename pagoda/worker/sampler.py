@@ -105,7 +105,6 @@ class Sampler:
         return Sampled(token_ids, logprobs, errors)
 
     def append(self, slot: int, token_id: int) -> None:
-        """Adds a token to the slot's answer."""
         self._rules[slot].append(token_id)
 
     def _apply_rules(self, logits: Tensor, slots: list[int], finite: list[bool]) -> dict[int, str]:

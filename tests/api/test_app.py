@@ -17,12 +17,7 @@ async def raw(port: int, request: bytes) -> tuple[int, bytes]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-    length = next(
-        int(line.split(b":")[1])
-        for line in head.split(b"\r\n")
-        if line.lower().startswith(b"content-length")
-    )
-    body = await reader.readexactly(length)
+    body = await reader.readexactly(int(head.lower().split(b"content-length:")[1].split()[0]))
     writer.close()
     return int(head.split()[1]), body
 
@@ -179,8 +174,6 @@ async def test_a_path_cannot_pretend_to_be_open(serve_api, path: str) -> None:
     "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "https://[", "x"]
 )
 async def test_pages_of_other_origins_are_refused(api, origin: str) -> None:
-    answer = await api.complete()
-    assert answer.status == 200
     answer = await api.get("/v1/models", headers={"Origin": origin})
     assert (answer.status, answer.error()["type"]) == (403, "permission_error")
     assert "Access-Control-Allow-Origin" not in answer.headers
@@ -210,8 +203,7 @@ async def test_names_that_were_made_to_point_here(serve_api, host: str, status: 
 
 
 def test_servers_that_others_can_reach_answer_any_host() -> None:
-    assert hosts_for("0.0.0.0") is None
-    assert hosts_for("192.168.0.7") is None
+    assert hosts_for("0.0.0.0") is hosts_for("192.168.0.7") is None
     assert "localhost" in (hosts_for("localhost") or ())
     assert "::1" in (hosts_for("::1") or ())
 

@@ -44,15 +44,11 @@ async def test_a_stream_says_the_same(serve_api) -> None:
     assert len({event["id"] for event in [*events, last]}) == 1
 
 
-async def test_continuous_usage(api) -> None:
+async def test_usage_in_a_stream_only_where_it_is_asked_for(api) -> None:
+    assert b"usage" not in (await api.complete(stream=True)).body
     options = {"continuous_usage_stats": True}
     events = (await api.complete(stream=True, stream_options=options)).events()
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3]
-
-
-async def test_a_stream_without_options_has_no_usage(api) -> None:
-    events = (await api.complete(stream=True)).events()
-    assert all("usage" not in event for event in events)
 
 
 async def test_sixteen_tokens_unless_said_otherwise(serve_api) -> None:

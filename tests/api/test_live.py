@@ -148,9 +148,7 @@ async def test_running_answers_are_told_one_by_one(serve_api, monkeypatch) -> No
     asks = [
         asyncio.create_task(
             api.post(
-                "/v1/completions",
-                {"prompt": "hi", "max_tokens": 5},
-                headers={"X-Request-Id": name},
+                "/v1/completions", {"prompt": "hi", "max_tokens": 5}, headers={"X-Request-Id": name}
             )
         )
         for name in ("first", "second", "third")

@@ -15,7 +15,7 @@ from metrics_text import names, series, value
 from pagoda.api.keys import ApiKeys
 from pagoda.api.request_metrics import HISTOGRAMS, RequestMetrics
 from pagoda.errors import EngineDeadError, OverloadedError
-from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics, RequestTracker
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import (
     STEP_TOKEN_BOUNDS,
@@ -29,12 +29,7 @@ from pagoda.messages.load import (
 TIERS = (
     TierLoad(name="host", num_blocks=3, num_total_blocks=8, num_stored=5, num_removed=2),
     TierLoad(
-        name="disk",
-        num_blocks=0,
-        num_total_blocks=90,
-        num_loaded=6,
-        num_failed=1,
-        is_indexed=False,
+        name="disk", num_blocks=0, num_total_blocks=90, num_loaded=6, num_failed=1, is_indexed=False
     ),
 )
 
@@ -196,18 +191,31 @@ async def test_answers_are_counted_by_key_and_reason(serve_api) -> None:
     }
 
 
+def followed(
+    now_ns: list[int], keys: Sequence[str] = ("",)
+) -> tuple[RequestMetrics, RequestTracker]:
+    """Metrics that follow a tracker, whose clock shows the one item of `now_ns`."""
+    metrics, tracker = RequestMetrics(keys), RequestTracker(lambda: now_ns[0])
+    metrics.follow(tracker)
+    return metrics, tracker
+
+
+def started(
+    tracker: RequestTracker, name: str = "a", *, arrived_ns: int = 0, key_name: str = ""
+) -> RequestStatistics:
+    client_request = ClientRequest(id=name, arrived_ns=arrived_ns, key_name=key_name)
+    return tracker.start(name, client_request, num_prompt_tokens=5, max_tokens=9)
+
+
 def test_times_are_those_of_the_tracker() -> None:
     now_ns = [0]
-    metrics, tracker = RequestMetrics(), RequestTracker(lambda: now_ns[0])
-    metrics.follow(tracker)
+    metrics, tracker = followed(now_ns)
 
     def at(seconds: int) -> None:
         now_ns[0] = seconds * 10**9
 
     at(2)
-    record = tracker.start(
-        "a", ClientRequest(id="a", arrived_ns=10**9), num_prompt_tokens=5, max_tokens=9
-    )
+    record = started(tracker, arrived_ns=10**9)
     record.queue_time_s = 0.5
     for seconds in (4, 6, 9):
         at(seconds)
@@ -231,11 +239,9 @@ def test_times_are_those_of_the_tracker() -> None:
 
 def test_what_gives_up_in_the_queue_has_waited() -> None:
     now_ns = [0]
-    metrics, tracker = RequestMetrics(), RequestTracker(lambda: now_ns[0])
-    metrics.follow(tracker)
+    metrics, tracker = followed(now_ns)
     for name, reason in (("a", "abort"), ("b", "abort"), ("c", "refused")):
-        client_request = ClientRequest(id=name, arrived_ns=now_ns[0])
-        record = tracker.start(name, client_request, num_prompt_tokens=1, max_tokens=2)
+        record = started(tracker, name, arrived_ns=now_ns[0])
         if name == "b":  # its prompt is being computed
             tracker.on_chunk(
                 record, TokenChunk(name, [], num_computed_tokens=1, queue_time_s=2.0), 0
@@ -250,12 +256,7 @@ def test_what_waits_without_a_token_is_seen_while_it_waits() -> None:
     now_ns = [0]
     tracker = RequestTracker(lambda: now_ns[0])
     assert tracker.longest_wait_ns() == 0
-    records = [
-        tracker.start(
-            name, ClientRequest(id=name, arrived_ns=at), num_prompt_tokens=1, max_tokens=2
-        )
-        for name, at in (("late", 3), ("early", 1))
-    ]
+    records = [started(tracker, name, arrived_ns=at) for name, at in (("late", 3), ("early", 1))]
     now_ns[0] = 10
     assert tracker.longest_wait_ns() == 9
     tracker.add_tokens(records[1], 1)
@@ -265,21 +266,16 @@ def test_what_waits_without_a_token_is_seen_while_it_waits() -> None:
 
 
 def test_tokens_are_counted_as_they_come() -> None:
-    metrics, tracker = RequestMetrics(["alice", "bob"]), RequestTracker()
-    metrics.follow(tracker)
-    client_request = ClientRequest(id="a", arrived_ns=0, key_name="alice")
-    record = tracker.start("a", client_request, num_prompt_tokens=5, max_tokens=9)
+    metrics, tracker = followed([1], ["alice", "bob"])
+    record = started(tracker, key_name="alice")
     tracker.add_tokens(record, 2)
     tracker.add_tokens(record, 1)
     assert metrics.figures().num_tokens == {"alice": 3, "bob": 0}
 
 
 def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
-    metrics, tracker = RequestMetrics(), RequestTracker()
-    metrics.follow(tracker)
-    record = tracker.start(
-        "a", ClientRequest(id="a", arrived_ns=0), num_prompt_tokens=5, max_tokens=9
-    )
+    metrics, tracker = followed([1])
+    record = started(tracker)
     tracker.add_tokens(record, 2)
     tracker.finish(record, "abort")
     figures = metrics.figures()

@@ -31,7 +31,7 @@ threads = st.integers(1, 4)
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def random_tensor(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

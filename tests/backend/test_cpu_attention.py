@@ -85,9 +85,8 @@ class Sequences:
             shape.kv_dtype,
         )
         # What ended requests may have left.
-        for part in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-            if part is not None:
-                part.fill_(torch.nan if part.is_floating_point() else -128)
+        for part in cache.tensors.values():
+            part.fill_(torch.nan if part.is_floating_point() else -128)
         return cache
 
     def attend(

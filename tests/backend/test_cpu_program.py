@@ -101,9 +101,8 @@ class _Stage:
 def _layer(name: str, kind: str, kv_dtype: torch.dtype) -> _Layer:
     ops = CpuBackend(name)
     cache = ops.allocate_kv_cache(12, 16, KV_HEADS, HEAD_DIM, DTYPE, kv_dtype)
-    for part in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-        if part is not None:
-            part.zero_()
+    for part in cache.tensors.values():
+        part.zero_()
     return _Layer(ops, kind, cache)
 
 

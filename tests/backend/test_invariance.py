@@ -6,24 +6,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cpu_cases import token_batch
+from cpu_cases import DTYPES, random_tensor, token_batch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCK_SIZE = 16
 
 
 @pytest.fixture(params=[1, 2, 3])
 def _threads(request: pytest.FixtureRequest) -> None:
     torch.set_num_threads(request.param)
-
-
-def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_row_independent(operation: Callable[[Tensor], Tensor], x: Tensor) -> None:

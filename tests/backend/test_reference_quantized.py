@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from test_invariance import assert_row_independent, random_tensor
+from cpu_cases import random_tensor
+from test_invariance import assert_row_independent
 from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
+from gguf_files import finish
 
 from pagoda.checkpoints.gguf.config import config_values
 from pagoda.checkpoints.gguf.reader import read_gguf
@@ -41,10 +42,7 @@ def values(path: Path, changes: dict[str, Any], *, table: tuple[int, ...] = (10,
     if table:
         writer.add_tensor("token_embd.weight", np.zeros(table, dtype=np.float32))
     writer.add_tensor("output_norm.weight", np.zeros(64, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return config_values(read_gguf(path / "m.gguf"))
 
 

@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf_files import finish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operations import assert_linear, count_operations
@@ -44,15 +45,8 @@ def write(path: Path, *, alignment: int = 32, split: dict[str, int] | None = Non
     writer.add_tensor("matrix", TENSORS["matrix"])
     packed = gguf.quantize(TENSORS["packed"], GGMLQuantizationType.Q8_0)
     writer.add_tensor("packed", packed, raw_dtype=GGMLQuantizationType.Q8_0)
-    _finish(writer)
+    finish(writer)
     return path.read_bytes()
-
-
-def _finish(writer: GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 SCALARS: dict[GGUFValueType, Any] = {
@@ -136,7 +130,7 @@ def test_each_entry_of_a_vocabulary_costs_a_few_operations(path: Path) -> None:
         writer.add_array("tokens", [f"token{i}" for i in range(size)])
         writer.add_array("merges", [f"left{i} right{i}" for i in range(size)])
         writer.add_array("types", [1] * size)
-        _finish(writer)
+        finish(writer)
         return lambda: read_gguf(path).metadata.texts("merges")
 
     assert_linear(reading, (1000, 2000))
@@ -157,7 +151,7 @@ def _write_parts(directory: Path, count: int) -> list[Path]:
         writer.add_int32("split.tensors.count", 2 * count)
         for letter in "ab":
             writer.add_tensor(f"part{number}.{letter}", np.full(3, number, dtype=np.float32))
-        _finish(writer)
+        finish(writer)
     return paths
 
 

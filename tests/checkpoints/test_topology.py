@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+from gguf_files import finish
 
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.topology import check_topology
@@ -98,7 +101,6 @@ def test_more_stages_than_layers() -> None:
 
 
 def test_a_gguf_file_is_checked_by_its_metadata(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_embedding_length(32)
@@ -107,12 +109,8 @@ def test_a_gguf_file_is_checked_by_its_metadata(tmp_path: Path) -> None:
     writer.add_head_count(4)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_context_length(64)
-    numpy = pytest.importorskip("numpy")
-    writer.add_tensor("token_embd.weight", numpy.zeros((8, 32), dtype=numpy.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
+    finish(writer)
     check(str(path), tp=4, load_format="auto")
     with pytest.raises(ConfigError, match="3 does not divide the 4 attention heads"):
         check(str(path), tp=3, load_format="auto")

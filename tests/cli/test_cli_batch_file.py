@@ -1,5 +1,3 @@
-"""Files in OpenAI's batch format."""
-
 from __future__ import annotations
 
 import json
@@ -43,8 +41,3 @@ def test_what_is_no_request_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         _read(tmp_path, *lines)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_batch(tmp_path / "none.jsonl")

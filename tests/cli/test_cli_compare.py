@@ -75,31 +75,21 @@ def test_the_slower_server_is_slower(
         assert theirs["medians"]["output tokens/s"] < ours["medians"]["output tokens/s"] / 2
 
 
+ONE, TWO = ["--base-url", "http://127.0.0.1:1"], ["--base-url", "http://127.0.0.1:2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--base-url", "http://127.0.0.1:1"], "--base-url must be given at least twice"),
-        (["--base-url", "http://127.0.0.1:1"] * 2, "--base-url names the same server twice"),
+        (ONE, "--base-url must be given at least twice"),
+        (ONE * 2, "--base-url names the same server twice"),
         (
-            [
-                "--base-url",
-                "http://127.0.0.1:1",
-                "--base-url",
-                "http://127.0.0.1:2",
-                "--model",
-                "m",
-            ],
+            [*ONE, *TWO, "--model", "m"],
             "--model must be given once for each --base-url (2 times)",
         ),
+        ([*ONE, *TWO], "Cannot reach a server at http://127.0.0.1:1"),
         (
-            ["--base-url", "http://127.0.0.1:1", "--base-url", "http://127.0.0.1:2"],
-            "Cannot reach a server at http://127.0.0.1:1",
-        ),
-        (
-            [
-                *["--base-url", "http://127.0.0.1:1", "--base-url", "http://127.0.0.1:2"],
-                *["--concurrency", "1,0"],
-            ],
+            [*ONE, *TWO, "--concurrency", "1,0"],
             "--concurrency must be positive numbers, separated by commas",
         ),
     ],

@@ -1,5 +1,3 @@
-"""Requests of a load test."""
-
 from __future__ import annotations
 
 import json
@@ -7,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli.bench.datasets import (
-    RandomLengths,
-    jsonl_samples,
-    random_samples,
-    sharegpt_samples,
-)
+from pagoda.cli.bench.datasets import RandomLengths, jsonl_samples, random_samples, sharegpt_samples
 from pagoda.errors import ConfigError
 
 

@@ -1,5 +1,3 @@
-"""What the machine is said to have, and the decode limit that follows."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,6 +5,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from gguf_files import finish
 
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.gguf.reader import read_gguf
@@ -118,10 +117,7 @@ def test_weight_traffic_of_a_gguf_file(tmp_path: Path) -> None:
         writer.add_tensor(f"{name}.weight", packed, raw_dtype=q4)
     writer.add_tensor("blk.0.ffn_up.weight", np.ones((64, 64), dtype=np.float32))
     writer.add_tensor("output_norm.weight", np.ones(64, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     file = read_gguf(tmp_path / "m.gguf")
     traffic = gguf_traffic(file, "auto")
     assert traffic.dtype == "Q4_0"

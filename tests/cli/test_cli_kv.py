@@ -186,14 +186,16 @@ def test_blocks_of_a_manifest_that_nobody_understands_are_not_checked(run: Run, 
 def test_a_block_that_is_removed_during_the_check_is_not_damaged(
     run: Run, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inspect = ObjectFiles.inspect
+    read = ObjectFiles.read
 
-    def remove_and_inspect(files: ObjectFiles, key: bytes, buffer: memoryview) -> None:
+    def remove_and_read(
+        files: ObjectFiles, key: bytes, buffer: memoryview, *, is_use: bool
+    ) -> None:
         if key == KEYS[5]:
             (files.directory / object_name(key)).unlink(missing_ok=True)
-        inspect(files, key, buffer)
+        read(files, key, buffer, is_use=is_use)
 
-    monkeypatch.setattr(ObjectFiles, "inspect", remove_and_inspect)
+    monkeypatch.setattr(ObjectFiles, "read", remove_and_read)
     assert run("verify", root) == (0, "10 blocks checked, none damaged.\n", "")
 
 

@@ -1,5 +1,3 @@
-"""The command line as a whole: sources of flags, exit codes and sentences."""
-
 from __future__ import annotations
 
 import subprocess
@@ -40,13 +38,17 @@ def _requests(calls: Calls) -> RequestOptions:
     return options
 
 
+def _flags(directory: Path, text: str) -> Path:
+    path = directory / "flags.yaml"
+    path.write_text(text)
+    return path
+
+
 def test_flag_wins_over_environment_over_file_over_default(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tmp_path / "flags.yaml"
-    config.write_text(
-        "num-prompts: 1\nrandom_input_len: 1\nrandom_output_len: 1\nseed: 7\nignore-eos: false\n"
-    )
+    lines = ["num-prompts: 1", "random_input_len: 1", "random_output_len: 1", "seed: 7"]
+    config = _flags(tmp_path, "\n".join([*lines, "ignore-eos: false"]))
     monkeypatch.setenv("PAGODA_NUM_PROMPTS", "2")
     monkeypatch.setenv("PAGODA_RANDOM_INPUT_LEN", "2")
     command.main(["bench", "serve", "--config", str(config), "--num-prompts", "3"])
@@ -62,16 +64,14 @@ def test_flag_wins_over_environment_over_file_over_default(
 def test_the_config_file_may_be_named_in_the_environment(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tmp_path / "flags.yaml"
-    config.write_text("num_prompts: 4\n")
+    config = _flags(tmp_path, "num_prompts: 4\n")
     monkeypatch.setenv("PAGODA_CONFIG", str(config))
     command.main(["bench", "serve"])
     assert _requests(calls).num_prompts == 4
 
 
 def test_an_empty_config_file_and_empty_values_change_nothing(calls: Calls, tmp_path: Path) -> None:
-    config = tmp_path / "flags.yaml"
-    config.write_text("num_prompts:\n")
+    config = _flags(tmp_path, "num_prompts:\n")
     command.main(["bench", "serve", "--config", str(config)])
     assert _requests(calls).num_prompts == 100
 
@@ -87,9 +87,8 @@ def test_names_that_users_of_vllm_know_are_known(
         monkeypatch.setenv("PAGODA_GPU_MEMORY_UTILIZATION", "0.25")
         monkeypatch.setenv("PAGODA_NUM_GPU_BLOCKS_OVERRIDE", "77")
     else:
-        config = tmp_path / "flags.yaml"
-        config.write_text("gpu-memory-utilization: 0.25\nnum_gpu_blocks_override: 77\n")
-        arguments = ["--config", str(config)]
+        text = "gpu-memory-utilization: 0.25\nnum_gpu_blocks_override: 77\n"
+        arguments = ["--config", str(_flags(tmp_path, text))]
     seen = _engine_of_serve(monkeypatch, ["--executor", "local", *arguments])
     assert (seen.memory_utilization, seen.num_kv_blocks) == (0.25, 77)
 
@@ -128,8 +127,7 @@ def test_the_dataset_has_two_names(calls: Calls) -> None:
 def test_a_bad_config_file_is_one_sentence(
     text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "flags.yaml"
-    config.write_text(text)
+    config = _flags(tmp_path, text)
     assert command.main(["bench", "serve", "--config", str(config)]) == 2
     assert sentence in _only_line(capsys)
 
@@ -165,11 +163,7 @@ def test_a_bad_environment_variable_is_named(
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [
-        (ConfigError("told."), 2),
-        (EngineDeadError("told."), 1),
-        (KeyboardInterrupt(), 130),
-    ],
+    [(ConfigError("told."), 2), (EngineDeadError("told."), 1), (KeyboardInterrupt(), 130)],
 )
 def test_every_end_has_its_exit_code(
     error: BaseException,
@@ -188,16 +182,10 @@ def test_every_end_has_its_exit_code(
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [
-        (ConfigError("too little memory."), 2),
-        (EngineDeadError("the engine was given up."), 1),
-    ],
+    [(ConfigError("too little memory."), 2), (EngineDeadError("the engine was given up."), 1)],
 )
 def test_serve_ends_with_the_code_of_its_error(
-    error: Exception,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fail(*_: object, **__: object) -> None:
         raise error

@@ -1,5 +1,3 @@
-"""Latencies and the figures drawn from them."""
-
 from __future__ import annotations
 
 import numpy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,9 +13,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from pagoda.cli.answer import AnswerPrinter, StreamedAnswer, stream_answer
 from pagoda.cli.bench.datasets import Sample
 from pagoda.cli.bench.load import LoadOptions, arrival_times, ask, run_load
-from pagoda.cli.openai_client import OpenAIClient, ServerError
+from pagoda.cli.openai_client import Message, OpenAIClient, ServerError
 from pagoda.errors import ConfigError
 
 HELLO = b'data: {"choices":[{"index":0,"text":"hello"}]}\n\n'
@@ -24,10 +26,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 @asynccontextmanager
-async def streaming(pieces: Sequence[bytes]) -> AsyncIterator[OpenAIClient]:
+async def streaming(*pieces: bytes) -> AsyncIterator[OpenAIClient]:
     """A client of a server that writes `pieces` one by one and then ends the stream."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["stream"] is True
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for piece in pieces:
@@ -58,19 +62,19 @@ async def test_events_are_found_however_they_are_cut() -> None:
     whole = HELLO * 3 + b": keep-alive\n\n" + HELLO.replace(b"\n", b"\r\n") + DONE
     for size in (1, 7, 50, len(whole)):
         pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
-        async with streaming(pieces) as client:
+        async with streaming(*pieces) as client:
             assert await texts(client) == ["hello"] * 4
 
 
 async def test_a_stream_without_done_is_an_error() -> None:
-    async with streaming([HELLO]) as client:
+    async with streaming(HELLO) as client:
         with pytest.raises(ServerError, match="without \\[DONE\\]"):
             await texts(client)
 
 
 async def test_an_error_event_is_raised_with_its_message() -> None:
     error = b'event: error\ndata: {"error":{"message":"the worker broke"}}\n\n'
-    async with streaming([HELLO, error, DONE]) as client:
+    async with streaming(HELLO, error, DONE) as client:
         with pytest.raises(ServerError, match="the worker broke"):
             await texts(client)
 
@@ -124,7 +128,7 @@ async def test_the_api_key_is_sent_and_v1_is_not_doubled() -> None:
 
 
 async def test_an_outcome_counts_tokens_by_usage_and_times_events_with_output() -> None:
-    async with streaming([EMPTY, HELLO, HELLO, USAGE, DONE]) as client:
+    async with streaming(EMPTY, HELLO, HELLO, USAGE, DONE) as client:
         outcome = await ask(client, Sample("completions", {"prompt": "x"}), {"model": "m"})
     assert outcome.error is None
     assert len(outcome.event_times_s) == 2
@@ -195,3 +199,71 @@ def _variation(times: Sequence[float]) -> float:
     """Standard deviation of the times between arrivals over their mean."""
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return statistics.pstdev(gaps) / statistics.fmean(gaps)
+
+
+# ---- a chat answer, put together
+
+
+def event(usage: dict[str, int] | None = None, **delta: object) -> bytes:
+    choices = [] if usage else [{"index": 0, "delta": delta}]
+    return b"data: " + json.dumps({"choices": choices, "usage": usage}).encode() + b"\n\n"
+
+
+async def test_content_reasoning_and_tool_calls_are_joined() -> None:
+    call = {"index": 0, "function": {"name": "add", "arguments": '{"a"'}}
+    rest = {"index": 0, "function": {"arguments": ": 1}"}}
+    other = {"index": 1, "function": {"name": "sub", "arguments": "{}"}}
+    seen: list[Message] = []
+    async with streaming(
+        event(role="assistant", content=""),
+        event(reasoning_content="let me "),
+        event(reasoning_content="see"),
+        event(content="a"),
+        event(content="b"),
+        event(tool_calls=[call]),
+        event(tool_calls=[rest, other]),
+        event(usage={"prompt_tokens": 3, "completion_tokens": 9}),
+        DONE,
+    ) as client:
+        answer = await stream_answer(client, {"model": "m"}, seen.append)
+    message = answer.message
+    assert (message.content, message.reasoning_content) == ("ab", "let me see")
+    calls = [(c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+    assert calls == [("add", '{"a": 1}'), ("sub", "{}")]
+    assert answer.output_tokens == 9
+    assert len(seen) == 6
+    assert 0 < answer.ttft_s <= answer.duration_s
+
+
+async def test_events_count_where_the_server_reports_no_usage() -> None:
+    async with streaming(event(content="a"), event(content="b"), DONE) as client:
+        answer = await stream_answer(client, {"model": "m"})
+    assert answer.output_tokens == 2
+
+
+async def test_an_empty_answer_has_figures_too() -> None:
+    async with streaming(event(role="assistant", content=""), DONE) as client:
+        answer = await stream_answer(client, {"model": "m"})
+    assert answer.message == Message("")
+    assert answer.output_tokens == 0
+    assert answer.tokens_per_s == 0
+
+
+def test_the_rate_is_that_behind_the_first_token() -> None:
+    answer = StreamedAnswer(Message("x"), output_tokens=11, ttft_s=1.0, duration_s=3.0)
+    assert answer.tokens_per_s == pytest.approx(5.0)
+    assert answer.figures() == "11 tokens, first after 1000 ms, 5 tokens/s"
+
+
+def test_reasoning_and_answer_are_printed_on_lines_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show = AnswerPrinter()
+    for delta in (
+        Message(None, "1 + 2 ="),
+        Message(None, " 3"),
+        Message("3", None),
+        Message(" it is", None),
+    ):
+        show(delta)
+    assert capsys.readouterr().out == "1 + 2 = 3\n3 it is"

@@ -1,5 +1,3 @@
-"""Flags become engine configurations."""
-
 from __future__ import annotations
 
 import re
@@ -110,10 +108,7 @@ def test_kv_tiers_reach_engine_and_worker(tmp_path: Path) -> None:
     )
     config = ExecutorOptions().engine_config(options, "m")
     assert config.kv_tiers == KVTiersConfig(
-        host_bytes=2**30,
-        disk_path=path,
-        disk_bytes=2**21,
-        disk_min_touches=3,
+        host_bytes=2**30, disk_path=path, disk_bytes=2**21, disk_min_touches=3
     )
     assert config.fail_on_load_failure
     assert (config.worker.kv_host_bytes, config.worker.kv_disk_path) == (2**30, path)
@@ -268,12 +263,7 @@ def test_devices_are_those_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_body_holds_only_what_was_given() -> None:
     assert SamplingOptions().body(None) == {}
     options = SamplingOptions(temperature=0.0, max_tokens=5, stop=("a", "b"))
-    assert options.body(3) == {
-        "temperature": 0.0,
-        "max_tokens": 5,
-        "stop": ["a", "b"],
-        "seed": 3,
-    }
+    assert options.body(3) == {"temperature": 0.0, "max_tokens": 5, "stop": ["a", "b"], "seed": 3}
 
 
 def test_ray_is_refused_what_it_does_not_use() -> None:

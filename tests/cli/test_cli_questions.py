@@ -1,5 +1,3 @@
-"""Held-out questions and how their answers are checked."""
-
 from __future__ import annotations
 
 import json
@@ -109,11 +107,6 @@ def test_skills_are_chosen_by_name(tmp_path: Path) -> None:
     assert [q.id for q in _load(tmp_path, *lines, skills=("sum",))] == ["sum-1", "sum-2"]
     with pytest.raises(ConfigError, match=r"--skill song is not in .*; it has sort, sum"):
         _load(tmp_path, *lines, skills=("song",))
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        load_questions(tmp_path / "none.jsonl", ())
 
 
 def test_scores_are_counted_by_skill(tmp_path: Path) -> None:

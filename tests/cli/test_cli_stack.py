@@ -133,21 +133,9 @@ def test_torch_is_in_the_worker_only(dummy_model: Path) -> None:
 def test_bench_serve_measures_a_server(sim_server: ServerProcess, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = _pagoda(
-        "bench",
-        "serve",
-        "--base-url",
-        sim_server.base_url,
-        "--num-prompts",
-        "12",
-        "--concurrency",
-        "4",
-        "--random-output-len",
-        "9",
-        "--goodput",
-        "ttft:60000",
-        "tpot:60000",
-        "--output",
-        str(figures),
+        *["bench", "serve", "--base-url", sim_server.base_url, "--num-prompts", "12"],
+        *["--concurrency", "4", "--random-output-len", "9", "--output", str(figures)],
+        *["--goodput", "ttft:60000", "tpot:60000"],
     )
     assert done.returncode == 0, done.stderr
     assert "12 completed, 0 failed" in done.stdout

@@ -1,5 +1,3 @@
-"""`pagoda trace` from the outside."""
-
 from __future__ import annotations
 
 import gzip

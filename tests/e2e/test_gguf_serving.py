@@ -13,6 +13,7 @@ import gguf
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, TokenType
+from gguf_files import finish
 from safetensors.torch import load_file
 
 from pagoda.checkpoints.resolve import resolve_model
@@ -45,10 +46,7 @@ def write_tiny(path: Path, kind: Kind) -> Path:
         assert short is not None
         stored = kind if tensor.dim() == 2 else Kind.F32
         writer.add_tensor(short, gguf.quantize(tensor.float().numpy(), stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -40,27 +40,6 @@ from pagoda.worker.engine_link import EngineLink
 # ---- one worker
 
 
-def test_a_plan_is_answered(make_executor: MakeExecutor) -> None:
-    executor = make_executor("obeys")
-    assert isinstance(next_event(executor), WorkerReady)
-    executor.submit(PLAN)
-    result = next_event(executor)
-    assert isinstance(result, StepResult)
-    assert (result.step, result.slots) == (0, [0])
-
-
-def test_a_killed_worker_is_noticed_and_replaced(make_executor: MakeExecutor) -> None:
-    executor = make_executor("obeys")
-    next_event(executor)
-    os.kill(pids(executor)["the worker"], signal.SIGKILL)
-    assert next_event(executor) == WorkerLost("the worker was killed by SIGKILL")
-    assert executor.pollables() == []
-    executor.start(num_blocks=7)
-    ready = next_event(executor)
-    assert isinstance(ready, WorkerReady)
-    assert ready.num_blocks == 7
-
-
 def test_a_worker_that_dies_of_a_step_is_noticed(make_executor: MakeExecutor) -> None:
     executor = make_executor("dies")
     next_event(executor)
@@ -132,14 +111,8 @@ def test_all_ranks_become_ready_as_one(make_executor: MakeExecutor) -> None:
     assert ready.summary == "2 pipeline stages of 2 tensor-parallel ranks: simulated worker"
     assert list(pids(executor)) == NAMES
     assert executor.max_in_flight == 3
-
-
-def test_workers_are_known_by_their_roles_while_they_run(make_executor: MakeExecutor) -> None:
-    executor = make_executor("obeys", SQUARE)
-    next_event(executor)
     roles = [f"worker dp0 tp{tp} pp{pp}" for pp in range(2) for tp in range(2)]
-    assert list(executor.pids()) == roles
-    assert list(executor.pids().values()) == list(pids(executor).values())
+    assert executor.pids() == dict(zip(roles, pids(executor).values(), strict=True))
     executor.close()
     assert executor.pids() == {}
 
@@ -200,14 +173,19 @@ def test_the_log_names_who_has_not_said_hello(
     assert len(caplog.messages) == 1, "the log says it once"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_any_ranks_death_is_the_end_of_all(make_executor: MakeExecutor, name: str) -> None:
-    executor = make_executor("obeys", SQUARE)
+@pytest.mark.parametrize(
+    ("parallel", "name"), [(ParallelConfig(), "the worker"), *((SQUARE, name) for name in NAMES)]
+)
+def test_any_ranks_death_is_the_end_of_all(
+    make_executor: MakeExecutor, parallel: ParallelConfig, name: str
+) -> None:
+    executor = make_executor("obeys", parallel)
     next_event(executor)
     before = pids(executor)
     os.kill(before[name], signal.SIGKILL)
     assert next_event(executor) == WorkerLost(f"{name} was killed by SIGKILL")
     assert_gone(list(before.values()))
+    assert executor.pollables() == []
     executor.start(num_blocks=9)
     ready = next_event(executor)
     assert isinstance(ready, WorkerReady)

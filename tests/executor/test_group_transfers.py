@@ -110,15 +110,6 @@ def test_an_object_is_bad_if_any_rank_says_so() -> None:
     assert end == TransferEnd(0, 0, [1, 2, 3, 4], "no descriptors", [1, 3])
 
 
-def test_what_a_rank_says_again_does_not_count() -> None:
-    transfers = GroupTransfers(2, timeout_s=10.0)
-    transfers.begin([transfer(0)], now=0.0)
-    assert transfers.end(0, TransferEnd(0, 0), 0.0) is None
-    assert transfers.end(0, TransferEnd(0, 0, [1], "again"), 0.0) is None
-    assert transfers.end(1, TransferEnd(0, 0), 0.0) == TransferEnd(0, 0)
-    assert transfers.end(1, TransferEnd(0, 0), 0.0) is None
-
-
 def test_another_generation_is_another_transfer() -> None:
     transfers = GroupTransfers(1, timeout_s=10.0)
     transfers.begin([transfer(0, generation=2)], now=0.0)
@@ -206,16 +197,19 @@ def test_transfers_go_on_beside_steps(make_executor: MakeExecutor) -> None:
     assert next_event(executor) == TransferEnd(0, 0)
 
 
-def test_a_block_that_one_rank_has_not_copied_has_failed(make_executor: MakeExecutor) -> None:
-    executor = with_tiers(make_executor, "fails-copying@1")
+@pytest.mark.parametrize(
+    ("model", "end"),
+    [
+        ("fails-copying@1", TransferEnd(0, 0, [1, 3], "rank 1 has no room")),
+        ("fails-copying", TransferEnd(0, 0, [0, 1, 3], "rank 0 has no room")),
+    ],
+)
+def test_a_block_that_any_rank_has_not_copied_has_failed(
+    make_executor: MakeExecutor, model: str, end: TransferEnd
+) -> None:
+    executor = with_tiers(make_executor, model)
     executor.submit_transfers([transfer(0)])
-    assert next_event(executor) == TransferEnd(0, 0, [1, 3], "rank 1 has no room")
-
-
-def test_failures_of_all_ranks_are_told_together(make_executor: MakeExecutor) -> None:
-    executor = with_tiers(make_executor, "fails-copying")
-    executor.submit_transfers([transfer(0)])
-    assert next_event(executor) == TransferEnd(0, 0, [0, 1, 3], "rank 0 has no room")
+    assert next_event(executor) == end
     assert executor.next_event_at() is None
 
 

@@ -23,6 +23,15 @@ from pagoda.messages.worker_config import Role
 
 TEXT = synthetic_model_text()
 [EOS] = TEXT.eos_token_ids
+LIMITS = EngineReady(
+    max_model_len=256,
+    vocab_size=512,
+    num_blocks=64,
+    block_size=16,
+    max_num_seqs=8,
+    max_num_waiting=8,
+    summary="scripted",
+)
 
 
 class ScriptedEndpoint:
@@ -37,16 +46,7 @@ class ScriptedEndpoint:
     ) -> None:
         self.answer = answer
         self.name = ""
-        self.limits = EngineReady(
-            max_model_len=max_model_len,
-            vocab_size=512,
-            num_blocks=64,
-            block_size=16,
-            max_num_seqs=8,
-            max_num_waiting=8,
-            summary="scripted",
-            role=role,
-        )
+        self.limits = msgspec.structs.replace(LIMITS, max_model_len=max_model_len, role=role)
         self.report: LoadReport | None = None
         """Answers `load` if it is set."""
         self.requests: list[GenerateRequest] = []

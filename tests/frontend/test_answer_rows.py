@@ -105,12 +105,8 @@ async def test_answers_that_run_are_written_as_far_as_they_are(tmp_path: Path) -
         if name != "main":
             *_, whole = spans = fragment.request(name.removeprefix("request "))
             assert whole["args"]["finish_reason"] == ""
-            assert [span["name"] for span in spans] == [
-                "prepare",
-                "first token",
-                "stream",
-                "request",
-            ]
+            names = [span["name"] for span in spans]
+            assert names == ["prepare", "first token", "stream", "request"]
     assert len(fragment.named("request")) == 2
 
 

@@ -211,7 +211,7 @@ async def test_a_host_that_was_dismissed_stays_away_from_all(
         await until(lambda: view.ids == other.ids == {"a"})
         view.discovery.dismiss(record("a"), "Go.")
         await until(lambda: view.ids == other.ids == set())
-        await until(lambda: host.ended)
+        await until(host.beating.done)
         assert "let go by a router" in caplog.text
     await host.close()
 
@@ -246,7 +246,7 @@ async def test_a_host_writes_itself_anew_where_something_else_stands(
             async with asyncio.timeout(20):
                 while await client.get("overwritten/a") == garbage:
                     await asyncio.sleep(0.02)
-        assert not host.ended
+        assert not host.beating.done()
         assert "overwritten/a in etcd at" in caplog.text
     await client.close()
     await host.close()

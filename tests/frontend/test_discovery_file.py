@@ -95,11 +95,11 @@ async def test_a_host_that_is_not_listed_any_more_finishes_what_it_has(path: Pat
         asking = asyncio.create_task(router.ask("r1"))
         await endpoint.paused.wait()
         path.write_text("127.0.0.1:9\n")
-        await until(lambda: not next(iter(router.dispatcher.slots)).takes_requests)
+        await until(lambda: next(iter(router.dispatcher.slots)).fitness is None)
         path.write_text(f"{host.address}\n")  # and back, before it has finished
-        await until(lambda: next(iter(router.dispatcher.slots)).takes_requests)
+        await until(lambda: next(iter(router.dispatcher.slots)).fitness is not None)
         path.write_text("127.0.0.1:9\n")
-        await until(lambda: not next(iter(router.dispatcher.slots)).takes_requests)
+        await until(lambda: next(iter(router.dispatcher.slots)).fitness is None)
         endpoint.go_on.set()
         assert await asking == ("abcdef", FinishReason.STOP)
         await router.until_hosts(0)
@@ -192,8 +192,8 @@ class _Relay:
 async def test_a_host_whose_line_is_cut_is_lost_and_found_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.ipc.heartbeat.HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("pagoda.ipc.heartbeat.SILENCE_S", 0.3)
+    monkeypatch.setattr("pagoda.ipc.event_socket.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("pagoda.ipc.event_socket.SILENCE_S", 0.3)
     cut, whole = Host(scripted := _resuming("abcdef")), Host(_resuming("abcdef"))
     relay = _Relay()
     await relay.start(cut.address)

@@ -66,33 +66,22 @@ def test_a_large_fleet_costs_little_more_than_a_small_one(policy: PolicyName, lo
     assert counts[1] <= 2.5 * counts[0]
 
 
-def test_judging_takes_work_in_proportion_to_the_fleet(loops) -> None:
-    def make(size: int) -> Callable[[], object]:
-        runner = loops()
-        dispatcher, _ = runner.run(built(size, "round-robin", num_requests=size))
-        for slot in dispatcher.slots:
-            for _ in range(20):
-                slot.health.progress("r", 1, 0.0, 0.1)
+def judging(loops, size: int, num_requests: int) -> Callable[[], object]:
+    runner = loops()
+    dispatcher, _ = runner.run(built(size, "round-robin", num_requests))
+    for slot in dispatcher.slots:
+        for _ in range(20):
+            slot.health.progress("r", 1, 0.0, 0.1)
 
-        async def judge() -> None:
-            dispatcher.judge()
+    async def judge() -> None:
+        dispatcher.judge()
 
-        return lambda: runner.run(judge())
-
-    assert_linear(make, (100, 200, 400))
+    return lambda: runner.run(judge())
 
 
-def test_judging_looks_at_no_requests_of_replicas_that_get_on(loops) -> None:
-    def make(num_requests: int) -> Callable[[], object]:
-        runner = loops()
-        dispatcher, _ = runner.run(built(8, "round-robin", num_requests))
-
-        async def judge() -> None:
-            dispatcher.judge()
-
-        return lambda: runner.run(judge())
-
-    assert_constant(make, (16, 64, 256))
+def test_judging_takes_work_in_proportion_to_the_fleet_alone(loops) -> None:
+    assert_linear(lambda size: judging(loops, size, size), (100, 200, 400))
+    assert_constant(lambda num_requests: judging(loops, 8, num_requests), (16, 64, 256))
 
 
 def test_joins_take_work_in_proportion_to_the_fleet(loops) -> None:

@@ -8,13 +8,13 @@ import traceback
 from collections.abc import Awaitable, Callable
 
 import pytest
+from scripted_endpoint import LIMITS
 
 from pagoda.errors import EngineDeadError, EngineLostError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.engine_connection import EngineConnection
+from pagoda.frontend.engine_connection import QUERY_TIMEOUT_S, EngineConnection
 from pagoda.messages.frontend import (
     AbortRequests,
-    EngineReady,
     FinishReason,
     FrontendMessage,
     GenerateRequest,
@@ -29,22 +29,13 @@ from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.sim.event_loop import run
 
-READY = EngineReady(
-    max_model_len=64,
-    vocab_size=8,
-    num_blocks=8,
-    block_size=4,
-    max_num_seqs=8,
-    max_num_waiting=8,
-    summary="scripted",
-)
 TIMEOUT_S = 8.0
 
 
 class Peer:
     """A connection and the peer at its other end, which answers nothing by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, hang_timeout_s: float = TIMEOUT_S) -> None:
         self.now_ns = 0
         self.sent: list[FrontendMessage] = []
         self.hung_at: list[float] = []
@@ -53,10 +44,10 @@ class Peer:
             "the engine",
             self.send,
             lambda: self.now_ns,
-            hang_timeout_s=TIMEOUT_S,
+            hang_timeout_s=hang_timeout_s,
             on_hang=lambda: self.hung_at.append(now()),
         )
-        self.connection.receive(READY)
+        self.connection.receive(LIMITS)
 
     def send(self, message: FrontendMessage) -> None:
         self.sent.append(message)
@@ -191,7 +182,7 @@ async def test_the_next_peer_is_asked_for_what_the_last_one_was_asked_for() -> N
     end = peer.connection.subscribe_cache(heard.append)
     peer.connection.lose("The engine ended.")
     peer.sent.clear()
-    peer.connection.receive(READY)
+    peer.connection.receive(LIMITS)
     assert peer.sent == [SubscribeCache()]
     update = PrefixCacheUpdate(b"", b"")
     peer.connection.receive(update)
@@ -228,6 +219,15 @@ async def test_a_silent_peer_with_a_request_hangs_within_the_time_out() -> None:
     await asyncio.sleep(3 * TIMEOUT_S)
     assert len(peer.hung_at) == 1
     assert TIMEOUT_S * 7 / 8 <= peer.hung_at[0] <= TIMEOUT_S
+
+
+@in_virtual_time
+async def test_a_silent_peer_hangs_though_who_asked_has_given_up() -> None:
+    peer = Peer(hang_timeout_s=10 * QUERY_TIMEOUT_S)  # a tick is longer than a query
+    with pytest.raises(TimeoutError):
+        await peer.connection.load()
+    await asyncio.sleep(10 * QUERY_TIMEOUT_S)
+    assert peer.hung_at == [10 * QUERY_TIMEOUT_S]
 
 
 @in_virtual_time

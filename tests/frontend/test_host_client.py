@@ -10,25 +10,17 @@ import msgspec
 import pytest
 import zmq.asyncio
 from linked_hosts import KEYS
+from scripted_endpoint import LIMITS
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.ipc.curve import encrypt_server, start_authenticator
-from pagoda.messages.frontend import EngineFailed, EngineReady, GenerateRequest
+from pagoda.messages.frontend import EngineFailed, GenerateRequest
 from pagoda.messages.hosts import HostMessage
 from pagoda.messages.sampling_params import SamplingParams
 
 ROUTER = Identity("router", "m", "digest", is_router=True)
-READY = EngineReady(
-    max_model_len=64,
-    vocab_size=8,
-    num_blocks=8,
-    block_size=4,
-    max_num_seqs=8,
-    max_num_waiting=8,
-    summary="silent",
-)
 
 
 class Host:
@@ -65,7 +57,7 @@ async def host(**options: float) -> AsyncIterator[Host]:
 
 async def test_a_host_that_hangs_is_lost_though_its_sockets_answer_heartbeats() -> None:
     async with host(hang_timeout_s=0.4) as peer:
-        await asyncio.gather(peer.client.start(), peer.answer(READY))
+        await asyncio.gather(peer.client.start(), peer.answer(LIMITS))
         request = GenerateRequest(
             request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2)
         )
@@ -82,14 +74,16 @@ async def test_a_host_that_does_not_say_hello_is_given_up() -> None:
             await peer.client.start()
 
 
-async def test_a_host_that_refuses_the_router_says_why() -> None:
+@pytest.mark.parametrize(
+    ("answer", "error", "reason"),
+    [
+        (EngineFailed("Another model.", is_user_error=True), ConfigError, "Another model"),
+        (b"nonsense", EngineDeadError, "sent what is not a message"),
+    ],
+)
+async def test_a_host_that_refuses_or_sends_nonsense_is_given_up(
+    answer: HostMessage | bytes, error: type[Exception], reason: str
+) -> None:
     async with host() as peer:
-        refusal = EngineFailed("Another model.", is_user_error=True)
-        with pytest.raises(ConfigError, match="Another model"):
-            await asyncio.gather(peer.client.start(), peer.answer(refusal))
-
-
-async def test_a_host_that_sends_nonsense_is_given_up() -> None:
-    async with host() as peer:
-        with pytest.raises(EngineDeadError, match="sent what is not a message"):
-            await asyncio.gather(peer.client.start(), peer.answer(b"nonsense"))
+        with pytest.raises(error, match=reason):
+            await asyncio.gather(peer.client.start(), peer.answer(answer))

@@ -60,7 +60,7 @@ def test_results_are_in_order_whatever_their_length(llm: LLM) -> None:
 
 def test_chat(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hi"}]
-    [one] = llm.chat(conversation, GREEDY)
+    [one] = llm.chat(conversation, GREEDY, False)  # use_tqdm, at the place that it has in vLLM
     two = llm.chat([conversation, conversation], GREEDY)
     assert one.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert [output.outputs[0].token_ids for output in two] == [one.outputs[0].token_ids] * 2
@@ -150,11 +150,6 @@ def test_the_simulated_executor_needs_no_model_files() -> None:
     with LLM("anything", executor="sim", sim_vocab_size=300) as llm:
         [output] = llm.generate("hi", GREEDY)
     assert len(output.outputs[0].token_ids) == 6
-
-
-def test_chat_takes_use_tqdm_where_vllm_does(llm: LLM) -> None:
-    [output] = llm.chat([{"role": "user", "content": "hi"}], GREEDY, False)
-    assert output.finished
 
 
 def engines() -> list[psutil.Process]:

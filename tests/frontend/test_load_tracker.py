@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.frontend.load_tracker import LeastLoaded, LoadTracker, ReplicaWork, RequestWork
+from pagoda.frontend.load_tracker import LeastLoaded, ReplicaWork, RequestWork
 
 REPLICAS = 3
 
@@ -12,24 +12,22 @@ REPLICAS = 3
 def test_the_work_of_a_replica_is_that_of_its_requests_and_the_least_is_found(
     data: st.DataObject,
 ) -> None:
-    tracker, least = LoadTracker(), LeastLoaded()
+    least = LeastLoaded()
     replicas = [ReplicaWork(number) for number in range(REPLICAS)]
     for replica in replicas:
         least.add(replica)
     requests: list[RequestWork] = []
     for _ in range(data.draw(st.integers(0, 40))):
-        action = data.draw(st.sampled_from(["open", "prompt", "output", "close", "observe"]))
+        action = data.draw(st.sampled_from(["open", "prompt", "output", "close"]))
         if action == "open":
             requests.append(
-                tracker.open(
+                RequestWork(
                     data.draw(st.sampled_from(replicas)),
-                    num_tokens=data.draw(st.integers(0, 10_000)),
+                    data.draw(st.integers(0, 10_000)),
                     num_cached_tokens=data.draw(st.integers(0, 10_000)),
-                    max_output_tokens=data.draw(st.integers(-1, 5_000)),
+                    output_tokens=data.draw(st.floats(-1, 5_000)),
                 )
             )
-        elif action == "observe":
-            tracker.observe_length(data.draw(st.integers(0, 100_000)))
         elif requests:
             request = data.draw(st.sampled_from(requests))
             if action == "output":
@@ -54,14 +52,14 @@ def test_the_work_of_a_replica_is_that_of_its_requests_and_the_least_is_found(
 
 
 def test_equally_loaded_replicas_take_turns() -> None:
-    tracker, least = LoadTracker(), LeastLoaded()
+    least = LeastLoaded()
     for number in range(4):
         least.add(ReplicaWork(number))
     chosen = []
     for _ in range(12):
         [replica] = least.first(1, ())
         chosen.append(replica.number)
-        tracker.open(replica, num_tokens=5, num_cached_tokens=0, max_output_tokens=9)
+        RequestWork(replica, 5, num_cached_tokens=0, output_tokens=9)
     assert sorted(chosen) == sorted([*range(4)] * 3)
     assert [work.number for work in least.first(9, {1, 2})] == [0, 3]
 
@@ -78,9 +76,7 @@ def test_a_replica_that_was_taken_out_is_not_found() -> None:
 
 def test_a_prompt_counts_until_the_first_token_and_an_answer_until_it_ends() -> None:
     replica = ReplicaWork(0)
-    request = LoadTracker().open(
-        replica, num_tokens=1200, num_cached_tokens=200, max_output_tokens=10
-    )
+    request = RequestWork(replica, 1200, num_cached_tokens=200, output_tokens=10)
     assert replica.pending_tokens == 1010
     assert request.prompt_progress(200) == 0
     assert request.prompt_progress(700) == 500
@@ -94,11 +90,3 @@ def test_a_prompt_counts_until_the_first_token_and_an_answer_until_it_ends() -> 
     assert replica.pending_tokens == 1
     request.close()
     assert replica.pending_tokens == 0
-
-
-def test_an_answer_counts_as_one_of_the_usual_length() -> None:
-    tracker, replica = LoadTracker(), ReplicaWork(0)
-    for _ in range(1000):
-        tracker.observe_length(300)
-    tracker.open(replica, num_tokens=0, num_cached_tokens=0, max_output_tokens=100_000)
-    assert replica.pending_tokens == 300

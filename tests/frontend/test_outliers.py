@@ -178,23 +178,18 @@ def test_time_in_which_nobody_waits_is_not_counted() -> None:
     group = Group(2)
     for _ in range(40):
         group.steps(10, 0.02, without=(1,))
-        group.health[1].progress(
-            "r1", 10, group.clock.now(), 0.02
-        )  # its client took ten times as long
+        group.step(1, 0.02, num_tokens=10)  # its client took ten times as long
     assert group.check() == ([], [])
 
 
 def test_failures_in_a_row_with_nothing_in_between() -> None:
     group = Group(2)
-    for _ in range(MAX_FAILURES - 1):
-        assert group.fail(0) is None
-    group.step(0, 0.01)
-    for _ in range(MAX_FAILURES - 1):
-        assert group.fail(0) is None
-    ejection = group.fail(0)
-    assert ejection is not None
-    assert (ejection.replica, ejection.duration_s) == (0, EJECTION_S)
-    assert "2 requests in a row" in ejection.reason
+    for _ in range(2):
+        group.step(0, 0.01)
+        for _ in range(MAX_FAILURES - 1):
+            assert group.fail(0) is None
+    reason = "2 requests in a row were left unanswered"
+    assert group.fail(0) == Ejection(0, EJECTION_S, reason)
 
 
 def test_one_that_is_lost_again_and_again() -> None:
@@ -252,17 +247,14 @@ def test_at_most_half_are_left_out(count: int, most: int) -> None:
 
 
 def test_members_of_other_kinds_are_not_compared() -> None:
-    clock = VirtualClock()
-    detector = OutlierDetector(clock)
-    first, second = ReplicaHealth(0), ReplicaHealth(1)
-    detector.add(first, "prefill")
-    detector.add(second, "decode")
-    detector.on_loss(first)
-    assert detector.on_loss(first) is None
+    group = Group(2)
+    group.detector.add(group.health[1], "another")
+    group.lose(0)
+    assert group.lose(0) is None
     for _ in range(40):
-        first.progress("a", 1, 0.0, 0.01)
-        second.progress("b", 1, 0.0, 1.0)
-    assert detector.check(lambda _: Waiting(0.0)) == ([], [])
+        group.step(0, 0.01)
+        group.step(1, 1.0)
+    assert group.check() == ([], [])
 
 
 class Fleet(RuleBasedStateMachine):

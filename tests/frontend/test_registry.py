@@ -81,7 +81,7 @@ async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
         asking = asyncio.create_task(router.ask("r1"))
         await host.endpoint.paused.wait()
         assert router.registry.dismiss(host.identity.id)
-        await until(lambda: host.membership.ended)
+        await until(host.membership.beating.done)
         assert "let this host go: It was let go with DELETE /v1/hosts" in caplog.text
         host.endpoint.go_on.set()
         assert await asking == ("abc", FinishReason.STOP)
@@ -100,21 +100,6 @@ async def test_an_answer_that_nobody_wants_ends_at_the_host() -> None:
         await asyncio.wait_for(host.endpoint.any_aborted.wait(), 20)
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"model_digest": "2"}, "another model or another version of it"),
-    ],
-)
-async def test_another_model_or_version_is_refused_with_the_reason(
-    fields: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with routed() as router, joined(router, **fields):
-        await until(lambda: "does not use this host: " in caplog.text)
-        assert reason in caplog.text
-        assert router.dispatcher.replicas == []
-
-
 async def test_another_version_is_refused_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,28 +110,21 @@ async def test_another_version_is_refused_with_the_reason(
         assert router.dispatcher.replicas == []
 
 
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("tcp://127.0.0.1:9", "The host at tcp://127.0.0.1:9 does not answer"),
+        ("nonsense", "'nonsense' is not an address like tcp://HOST:PORT"),
+    ],
+)
 async def test_a_host_learns_that_it_cannot_be_reached(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    address: str, problem: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.frontend.registry.HELLO_TIMEOUT_S", 0.1)
     async with routed() as router, joined(router) as host:
-        elsewhere = msgspec.structs.replace(
-            host.record, host_id="elsewhere", address="tcp://127.0.0.1:9"
-        )
+        elsewhere = msgspec.structs.replace(host.record, host_id="elsewhere", address=address)
         membership = Membership(host.context, router.address, KEYS, elsewhere)
-        problem = "does not use this host: The host at tcp://127.0.0.1:9 does not answer"
-        await until(lambda: problem in caplog.text)
-        await membership.close()
-        assert len(router.dispatcher.replicas) == 1
-
-
-async def test_a_host_with_an_address_that_is_none_learns_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with routed() as router, joined(router) as host:
-        nowhere = msgspec.structs.replace(host.record, host_id="nowhere", address="nonsense")
-        membership = Membership(host.context, router.address, KEYS, nowhere)
-        await until(lambda: "'nonsense' is not an address like tcp://HOST:PORT" in caplog.text)
+        await until(lambda: f"does not use this host: {problem}" in caplog.text)
         await membership.close()
         await router.until_hosts(1)
 
@@ -239,26 +217,29 @@ class _Told:
     async def close(self) -> None: ...
 
 
-async def test_a_host_that_is_named_again_while_it_is_connected_to_is_kept() -> None:
-    host = Host(ScriptedEndpoint("ok"))
-    told = _Told()
+@asynccontextmanager
+async def telling(failures: int = 0) -> AsyncIterator[tuple[Router, _Told, Host]]:
+    """A router that is told of its hosts, and a host of which it was not told yet."""
+    host, told = Host(ScriptedEndpoint("ok")), _Told()
+    told.failures = failures
     async with routed(lambda _: told) as router:
         await told.followed.wait()
+        yield router, told, host
+    await host.close()
+
+
+async def test_a_host_that_is_named_again_while_it_is_connected_to_is_kept() -> None:
+    async with telling() as (router, told, host):
         told.tell([host.record])
         assert router.registry.num_named == 1
-        await told.followed.wait()
         told.tell([])
         told.tell([host.record])
         await router.until_hosts(1)
-    await host.close()
 
 
 async def test_a_registry_that_was_closed_connects_to_nobody() -> None:
     """The discovery may have a timer that runs out meanwhile."""
-    host = Host(ScriptedEndpoint("ok"))
-    told = _Told()
-    async with routed(lambda _: told) as router:
-        await told.followed.wait()
+    async with telling() as (router, told, host):
         told.tell([host.record])
         await router.until_hosts(1)
         closing = asyncio.create_task(router.registry.close())
@@ -266,22 +247,16 @@ async def test_a_registry_that_was_closed_connects_to_nobody() -> None:
         told.tell([host.record])
         assert router.registry.num_named == 0
         await closing
-    await host.close()
 
 
 async def test_a_search_that_fails_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.frontend.async_utils._RESTART_S", 0.01)
-    host = Host(ScriptedEndpoint("ok"))
-    told = _Told()
-    told.failures = 2
-    async with routed(lambda _: told) as router:
-        await until(lambda: caplog.text.count("the search for hosts failed") == 2)
-        await told.followed.wait()
+    async with telling(failures=2) as (router, told, host):
+        assert caplog.text.count("the search for hosts failed") == 2
         told.tell([host.record])
         await router.until_hosts(1)
-    await host.close()
 
 
 def _no_socket(*_: object, **__: object) -> None:
@@ -292,10 +267,7 @@ async def test_a_host_for_which_there_is_no_socket_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pagoda.frontend.registry._REFUSED_RETRY_S", 0.05)
-    host = Host(ScriptedEndpoint("ok"))
-    told = _Told()
-    async with routed(lambda _: told) as router:
-        await told.followed.wait()
+    async with telling() as (router, told, host):
         monkeypatch.setattr("pagoda.frontend.host_client.HostClient.__init__", _no_socket)
         told.tell([host.record])
         [report] = await until_refused(router)
@@ -304,7 +276,6 @@ async def test_a_host_for_which_there_is_no_socket_is_tried_again(
         )
         monkeypatch.undo()
         await router.until_hosts(1)
-    await host.close()
 
 
 @asynccontextmanager
@@ -401,19 +372,16 @@ async def test_joins_cost_the_same_however_many_hosts_there_are() -> None:
 async def test_a_host_with_other_blocks_than_the_others_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told = _Told()
     endpoint = ScriptedEndpoint("ok")
     endpoint.limits = msgspec.structs.replace(endpoint.limits, block_size=32)
-    hosts = [Host(ScriptedEndpoint("ok")), Host(endpoint)]
-    async with routed(lambda _: told) as router:
-        await told.followed.wait()
-        told.tell([hosts[0].record])
+    other = Host(endpoint)
+    async with telling() as (router, told, host):
+        told.tell([host.record])
         await router.until_hosts(1)
-        told.tell([host.record for host in hosts])
+        told.tell([host.record, other.record])
         problem = (
             "blocks of 32 tokens, and other hosts of this router 16; give all the same --block-size"
         )
         await until(lambda: problem in caplog.text)
         assert len(router.dispatcher.replicas) == 1
-    for host in hosts:
-        await host.close()
+    await other.close()

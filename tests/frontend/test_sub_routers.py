@@ -125,9 +125,7 @@ async def test_a_router_that_leaves_finishes_what_it_has() -> None:
         asking = [asyncio.create_task(upper.ask(f"r{index}")) for index in range(2)]
         await host.endpoint.paused.wait()
         await door.leave()
-        await until(
-            lambda: [slot.takes_requests for slot in upper.dispatcher.slots].count(True) == 1
-        )
+        await until(lambda: [slot.fitness for slot in upper.dispatcher.slots].count(None) == 1)
         assert await upper.ask("r3") == ("new", FinishReason.STOP)
         host.endpoint.go_on.set()
         answers = await asyncio.gather(*asking)

@@ -48,6 +48,18 @@ def test_closing_ends_the_child_and_may_be_repeated() -> None:
     child.close()
 
 
+def test_a_killed_child_that_stays_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stuck in the kernel ends when it can; the parent serves meanwhile."""
+    child = ChildProcess("timeit", ["-n1", "-r1", "-s", "import time", "time.sleep(600)"])
+    with monkeypatch.context() as stuck:
+        stuck.setattr(subprocess.Popen, "kill", lambda _self: None)
+        stuck.setattr("pagoda.ipc.lifeline.REAP_S", 0.01)
+        child.kill()
+        assert child.is_alive()
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.describe_end() == "was killed by SIGKILL"
+
+
 def test_children_and_grandchildren_end_when_the_parent_is_killed() -> None:
     parent = subprocess.Popen(
         [sys.executable, "-m", CHILD, "parent"],

@@ -6,6 +6,9 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+from kv_tiers import READY
+
 from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.block_pool import BlockPool
@@ -26,7 +29,7 @@ from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DiskObjects, KVDirectory, Transfer, TransferEnd
-from pagoda.messages.worker import Capabilities, WorkerReady
+from pagoda.messages.worker import WorkerReady
 
 SIZE = 4
 UNIT = 100
@@ -216,17 +219,7 @@ def ready(num_ranks: int = 1, name: str = "model") -> WorkerReady:
     directories = tuple(
         KVDirectory(f"/kv/{name}-{rank}", UNIT // num_ranks) for rank in range(num_ranks)
     )
-    return WorkerReady(
-        capabilities=Capabilities(
-            block_sizes=(SIZE,), max_batch_tokens=1000, max_batch_seqs=100, max_model_len=4096
-        ),
-        num_blocks=320,
-        block_size=SIZE,
-        max_model_len=4096,
-        vocab_size=1000,
-        summary="",
-        kv_directories=directories,
-    )
+    return msgspec.structs.replace(READY, kv_directories=directories)
 
 
 def prefix(keys: Sequence[bytes] = KEYS, request_id: str = "r") -> PrefixRequest:

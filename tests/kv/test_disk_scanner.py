@@ -161,11 +161,6 @@ def test_all_objects_are_found_with_the_time_of_their_last_use(
         assert used_at[key] == pytest.approx(time.time() - 1000 * number, abs=30)
 
 
-def test_an_empty_directory_is_scanned_at_once(own: KVDirectory, keep: Open) -> None:
-    news = keep(own).until(ScanEnded)
-    assert [type(item) for item in news] == [ScanEnded]
-
-
 def test_times_that_cannot_be_are_brought_into_range(own: KVDirectory, keep: Open) -> None:
     put(own, [KEYS[0]], age_s=-(10**9))
     put(own, [KEYS[5]])

@@ -330,13 +330,6 @@ def test_workers_of_other_directories_begin_with_what_is_in_them() -> None:
     setup.tier.on_dequeued("r")
 
 
-def test_its_news_can_be_waited_for_until_it_is_closed() -> None:
-    setup = Setup()
-    assert setup.tier.pollables() == [99]
-    setup.tier.close()
-    assert setup.keeper.is_closed
-
-
 # ---- anything in any order
 
 
@@ -440,7 +433,7 @@ class TierMachine(RuleBasedStateMachine):
         assert 0 <= report.num_blocks <= report.num_total_blocks == 12
 
     def teardown(self) -> None:
-        """Once everything has ended and been scanned, the index is the disk, and nothing is held."""
+        """The index is the disk when everything has ended and been scanned, and nothing is held."""
         while self.open:
             transfer, _ = self.open.pop()
             self.setup.end(transfer)

@@ -150,15 +150,6 @@ def test_a_quota_below_one_block_of_new_directories_is_refused() -> None:
         setup.tier.workers_ready(msgspec.structs.replace(setup.ready, kv_directories=larger))
 
 
-def test_workers_that_begin_find_a_tier_that_knows_their_directories() -> None:
-    setup = Setup(is_scanned=False)
-    setup.disk.update(dict.fromkeys(KEYS[:3], EPOCH))
-    setup.work()
-    setup.tier.workers_ready(setup.ready)
-    assert len(setup.keepers) == 1
-    assert setup.tier.lookup(prefix(), 0) == 3
-
-
 def test_a_quota_of_one_block_holds_one_block() -> None:
     setup = Setup(quota=UNIT)
     for index in range(5):

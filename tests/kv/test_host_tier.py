@@ -11,11 +11,9 @@ from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import (
     DeviceBlocks,
-    DiskObjects,
     HostSlots,
     KVDirectory,
     Transfer,
-    TransferEnd,
 )
 
 
@@ -206,25 +204,6 @@ def test_events_tell_what_host_memory_holds() -> None:
     assert removed.medium == Medium.HOST
     assert isinstance(again, BlockStored)
     assert again.parent_block_hash == PREFIX.keys[5]
-
-
-def test_a_transfer_into_a_reserved_slot_is_the_slower_tiers_own() -> None:
-    """The host tier sees nothing of it but the two calls."""
-    host = Host()
-    slot = host.tier.reserve(PREFIX, 0)
-    assert slot is not None
-
-    class Slower:
-        def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-            assert transfer.target == HostSlots([slot])
-            host.tier.settle(PREFIX.keys[0], is_good=not end.failed)
-
-        def transfer_lost(self, transfer: Transfer) -> None: ...
-
-    host.ledger.open(Slower(), DiskObjects([PREFIX.keys[0]]), HostSlots([slot]))
-    (transfer,) = host.ledger.drain()
-    host.ledger.close(end_of(transfer))
-    assert host.tier.lookup(PREFIX, 0) == 1
 
 
 def test_a_whole_prompt_longer_than_the_arena_is_stored_as_far_as_it_goes() -> None:

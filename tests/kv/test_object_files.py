@@ -83,11 +83,6 @@ def test_a_file_system_that_refuses_direct_io_is_used_without(
     assert read(plain) == read(files) == content(files, 1)
 
 
-def test_what_is_not_there_is_an_error(files: ObjectFiles) -> None:
-    with pytest.raises(ObjectError, match="not there any more"):
-        read(files)
-
-
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES, 4096, 10_000, 12_287, 12_289, 16_384])
 def test_an_object_of_another_length_is_an_error(files: ObjectFiles, length: int) -> None:
     write(files)

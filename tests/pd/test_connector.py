@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import kv_tiers
 import msgspec
 import pytest
 
 from pagoda.ipc.clock import VirtualClock
 from pagoda.ipc.curve import keys_of
-from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import KVSource
@@ -20,7 +21,6 @@ from pagoda.messages.transfers import (
     Transfer,
     TransferEnd,
 )
-from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.pd.connector import Arrived, Failed, RemoteKV
 from pagoda.pd.links import PeerLost
 from pagoda.pd.messages import (
@@ -44,26 +44,15 @@ from pagoda.pd.transfer_tokens import TransferTokens
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 ADDRESS = "tcp://p:1"
-SEAL = TransferTokens(keys_of(b"the cluster's secret"))
-T, U, V = (SEAL.id_of(ADDRESS, "e", token) for token in "tuv")
+TOKENS = TransferTokens(keys_of(b"the cluster's secret"))
+T, U, V = (TOKENS.id_of(ADDRESS, "e", token) for token in "tuv")
 """Transfers."""
 HELLO = KVHello(digest="digest arithmetic")
-READY = WorkerReady(
-    capabilities=Capabilities(
-        block_sizes=(4,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
-    ),
-    num_blocks=64,
-    block_size=4,
-    max_model_len=64,
-    vocab_size=100,
-    summary="",
-    kv_digest="digest",
-    arithmetic="arithmetic",
-)
+READY = msgspec.structs.replace(kv_tiers.READY, kv_digest="digest", arithmetic="arithmetic")
 
 
 def source(token: str = "t", address: str = ADDRESS, engine_id: str = "e") -> KVSource:
-    transfer_id = SEAL.id_of(address, engine_id, token)
+    transfer_id = TOKENS.id_of(address, engine_id, token)
     return KVSource(address=address, engine_id=engine_id, transfer_id=transfer_id)
 
 
@@ -97,11 +86,9 @@ class Rig:
         self.inbox: list[tuple[str, PrefillMessage | PeerLost]] = []
         self.hung_up: list[str] = []
         self.remote = RemoteKV(
-            self, self.ledger, self.clock, tokens=SEAL, engine_id="own", fails=fails
+            self, self.ledger, self.clock, tokens=TOKENS, engine_id="own", fails=fails
         )
         self.remote.workers_ready(READY)
-
-    # the connector's `Peers`
 
     def send(self, address: str, message: DecodeMessage) -> None:
         assert address.startswith("tcp://")
@@ -120,8 +107,6 @@ class Rig:
     def close(self) -> None:
         pass
 
-    # what a test does
-
     def hear(self, *messages: PrefillMessage | PeerLost) -> None:
         self.inbox += [(ADDRESS, message) for message in messages]
         self.remote.step()
@@ -130,7 +115,7 @@ class Rig:
         self.clock.advance_to(self.clock.now() + seconds)
         self.remote.step()
 
-    def take_sent(self) -> list[DecodeMessage]:
+    def drain_sent(self) -> list[DecodeMessage]:
         sent, self.sent = self.sent, []
         return sent
 
@@ -159,15 +144,16 @@ def open_rig(*messages: PrefillMessage, fails: bool = False) -> Rig:
     rig = Rig(fails=fails)
     rig.remote.on_queued(prefix(), 2)
     rig.hear(welcome(), *messages)
+    rig.sent.clear()
     return rig
 
 
 def test_a_whole_fetch(rig: Rig) -> None:
     rig.remote.on_queued(prefix(), 2)
-    assert rig.take_sent() == [HELLO, KVSubscribe(T, 0, 8)]
+    assert rig.drain_sent() == [HELLO, KVSubscribe(T, 0, 8)]
     assert rig.remote.lookup(prefix(), 2) is None
     rig.hear(welcome())
-    assert rig.remote.drain_peer_changes() == ([welcome().peer], [])
+    assert rig.remote.peers.drain_peer_changes() == ([welcome().peer], [])
     assert rig.remote.lookup(prefix(), 2) is None
     rig.hear(blocks(0, [10, 11, 12]))
     assert rig.remote.poll()
@@ -185,37 +171,30 @@ def test_a_whole_fetch(rig: Rig) -> None:
     assert isinstance(news, Arrived)
     assert (news.request_id, news.token.token_id, news.token.key) == ("r", 7, b"key")
     rig.end(second)
-    assert rig.take_sent() == []
+    assert rig.drain_sent() == []
     rig.end(first)
-    assert rig.take_sent() == [KVCheck(T)]
+    assert rig.drain_sent() == [KVCheck(T)]
     assert rig.settled() is None
     rig.hear(KVCheckResult(T, is_valid=True))
     assert rig.settled() == TransferEnd(rig.held_id, 0)
-    assert rig.take_sent() == [KVRelease([T])]
+    assert rig.drain_sent() == [KVRelease([T])]
     rig.remote.on_dequeued("r")
-    assert rig.take_sent() == []
+    assert rig.drain_sent() == []
     rig.pool.release(rig.blocks)
     assert rig.pool.num_available == 64
     assert rig.remote.next_event_at() is None
-
-
-def test_blocks_that_the_device_has_are_not_read(rig: Rig) -> None:
-    rig.remote.on_queued(prefix(), 2)
-    rig.hear(welcome(), blocks(0, list(range(10, 18))))
-    [transfer] = rig.load(5, 3)
-    assert transfer.source == RemoteBlocks("e-1", [15, 16, 17])
 
 
 def test_the_lease_is_kept_until_the_token_comes() -> None:
     rig = open_rig(blocks(0, list(range(8))))
     [transfer] = rig.load()
     rig.end(transfer)
-    rig.take_sent()
+    rig.drain_sent()
     rig.hear(KVCheckResult(T, is_valid=True))
     assert rig.settled() == TransferEnd(rig.held_id, 0)
-    assert rig.take_sent() == []
+    assert rig.drain_sent() == []
     rig.hear(prefilled())
-    assert rig.take_sent() == [KVRelease([T])]
+    assert rig.drain_sent() == [KVRelease([T])]
 
 
 def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
@@ -249,27 +228,24 @@ def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
 def test_what_is_repeated_late_or_unknown_changes_nothing(message: PrefillMessage) -> None:
     rig = open_rig(blocks(0, [1, 2]))
     [transfer] = rig.load()
-    rig.take_sent()
-    rig.remote.drain_peer_changes()
+    rig.remote.peers.drain_peer_changes()
     rig.hear(message)
-    assert rig.take_sent() == rig.ledger.drain() == rig.remote.drain_events() == []
+    assert rig.drain_sent() == rig.ledger.drain() == rig.remote.drain_events() == []
     assert rig.settled() is None
-    assert rig.remote.drain_peer_changes() == ([], [])
+    assert rig.remote.peers.drain_peer_changes() == ([], [])
     rig.hear(blocks(2, [3, 4, 5, 6, 7, 8]))
     [rest] = rig.ledger.drain()
     rig.end(transfer)
     rig.end(rest)
-    assert rig.take_sent() == [KVCheck(T)]
+    assert rig.drain_sent() == [KVCheck(T)]
 
 
-def test_a_token_is_taken_once() -> None:
-    rig = open_rig(prefilled(), prefilled(), prefilled(8))
-    assert len(rig.remote.drain_events()) == 1
-
-
-def test_a_token_outside_the_vocabulary_is_none() -> None:
-    rig = open_rig(prefilled(100))
-    assert rig.remote.drain_events() == []
+@pytest.mark.parametrize(("token_ids", "num_events"), [((7, 7, 8), 1), ((100,), 0)])
+def test_a_token_of_the_vocabulary_arrives_once(
+    token_ids: tuple[int, ...], num_events: int
+) -> None:
+    rig = open_rig(*map(prefilled, token_ids))
+    assert len(rig.remote.drain_events()) == num_events
 
 
 @pytest.mark.parametrize(
@@ -292,10 +268,9 @@ def test_whatever_ends_it_ends_the_load_with_nothing(
 ) -> None:
     rig = open_rig(blocks(0, [1, 2]))
     [transfer] = rig.load()
-    rig.take_sent()
     rig.hear(message)
     assert rig.settled() == TransferEnd(rig.held_id, 0, list(range(8)), reason)
-    assert rig.take_sent() == ([] if isinstance(message, PeerLost) else [KVRelease([T])])
+    assert rig.drain_sent() == ([] if isinstance(message, PeerLost) else [KVRelease([T])])
     assert [record.message for record in caplog.records] == [
         f"KV cannot be fetched from {ADDRESS}: {reason}"
     ]
@@ -303,7 +278,7 @@ def test_whatever_ends_it_ends_the_load_with_nothing(
     assert rig.pool.num_available == 62, "two are still being written"
     rig.end(transfer)
     assert rig.pool.num_available == 64
-    assert rig.take_sent() == []
+    assert rig.drain_sent() == []
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -321,11 +296,11 @@ def test_what_ends_it_before_anything_is_loaded(
 ) -> None:
     rig = Rig(fails=fails)
     rig.remote.on_queued(prefix(), 0)
-    rig.take_sent()
+    rig.drain_sent()
     rig.hear(message)
     assert rig.remote.poll()
     assert rig.remote.lookup(prefix(), 0) == 0
-    assert rig.take_sent() == ([] if isinstance(message, PeerLost) else [KVRelease([T])])
+    assert rig.drain_sent() == ([] if isinstance(message, PeerLost) else [KVRelease([T])])
     assert rig.remote.drain_events() == ([Failed("r", reason)] if fails else [])
 
 
@@ -353,7 +328,7 @@ def test_a_source_that_somebody_made_up_is_neither_asked_nor_ended(
 ) -> None:
     rig = open_rig()
     rig.remote.on_dequeued("r")
-    rig.take_sent()
+    rig.drain_sent()
     made_up = msgspec.structs.replace(source(), **changed)
     for request_id in ("a", "b"):
         wanted = PrefixRequest(request_id, KEYS, list(range(32)), made_up)
@@ -372,9 +347,9 @@ def test_nobody_is_called_to_be_told_that_he_is_not_needed(rig: Rig) -> None:
     rig.remote.release(source())
     assert rig.sent == []
     rig.remote.on_queued(prefix(), 2)
-    rig.take_sent()
+    rig.drain_sent()
     rig.remote.release(source("u"))
-    assert rig.take_sent() == [KVRelease([U])]
+    assert rig.drain_sent() == [KVRelease([U])]
 
 
 def test_connections_that_rest_make_room_for_others(
@@ -394,48 +369,46 @@ def test_connections_that_rest_make_room_for_others(
 
 def test_its_own_kv_is_found_on_the_device(rig: Rig) -> None:
     rig.remote.on_queued(prefix(engine_id="own"), 0)
-    assert rig.take_sent() == []
+    assert rig.drain_sent() == []
     assert rig.remote.lookup(prefix(), 0) == 0
 
 
 def test_a_second_request_of_the_same_source_leaves_it_to_the_first() -> None:
     rig = open_rig(blocks(0, [1, 2]))
-    rig.take_sent()
     rig.remote.on_queued(prefix("sibling"), 0)
     assert rig.remote.lookup(prefix("sibling"), 0) == 0
     rig.remote.on_dequeued("sibling")
-    assert rig.take_sent() == []
+    assert rig.drain_sent() == []
     assert rig.remote.lookup(prefix(), 0) == 8
 
 
 def test_a_refusal_holds_as_long_as_the_connection() -> None:
     rig = open_rig(KVRefused("another model"))
-    rig.take_sent()
     rig.remote.on_queued(prefix("next", token="u"), 0)
-    assert rig.take_sent() == [KVRelease([U])]
+    assert rig.drain_sent() == [KVRelease([U])]
     rig.hear(PeerLost("it hung up"))
     rig.remote.on_queued(prefix("later", token="v"), 0)
-    assert rig.take_sent() == [HELLO, KVSubscribe(V, 0, 8)]
+    assert rig.drain_sent() == [HELLO, KVSubscribe(V, 0, 8)]
 
 
 def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) -> None:
     rig.remote.on_queued(prefix(), 0)
-    rig.take_sent()
+    rig.drain_sent()
     rig.pass_time(0.5)
-    assert rig.take_sent() == []
+    assert rig.drain_sent() == []
     rig.pass_time(0.6)
-    assert rig.take_sent() == [KVRenew([T]), HELLO, KVSubscribe(T, 0, 8)]
+    assert rig.drain_sent() == [KVRenew([T]), HELLO, KVSubscribe(T, 0, 8)]
     rig.hear(welcome(), blocks(0, [1, 2]))
     [first] = rig.load()
     rig.pass_time(1.1)
-    assert rig.take_sent() == [KVRenew([T]), KVSubscribe(T, 2, 8)]
+    assert rig.drain_sent() == [KVRenew([T]), KVSubscribe(T, 2, 8)]
     rig.hear(blocks(2, [3, 4, 5, 6, 7, 8]), prefilled())
     [second] = rig.ledger.drain()
     rig.end(first)
     rig.end(second)
-    assert rig.take_sent() == [KVCheck(T)]
+    assert rig.drain_sent() == [KVCheck(T)]
     rig.pass_time(1.1)
-    assert rig.take_sent() == [KVRenew([T]), KVCheck(T)]
+    assert rig.drain_sent() == [KVRenew([T]), KVCheck(T)]
 
 
 def test_patience_is_with_who_answers(rig: Rig) -> None:
@@ -444,10 +417,10 @@ def test_patience_is_with_who_answers(rig: Rig) -> None:
         rig.pass_time(1.0)
         rig.hear(KVRenewed())
     assert rig.remote.lookup(prefix(), 0) is None
-    rig.take_sent()
+    rig.drain_sent()
     rig.pass_time(SILENCE_S + 0.1)
     assert rig.hung_up == [ADDRESS]
-    assert rig.take_sent() == [KVRelease([T])]
+    assert rig.drain_sent() == [KVRelease([T])]
     assert rig.remote.lookup(prefix(), 0) == 0
 
 
@@ -463,7 +436,7 @@ def test_a_request_that_comes_after_a_long_rest_finds_patience() -> None:
 
 def test_workers_are_told_of_peers_and_again_when_they_are_started_anew() -> None:
     rig = open_rig(blocks(0, [1, 2]))
-    rig.remote.drain_peer_changes()
+    rig.remote.peers.drain_peer_changes()
     rig.load()
     rig.ledger.drop_all()
     rig.remote.workers_lost()
@@ -471,19 +444,18 @@ def test_workers_are_told_of_peers_and_again_when_they_are_started_anew() -> Non
     rig.pool.release(rig.blocks)
     assert rig.pool.num_available == 64
     rig.hear(welcome(2))
-    assert rig.remote.drain_peer_changes() == ([], []), "there are no workers"
+    assert rig.remote.peers.drain_peer_changes() == ([], []), "there are no workers"
     rig.remote.workers_ready(READY)
-    assert rig.remote.drain_peer_changes() == ([welcome(2).peer], [])
+    assert rig.remote.peers.drain_peer_changes() == ([welcome(2).peer], [])
     rig.hear(PeerLost("it hung up"))
-    assert rig.remote.drain_peer_changes() == ([], ["e-2"])
+    assert rig.remote.peers.drain_peer_changes() == ([], ["e-2"])
 
 
 def test_an_abort_ends_the_load_and_the_lease() -> None:
     rig = open_rig(blocks(0, [1, 2]))
     [transfer] = rig.load()
-    rig.take_sent()
     rig.remote.on_dequeued("r")
-    assert rig.take_sent() == [KVRelease([T])]
+    assert rig.drain_sent() == [KVRelease([T])]
     assert rig.settled() is not None
     rig.end(transfer)
     rig.pool.release(rig.blocks)
@@ -494,25 +466,15 @@ def test_an_abort_ends_the_load_and_the_lease() -> None:
 
 def test_an_engine_that_ends_lets_go_of_all() -> None:
     rig = open_rig()
-    rig.take_sent()
     rig.remote.close()
-    assert rig.take_sent() == [KVRelease([T])]
-
-
-def test_blocks_are_shared_by_nobody_else(rig: Rig) -> None:
-    """The targets of a load are the request's; the ledger holds them once as a whole, and once per transfer."""
-    rig.remote.on_queued(prefix(), 0)
-    rig.hear(welcome(), blocks(0, [1, 2]))
-    [_] = rig.load()
-    counts: list[Block] = rig.blocks
-    assert [block.ref_count for block in counts] == [3, 3, 2, 2, 2, 2, 2, 2]
+    assert rig.drain_sent() == [KVRelease([T])]
 
 
 @pytest.mark.parametrize(
     ("block_bytes", "sizes"), [(2**24, [2, 2, 2, 1]), (2**25, [1] * 7), (2**40, [1] * 7), (1, [7])]
 )
 def test_much_is_read_in_pieces(rig: Rig, block_bytes: int, sizes: list[int]) -> None:
-    """So that a worker which gives up what takes too long does not give up what comes."""
+    """A worker gives up a transfer that takes too long, not the others."""
     part = KVPart(0, "keys", 0, 2, block_bytes // 2 or 1)
     rank = KVRank(parts=(part,), num_blocks=64, descriptors={})
     hello = KVWelcome(engine_id="e", peer=KVPeer(peer_id="e-1", ranks=(rank, rank)), lease_s=30.0)
@@ -524,15 +486,15 @@ def test_much_is_read_in_pieces(rig: Rig, block_bytes: int, sizes: list[int]) ->
     assert read == list(range(11, 18))
     written = [block_id for it in transfers for block_id in it.target.block_ids]
     assert written == [block.block_id for block in rig.blocks]
-    rig.take_sent()
+    rig.drain_sent()
     for _ in range(40):
         rig.pass_time(1.0)
         rig.hear(KVRenewed())
     for transfer in transfers[1:]:
         rig.end(transfer)
-    assert KVCheck(T) not in rig.take_sent()
+    assert KVCheck(T) not in rig.drain_sent()
     rig.end(transfers[0])
-    assert rig.take_sent() == [KVCheck(T)]
+    assert rig.drain_sent() == [KVCheck(T)]
 
 
 def test_only_those_of_whom_there_is_news_are_named(rig: Rig) -> None:

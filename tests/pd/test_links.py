@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket as sockets
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import zmq
@@ -86,16 +87,14 @@ class Asker:
 
 @pytest.fixture
 def exporter() -> Iterator[PrefillPeer]:
-    exporter = PrefillPeer()
-    yield exporter
-    exporter.close()
+    with closing(PrefillPeer()) as exporter:
+        yield exporter
 
 
 @pytest.fixture
 def asker() -> Iterator[Asker]:
-    asker = Asker()
-    yield asker
-    asker.close()
+    with closing(Asker()) as asker:
+        yield asker
 
 
 def test_both_sides_speak(exporter: PrefillPeer, asker: Asker) -> None:
@@ -112,8 +111,8 @@ def test_both_sides_speak(exporter: PrefillPeer, asker: Asker) -> None:
 
 
 def test_one_engine_asks_at_several(asker: Asker) -> None:
-    exporters = [PrefillPeer(), PrefillPeer()]
-    try:
+    with closing(PrefillPeer()) as first, closing(PrefillPeer()) as second:
+        exporters = (first, second)
         for exporter in exporters:
             asker.peers.send(exporter.address, KVRenew([exporter.address]))
         for exporter in exporters:
@@ -123,36 +122,27 @@ def test_one_engine_asks_at_several(asker: Asker) -> None:
         for exporter in exporters:
             asker.peers.hang_up(exporter.address)
         assert asker.peers.pollables() == []
-    finally:
-        for exporter in exporters:
-            exporter.close()
 
 
 def test_who_has_another_secret_is_not_heard(exporter: PrefillPeer) -> None:
-    stranger = Asker(OTHER_KEYS)
-    try:
+    with closing(Asker(OTHER_KEYS)) as stranger:
         stranger.peers.send(exporter.address, KVRelease(["t"]))
         ((address, loss),) = stranger.receive()
         assert address == exporter.address
         assert isinstance(loss, PeerLost)
         assert exporter.listener.receive() == []
         assert stranger.peers.pollables() == []
-    finally:
-        stranger.close()
 
 
 def test_who_has_the_doors_key_but_not_the_askers_is_told_why(exporter: PrefillPeer) -> None:
     keys = CurveKeys(
         KEYS.server_key, OTHER_KEYS.public_key, OTHER_KEYS.secret_key, OTHER_KEYS.server_secret_key
     )
-    stranger = Asker(keys)
-    try:
+    with closing(Asker(keys)) as stranger:
         stranger.peers.send(exporter.address, KVRelease(["t"]))
         ((_, loss),) = stranger.receive()
         assert loss == PeerLost("it has another --cluster-key-file")
         assert exporter.listener.receive() == []
-    finally:
-        stranger.close()
 
 
 def test_garbage_at_the_door_is_passed_over(
@@ -226,13 +216,10 @@ def test_one_that_ends_is_noticed_and_its_successor_is_another(asker: Asker) -> 
     assert [message for _, message in messages] == [WELCOME, PeerLost("it hung up")], (
         "its last word is not overlooked"
     )
-    second = PrefillPeer(port)
-    try:
+    with closing(PrefillPeer(port)) as second:
         asker.peers.send(second.address, KVHello(digest="again"))
         ((_, message),) = second.receive()
         assert message == KVHello(digest="again"), "nothing that was meant for the first"
-    finally:
-        second.close()
 
 
 def test_last_words_go_out(exporter: PrefillPeer) -> None:
@@ -257,12 +244,10 @@ def test_a_port_that_is_taken_is_refused_in_a_sentence(exporter: PrefillPeer) ->
 
 
 def test_a_name_is_looked_up_by_who_has_it() -> None:
-    links = SocketLinks(HandoffConfig(role=Role.PREFILL, host="localhost", keys=KEYS), replica=0)
-    try:
+    config = HandoffConfig(role=Role.PREFILL, host="localhost", keys=KEYS)
+    with closing(SocketLinks(config, replica=0)) as links:
         assert links.links.listener is not None
         assert links.links.listener.address.startswith("tcp://127.0.0.1:")
-    finally:
-        links.close()
     with pytest.raises(ConfigError, match=r"host\.invalid has no address"):
         SocketLinks(HandoffConfig(role=Role.PREFILL, host="host.invalid", keys=KEYS), replica=0)
 

@@ -83,19 +83,20 @@ class Agent:
         return lambda *_args: SimpleNamespace(release=lambda: None)
 
 
-def nixl_link(agent: Agent, abandoned: list[Any]) -> NixlLink:
+def nixl_link() -> tuple[NixlLink, Agent, list[Any]]:
+    """A link, its agent, and the list of abandoned agents."""
+    agent, abandoned = Agent(), list[Any]()
     library = SimpleNamespace(
         nixl_agent_config=lambda **_fields: None, nixl_agent=lambda _name, _config: agent
     )
     descriptor = msgspec.msgpack.encode(NixlDescriptor(b"", [REGION]))
-    return NixlLink(library, [], descriptor, time.monotonic() + FAR, abandoned)
+    link = NixlLink(library, [], descriptor, time.monotonic() + FAR, abandoned)
+    return link, agent, abandoned
 
 
 def test_closing_a_link_of_nixl_ends_a_read_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "_FAREWELL_S", 0.01)
-    agent = Agent()
-    abandoned: list[Any] = []
-    link = nixl_link(agent, abandoned)
+    link, agent, abandoned = nixl_link()
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(link.read, [Span(0, 0, 8, 0)], time.monotonic() + FAR)
         assert agent.begun.wait(20)
@@ -107,9 +108,7 @@ def test_closing_a_link_of_nixl_ends_a_read_in_the_end(monkeypatch: pytest.Monke
 
 
 def test_closing_a_link_of_nixl_waits_for_nobody() -> None:
-    agent = Agent()
-    abandoned: list[Any] = []
-    link = nixl_link(agent, abandoned)
+    link, agent, abandoned = nixl_link()
     is_over = threading.Event()
 
     def check(_handle: object) -> str:

@@ -39,10 +39,13 @@ class House:
             stream = socket.socket(socket.AF_UNIX)
             stream.connect(f"\0{shm.name}")
         else:
-            remote = msgspec.msgpack.decode(self.exported.descriptor, type=TcpDescriptor)
-            stream = socket.create_connection((remote.host, remote.port))
+            stream = socket.create_connection((self.tcp.host, self.tcp.port))
         stream.settimeout(20)
         return stream
+
+    @property
+    def tcp(self) -> TcpDescriptor:
+        return msgspec.msgpack.decode(self.exported.descriptor, type=TcpDescriptor)
 
     def check(self) -> None:
         """Guests are served."""
@@ -59,16 +62,14 @@ class House:
 
 @pytest.fixture(params=["shm", "tcp"])
 def house(request: pytest.FixtureRequest) -> Iterator[House]:
-    house = House(request.param)
-    yield house
-    house.close()
+    with contextlib.closing(House(request.param)) as house:
+        yield house
 
 
 @pytest.fixture
 def tcp_house() -> Iterator[House]:
-    house = House("tcp")
-    yield house
-    house.close()
+    with contextlib.closing(House("tcp")) as house:
+        yield house
 
 
 def drain(stream: socket.socket) -> bytes:
@@ -158,7 +159,7 @@ def test_a_crowd_does_not_keep_readers_out(house: House) -> None:
 
 def test_a_crowd_from_elsewhere_sends_no_reader_away(tcp_house: House) -> None:
     """One that is slow with its proof keeps its place."""
-    remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
+    remote = tcp_house.tcp
     reader = tcp_house.knock()
     crowd = [
         socket.create_connection((remote.host, remote.port), 20, ("127.0.0.2", 0))
@@ -208,12 +209,17 @@ def test_the_door_closes_with_a_crowd_before_it(house: House) -> None:
 # ---- readers that misbehave
 
 
+def prove(house: House, stream: socket.socket) -> tcp.ssl.SSLSocket:
+    """A channel of a reader that has proved that it knows the secret."""
+    channel = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
+    prover = Prover(SECRET, house.tcp.export_id)
+    prover.enter(channel, tcp.channel_binding(channel), 0, soon())
+    return channel
+
+
 def enter(house: House, stream: socket.socket | None = None) -> socket.socket:
     """A reader's stream, to say on it what one likes; `stream` has not said anything yet."""
-    remote = msgspec.msgpack.decode(house.exported.descriptor, type=TcpDescriptor)
-    channel = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream or house.knock())
-    Prover(SECRET, remote.export_id).enter(channel, tcp.channel_binding(channel), 0, soon())
-    bare = tcp.unwrap(channel, soon())
+    bare = tcp.unwrap(prove(house, stream or house.knock()), soon())
     bare.settimeout(20)
     return bare
 
@@ -298,10 +304,7 @@ def test_memory_that_was_handed_over_cannot_be_written_to_or_cut() -> None:
 def test_a_host_that_encrypts_takes_no_reader_that_does_not(tcp_house: House) -> None:
     tcp_house.exported.close()
     tcp_house.exported = make("tcp", tcp_house.theirs, encrypts=True).export()
-    stream = tcp_house.knock()
-    remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
-    channel = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
-    Prover(SECRET, remote.export_id).enter(channel, tcp.channel_binding(channel), 0, soon())
+    channel = prove(tcp_house, tcp_house.knock())
     assert channel.recv(100) == b""
     channel.close()
     tcp_house.check()
@@ -346,7 +349,7 @@ class Eavesdropper:
 
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_encrypted_bytes_cannot_be_read_on_the_way(tcp_house: House, encrypts: bool) -> None:
-    remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
+    remote = tcp_house.tcp
     ear = Eavesdropper(remote.port)
     through = msgspec.msgpack.encode(msgspec.structs.replace(remote, port=ear.port))
     link = make("tcp", tcp_house.ours, encrypts=encrypts).connect(through, soon())
@@ -360,7 +363,7 @@ def test_encrypted_bytes_cannot_be_read_on_the_way(tcp_house: House, encrypts: b
 
 def test_who_stands_in_the_middle_cannot_pass_proofs_on(tcp_house: House) -> None:
     """Two channels, one to each side, have two names; a proof for one is none for the other."""
-    remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
+    remote = tcp_house.tcp
     listener = socket.create_server(("127.0.0.1", 0))
     outcome: list[bytes] = []
 

@@ -358,6 +358,17 @@ async def test_the_smallest_delay_of_full_replicas_is_told() -> None:
 
 
 @virtual
+async def test_an_answer_counts_as_one_of_the_usual_length() -> None:
+    dispatcher, _ = await start(1)
+    for index in range(200):
+        await ask(dispatcher, request(f"r{index}", max_tokens=3))
+    asking = asyncio.create_task(ask(dispatcher, request("long", [1], max_tokens=100)))
+    await asyncio.sleep(0)
+    assert [slot.work.pending_tokens for slot in dispatcher.slots] == [1 + 4]
+    assert (await asking).complete
+
+
+@virtual
 async def test_an_id_that_is_in_use_is_refused() -> None:
     dispatcher, _ = await start(1)
     first = asyncio.create_task(ask(dispatcher, request("same")))

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
-from virtual_fleet import POISON, ask, engine, request, start, start_fleet, virtual, worker_breaking
+from virtual_fleet import (
+    POISON,
+    ask,
+    engine,
+    poisoned,
+    request,
+    start,
+    start_fleet,
+    virtual,
+    worker_breaking,
+)
 
 from pagoda.messages.frontend import FinishReason
 from pagoda.sim.endpoint import SimEndpoint
@@ -24,26 +35,19 @@ async def test_a_request_that_is_moved_often_kills_no_engines() -> None:
     assert (await asking).complete
 
 
+@pytest.mark.parametrize("kills", [poisoned, worker_breaking])
 @virtual
-async def test_a_request_that_kills_engines_fails_alone() -> None:
-    dispatcher, _ = await start(3)
-    good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
-    bad = request("bad", [POISON])
-    *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
-    assert all(answer.complete for answer in answers)
-    assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
-    assert failed.error == "3 engines in a row died while this request was running."
-
-
-@virtual
-async def test_a_request_that_kills_workers_fails_alone() -> None:
-    endpoints = [worker_breaking(SimEndpoint(engine())) for _ in range(3)]
+async def test_a_request_that_kills_engines_or_workers_fails_alone(
+    kills: Callable[[SimEndpoint], SimEndpoint],
+) -> None:
+    endpoints = [kills(SimEndpoint(engine(), check_kv=True)) for _ in range(3)]
     dispatcher = await start_fleet(endpoints, "round-robin")
     good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
     bad = request("bad", [POISON])
     *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
     assert all(answer.complete for answer in answers)
     assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
+    assert failed.error == "3 engines in a row died while this request was running."
 
 
 @virtual

@@ -1,5 +1,3 @@
-"""What the tests of all processes read fragments with."""
-
 from __future__ import annotations
 
 import json

@@ -160,7 +160,6 @@ class _Script:
     step_ms: float
     num_steps: int = 0
     free_at: float = 0.0
-    """When the worker has nothing to do."""
 
     def __post_init__(self) -> None:
         self.steps_rows = [self.engine.open_row(f"steps {number}") for number in range(2)]

@@ -14,8 +14,6 @@ Ways = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), min_siz
 
 
 class Recorder(Tracer):
-    """Keeps what was measured."""
-
     def __init__(self) -> None:
         super().__init__("worker")
         self.measured: list[tuple[str, int, int]] = []

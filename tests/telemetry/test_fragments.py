@@ -12,12 +12,7 @@ import pytest
 from fragment_files import read_fragment, read_fragments
 
 from pagoda.telemetry import fragments
-from pagoda.telemetry.fragments import (
-    FragmentWriter,
-    ProcessHeader,
-    clear_fragments,
-    run_prefix,
-)
+from pagoda.telemetry.fragments import FragmentWriter, ProcessHeader, clear_fragments, run_prefix
 
 
 def header(run: str = "serve-8000", role: str = "worker dp0 tp1 pp0") -> ProcessHeader:

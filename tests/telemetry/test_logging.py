@@ -1,5 +1,3 @@
-"""The one log format."""
-
 from __future__ import annotations
 
 import io
@@ -27,9 +25,18 @@ def _restored_logging() -> Iterator[None]:
     ours.setLevel(our_level)
 
 
-def test_a_line_says_when_who_and_for_which_request() -> None:
+def logging_to(level: str | None = "info", **options: Any) -> io.StringIO:
     stream = io.StringIO()
-    configure_logging("info", stream=stream)
+    configure_logging(level, stream=stream, **options)
+    return stream
+
+
+def json_lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_says_when_who_and_for_which_request() -> None:
+    stream = logging_to()
     logging.getLogger("pagoda.api").info("aborted", extra={"request_id": "req-7"})
     logging.getLogger("pagoda.api").warning("odd")
     first, second = stream.getvalue().splitlines()
@@ -40,15 +47,13 @@ def test_a_line_says_when_who_and_for_which_request() -> None:
 
 
 def test_a_line_says_which_of_several_processes() -> None:
-    stream = io.StringIO()
-    configure_logging("info", stream=stream, place="dp0 pp1 tp0")
+    stream = logging_to(place="dp0 pp1 tp0")
     logging.getLogger("pagoda.worker").info("ready")
     assert re.search(r" pagoda\.worker \d+ dp0 pp1 tp0 \[-\] ready\n$", stream.getvalue())
 
 
 def test_levels_hold_for_pagoda_and_libraries_are_quiet() -> None:
-    stream = io.StringIO()
-    configure_logging("debug", stream=stream)
+    stream = logging_to("debug")
     logging.getLogger("pagoda.engine").debug("ours")
     logging.getLogger("aiohttp.access").info("theirs")
     configure_logging("error", stream=stream)
@@ -62,18 +67,8 @@ def test_the_environment_gives_the_level(monkeypatch: pytest.MonkeyPatch) -> Non
     assert logging.getLogger("pagoda").level == logging.ERROR
 
 
-def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--log-level must be one of debug, info"):
-        configure_logging("loud")
-
-
-def json_lines(stream: io.StringIO) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in stream.getvalue().splitlines()]
-
-
 def test_lines_for_machines_are_objects() -> None:
-    stream = io.StringIO()
-    configure_logging("info", log_format="json", stream=stream, place="dp1")
+    stream = logging_to(log_format="json", place="dp1")
     log = logging.getLogger("pagoda.api")
     log.info("ended %s\nearly", "too", extra={"request_id": "req-7", "fields": {"n": 3, "m": None}})
     log.warning("odd")
@@ -93,8 +88,7 @@ def test_lines_for_machines_are_objects() -> None:
 
 
 def test_the_time_of_a_line_is_rfc_3339_in_utc() -> None:
-    stream = io.StringIO()
-    configure_logging("info", log_format="json", stream=stream)
+    stream = logging_to(log_format="json")
     record = logging.LogRecord("pagoda", logging.INFO, "", 0, "x", None, None)
     record.created = 1_000_000_000.5
     logging.getLogger("pagoda").handle(record)
@@ -102,8 +96,7 @@ def test_the_time_of_a_line_is_rfc_3339_in_utc() -> None:
 
 
 def test_an_exception_is_part_of_its_line() -> None:
-    stream = io.StringIO()
-    configure_logging("info", log_format="json", stream=stream)
+    stream = logging_to(log_format="json")
     try:
         raise ValueError("wrong \ud800")
     except ValueError:
@@ -116,20 +109,25 @@ def test_an_exception_is_part_of_its_line() -> None:
 
 def test_the_environment_gives_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_FORMAT_ENV, "json")
-    stream = io.StringIO()
-    configure_logging("info", stream=stream)
+    stream = logging_to()
     logging.getLogger("pagoda").info("x")
     assert json_lines(stream)[0]["message"] == "x"
 
 
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--log-format must be one of text, json, got xml"):
-        configure_logging(log_format="xml")
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"level": "loud"}, "--log-level must be one of debug, info"),
+        ({"log_format": "xml"}, "--log-format must be one of text, json, got xml"),
+    ],
+)
+def test_unknown_values_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        configure_logging(**options)
 
 
 def test_fields_replace_nothing_that_every_line_has() -> None:
-    stream = io.StringIO()
-    configure_logging("info", log_format="json", stream=stream)
+    stream = logging_to(log_format="json")
     fields = {"message": "no", "level": "no", "request_id": "mine", "place": "here", "n": 1}
     logging.getLogger("pagoda").info("x", extra={"fields": fields})
     [line] = json_lines(stream)
@@ -138,8 +136,7 @@ def test_fields_replace_nothing_that_every_line_has() -> None:
 
 
 def test_numbers_that_json_does_not_have_are_null() -> None:
-    stream = io.StringIO()
-    configure_logging("info", log_format="json", stream=stream)
+    stream = logging_to(log_format="json")
     fields = {"a": float("nan"), "b": [1.0, float("inf")], "c": {"d": float("-inf")}}
     logging.getLogger("pagoda").info("x", extra={"fields": fields})
 
@@ -152,8 +149,7 @@ def test_numbers_that_json_does_not_have_are_null() -> None:
 
 
 def test_a_message_is_one_line_of_what_can_be_seen() -> None:
-    stream = io.StringIO()
-    configure_logging("info", stream=stream)
+    stream = logging_to()
     log = logging.getLogger("pagoda")
     log.info("a\n2031-05-04 forged\r\x1b[31m\u2028 ä\tb", extra={"request_id": "r\n7"})
     [line] = stream.getvalue().splitlines()

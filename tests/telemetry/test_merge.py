@@ -1,5 +1,3 @@
-"""Fragments become one trace, whatever was lost of them."""
-
 from __future__ import annotations
 
 import json
@@ -13,14 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_server import (
-    MS,
-    OPERATIONS,
-    Life,
-    ScriptedProcess,
-    serve,
-    shuffled_and_cut,
-)
+from scripted_server import MS, OPERATIONS, Life, ScriptedProcess, serve, shuffled_and_cut
 from trace_format import problems_of, read_trace
 from trace_processor import loaded
 
@@ -360,7 +351,6 @@ def test_whatever_is_cut_the_rest_is_a_valid_trace(
 
 
 def _is_operation(name: str) -> bool:
-    """Where the names were lost, they are numbered."""
     return name in OPERATIONS["names"] or name.startswith("operation ")
 
 

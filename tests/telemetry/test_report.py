@@ -1,5 +1,3 @@
-"""Where the time went, by traces whose script is known."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -211,11 +209,7 @@ def test_tokens_are_timed_where_they_were_traced(tmp_path: Path) -> None:
     for number in range(1, 4):
         processes[0].span("token", 14.0 + 5 * number, 14.5 + 5 * number, 1)
     found = {it.name: it for it in report(tmp_path, processes).percentiles}["between tokens"]
-    assert (found.count, found.p50, found.p99) == (
-        3,
-        pytest.approx(0.005),
-        pytest.approx(0.0055),
-    )
+    assert (found.count, found.p50, found.p99) == (3, pytest.approx(0.005), pytest.approx(0.0055))
 
 
 def test_a_request_that_ran_before_the_trace_and_after_it_is_told_of_as_it_was_seen(
@@ -244,10 +238,7 @@ def test_a_request_that_ran_before_the_trace_and_after_it_is_told_of_as_it_was_s
         "decode": 999.0,
         "after the trace": 1.0,
     }
-    assert request.reasons == (
-        "9 tokens took 111 ms each",
-        "ran for 998 ms before the trace began",
-    )
+    assert request.reasons == ("9 tokens took 111 ms each", "ran for 998 ms before the trace began")
     assert [it.name for it in request.phases] == ["before the trace", "decode"]
     times = {it.name: it for it in found.percentiles}
     assert times["end to end"].p50 == pytest.approx(2.0)
@@ -352,11 +343,7 @@ def test_interruptions_are_counted_once(
             False,
             "preempted once: 800 ms until it ran again, 10 ms to compute again",
         ),
-        (
-            [ALONE],
-            True,
-            "a worker was lost once: 20 ms until it ran again, 10 ms to compute again",
-        ),
+        ([ALONE], True, "a worker was lost once: 20 ms until it ran again, 10 ms to compute again"),
     ],
 )
 def test_reasons_are_what_took_long(
@@ -380,7 +367,6 @@ def test_prompts_of_others_in_its_steps_are_a_reason(tmp_path: Path) -> None:
 
 
 def test_the_trace_ends_with_the_span_that_ends_last(tmp_path: Path) -> None:
-    """Which neither begins its row nor stands last in it."""
     worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
     worker.span("load weights", 0, 1)
     worker.span("step", 2, 9, step=0, tokens=1, seqs=1, context_tokens=0)

@@ -70,8 +70,7 @@ def test_a_fragment_says_whose_it_is_and_what_happened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "clocks"),
-    [(TraceLevel.E2E, 1), (TraceLevel.KERNEL, 2), (TraceLevel.VERBOSE, 3)],
+    ("level", "clocks"), [(TraceLevel.E2E, 1), (TraceLevel.KERNEL, 2), (TraceLevel.VERBOSE, 3)]
 )
 def test_each_level_has_those_before_it(tmp_path: Path, level: TraceLevel, clocks: int) -> None:
     tracer = Tracer("frontend")

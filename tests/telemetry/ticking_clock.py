@@ -1,5 +1,3 @@
-"""A clock for tests of what is traced."""
-
 from __future__ import annotations
 
 

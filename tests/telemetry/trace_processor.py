@@ -22,8 +22,6 @@ _END_TIMEOUT_S = 20.0
 
 
 class Traced:
-    """A trace that was loaded."""
-
     def __init__(self, processor: TraceProcessor) -> None:
         self._processor = processor
 

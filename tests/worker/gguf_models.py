@@ -12,6 +12,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
+from gguf_files import finish
 
 ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
 HALVES: dict[Kind, tuple[int, ...]] = {
@@ -55,13 +56,6 @@ def save_gguf(
         writer.add_tensor("rope_freqs.weight", factors)
     finish(writer)
     return stored
-
-
-def finish(writer: GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def quantized(values: np.ndarray, kind: Kind) -> np.ndarray:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from thread_group import ThreadGroup
@@ -19,7 +20,6 @@ from pagoda.messages.frontend import GenerateRequest, TokenChunk
 from pagoda.messages.load import LoadReport
 from pagoda.messages.worker import StepPlan
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner, StageRunner
@@ -98,30 +98,13 @@ class InProcessEngine:
         self,
         directory: Path,
         *,
-        backend: str = "auto",
-        max_model_len: int,
-        num_blocks: int = 512,
-        block_size: int = 16,
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = False,
-        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 - it is frozen
-        dtype: str = "auto",
-        quantization: str = "none",
-        quantization_group_size: int = 32,
+        **options: Any,
     ) -> None:
-        worker = WorkerConfig(
-            model=str(directory),
-            backend=backend,
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=16,
-            num_threads=1,
-            parallel=parallel,
-            dtype=dtype,
-            quantization=quantization,
-            quantization_group_size=quantization_group_size,
-        )
+        """`options` are fields of `WorkerConfig`."""
+        sizes = {"num_blocks": 512, "block_size": 16, "max_num_seqs": 16, "num_threads": 1}
+        worker = WorkerConfig(model=str(directory), **sizes | options)
         config = EngineConfig(
             worker=worker,
             max_num_seqs=16,

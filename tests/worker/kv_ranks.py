@@ -47,10 +47,9 @@ class Rank:
     def tensors(self) -> list[tuple[int, str, Tensor]]:
         """Layer, kind and bytes [blocks, heads, ...] of each."""
         return [
-            (layer, kind, getattr(cache, kind).view(torch.uint8))
+            (layer, kind, tensor.view(torch.uint8))
             for layer, cache in zip(self.plan.shard.layers, self.caches, strict=True)
-            for kind in ("keys", "values", "key_scales", "value_scales")
-            if getattr(cache, kind) is not None
+            for kind, tensor in cache.tensors.items()
         ]
 
     def whole(self, layer: int, kind: str, like: Tensor) -> Tensor:
@@ -145,6 +144,10 @@ class Engine:
     def read(self, sources: Sequence[int], targets: Sequence[int]) -> list[TransferEnd]:
         transfer_id = self.begin(sources, targets)
         return self.wait()[transfer_id]
+
+    def read_and_check(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert [end.failed for end in self.read(sources, targets)] == [[]] * len(self.exchanges)
+        self.check(sources, targets)
 
     def check(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """The targets hold what the sources do, byte for byte, and no other block has changed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,27 +63,28 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+MakeRanks = Callable[[int, int], _Ranks]
+
+
 @pytest.fixture
-def executors() -> Iterator[list[InProcessExecutor]]:
+def ranks(directory: Path, backend: str) -> Iterator[MakeRanks]:
     made: list[InProcessExecutor] = []
-    yield made
+
+    def make(tp: int, pp: int) -> _Ranks:
+        config = WorkerConfig(
+            model=str(directory),
+            backend=backend,
+            num_blocks=512,
+            max_num_seqs=16,
+            num_threads=1,
+            parallel=ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp),
+        )
+        made.append(InProcessExecutor(config))
+        return _Ranks(made[-1], {})
+
+    yield make
     for executor in made:
         executor.close()
-
-
-def _ranks(
-    executors: list[InProcessExecutor], directory: Path, backend: str, tp: int, pp: int
-) -> _Ranks:
-    config = WorkerConfig(
-        model=str(directory),
-        backend=backend,
-        num_blocks=512,
-        max_num_seqs=16,
-        num_threads=1,
-        parallel=ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp),
-    )
-    executors.append(InProcessExecutor(config))
-    return _Ranks(executors[-1], {})
 
 
 def _prompts() -> list[list[int]]:
@@ -106,18 +107,9 @@ def _outputs(driver: Driver, slots: list[int], count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_nan_logits(
-    executors: list[InProcessExecutor],
-    directory: Path,
-    backend: str,
-    sampling: SamplingParams,
-    tp: int,
-    pp: int,
-) -> None:
-    expected = _outputs(
-        _driver(_ranks(executors, directory, backend, tp, pp), sampling), [0, 1, 2, 3], 4
-    )
-    driver = _driver(_ranks(executors, directory, backend, tp, pp), sampling)
+def test_nan_logits(ranks: MakeRanks, sampling: SamplingParams, tp: int, pp: int) -> None:
+    expected = _outputs(_driver(ranks(tp, pp), sampling), [0, 1, 2, 3], 4)
+    driver = _driver(ranks(tp, pp), sampling)
     driver.start(4, [7, POISON, 8], sampling)
     first = driver.step({0: 3, 4: 3, 3: 17, 1: 9})
     assert (first.slots, first.errors) == ([0, 3, 1], {4: NOT_FINITE})
@@ -129,13 +121,9 @@ def test_nan_logits(
 
 
 @pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
-def test_a_request_that_cannot_be_started(
-    executors: list[InProcessExecutor], directory: Path, backend: str, tp: int, pp: int
-) -> None:
-    expected = _outputs(
-        _driver(_ranks(executors, directory, backend, tp, pp), SAMPLED), [0, 1, 2, 3], 4
-    )
-    driver = _driver(_ranks(executors, directory, backend, tp, pp), SAMPLED)
+def test_a_request_that_cannot_be_started(ranks: MakeRanks, tp: int, pp: int) -> None:
+    expected = _outputs(_driver(ranks(tp, pp), SAMPLED), [0, 1, 2, 3], 4)
+    driver = _driver(ranks(tp, pp), SAMPLED)
     driver.start(4, [7] * 20, IMPOSSIBLE)
     # Where several ranks take part, it is found out when the slot comes to sample.
     first = driver.step({0: 3, 4: 11, 1: 9})
@@ -149,16 +137,14 @@ def test_a_request_that_cannot_be_started(
 
 @pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES[1:])
 def test_a_failed_slot_in_a_plan_takes_no_rows_of_others(
-    executors: list[InProcessExecutor], directory: Path, backend: str, tp: int, pp: int
+    ranks: MakeRanks, tp: int, pp: int
 ) -> None:
     """A prompt goes on with a chunk that was planned before the failure of the chunk before was seen."""
-    expected = _outputs(
-        _driver(_ranks(executors, directory, backend, tp, pp), GREEDY), [0, 1, 2, 3], 4
-    )
-    ranks = _ranks(executors, directory, backend, tp, pp)
-    driver = _driver(ranks, GREEDY)
+    expected = _outputs(_driver(ranks(tp, pp), GREEDY), [0, 1, 2, 3], 4)
+    several = ranks(tp, pp)
+    driver = _driver(several, GREEDY)
     driver.start(4, [7] * 20)
-    for runner in ranks.last:
+    for runner in several.last:
         runner.failed[4] = "failed before"
     result = driver.step({0: 3, 4: 11, 3: 17, 1: 9})
     assert (result.slots, result.errors) == ([0, 3, 1], {4: "failed before"})
@@ -191,15 +177,11 @@ class _PoisonedHead:
 
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nan_in_the_share_of_one_rank(
-    executors: list[InProcessExecutor], directory: Path, backend: str, rank: int, pp: int
-) -> None:
-    expected = _outputs(
-        _driver(_ranks(executors, directory, backend, 2, pp), SAMPLED), [0, 1, 2, 3], 4
-    )
-    ranks = _ranks(executors, directory, backend, 2, pp)
-    driver = _driver(ranks, SAMPLED)
-    model: Any = ranks.last[rank].model
+def test_nan_in_the_share_of_one_rank(ranks: MakeRanks, rank: int, pp: int) -> None:
+    expected = _outputs(_driver(ranks(2, pp), SAMPLED), [0, 1, 2, 3], 4)
+    several = ranks(2, pp)
+    driver = _driver(several, SAMPLED)
+    model: Any = several.last[rank].model
     sound = model.backend
     model.backend = _PoisonedHead(sound, 1, 0)
     result = driver.step({0: 3, 1: 9, 2: 5, 3: 17})

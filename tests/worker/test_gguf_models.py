@@ -17,7 +17,8 @@ import torch
 from driver import Driver, load, load_config
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
-from gguf_models import finish, quantized, save_gguf
+from gguf_files import finish
+from gguf_models import quantized, save_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model, save_model

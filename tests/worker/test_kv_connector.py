@@ -99,9 +99,7 @@ def test_any_topology_reads_any_other(
     transport: str,
 ) -> None:
     _, engine = both(make, model, prefill, decode, transports=(transport,))
-    ends = engine.read(SOURCES, TARGETS)
-    assert [end.failed for end in ends] == [[]] * decode.replica_size
-    engine.check(SOURCES, TARGETS)
+    engine.read_and_check(SOURCES, TARGETS)
 
 
 @pytest.mark.parametrize(
@@ -112,16 +110,14 @@ def test_heads_that_several_ranks_have(
     make: MakeEngine, two_heads: Path, prefill: int, decode: int
 ) -> None:
     _, engine = both(make, two_heads, topology(tp=prefill), topology(tp=decode))
-    engine.read(SOURCES, TARGETS)
-    engine.check(SOURCES, TARGETS)
+    engine.read_and_check(SOURCES, TARGETS)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16", "float32"])
 def test_every_layout(make: MakeEngine, model: Path, backend: str, kv_dtype: str) -> None:
     options = {"backend": backend, "kv_cache_dtype": kv_dtype}
     _, engine = both(make, model, topology(tp=2), topology(), **options)
-    engine.read(SOURCES, TARGETS)
-    engine.check(SOURCES, TARGETS)
+    engine.read_and_check(SOURCES, TARGETS)
 
 
 def test_several_transfers_come_one_after_the_other(make: MakeEngine, model: Path) -> None:
@@ -138,8 +134,7 @@ def test_small_batches_copy_the_same(
 ) -> None:
     monkeypatch.setattr(connector, "BATCH_BYTES", 1)
     _, engine = both(make, model, topology(tp=2), topology())
-    engine.read(SOURCES, TARGETS)
-    engine.check(SOURCES, TARGETS)
+    engine.read_and_check(SOURCES, TARGETS)
 
 
 def test_nothing_is_written_before_the_step_is_done(make: MakeEngine, model: Path) -> None:
@@ -336,8 +331,7 @@ def test_a_peer_that_is_silent_does_not_keep_others_waiting(
     engine.add_peer(silent_peer(prefill, silence))
     engine.begin([0], [11], "silent")
     assert silence.has_guest.wait(20)
-    assert engine.read(SOURCES, TARGETS)[0].failed == []
-    engine.check(SOURCES, TARGETS)
+    engine.read_and_check(SOURCES, TARGETS)
 
 
 def test_a_silent_peer_that_parts_ends_its_transfers(
@@ -423,5 +417,4 @@ def test_a_rank_on_another_host_is_reached_there(make: MakeEngine, model: Path) 
     assert msgspec.msgpack.decode(rank.descriptors["tcp"], type=TcpDescriptor).host == "127.0.0.2"
     engine = make(model, topology(), Role.DECODE)
     engine.add_peer(prefill.peer())
-    engine.read(SOURCES, TARGETS)
-    engine.check(SOURCES, TARGETS)
+    engine.read_and_check(SOURCES, TARGETS)

@@ -90,13 +90,9 @@ def _left(weight_bytes: int, batch_bytes: int, kv_host_bytes: int = 0) -> int:
 
 def test_weights_and_tokens_must_fit_before_anything_is_loaded() -> None:
     assert _left(1000, 4) == 20
-    with pytest.raises(
-        ConfigError, match=r"weights of big take 2.0 KiB, but only 1.0 KiB of memor"
-    ):
+    with pytest.raises(ConfigError, match=r"big take 2.0 KiB, but only 1.0 KiB of memory"):
         _left(2048, 4)
-    with pytest.raises(
-        ConfigError, match=r"tokens of 4 requests of 100 take 25 bytes .*--max-num-"
-    ):
+    with pytest.raises(ConfigError, match=r"4 requests of 100 take 25 bytes .*--max-num-"):
         _left(1000, 25)
 
 
@@ -112,9 +108,7 @@ def test_the_arena_holds_a_block_at_least(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path)
     block = 2 * 2 * 2 * 32 * 16 * 4  # K and V, layers, heads, head size, tokens, bytes
     _load(tmp_path, max_model_len=64, kv_host_bytes=block)
-    with pytest.raises(
-        ConfigError, match=r"^--kv-host-bytes .* one block of 16.0 KiB; raise it\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"^--kv-host-bytes .* one block of 16.0 KiB; raise"):
         _load(tmp_path, max_model_len=64, kv_host_bytes=block - 1)
 
 
@@ -131,9 +125,7 @@ def test_a_model_larger_than_memory_is_refused_unread(
     save_model("qwen3", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     monkeypatch.setattr("pagoda.worker.loading.available_memory_bytes", lambda: 100_000)
-    with pytest.raises(
-        ConfigError, match=r"weights of .* take .* KiB, but only 97.7 KiB of memory"
-    ):
+    with pytest.raises(ConfigError, match=r"take .* KiB, but only 97.7 KiB of memory"):
         _load(tmp_path)
 
 

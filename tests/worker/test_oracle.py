@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ class _Oracle:
     expected: list[list[int]]
     """Answers of transformers to each request."""
 
+    def engine(self, **options: Any) -> InProcessEngine:
+        return InProcessEngine(
+            self.directory, backend=self.backend, max_model_len=CONTEXT, **options
+        )
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def oracle(
@@ -54,29 +60,21 @@ def oracle(
 
 
 def test_batched(oracle: _Oracle) -> None:
-    engine = InProcessEngine(oracle.directory, backend=oracle.backend, max_model_len=CONTEXT)
+    engine = oracle.engine()
     assert engine.answer(oracle.requests) == oracle.expected
     load = engine.load()
     assert (load.num_preemptions, load.num_prefix_hit_tokens) == (0, 0)
 
 
 def test_chunked(oracle: _Oracle) -> None:
-    engine = InProcessEngine(
-        oracle.directory,
-        backend=oracle.backend,
-        max_model_len=CONTEXT,
-        block_size=4,
-        max_num_batched_tokens=7,
-    )
+    engine = oracle.engine(block_size=4, max_num_batched_tokens=7)
     assert engine.answer(oracle.requests) == oracle.expected
     num_prompt_tokens = sum(len(request.prompt_token_ids) for request in oracle.requests)
     assert engine.load().num_steps > num_prompt_tokens / 7
 
 
 def test_prefix_cached(oracle: _Oracle) -> None:
-    engine = InProcessEngine(
-        oracle.directory, backend=oracle.backend, max_model_len=CONTEXT, enable_prefix_caching=True
-    )
+    engine = oracle.engine(enable_prefix_caching=True)
     alike = slice(3, 5)
     assert engine.answer(oracle.requests[alike]) == oracle.expected[alike]
     first_hits = engine.load().num_prefix_hit_tokens
@@ -86,10 +84,7 @@ def test_prefix_cached(oracle: _Oracle) -> None:
 
 def test_preempted(oracle: _Oracle) -> None:
     for prefix_caching in (False, True):
-        engine = InProcessEngine(
-            oracle.directory,
-            backend=oracle.backend,
-            max_model_len=CONTEXT,
+        engine = oracle.engine(
             block_size=4,
             num_blocks=-(-CONTEXT // 4) + 3,
             max_num_batched_tokens=64,

@@ -127,8 +127,8 @@ def test_memory_is_planned_as_it_is_held(name: str, tp: int, saved: Save) -> Non
         )
         plan = plan_worker(config)
         runner, *_ = load_runner(plan, Tracer("worker"), group=ThreadGroup(tp).member(rank))
-        (decoder,) = (value for value in vars(runner).values() if isinstance(value, Decoder))
-        assert plan.shard.weight_bytes(plan.quantization, 4) == _held_bytes(decoder)
+        assert isinstance(runner.model, Decoder)
+        assert plan.shard.weight_bytes(plan.quantization, 4) == _held_bytes(runner.model)
 
 
 def test_groups_that_ranks_cannot_share_are_refused_before_loading(tmp_path: Path) -> None:

@@ -29,10 +29,15 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _expected(directory: Path, count: int) -> list[list[int]]:
-    driver = Driver(load(directory))
+def _started(runner: Runner) -> Driver:
+    driver = Driver(runner)
     for slot, prompt in enumerate(PROMPTS):
         driver.start(slot, prompt)
+    return driver
+
+
+def _expected(directory: Path, count: int) -> list[list[int]]:
+    driver = _started(load(directory))
     driver.run([0, 1, 2], count)
     return [driver.output(slot) for slot in range(3)]
 
@@ -41,9 +46,7 @@ def test_a_request_that_raises_fails_alone(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = _expected(directory, 4)
-    driver = Driver(load(directory))
-    for slot, prompt in enumerate(PROMPTS):
-        driver.start(slot, prompt)
+    driver = _started(load(directory))
     driver.start(3, [320])  # not in the vocabulary: the embedding raises
     result = driver.step({0: 3, 3: 1, 1: 4, 2: 2})
     assert result.errors == {3: BROKE_A_STEP}
@@ -97,9 +100,7 @@ def test_experts_are_counted_once_where_a_step_is_computed_twice(
     save_model("qwen3-moe", tmp_path)
 
     def counts() -> list[list[int]]:
-        driver = Driver(load(tmp_path))
-        for slot, prompt in enumerate(PROMPTS):
-            driver.start(slot, prompt)
+        driver = _started(load(tmp_path))
         driver.run([0, 1, 2], 3)
         return [result.expert_tokens for result in driver.results]
 
@@ -178,9 +179,7 @@ def test_what_a_nan_request_left_in_the_cache_harms_nobody(directory: Path) -> N
     for cache in runner.model.caches:
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
-    driver = Driver(runner)
-    for slot, prompt in enumerate(PROMPTS):
-        driver.start(slot, prompt)
+    driver = _started(runner)
     driver.run([0, 1, 2], 4, chunk=2)
     assert [driver.output(slot) for slot in range(3)] == expected
 

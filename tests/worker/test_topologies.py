@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributions import differences, log_probabilities
@@ -21,9 +22,20 @@ CONTEXT = 96
 TOPOLOGIES = [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
 
 
-def parallel(tp: int, pp: int, *, experts: bool = False) -> ParallelConfig:
-    return ParallelConfig(
+def engine(
+    directory: Path,
+    backend: str,
+    tp: int = 1,
+    pp: int = 1,
+    *,
+    experts: bool = False,
+    **options: Any,
+) -> InProcessEngine:
+    parallel = ParallelConfig(
         tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=experts
+    )
+    return InProcessEngine(
+        directory, backend=backend, max_model_len=CONTEXT, parallel=parallel, **options
     )
 
 
@@ -55,29 +67,17 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
 def test_greedy(oracle: _Oracle, backend: str, tp: int, pp: int) -> None:
-    engine = InProcessEngine(
-        oracle.directory,
-        backend=backend,
-        max_model_len=CONTEXT,
-        max_num_batched_tokens=37,
-        parallel=parallel(tp, pp),
-    )
-    assert engine.answer(oracle.requests) == oracle.expected
+    split = engine(oracle.directory, backend, tp, pp, max_num_batched_tokens=37)
+    assert split.answer(oracle.requests) == oracle.expected
 
 
 @pytest.mark.parametrize("oracle", WITH_EXPERTS, indirect=True)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
 def test_experts_shared_out_whole(oracle: _Oracle, backend: str, tp: int, pp: int) -> None:
     config = read_model_config(oracle.directory)
-    engine = InProcessEngine(
-        oracle.directory,
-        backend=backend,
-        max_model_len=CONTEXT,
-        max_num_batched_tokens=37,
-        parallel=parallel(tp, pp, experts=True),
-    )
-    assert engine.answer(oracle.requests) == oracle.expected
-    load = engine.load()
+    split = engine(oracle.directory, backend, tp, pp, experts=True, max_num_batched_tokens=37)
+    assert split.answer(oracle.requests) == oracle.expected
+    load = split.load()
     assert config.experts is not None
     num_tokens = sum(len(request.prompt_token_ids) + LENGTH - 1 for request in oracle.requests)
     passes = len(config.experts.layers) * config.experts.experts_per_token
@@ -93,21 +93,10 @@ def test_quantized_experts(backend: str, quantization: str, tmp_path: Path) -> N
     """Whole experts keep their codes."""
     sizes = {"hidden_size": 128, "num_attention_heads": 8, "initializer_range": 0.06}
     make_model("qwen3-moe", **sizes).save_pretrained(tmp_path)
-    one, split = (
-        log_probabilities(
-            InProcessEngine(
-                tmp_path,
-                backend=backend,
-                max_model_len=CONTEXT,
-                dtype="float32",
-                quantization=quantization,
-                parallel=topology,
-            )
-        )
-        for topology in (parallel(1, 1), parallel(2, 1, experts=True))
-    )
-    apart = differences(one, split)
-    assert apart.mean() < 0.04
+    options = {"dtype": "float32", "quantization": quantization}
+    one = engine(tmp_path, backend, **options)
+    split = engine(tmp_path, backend, 2, experts=True, **options)
+    assert differences(log_probabilities(one), log_probabilities(split)).mean() < 0.04
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
@@ -119,10 +108,7 @@ def test_hardly_a_token_for_each_rank(backend: str, temperature: float, tmp_path
         GenerateRequest(request_id=str(i), prompt_token_ids=list(range(i, 33)), sampling=sampling)
         for i in range(3)
     ]
-    one, split = (
-        InProcessEngine(tmp_path, backend=backend, max_model_len=CONTEXT, parallel=parallel(tp, 1))
-        for tp in (1, 16)
-    )
+    one, split = (engine(tmp_path, backend, tp) for tp in (1, 16))
     assert split.answer(requests) == one.answer(requests)
 
 
@@ -149,19 +135,11 @@ def _requests(**sampling: object) -> list[GenerateRequest]:
 @pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
 def test_preempted(directory: Path, backend: str, tp: int, pp: int) -> None:
     requests = _requests(temperature=0)
-    one = InProcessEngine(directory, backend=backend, max_model_len=CONTEXT, dtype="float32")
-    engine = InProcessEngine(
-        directory,
-        backend=backend,
-        max_model_len=CONTEXT,
-        block_size=4,
-        num_blocks=28,
-        enable_prefix_caching=True,
-        dtype="float32",
-        parallel=parallel(tp, pp),
-    )
-    assert engine.answer(requests) == one.answer(requests)
-    assert engine.load().num_preemptions > 0
+    one = engine(directory, backend, dtype="float32")
+    scarce = {"block_size": 4, "num_blocks": 28, "enable_prefix_caching": True}
+    split = engine(directory, backend, tp, pp, dtype="float32", **scarce)
+    assert split.answer(requests) == one.answer(requests)
+    assert split.load().num_preemptions > 0
 
 
 @pytest.mark.parametrize("pp", [2, 3])
@@ -169,12 +147,7 @@ def test_preempted(directory: Path, backend: str, tp: int, pp: int) -> None:
 def test_stages_change_no_bit(directory: Path, backend: str, dtype: str, pp: int) -> None:
     """Stages round nothing that crosses them: also drawn tokens are the same, in any number format."""
     requests = _requests(temperature=1.0, top_p=0.9, logit_bias={5: 2.0})
-    one, split = (
-        InProcessEngine(
-            directory, backend=backend, max_model_len=CONTEXT, dtype=dtype, parallel=parallel(1, n)
-        )
-        for n in (1, pp)
-    )
+    one, split = (engine(directory, backend, 1, n, dtype=dtype) for n in (1, pp))
     assert split.answer(requests) == one.answer(requests)
 
 
@@ -185,14 +158,7 @@ def test_quantized(backend: str, quantization: str, apart: float, tmp_path: Path
     make_model("llama", **sizes, initializer_range=0.06).save_pretrained(tmp_path)
     one, *others = (
         log_probabilities(
-            InProcessEngine(
-                tmp_path,
-                backend=backend,
-                max_model_len=CONTEXT,
-                dtype="float32",
-                quantization=quantization,
-                parallel=parallel(tp, pp),
-            )
+            engine(tmp_path, backend, tp, pp, dtype="float32", quantization=quantization)
         )
         for tp, pp in ((1, 1), (2, 1), (4, 1), (2, 2))
     )
@@ -211,14 +177,5 @@ def test_sampled_with_every_rule(directory: Path, backend: str) -> None:
         presence_penalty=0.5,
         logprobs=3,
     )
-    one, split = (
-        InProcessEngine(
-            directory,
-            backend=backend,
-            max_model_len=CONTEXT,
-            dtype="float32",
-            parallel=parallel(n, 1),
-        )
-        for n in (1, 2)
-    )
+    one, split = (engine(directory, backend, tp, dtype="float32") for tp in (1, 2))
     assert split.answer(requests) == one.answer(requests)

@@ -266,7 +266,6 @@ class CpuBackend:
     def _rows(
         self, token_ids: Tensor, first_id: int, segment: Segment, weight: PackedLinear
     ) -> Tensor:
-        """Rows of one segment."""
         ids = token_ids.contiguous()
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
         look_up = segment.bind(self._kernels.embedding, self._kernels.quantized_embedding)

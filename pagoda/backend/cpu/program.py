@@ -213,8 +213,6 @@ def _expect(x: Value, dtype: torch.dtype, width: int) -> None:
 
 
 class CompiledForward:
-    """Runs a recorded forward pass."""
-
     def __init__(
         self,
         program: _native.Program,

@@ -94,8 +94,6 @@ def open_backend(group: Collectives | None) -> ReferenceBackend:
 
 
 class ReferenceBackend:
-    """Plain PyTorch."""
-
     def __init__(self, group: Collectives | None = None) -> None:
         """Creates a backend for one rank of the group; without a group it computes alone."""
         self.arithmetic = "reference on cpu"

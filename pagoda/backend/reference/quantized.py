@@ -46,7 +46,6 @@ class PackedGroups:
 
 
 def num_rows(weight: Tensor | Int8Weight | PackedGroups) -> int:
-    """Outputs of a weight."""
     if isinstance(weight, PackedGroups):
         return len(weight.weight.codes)
     return len(weight.values if isinstance(weight, Int8Weight) else weight)

@@ -102,8 +102,6 @@ _UNREAD_TYPES = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Place and type of a tensor."""
-
     name: str
     shape: tuple[int, ...]
     """Shape as in torch: elements of the last dimension are neighbours."""

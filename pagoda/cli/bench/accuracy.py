@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,15 +15,12 @@ from pagoda.cli import event_loop, output
 from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.bench.serve import write_json
 from pagoda.cli.local_server import Connection, connect
-from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, EngineOptions, GeneralOptions, ParallelOptions
 from pagoda.errors import PagodaError
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """The answer to one question, graded."""
-
     question: Question
     answer: str
     correct: bool
@@ -32,8 +29,6 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Right answers out of questions asked."""
-
     correct: int
     asked: int
 
@@ -75,7 +70,7 @@ def accuracy(
         event_loop.runner() as runner,
         connect(runner, model, base_url, api_key, engine, parallel) as connection,
     ):
-        grades = runner.run(_ask_all(connection, asked, concurrency))
+        grades = runner.run(grade_all(connection, asked, concurrency))
     scores = score_by_skill(grades)
     overall = Score(sum(grade.correct for grade in grades), len(grades))
     rows = [*scores.items(), ("all", overall)]
@@ -97,44 +92,29 @@ def accuracy(
     return 1 if failed or (fail_under is not None and overall.accuracy < fail_under) else 0
 
 
-async def _ask_all(
-    connection: Connection, questions: Sequence[Question], concurrency: int
-) -> list[Grade]:
-    with output.progress() as bar:
-        task = bar.add_task("questions", total=len(questions))
-        return await grade_all(
-            connection.client,
-            connection.model,
-            questions,
-            concurrency,
-            lambda: bar.advance(task),
-        )
-
-
 async def grade_all(
-    client: OpenAIClient,
-    model: str,
-    questions: Sequence[Question],
-    concurrency: int,
-    on_done: Callable[[], None],
+    connection: Connection, questions: Sequence[Question], concurrency: int
 ) -> list[Grade]:
     """Asks every question, `concurrency` at a time, and grades the answers in order."""
     room = asyncio.Semaphore(concurrency)
+    with output.progress() as bar:
+        done = bar.add_task("questions", total=len(questions))
 
-    async def grade(question: Question) -> Grade:
-        async with room:
-            result = await _grade(client, model, question)
-        on_done()
-        return result
+        async def grade(question: Question) -> Grade:
+            async with room:
+                result = await _grade(connection, question)
+            bar.advance(done)
+            return result
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(grade(question)) for question in questions]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(grade(question)) for question in questions]
     return [task.result() for task in tasks]
 
 
-async def _grade(client: OpenAIClient, model: str, question: Question) -> Grade:
+async def _grade(connection: Connection, question: Question) -> Grade:
+    path, body = "/v1/chat/completions", question.body(connection.model)
     try:
-        answer = await client.post("/v1/chat/completions", question.body(model))
+        answer = await connection.client.post(path, body)
     except PagodaError as error:
         return Grade(question, "", correct=False, error=str(error))
     message = answer.choices[0].message if answer.choices else None
@@ -156,17 +136,15 @@ def score_by_skill(grades: Sequence[Grade]) -> dict[str, Score]:
 def _record(
     scores: Mapping[str, Score], overall: Score, grades: Sequence[Grade]
 ) -> dict[str, object]:
-    return {
-        "accuracy": overall.accuracy,
-        "skills": {name: score.accuracy for name, score in scores.items()},
-        "answers": [
-            {
-                "id": grade.question.id,
-                "correct": grade.correct,
-                "answer": grade.answer,
-                "expect": grade.question.expect,
-                "error": grade.error,
-            }
-            for grade in grades
-        ],
-    }
+    answers = [
+        {
+            "id": it.question.id,
+            "correct": it.correct,
+            "answer": it.answer,
+            "expect": it.question.expect,
+            "error": it.error,
+        }
+        for it in grades
+    ]
+    skills = {name: score.accuracy for name, score in scores.items()}
+    return {"accuracy": overall.accuracy, "skills": skills, "answers": answers}

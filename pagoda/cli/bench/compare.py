@@ -47,16 +47,12 @@ FIGURES: Mapping[str, Callable[[Report], float | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server and the name of the model to ask there."""
-
     base_url: str
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run of one server."""
-
     base_url: str
     concurrency: int
     report: Report
@@ -103,7 +99,6 @@ class CompareOptions:
         return [int(word) for word in words]
 
     def samples(self, count: int, rng: random.Random) -> list[Sample]:
-        """Prompts that nobody has seen yet."""
         lengths = RandomLengths(
             input_len=self.input_len, output_len=self.output_len, vocab_size=self.vocab_size
         )

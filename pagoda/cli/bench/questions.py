@@ -25,8 +25,6 @@ _EMBEDDED_FILE = "heldout.jsonl"
 
 
 class ExpectedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool call: which tool, and the arguments as values."""
-
     name: str
     arguments: dict[str, object]
 
@@ -55,8 +53,6 @@ class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a question file."""
-
     id: str
     skill: str
     messages: list[dict[str, object]]

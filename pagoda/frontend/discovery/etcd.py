@@ -171,11 +171,7 @@ class EtcdRegistration:
         self._notices = Notices(_log)
         self._lease: str | None = None
         self.beating = asyncio.create_task(keep_going(self.beat, f"registering in {self._name}"))
-
-    @property
-    def ended(self) -> bool:
-        """A router has dismissed the host, or this was closed."""
-        return self.beating.done()
+        """Ends when a router has dismissed the host."""
 
     async def close(self) -> None:
         await cancel_all([self.beating])

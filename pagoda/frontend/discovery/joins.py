@@ -14,8 +14,7 @@ from pagoda.frontend.async_utils import cancel_all, keep_going
 from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Context, HostListener, Notices
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
-from pagoda.ipc.event_socket import EventSocket
-from pagoda.ipc.heartbeat import notice_silence
+from pagoda.ipc.event_socket import EventSocket, notice_silence
 from pagoda.messages.hosts import HostJoin, HostRecord, JoinAnswer
 from pagoda.messages.worker_config import CurveKeys
 
@@ -153,11 +152,7 @@ class Membership:
         self._decode = Codec[JoinAnswer](JoinAnswer).decode
         self._notices = Notices(_log)
         self.beating = asyncio.create_task(keep_going(self.beat, f"joining the router at {router}"))
-
-    @property
-    def ended(self) -> bool:
-        """The router has dismissed the host, or this was closed."""
-        return self.beating.done()
+        """Ends when the router has dismissed the host."""
 
     async def close(self) -> None:
         await cancel_all([self.beating])

@@ -42,7 +42,6 @@ class MemoryFile(NamedTuple):
     descriptor: int
     num_bytes: int
     offsets: tuple[int, ...]
-    """Offsets of the regions in the file."""
 
 
 class OwnMemory(NamedTuple):
@@ -54,23 +53,16 @@ class OwnMemory(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Access rights to exported memory."""
-
     host: str
     """The address at which this host is reached."""
     secret: bytes
     """Secret that readers and exporters share; each side proves to the other that it knows it."""
     encrypts: bool = False
-    """Reads between hosts must be encrypted."""
 
 
 class Span(NamedTuple):
-    """One contiguous piece to read."""
-
     region: int
-    """Index of the exporter's region."""
     offset: int
-    """Offset in that region, in bytes."""
     num_bytes: int
     target: int
     """Address in this process."""
@@ -80,8 +72,7 @@ class ExportedMemory(Protocol):
     """Regions of this process that readers with the secret may read."""
 
     @property
-    def descriptor(self) -> bytes:
-        """Everything that a reader needs to connect."""
+    def descriptor(self) -> bytes: ...
 
     def close(self) -> None:
         """Reads that have not ended when this returns fail. May be called twice."""

@@ -32,7 +32,6 @@ LATE_WRITES_S = 120.0
 
 class MooncakeDescriptor(msgspec.Struct, frozen=True):
     session: str
-    """`host:port`."""
     regions: list[Region]
 
 
@@ -50,7 +49,6 @@ class MooncakeTransport:
         self._host = access.host
         self._kind = _load()
         self._engine = _new_engine(self._kind, access.host)
-        """Engine of all links."""
         self._abandoned = AbandonedStaging()
 
     def export(self) -> MooncakeListener:
@@ -83,8 +81,6 @@ class MooncakeListener:
 
 
 class _Staging:
-    """Memory that Mooncake writes to."""
-
     def __init__(self, engine: Any) -> None:
         self._memory = mmap.mmap(-1, _STAGING_BYTES)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))

@@ -35,7 +35,6 @@ _FAREWELL_S = 3.0
 
 class NixlDescriptor(msgspec.Struct, frozen=True):
     metadata: bytes
-    """NIXL's metadata of the exporting agent."""
     regions: list[Region]
 
 

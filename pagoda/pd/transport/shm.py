@@ -40,7 +40,7 @@ from pagoda.pd.transport.remote_memory import (
     find_pieces,
     read_descriptor,
 )
-from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
+from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer
 
 _BATCH_BYTES = 2**26
 """Bytes after which a copy checks if it may continue. Large copies bypass the processor's caches (glibc), which
@@ -70,13 +70,10 @@ class ShmDescriptor(msgspec.Struct, frozen=True):
     boot_id: str
     """Boot id of the host: another host may have a socket of the same name."""
     name: str
-    """Name of the socket, in the abstract namespace."""
     export_id: bytes
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """Places of the regions in the file."""
-
     offsets: list[int]
     sizes: list[int]
 
@@ -96,8 +93,6 @@ class ShmTransport:
 
 
 class ShmListener:
-    """Passes the file to readers."""
-
     def __init__(self, regions: Sequence[Region], file: MemoryFile, secret: bytes) -> None:
         """
         Raises:
@@ -122,12 +117,12 @@ class ShmListener:
     def close(self) -> None:
         self._server.close()
 
-    def _admit(self, stream: socket.socket, deadline: float) -> Admitted:
+    def _admit(self, stream: socket.socket, deadline: float) -> socket.socket:
         _check_user(stream)
-        return Admitted(stream, self.prover.admit(stream, b"", deadline))
+        self.prover.admit(stream, b"", deadline)
+        return stream
 
-    def _serve(self, reader: Admitted) -> None:
-        stream = reader.stream
+    def _serve(self, stream: socket.socket) -> None:
         wait_until(stream, time.monotonic() + HANDSHAKE_S)
         length = len(self._layout).to_bytes(4, "little")
         socket.send_fds(stream, [length], [self._descriptor_of_file])
@@ -217,7 +212,6 @@ class ShmLink:
         self._readers.close()
 
     def _unmap(self) -> None:
-        """Unmaps the memory; called when no thread reads any more."""
         _libc.munmap(self._address, self._size)
         self._stream.close()
 

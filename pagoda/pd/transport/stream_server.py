@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 from pagoda.pd.transport.base import TransportError
 
@@ -27,13 +26,6 @@ _FAREWELL_S = 5.0
 _WARNING_INTERVAL_S = 10.0
 
 _log = logging.getLogger(__name__)
-
-
-class Admitted(NamedTuple):
-    """A stream whose other end has proved that it knows the secret."""
-
-    stream: socket.socket
-    wish: int
 
 
 class _Connection:
@@ -61,12 +53,13 @@ class StreamServer:
     def __init__(
         self,
         listener: socket.socket,
-        admit: Callable[[socket.socket, float], Admitted],
-        serve: Callable[[Admitted], None],
+        admit: Callable[[socket.socket, float], socket.socket],
+        serve: Callable[[socket.socket], None],
         name: str,
     ) -> None:
-        """`admit` gets a stream and a deadline, and raises TransportError or OSError for strangers. `serve`
-        returns, or raises these, when the reader has gone. The threads are called `name`."""
+        """`admit` gets a stream and a deadline, and raises TransportError or OSError for strangers; it returns
+        the stream for `serve`, which returns, or raises these, when the reader has gone. The threads are called
+        `name`."""
         self._listener = listener
         self._admit = admit
         self._serve = serve
@@ -84,7 +77,6 @@ class StreamServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all connections and waits for their threads."""
         with self._state:
             if self._is_closed:
                 return
@@ -145,10 +137,9 @@ class StreamServer:
 
     def _host(self, stream: socket.socket, connection: _Connection) -> None:
         try:
-            admitted = self._admit(stream, time.monotonic() + HANDSHAKE_S)
-            stream = admitted.stream
+            stream = self._admit(stream, time.monotonic() + HANDSHAKE_S)
             if self._welcome(connection):
-                self._serve(admitted)
+                self._serve(stream)
         except (TransportError, OSError) as error:
             self._warn(error)
         except Exception:

@@ -39,10 +39,9 @@ from pagoda.pd.transport.proof import (
     wait_until,
 )
 from pagoda.pd.transport.remote_memory import batches, read_descriptor
-from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
+from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer
 
 MAX_SPANS = 4096
-"""Limit of the spans of one request."""
 MAX_REQUEST_BYTES = 2**30
 MAX_STREAMS = 4
 """Streams of one link: one seldom fills the network between hosts."""
@@ -108,15 +107,13 @@ class TcpListener:
     def close(self) -> None:
         self._server.close()
 
-    def _admit(self, stream: socket.socket, deadline: float) -> Admitted:
+    def _admit(self, stream: socket.socket, deadline: float) -> socket.socket:
         _tune(stream)
         channel, wish = self._prove(stream, PLAIN, deadline)
         if self._encrypts and wish != ENCRYPTED:
             raise TransportError("a reader wants no encryption, but this host does")
         bare = unwrap(channel, deadline)
-        if wish != ENCRYPTED:
-            return Admitted(bare, wish)
-        return Admitted(*self._prove(bare, ENCRYPTED, deadline))
+        return self._prove(bare, ENCRYPTED, deadline)[0] if wish == ENCRYPTED else bare
 
     def _prove(
         self, stream: socket.socket, kind: int, deadline: float
@@ -126,8 +123,7 @@ class TcpListener:
         channel = self._tls[kind].wrap_socket(stream, server_side=True)
         return channel, self.prover.admit(channel, channel_binding(channel), deadline)
 
-    def _serve(self, reader: Admitted) -> None:
-        stream = reader.stream
+    def _serve(self, stream: socket.socket) -> None:
         while True:
             # The reader may ask for something at any time; the kernel finds out if it is alive.
             stream.settimeout(None)
@@ -181,8 +177,8 @@ class TcpLink:
         }
         self._lock = threading.Lock()
         """Guards all that follows."""
-        self._idle: list[_Stream] = []
-        self._busy: set[_Stream] = set()
+        self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
         self._is_closed = False
 
     def connect(self, deadline: float) -> None:
@@ -210,7 +206,7 @@ class TcpLink:
     def _read(self, spans: Sequence[Span], deadline: float) -> None:
         stream = self._take(deadline)
         try:
-            stream.read(spans, deadline)
+            _receive_spans(stream, spans, deadline)
         except BaseException as error:
             self._drop(stream)
             if isinstance(error, OSError):
@@ -218,7 +214,7 @@ class TcpLink:
             raise
         self._put_back(stream)
 
-    def _take(self, deadline: float) -> _Stream:
+    def _take(self, deadline: float) -> socket.socket:
         with self._lock:
             if self._is_closed:
                 raise TransportError("the connection was closed")
@@ -235,10 +231,10 @@ class TcpLink:
             raise TransportError("the connection was closed")
         return stream
 
-    def _open(self, deadline: float) -> _Stream:
+    def _open(self, deadline: float) -> socket.socket:
         deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
         try:
-            return _Stream(keep_trying(partial(self._enter, deadline), deadline))
+            return keep_trying(partial(self._enter, deadline), deadline)
         except (OSError, TransportError) as error:
             raise TransportError(self._clause(error)) from error
 
@@ -269,7 +265,7 @@ class TcpLink:
     def _clause(self, error: Exception) -> str:
         return f"{self._remote.host}:{self._remote.port}: {error}"
 
-    def _put_back(self, stream: _Stream) -> None:
+    def _put_back(self, stream: socket.socket) -> None:
         with self._lock:
             self._busy.discard(stream)
             if not self._is_closed:
@@ -277,7 +273,7 @@ class TcpLink:
                 return
         stream.close()
 
-    def _drop(self, stream: _Stream) -> None:
+    def _drop(self, stream: socket.socket) -> None:
         with self._lock:
             self._busy.discard(stream)
         stream.close()
@@ -287,63 +283,34 @@ class TcpLink:
             self._is_closed = True
             idle, self._idle = self._idle, []
             for stream in self._busy:  # whoever reads from it closes it
-                stream.hang_up()
+                # Wakes the thread by the socket below TLS, which that thread uses.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(stream, socket.SHUT_RDWR)
         for stream in idle:
             stream.close()
 
 
-class _Stream:
-    """One connection, used by one thread at a time."""
-
-    def __init__(self, stream: socket.socket) -> None:
-        self._stream = stream
-
-    def read(self, spans: Sequence[Span], deadline: float) -> None:
-        """
-        Raises:
-            OSError: the stream ended, or it took too long.
-        """
-        for request in batches(spans, MAX_REQUEST_BYTES, MAX_SPANS):
-            self._ask(request, deadline)
-            targets = (
-                (ctypes.c_char * span.num_bytes).from_address(span.target) for span in request
-            )
-            if isinstance(self._stream, ssl.SSLSocket):
-                for target in targets:
-                    self._fill(memoryview(target).cast("B"), deadline)
-            else:
-                self._scatter(list(targets), deadline)
-
-    def _ask(self, spans: Sequence[Span], deadline: float) -> None:
-        entries = (_ENTRY.pack(span.region, span.offset, span.num_bytes) for span in spans)
-        send_all(self._stream, _COUNT.pack(len(spans)) + b"".join(entries), deadline)
-
-    def _fill(self, target: memoryview, deadline: float) -> None:
-        while target:
-            wait_until(self._stream, deadline, _SILENCE_S)
-            count = self._stream.recv_into(target)
-            if not count:
-                raise ConnectionResetError("the connection was closed")
-            target = target[count:]
-
-    def _scatter(self, targets: list[Any], deadline: float) -> None:
-        """Fills all targets in a row."""
+def _receive_spans(stream: socket.socket, spans: Sequence[Span], deadline: float) -> None:
+    """
+    Raises:
+        OSError: the stream ended, or it took too long.
+    """
+    for request in batches(spans, MAX_REQUEST_BYTES, MAX_SPANS):
+        entries = (_ENTRY.pack(span.region, span.offset, span.num_bytes) for span in request)
+        send_all(stream, _COUNT.pack(len(request)) + b"".join(entries), deadline)
+        targets: list[Any] = [
+            (ctypes.c_char * span.num_bytes).from_address(span.target) for span in request
+        ]
         first = 0
         while first < len(targets):
-            wait_until(self._stream, deadline, _SILENCE_S)
-            count = self._stream.recvmsg_into(targets[first : first + _BUFFERS])[0]
+            wait_until(stream, deadline, _SILENCE_S)
+            if isinstance(stream, ssl.SSLSocket):  # which fills one buffer at a time
+                count = stream.recv_into(targets[first])
+            else:
+                count = stream.recvmsg_into(targets[first : first + _BUFFERS])[0]
             if not count:
                 raise ConnectionResetError("the connection was closed")
             first = _advance(targets, first, count)
-
-    def hang_up(self) -> None:
-        """Wakes the thread that waits at it."""
-        with contextlib.suppress(OSError):
-            # The socket below TLS, which another thread uses.
-            socket.socket.shutdown(self._stream, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 def _beside(work: Callable[[], None]) -> Future[None]:

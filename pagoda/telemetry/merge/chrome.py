@@ -23,6 +23,7 @@ import msgspec
 from pagoda.errors import ConfigError
 from pagoda.telemetry.fragments import ProcessHeader
 from pagoda.telemetry.merge.model import ClockSource, Moment, Process, Row, Span, Trace, arguments
+from pagoda.telemetry.merge.reading import RowName
 from pagoda.telemetry.merge.steps import (
     PlacedSpan,
     operation_spans,
@@ -258,10 +259,6 @@ class _Head(msgspec.Struct, rename="camel"):
     trace_events: list[_Event]
 
 
-class _Named(msgspec.Struct):
-    name: str
-
-
 def read_chrome_trace(path: Path) -> Trace:
     """The trace that `write_chrome_trace` wrote to `path`.
 
@@ -312,9 +309,9 @@ def _place(event: _Event, process: Process, rows: dict[tuple[int, int], Row]) ->
     at = round(event.ts * 1000)
     match event.ph:
         case "M" if event.name == "process_name":
-            process.name = msgspec.json.decode(args, type=_Named).name
+            process.name = msgspec.json.decode(args, type=RowName).name
         case "M" if event.name == "thread_name":
-            row = Row(event.tid, msgspec.json.decode(args, type=_Named).name, [])
+            row = Row(event.tid, msgspec.json.decode(args, type=RowName).name, [])
             rows[event.pid, event.tid] = row
             process.rows.append(row)
         case "X":

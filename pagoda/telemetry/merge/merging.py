@@ -11,15 +11,7 @@ from pathlib import Path
 import msgspec
 
 from pagoda.telemetry.fragments import ProcessHeader
-from pagoda.telemetry.merge.model import (
-    ClockSource,
-    Moment,
-    Process,
-    Row,
-    Span,
-    Trace,
-    read_args,
-)
+from pagoda.telemetry.merge.model import ClockSource, Moment, Process, Row, Span, Trace, read_args
 from pagoda.telemetry.merge.reading import ClockEdge, Fragment, read_fragments
 from pagoda.telemetry.merge.roles import in_order
 from pagoda.telemetry.merge.steps import StepArgs
@@ -27,7 +19,6 @@ from pagoda.telemetry.merge.steps import StepArgs
 _FIRST_TID = 1_000
 """Rows beside the main one count from here, so that none has the number of a process: that marks main rows."""
 _MAIN_ROW = 0
-"""The main row's number in a fragment."""
 
 
 def merge_fragments(directories: Iterable[Path]) -> Trace:

@@ -48,7 +48,7 @@ class _Line(msgspec.Struct, gc=False):
     args: msgspec.Raw = msgspec.Raw()
 
 
-class _RowName(msgspec.Struct):
+class RowName(msgspec.Struct):
     name: str
 
 
@@ -178,7 +178,7 @@ def _place(fragment: Fragment, line: _Line) -> bool:
             msgspec.json.decode(args, type=dict[str, float])
             fragment.counters.append(Moment(at, name, line.tid, args))
         case "M" if name == "thread_name":
-            fragment.rows[line.tid] = msgspec.json.decode(args, type=_RowName).name
+            fragment.rows[line.tid] = msgspec.json.decode(args, type=RowName).name
         case "M":
             fragment.descriptions[name] = msgspec.json.decode(args)
     return True

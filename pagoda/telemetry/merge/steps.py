@@ -34,8 +34,6 @@ class _WorkerStepArgs(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class PlacedSpan:
-    """A span and where it is."""
-
     pid: int
     tid: int
     span: Span
@@ -43,8 +41,6 @@ class PlacedSpan:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an engine."""
-
     place: PlacedSpan
     told: StepArgs
     workers: list[PlacedSpan] = field(default_factory=list)
@@ -162,7 +158,6 @@ def operations_of(process: Process) -> Operations:
 
 
 def operation_spans(forward: Span, operations: Operations) -> Iterator[tuple[Span, str]]:
-    """The operations of one forward pass, one after the other from its start, each with its kind."""
     durations = read_args(forward.args, _Durations) or _Durations()
     at = forward.start
     for index, ns in enumerate(durations.ops_ns):

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """A named part of a time."""
-
     name: str
     seconds: float
     share: float
@@ -38,8 +36,6 @@ class Phase:
 
 @dataclass(frozen=True)
 class RequestReport:
-    """One request, from its arrival to its last byte, or until tracing ended."""
-
     request: str
     arrived: float
     """Seconds after the trace began."""
@@ -67,14 +63,11 @@ class RequestReport:
 
     @property
     def took(self) -> dict[str, float]:
-        """Seconds by part."""
         return {part.name: part.seconds for part in self.parts}
 
 
 @dataclass(frozen=True)
 class OperationReport:
-    """All operations of one kind in forward passes."""
-
     kind: str
     seconds: float
     share: float
@@ -99,8 +92,6 @@ class ForwardReport:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """One worker process."""
-
     name: str
     num_steps: int
     parts: tuple[Part, ...]
@@ -110,8 +101,6 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """One engine process."""
-
     name: str
     num_steps: int
     loop: tuple[Part, ...]
@@ -122,8 +111,6 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All figures of a trace."""
-
     seconds: float
     began_ns: int
     """Nanoseconds since 1970."""

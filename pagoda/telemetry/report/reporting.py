@@ -27,7 +27,6 @@ def load_trace(path: Path) -> Trace:
 
 
 def report_of(trace: Trace) -> Report:
-    """All that is known."""
     steps = steps_of(trace)
     found = list(request_reports(trace, steps))
     requests = sorted((request for request, _ in found), key=lambda it: it.arrived)

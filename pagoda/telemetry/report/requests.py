@@ -34,8 +34,6 @@ _PHASES = ("queued", "waiting for KV", *_COMPUTING, "preempted", "recovering")
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """The arguments of a request's span."""
-
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -109,8 +107,9 @@ def _report(request: str, whole: Span, seen: _Seen, by_row: StepsByRow) -> Reque
         detokenize=told.detokenize_ms / 1e3,
         write=told.write_ms / 1e3,
     )
-    evidence = Evidence(report, _shared(own, seen), _num_decoded(own, phases))
-    return replace(report, reasons=reasons_of(evidence))
+    found = [*_reasons(report, _shared(own, seen), _num_decoded(own, phases))]
+    found.sort(key=lambda it: -it[0])  # the longest time first
+    return replace(report, reasons=tuple(sentence for _, sentence in found))
 
 
 def _phases(whole: Span, seen: _Seen) -> list[Span]:
@@ -236,26 +235,13 @@ _KINDS = tuple(name for name, _ in _INTERRUPTIONS)
 _TIMES = {1: "once", 2: "twice"}
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Facts from which reasons are found."""
+def _reasons(
+    request: RequestReport, shared: tuple[int, float], num_decoded: int
+) -> Iterator[tuple[float, str]]:
+    """Seconds and sentence of each reason; there is always one: at least, the length of the answer.
 
-    request: RequestReport
-    shared: tuple[int, float]
-    """Prompt tokens of other requests in the steps that it decoded in, and the seconds of those steps."""
-    num_decoded: int
-    """Tokens of the steps that were seen while it decoded."""
-
-
-def reasons_of(evidence: Evidence) -> tuple[str, ...]:
-    """Sentences, the longest time first. There is always one: at least, the length of the answer."""
-    found = sorted(_reasons(evidence), key=lambda it: -it[0])
-    return tuple(sentence for _, sentence in found)
-
-
-def _reasons(evidence: Evidence) -> Iterator[tuple[float, str]]:
-    """Seconds and sentence of each."""
-    request = evidence.request
+    `shared` is what `_shared` returns, `num_decoded` what `_num_decoded` returns.
+    """
     took = request.took
     notable = _NOTABLE * request.end_to_end
     yield from _interruptions(request)
@@ -270,21 +256,21 @@ def _reasons(evidence: Evidence) -> Iterator[tuple[float, str]]:
     ):
         if took[name] > notable:
             yield took[name], sentence.format(seconds(took[name]))
-    again = sum(it.computed_again for name, _ in _INTERRUPTIONS for it in _found(request, name))
+    again = sum(again for name in _KINDS for _, again in _found(request, name))
     prefill = took["prefill"] - again
     if prefill > notable:
         computed = request.prompt_tokens - request.cached_tokens
         yield prefill, f"{computed:,} prompt tokens took {seconds(prefill)} to compute"
     if request.write > notable:
         yield request.write, f"the client took {seconds(request.write)} to take the answer"
-    num_tokens, shared = evidence.shared
-    if shared > notable:
-        sentence = f"shared steps of {seconds(shared)} with prompts of {num_tokens:,} tokens"
-        yield shared, sentence
+    num_tokens, in_shared = shared
+    if in_shared > notable:
+        sentence = f"shared steps of {seconds(in_shared)} with prompts of {num_tokens:,} tokens"
+        yield in_shared, sentence
     if took["decode"] > notable or not any(took.values()):
-        each = took["decode"] / max(1, evidence.num_decoded or request.output_tokens - 1)
-        is_cut = evidence.num_decoded and (took["before the trace"] or took["after the trace"])
-        count = evidence.num_decoded if is_cut else request.output_tokens
+        each = took["decode"] / max(1, num_decoded or request.output_tokens - 1)
+        is_cut = num_decoded and (took["before the trace"] or took["after the trace"])
+        count = num_decoded if is_cut else request.output_tokens
         yield took["decode"], f"{count:,} tokens took {seconds(each)} each"
 
 
@@ -295,8 +281,7 @@ def _interruptions(request: RequestReport) -> Iterator[tuple[float, str]]:
         if not found:
             continue
         count = (request.preemptions if name == "preempted" else 0) or len(found)
-        waited = sum(it.waited for it in found)
-        again = sum(it.computed_again for it in found)
+        waited, again = map(sum, zip(*found, strict=True))
         sentence = told.format(_TIMES.get(count, f"{count} times"))
         yield (
             waited + again,
@@ -304,16 +289,11 @@ def _interruptions(request: RequestReport) -> Iterator[tuple[float, str]]:
         )
 
 
-@dataclass(frozen=True)
-class _Interruption:
-    """Seconds until the request ran again, and of computing what had been there before."""
+def _found(request: RequestReport, name: str) -> Iterator[tuple[float, float]]:
+    """Seconds until the request ran again, and of computing again what was there, for each wait that began so.
 
-    waited: float
-    computed_again: float
-
-
-def _found(request: RequestReport, name: str) -> Iterator[_Interruption]:
-    """Waits that began so. On its way back a request may wait for its KV, and then in the queue again."""
+    On its way back a request may wait for its KV, and then in the queue again.
+    """
     runs = [
         [*phases]
         for _, phases in groupby(request.phases, key=lambda it: it.name in ("prefill", "decode"))
@@ -323,6 +303,4 @@ def _found(request: RequestReport, name: str) -> Iterator[_Interruption]:
         if kind == name:
             waits = dropwhile(lambda it: it.name != name, run)
             is_prefill = after is not None and after[0].name == "prefill"
-            yield _Interruption(
-                sum(it.seconds for it in waits), after[0].seconds if is_prefill else 0.0
-            )
+            yield sum(it.seconds for it in waits), after[0].seconds if is_prefill else 0.0

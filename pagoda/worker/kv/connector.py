@@ -165,8 +165,6 @@ class _Peer:
 
 
 class _Job:
-    """A transfer under way."""
-
     def __init__(
         self,
         transfer: Transfer,

@@ -94,9 +94,7 @@ def open_handoff(plan: WorkerPlan, loaded: LoadedWorker) -> KVHandoff:
     regions = tuple(own.region for own in parts)
     file = None if loaded.shared is None else loaded.shared.file(regions)
     memory = OwnMemory(regions, file)
-    host = (
-        plan.config.bind_host or handoff.host
-    )  # where ranks are on several hosts, each has its own
+    host = plan.config.bind_host or handoff.host  # each host of a replica has its own
     access = Access(host, handoff.secret, handoff.encrypts)
     transports: dict[str, Transport] = {}
     exported: dict[str, ExportedMemory] = {}

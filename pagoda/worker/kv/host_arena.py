@@ -45,7 +45,6 @@ class HostArena:
         )
 
     def slot(self, index: int) -> memoryview:
-        """The bytes of a slot."""
         if not 0 <= index < self.num_slots:
             raise ValueError(f"There are {self.num_slots} slots, but no slot {index}.")
         start = index * self._stride

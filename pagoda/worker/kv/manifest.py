@@ -49,11 +49,8 @@ def kv_digest(plan: WorkerPlan, caches: Sequence[KVCache]) -> str:
     Raises:
         ConfigError: the model's files cannot be read.
     """
-    cache = caches[0]
-    tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
-    layout = [
-        (str(tensor.dtype), list(tensor.shape[2:])) for tensor in tensors if tensor is not None
-    ]
+    tensors = caches[0].tensors.values()
+    layout = [(str(tensor.dtype), list(tensor.shape[2:])) for tensor in tensors]
     agreed = (
         _model_digest(plan),
         plan.dtype_name,

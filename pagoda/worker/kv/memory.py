@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from pagoda.backend.base import KVCache
 
 
@@ -33,11 +35,7 @@ class KVMemory:
         self._parts: list[_Part] = []
         offset = 0
         for cache in caches:
-            for tensor in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-                if tensor is None:
-                    continue
-                if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                    raise ValueError("KV tensors must be contiguous and in host memory.")
+            for tensor in host_tensors(cache).values():
                 block_bytes = tensor.nbytes // len(tensor)
                 self._parts.append(_Part(tensor.data_ptr(), block_bytes, offset))
                 offset += block_bytes
@@ -54,8 +52,7 @@ class KVMemory:
         return " ".join(
             f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}"
             for cache in self._caches
-            for tensor in (cache.keys, cache.values, cache.key_scales, cache.value_scales)
-            if tensor is not None
+            for tensor in cache.tensors.values()
         )
 
     def read(self, block_id: int, into: memoryview) -> None:
@@ -75,6 +72,17 @@ class KVMemory:
                 f"a block has {self._block_bytes}."
             )
         return _address_of(outside)
+
+
+def host_tensors(cache: KVCache) -> dict[str, Tensor]:
+    """Tensors of a cache by kind.
+
+    Raises:
+        ValueError: a tensor is not in this process's memory, or not contiguous.
+    """
+    if any(t.device.type != "cpu" or not t.is_contiguous() for t in cache.tensors.values()):
+        raise ValueError("KV tensors must be contiguous and in host memory.")
+    return cache.tensors
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:

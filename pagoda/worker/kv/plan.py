@@ -17,6 +17,7 @@ from pagoda.errors import PagodaError
 from pagoda.messages.transfers import KVPart, KVPeer
 from pagoda.model.sharding import Shard
 from pagoda.pd.transport.base import Region, Span
+from pagoda.worker.kv.memory import host_tensors
 
 
 class PlanError(PagodaError):
@@ -24,8 +25,6 @@ class PlanError(PagodaError):
 
 
 class OwnPart(NamedTuple):
-    """A tensor of this rank."""
-
     part: KVPart
     address: int
     num_blocks: int
@@ -48,12 +47,7 @@ def own_parts(caches: Sequence[KVCache], shard: Shard) -> tuple[OwnPart, ...]:
     heads = shard.kv_heads
     parts = []
     for layer, cache in zip(shard.layers, caches, strict=True):
-        for kind in ("keys", "values", "key_scales", "value_scales"):
-            tensor = getattr(cache, kind)
-            if tensor is None:
-                continue
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                raise ValueError("KV tensors must be contiguous and in host memory.")
+        for kind, tensor in host_tensors(cache).items():
             head_bytes = tensor[0, 0].nbytes
             part = KVPart(layer, kind, heads.start, len(heads), head_bytes)
             parts.append(OwnPart(part, tensor.data_ptr(), len(tensor)))
@@ -74,7 +68,6 @@ class Slice:
     """Address in block 0 here."""
     target_stride: int
     num_bytes: int
-    """Bytes of each block."""
 
     @property
     def is_whole(self) -> bool:
@@ -91,8 +84,6 @@ class Run(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """A tensor of the other engine."""
-
     rank: int
     region: int
     part: KVPart

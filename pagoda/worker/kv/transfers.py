@@ -47,8 +47,6 @@ _log = logging.getLogger(__name__)
 
 
 class _Job:
-    """A transfer under way."""
-
     def __init__(self, transfer: Transfer, num_blocks: int) -> None:
         self.transfer = transfer
         self.num_left = num_blocks
@@ -80,8 +78,6 @@ class _Task(NamedTuple):
 
 
 class _Lane:
-    """Tasks for some threads of one kind."""
-
     def __init__(self, name: str, num_threads: int, work: Callable[[_Lane], None]) -> None:
         self._tasks: PriorityQueue[_Task] = PriorityQueue()
         self._numbers = itertools.count()
