@@ -28,7 +28,6 @@ WINDOW_S = 10
 MAX_ANSWERS = 200
 """Answers listed one by one: the oldest."""
 MAX_REPLICAS = 256
-"""Replicas listed one by one."""
 MAX_STEP_BINS = 1024
 """Step bins in one snapshot, for all replicas together."""
 
@@ -181,7 +180,6 @@ class _View:
         self._num_bins = 0
         self._began = self._clock()
         self._last_at: float | None = None
-        """Time of the last snapshot."""
         self._last_num_tokens = 0
         """Tokens of all answers at the last snapshot."""
         self._prompts: deque[Growth] = deque(maxlen=round(WINDOW_S / INTERVAL_S))
@@ -399,7 +397,6 @@ class Progress:
 
     @property
     def num_restarts(self) -> int:
-        """Restarts of workers and engines."""
         return self._totals["num_worker_restarts"] + self._losses.total()
 
     def update(self, report: LoadReport, now: float, since: float) -> Growth:

@@ -107,8 +107,6 @@ class _KeyFigures:
 
 
 class Refusal(NamedTuple):
-    """The labels of an error answer."""
-
     route: str
     """The path in the table of routes; empty for an unknown path or a request that did not get that far."""
     status: int
@@ -122,11 +120,9 @@ class RequestFigures(NamedTuple):
     finished: dict[str, dict[str, int]]
     """Answers by key and finish reason."""
     num_tokens: dict[str, int]
-    """Tokens by key."""
     refusals: dict[Refusal, int]
 
     def total(self, name: str) -> Histogram:
-        """The histogram over all keys."""
         return total(self.histograms[name].values(), HISTOGRAMS[name].bounds)
 
 
@@ -139,7 +135,6 @@ class RequestMetrics:
         self._refusals: Counter[Refusal] = Counter()
 
     def follow(self, tracker: RequestTracker) -> None:
-        """Counts the answers that `tracker` records."""
         tracker.subscribe(
             on_start=self._on_start, on_tokens=self._on_tokens, on_finish=self._on_finish
         )

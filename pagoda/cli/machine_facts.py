@@ -81,7 +81,6 @@ def free_memory_bytes() -> int:
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """The processor's name from the text of /proc/cpuinfo."""
     match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     return match.group(1).strip() if match else platform.machine()
 
@@ -137,8 +136,6 @@ Scan = Callable[[int, int, int], int | None]
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """A memory read rate and how it was measured."""
-
     bytes_per_s: float
     """The median pass: what can be kept up."""
     best_bytes_per_s: float

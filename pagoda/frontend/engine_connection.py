@@ -127,6 +127,10 @@ class EngineConnection:
         """Requests whose last chunk has not arrived."""
         return len(self._streams)
 
+    @property
+    def num_subscribers(self) -> int:
+        return len(self._cache_listeners) + len(self._step_listeners)
+
     def watch(self, listener: Callable[[], None]) -> Unsubscribe:
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)

@@ -226,6 +226,28 @@ class Harness:
             if not self.tick():
                 break
         assert not self.scheduler.requests, "requests are stuck"
+        self.check_nothing_left()
+
+    def serve(self, *requests: GenerateRequest, max_model_len: int = 64) -> None:
+        """Runs requests to their ends, and checks the answers."""
+        for request in requests:
+            self.add(request)
+        self.run()
+        assert_complete(self, list(requests), max_model_len)
+
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.tick()
+
+    def tick_until_started(self, request_id: str) -> None:
+        while self.scheduler.requests[request_id].slot is None:
+            assert self.tick()
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Numbers of requests that await KV, wait and run."""
+        load = self.core.load()
+        return load.num_awaiting_kv, load.num_waiting, load.num_running
 
     def check_nothing_left(self) -> None:
         scheduler = self.scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from harness import VOCAB_SIZE
+from harness import VOCAB_SIZE, Harness
 
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
@@ -83,6 +83,38 @@ class MortalExecutor:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class SpeakingExecutor(MortalExecutor):
+    """A simulated executor that says what it is told to, and loses its worker then if that is what it says."""
+
+    def __init__(self, inner: SimExecutor, clock: VirtualClock) -> None:
+        super().__init__(inner, clock, random.Random(), 0.0)
+        self._words: list[ExecutorEvent] = []
+        self.starts: list[int | None] = []
+
+    def start(self, num_blocks: int | None = None) -> None:
+        self.starts.append(num_blocks)
+        super().start(num_blocks)
+
+    def say(self, event: ExecutorEvent) -> None:
+        self._words.append(event)
+
+    def poll(self) -> list[ExecutorEvent]:
+        words, self._words = self._words, []
+        if any(isinstance(word, WorkerLost) for word in words):
+            self._inner.close()
+        return words + self._inner.poll()
+
+
+def speaking(**fields: object) -> tuple[Harness, SpeakingExecutor]:
+    made: list[SpeakingExecutor] = []
+
+    def wrap(inner: SimExecutor, clock: VirtualClock) -> SpeakingExecutor:
+        made.append(SpeakingExecutor(inner, clock))
+        return made[0]
+
+    return Harness(wrap=wrap, **fields), made[0]  # type: ignore[arg-type]
 
 
 def random_request(rng: random.Random, index: int, max_model_len: int) -> GenerateRequest:

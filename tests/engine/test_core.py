@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from harness import Harness, assert_complete, make_request
+from mortal_executor import SpeakingExecutor, speaking
 
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.core import EngineCore
@@ -12,91 +13,45 @@ from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import RequestRefused
-from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
-from pagoda.telemetry.tracer import TraceSession
 
 
-class ScriptedExecutor:
-    """A simulated executor that loses its worker when told to."""
-
-    max_in_flight = 2
-
-    def __init__(self, inner: SimExecutor) -> None:
-        self._inner = inner
-        self.loss: WorkerLost | None = None
-        self.starts: list[int | None] = []
-
-    def start(self, num_blocks: int | None = None) -> None:
-        self.starts.append(num_blocks)
-        self._inner.start(num_blocks)
-
-    def submit(self, plan: StepPlan) -> None:
-        self._inner.submit(plan)
-
-    def start_trace(self, session: TraceSession) -> None:
-        self._inner.start_trace(session)
-
-    def stop_trace(self) -> None:
-        self._inner.stop_trace()
-
-    def poll(self) -> list[ExecutorEvent]:
-        if self.loss is None:
-            return self._inner.poll()
-        loss, self.loss = self.loss, None
-        self._inner.close()
-        return [loss]
-
-    def pollables(self) -> list[object]:
-        return []
-
-    def next_event_at(self) -> float | None:
-        return self._inner.next_event_at()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def scripted(**fields: object) -> tuple[Harness, ScriptedExecutor]:
-    made: list[ScriptedExecutor] = []
-
-    def wrap(inner: SimExecutor, _clock: VirtualClock) -> ScriptedExecutor:
-        made.append(ScriptedExecutor(inner))
-        return made[0]
-
-    harness = Harness(wrap=wrap, **fields)  # type: ignore[arg-type]
-    return harness, made[0]
+def core_of(**fields: object) -> tuple[EngineCore, SpeakingExecutor, VirtualClock]:
+    """An engine whose worker is about to start."""
+    clock = VirtualClock()
+    config = EngineConfig(worker=WorkerConfig(model="sim"), **fields)  # type: ignore[arg-type]
+    executor = SpeakingExecutor(SimExecutor(SimConfig(base_s=1.0), clock=clock), clock)
+    return EngineCore(config, executor, clock), executor, clock
 
 
 def test_a_lost_worker_costs_a_pause_and_no_token() -> None:
-    harness, executor = scripted()
+    harness, executor = speaking()
     requests = [make_request(f"r{i}", [i, i + 1], max_tokens=20) for i in range(6)]
     for request in requests:
         harness.add(request)
     for _ in range(5):
-        for _ in range(4):
-            harness.tick()
-        executor.loss = WorkerLost("the worker was killed by SIGKILL")
+        harness.ticks(4)
+        executor.say(WorkerLost("the worker was killed by SIGKILL"))
         harness.step()
     harness.run()
     assert_complete(harness, requests)
     assert harness.core.load().num_worker_restarts == 5
-    harness.check_nothing_left()
 
 
 def test_a_new_worker_gets_a_cache_of_the_same_size() -> None:
-    harness, executor = scripted(num_blocks=33)
-    executor.loss = WorkerLost("gone")
+    harness, executor = speaking(num_blocks=33)
+    executor.say(WorkerLost("gone"))
     harness.step()
     assert executor.starts == [None, 33]
 
 
 def test_losses_in_a_row_are_retried_later_and_later_then_given_up() -> None:
-    harness, executor = scripted()
+    harness, executor = speaking()
 
     def lose() -> float:
-        executor.loss = WorkerLost("gone")
+        executor.say(WorkerLost("gone"))
         before = harness.clock.now()
         harness.step()
         while not harness.core.load().is_worker_ready:
@@ -117,28 +72,24 @@ def test_losses_in_a_row_are_retried_later_and_later_then_given_up() -> None:
 def test_a_worker_that_cannot_start_ends_the_engine(
     is_user_error: bool, error: type[Exception]
 ) -> None:
-    clock = VirtualClock()
-    executor = ScriptedExecutor(SimExecutor(SimConfig(), clock=clock))
-    core = EngineCore(EngineConfig(worker=WorkerConfig(model="sim")), executor, clock)
-    executor.loss = WorkerLost("No such model.", is_user_error)
+    core, executor, _ = core_of()
+    executor.say(WorkerLost("No such model.", is_user_error))
     with pytest.raises(error, match="No such model"):
         core.step()
 
 
 def test_stable_workers_lost_while_idle_are_never_given_up() -> None:
-    harness, executor = scripted()
+    harness, executor = speaking()
     for _ in range(3 * MAX_IDLE_LOSSES):
         harness.clock.advance_to(harness.clock.now() + STABLE_S)
-        executor.loss = WorkerLost("gone")
+        executor.say(WorkerLost("gone"))
         harness.step()
         harness.step()
         assert harness.core.load().is_worker_ready
 
 
 def test_a_full_queue_refuses_new_requests_but_not_returning_ones() -> None:
-    clock = VirtualClock()
-    config = EngineConfig(worker=WorkerConfig(model="sim"), max_num_seqs=1, max_num_waiting=1)
-    core = EngineCore(config, SimExecutor(SimConfig(base_s=1.0), clock=clock), clock)
+    core, _, _ = core_of(max_num_seqs=1, max_num_waiting=1)
     core.step()
     assert core.add(make_request("a", [1])) == []
     assert core.add(make_request("b", [1])) == []
@@ -146,23 +97,14 @@ def test_a_full_queue_refuses_new_requests_but_not_returning_ones() -> None:
     assert core.add(make_request("d", [1], returns=True)) == []
 
 
-def test_requests_are_refused_until_the_worker_is_ready() -> None:
-    clock = VirtualClock()
-    core = EngineCore(
-        EngineConfig(worker=WorkerConfig(model="sim")), SimExecutor(SimConfig(), clock=clock), clock
-    )
+def test_an_engine_whose_worker_still_starts_refuses_requests_and_answers_queries() -> None:
+    core, _, _ = core_of()
     assert core.ready is None
-    assert isinstance(core.add(make_request("a", [1])), RequestRefused)
-    core.step()
-    assert core.ready is not None
-
-
-def test_an_engine_whose_worker_still_starts_answers_queries() -> None:
-    executor = ScriptedExecutor(SimExecutor(SimConfig(), clock=VirtualClock()))
-    core = EngineCore(EngineConfig(worker=WorkerConfig(model="sim")), executor, VirtualClock())
     assert not core.load().is_worker_ready
+    assert isinstance(core.add(make_request("a", [1])), RequestRefused)
     core.subscribe_cache(b"frontend")
     core.step()
+    assert core.ready is not None
     assert core.load().is_worker_ready
     assert [frontend for frontend, _ in core.drain_updates()] == [b"frontend"]
 
@@ -178,7 +120,7 @@ def test_stalling_is_measured_from_the_last_finished_step() -> None:
     assert harness.core.load().stalled_for_s == 0
 
 
-class ExpertExecutor(ScriptedExecutor):
+class ExpertExecutor(SpeakingExecutor):
     """Says of every step that it gave 2 tokens to the first of five experts and 1 to the last."""
 
     def poll(self) -> list[ExecutorEvent]:
@@ -195,7 +137,7 @@ def test_tokens_of_experts_add_up(expert_parallel: bool) -> None:
     clock, sim = VirtualClock(), SimConfig()
     parallel = ParallelConfig(tensor_parallel_size=2, expert_parallel=expert_parallel)
     worker = WorkerConfig(model="sim", parallel=parallel)
-    executor = ExpertExecutor(SimExecutor(sim, clock=clock))
+    executor = ExpertExecutor(SimExecutor(sim, clock=clock), clock)
     core = EngineCore(EngineConfig(worker=worker), executor, clock)
     core.step()
     assert core.load().expert_tokens == []

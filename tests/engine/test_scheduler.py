@@ -225,8 +225,7 @@ def test_higher_priority_preempts_lower_and_both_complete() -> None:
     low = make_request("low", list(range(20)), max_tokens=20, priority=5)
     high = make_request("high", list(range(100, 120)), max_tokens=4, priority=1)
     harness.add(low)
-    for _ in range(4):
-        harness.tick()
+    harness.ticks(4)
     harness.add(high)
     while not harness.finished:
         assert harness.tick()
@@ -234,19 +233,15 @@ def test_higher_priority_preempts_lower_and_both_complete() -> None:
     harness.run()
     assert harness.scheduler.counters.num_preemptions == 1
     assert_complete(harness, [low, high])
-    harness.check_nothing_left()
 
 
 def test_when_blocks_run_out_the_latest_is_preempted_and_keeps_its_tokens() -> None:
     harness = Harness(num_blocks=16, max_num_seqs=8, prefix_caching=False)
     requests = [make_request(f"r{i}", [i] * 4, max_tokens=40) for i in range(4)]
-    for request in requests:
-        harness.add(request)
-    harness.run()
+    harness.serve(*requests)
     assert harness.scheduler.counters.num_preemptions > 0
     assert next(iter(harness.finished)) == "r0"
     assert_complete(harness, requests)
-    harness.check_nothing_left()
 
 
 def test_a_returning_request_continues_behind_its_tokens(harness: Harness) -> None:

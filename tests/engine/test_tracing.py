@@ -15,8 +15,7 @@ from fragment_files import Fragment, assert_nested, end_of, phases_of, read_frag
 from harness import Harness, assert_complete, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mortal_executor import MortalExecutor, random_request
-from test_core import scripted
+from mortal_executor import MortalExecutor, random_request, speaking
 
 from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.base import WorkerLost
@@ -44,6 +43,11 @@ def end_of_trace(harness: Harness) -> TraceStopped:
     assert harness.core.tracing.drain_end() is None
     assert harness.core.pollables() == []
     return end
+
+
+def stopped(harness: Harness, directory: Path) -> Fragment:
+    stop(harness)
+    return only(directory)
 
 
 def only(directory: Path) -> Fragment:
@@ -74,11 +78,8 @@ def test_a_request_has_a_row_of_what_it_waits_for_and_does(tmp_path: Path) -> No
 def test_steps_name_the_rows_of_their_requests(tmp_path: Path) -> None:
     harness = Harness(trace=trace(tmp_path))
     requests = [make_request(f"r{i}", [i, 1, 2, 3], max_tokens=5) for i in range(3)]
-    for request in requests:
-        harness.add(request)
-    harness.run()
-    stop(harness)
-    fragment = only(tmp_path)
+    harness.serve(*requests)
+    fragment = stopped(harness, tmp_path)
     steps = fragment.named("step")
     assert [step["args"]["step"] for step in steps] == list(range(len(steps)))
     given_to: Counter[str] = Counter()
@@ -111,8 +112,7 @@ def test_prefix_hits_are_told_with_the_step_that_makes_them(tmp_path: Path) -> N
     for name in ("cold", "warm"):
         harness.add(make_request(name, prompt, max_tokens=2))
         harness.run()
-    stop(harness)
-    fragment = only(tmp_path)
+    fragment = stopped(harness, tmp_path)
     assert [it["args"]["hit_tokens"] for it in fragment.named("schedule")] == [0, 0, 8, 0]
     assert fragment.request("warm")[-1]["args"]["cached_tokens"] == 8
 
@@ -120,9 +120,7 @@ def test_prefix_hits_are_told_with_the_step_that_makes_them(tmp_path: Path) -> N
 def test_a_preempted_request_computes_again(tmp_path: Path) -> None:
     harness = Harness(num_blocks=8, max_model_len=32, trace=trace(tmp_path))
     requests = [make_request(f"r{i}", [i, 1, 2, 3], max_tokens=20) for i in range(3)]
-    for request in requests:
-        harness.add(request)
-    harness.run()
+    harness.serve(*requests)
     stop(harness)
     assert_complete(harness, requests, 32)
     fragment = only(tmp_path)
@@ -139,12 +137,11 @@ def test_a_preempted_request_computes_again(tmp_path: Path) -> None:
 
 
 def test_a_lost_worker_is_recovered_from(tmp_path: Path) -> None:
-    harness, executor = scripted(trace=trace(tmp_path))
+    harness, executor = speaking(trace=trace(tmp_path))
     request = make_request("r", [1, 2, 3], max_tokens=9)
     harness.add(request)
-    for _ in range(4):
-        harness.tick()
-    executor.loss = WorkerLost("the worker was killed by SIGKILL")
+    harness.ticks(4)
+    executor.say(WorkerLost("the worker was killed by SIGKILL"))
     harness.step()
     harness.run()
     stop(harness)
@@ -170,8 +167,7 @@ def test_waiting_for_kv_of_another_tier_has_a_phase(tmp_path: Path) -> None:
         for index, prompt in enumerate(prompts):
             harness.add(make_request(f"{turn} {index}", prompt, max_tokens=2))
             harness.run()
-    stop(harness)
-    fragment = only(tmp_path)
+    fragment = stopped(harness, tmp_path)
     assert phases_of(fragment, "first 0") == ["queued", "prefill", "decode"]
     assert phases_of(fragment, "second 0")[-4:] == ["waiting for KV", "queued", "prefill", "decode"]
 
@@ -180,13 +176,11 @@ def test_an_aborted_request_has_an_end(tmp_path: Path) -> None:
     harness = Harness(max_num_seqs=1, trace=trace(tmp_path))
     for name in ("runs", "waits"):
         harness.add(make_request(name, [1, 2, 3], max_tokens=40))
-    for _ in range(4):
-        harness.tick()
+    harness.ticks(4)
     for name in ("waits", "runs"):
         harness.core.abort(name)
     harness.run()
-    stop(harness)
-    fragment = only(tmp_path)
+    fragment = stopped(harness, tmp_path)
     assert phases_of(fragment, "runs") == ["queued", "prefill", "decode"]
     assert phases_of(fragment, "waits") == ["queued"]
     for name in ("runs", "waits"):
@@ -197,20 +191,16 @@ def test_it_may_begin_and_end_in_the_middle_of_requests(tmp_path: Path) -> None:
     harness = Harness(max_num_seqs=1)
     for name in ("runs", "waits"):
         harness.add(make_request(name, [1, 2, 3], max_tokens=40))
-    for _ in range(4):
-        harness.tick()
+    harness.ticks(4)
     harness.core.start_trace(trace(tmp_path))
-    for _ in range(4):
-        harness.tick()
-    stop(harness)
-    fragment = only(tmp_path)
+    harness.ticks(4)
+    fragment = stopped(harness, tmp_path)
     assert phases_of(fragment, "runs") == ["decode"]
     assert phases_of(fragment, "waits") == ["queued"]
     assert fragment.request("runs")[-1]["args"]["finish_reason"] == ""
     cut = [step["args"].get("cut", False) for step in fragment.named("step")]
     assert cut == [False, False, True, True]  # two were under way
     harness.run()
-    harness.check_nothing_left()
     assert len(read_fragments(tmp_path)) == 1
 
 
@@ -261,9 +251,7 @@ def test_serving_does_not_wait_for_a_disk_that_hangs(
     harness = Harness(trace=trace(tmp_path))
     harness.core.stop_trace()
     request = make_request("r", [1, 2, 3])
-    harness.add(request)
-    harness.run()
-    assert_complete(harness, [request])
+    harness.serve(request)
     assert harness.core.tracing.drain_end() is None
     released.set()
     assert end_of_trace(harness) == TraceStopped([], 1)
@@ -351,6 +339,5 @@ def _live(rng: random.Random, directory: Path, num_stages: int) -> set[str]:
             harness.core.start_trace(trace(directory, rng.choice([None, 5])))
     if rng.random() < 0.5:
         harness.run()
-        harness.check_nothing_left()
     harness.core.close()
     return set(requests)

@@ -21,8 +21,6 @@ from pagoda.errors import PagodaError
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """The answer to one question, graded."""
-
     question: Question
     answer: str
     correct: bool
@@ -31,8 +29,6 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Right answers out of questions asked."""
-
     correct: int
     asked: int
 

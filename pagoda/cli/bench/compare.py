@@ -99,7 +99,6 @@ class CompareOptions:
         return [int(word) for word in words]
 
     def samples(self, count: int, rng: random.Random) -> list[Sample]:
-        """Prompts that nobody has seen yet."""
         lengths = RandomLengths(
             input_len=self.input_len, output_len=self.output_len, vocab_size=self.vocab_size
         )

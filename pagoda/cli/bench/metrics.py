@@ -97,7 +97,6 @@ class Report:
     itl_ms: Distribution
     e2e_ms: Distribution
     errors: Mapping[str, int]
-    """Number of failures by error."""
 
 
 def parse_goal(words: Sequence[str]) -> Goal | None:

@@ -25,8 +25,6 @@ _EMBEDDED_FILE = "heldout.jsonl"
 
 
 class ExpectedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool call: which tool, and the arguments as values."""
-
     name: str
     arguments: dict[str, object]
 

@@ -19,7 +19,6 @@ from pagoda.telemetry.merge.steps import StepArgs
 _FIRST_TID = 1_000
 """Rows beside the main one count from here, so that none has the number of a process: that marks main rows."""
 _MAIN_ROW = 0
-"""The main row's number in a fragment."""
 
 
 def merge_fragments(directories: Iterable[Path]) -> Trace:

@@ -48,15 +48,12 @@ class Row:
 
     @property
     def request(self) -> str | None:
-        """The id of the request that the row is of."""
         kind, _, request = self.name.partition(" ")
         return request if kind == "request" and request else None
 
 
 @dataclass
 class Process:
-    """One process: a group of rows."""
-
     pid: int
     """The number in the trace: small, in the order of the picture."""
     name: str

@@ -34,8 +34,6 @@ class _WorkerStepArgs(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class PlacedSpan:
-    """A span and where it is."""
-
     pid: int
     tid: int
     span: Span

@@ -63,7 +63,6 @@ class RequestReport:
 
     @property
     def took(self) -> dict[str, float]:
-        """Seconds by part."""
         return {part.name: part.seconds for part in self.parts}
 
 

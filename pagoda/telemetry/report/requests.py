@@ -34,8 +34,6 @@ _PHASES = ("queued", "waiting for KV", *_COMPUTING, "preempted", "recovering")
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """The arguments of a request's span."""
-
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
