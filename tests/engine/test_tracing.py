@@ -22,6 +22,14 @@ from pagoda.executor.base import WorkerLost
 from pagoda.messages.tracing import StartTrace, TraceStopped
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 
+_STRANGERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _know_strangers() -> None:
+    _STRANGERS.clear()
+    _STRANGERS.update(threading.enumerate())
+
 
 def trace(directory: Path, num_steps: int | None = None, number: int = 1) -> StartTrace:
     session = TraceSession(level=TraceLevel.E2E, directory=str(directory), run="serve-1")
@@ -284,8 +292,9 @@ def test_a_trace_that_begins_while_another_is_closed_has_its_own_end(tmp_path: P
 
 
 def until_written() -> None:
+    """Returns when the writers of this test have ended; other tests of the process may have writers that go on."""
     for thread in threading.enumerate():
-        if thread.name in ("trace-writer", "trace-ending"):
+        if thread.name in ("trace-writer", "trace-ending") and thread not in _STRANGERS:
             thread.join()
 
 
