@@ -11,6 +11,7 @@ import pytest
 
 from pagoda.cli.bench.accuracy import Grade, grade_all
 from pagoda.cli.bench.questions import Question, load_questions
+from pagoda.cli.local_server import Connection
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import server_process
 
@@ -29,7 +30,7 @@ async def ask(
     base_url: str, questions: Sequence[Question], concurrency: int
 ) -> tuple[list[Grade], dict[str, int]]:
     async with OpenAIClient(base_url) as client:
-        grades = await grade_all(client, "pagoda-tiny", questions, concurrency, lambda: None)
+        grades = await grade_all(Connection(client, "pagoda-tiny"), questions, concurrency)
     async with (
         aiohttp.ClientSession(base_url) as session,
         session.get("/v1/load") as reply,

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.bench.accuracy import Grade, grade_all
 from pagoda.cli.bench.questions import Question, load_questions
+from pagoda.cli.local_server import Connection
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import server_process
 
@@ -88,7 +89,7 @@ def answers(arguments: Sequence[str], model: str, questions: Sequence[Question])
     async def ask(base_url: str) -> list[Grade]:
         async with OpenAIClient(base_url) as client:
             assert await client.first_model() == model
-            return await grade_all(client, model, questions, 8, lambda: None)
+            return await grade_all(Connection(client, model), questions, 8)
 
     with server_process([*arguments, "--log-level", "warning"]) as server:
         return asyncio.run(ask(server.base_url))

@@ -14,6 +14,7 @@ from streams import bodies, children, stream_all, until_more
 
 from pagoda.cli.bench.accuracy import grade_all
 from pagoda.cli.bench.questions import Question, load_questions
+from pagoda.cli.local_server import Connection
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import server_process
 
@@ -51,7 +52,7 @@ def answers(base_url: str) -> list[tuple[str, bool]]:
 
     async def ask() -> list[tuple[str, bool]]:
         async with OpenAIClient(base_url) as client:
-            grades = await grade_all(client, "pagoda-tiny", some_questions(), 16, lambda: None)
+            grades = await grade_all(Connection(client, "pagoda-tiny"), some_questions(), 16)
         return [(grade.answer, grade.correct) for grade in grades]
 
     return asyncio.run(ask())
