@@ -70,8 +70,8 @@ TIERS: Sequence[Callable[[TierContext, Sequence[KVConnector]], KVConnector | Non
     _host_tier,
     _disk_tier,
 )
-"""Functions that build the tiers of one engine, nearest first. Each is given the nearer tiers, and returns None if the
-engine does not have its tier."""
+"""Functions that build the tiers of one engine, nearest first. Each is given the nearer tiers, and returns None
+if the engine does not have its tier."""
 
 
 def build_tiers(
