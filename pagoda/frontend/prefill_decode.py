@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable
 
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.endpoint import Replica
 from pagoda.frontend.policies import POLICIES, Policy
 from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS, PrefillOffload
+from pagoda.frontend.replica import Replica
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
 
