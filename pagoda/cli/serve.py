@@ -37,8 +37,8 @@ from pagoda.engine.config import KVTiersConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
+from pagoda.frontend.engine_options import HandoffOptions
 from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
-from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.request_tracker import RequestTracker

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.devices import device_number
+from pagoda.devices import device_number, num_cpu_devices
 from pagoda.ipc.machine import available_cores
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.config import num_cpu_devices
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
