@@ -183,7 +183,7 @@ class Pair:
     def replace_decode(
         self, choose: Callable[[GenerateRequest], KVSource | None] | None = None
     ) -> None:
-        """The decode engine dies; requests go on at another one with their tokens so far, as the frontend lets them.
+        """The decode engine dies; requests go on at another one with their tokens so far, as pods let them.
 
         `choose` returns the source of a request's KV; by default it is the one that it had.
         """
