@@ -54,8 +54,7 @@ class AsyncLLM:
         `options` are the fields of `EngineOptions`, `ParallelOptions` and `ExecutorOptions`: the flags of
         `pagoda serve`. A `configuration` replaces `model` and `options`.
 
-        Raises:
-            ConfigError: there is no such model or option, or an option has a value that is not allowed.
+        Raises ConfigError: there is no such model or option, or an option has a value that is not allowed.
         """
         self._files, self._engine, self._policy = configuration or configure(model, options)
         self._chat_template = None if chat_template is None else Path(chat_template)
@@ -118,9 +117,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to `prompt` as they grow; every item has all of the text so far.
 
-        Raises:
-            InvalidRequestError: the prompt or a parameter does not fit the model, or a request with this id runs.
-            OverloadedError: too many requests are waiting.
+        Raises InvalidRequestError: the prompt or a parameter does not fit the model, or a request with this id
+        runs; OverloadedError: too many requests are waiting.
         """
         prepare = partial(self.prepare, prompt, sampling_params, priority=priority)
         return self._growing(prepare, request_id)
@@ -191,8 +189,7 @@ class AsyncLLM:
     ) -> list[TextRequest]:
         """The requests of one prompt. An answer too long for the context is shortened to fit, as in vLLM.
 
-        Raises:
-            InvalidRequestError: the prompt or a parameter does not fit the model.
+        Raises InvalidRequestError: the prompt or a parameter does not fit the model.
         """
         params = sampling_params or self.get_default_sampling_params()
         return await self.generator.prepare(
@@ -214,8 +211,7 @@ class AsyncLLM:
     ) -> str:
         """The prompt of a conversation.
 
-        Raises:
-            InvalidRequestError: a message, a tool or a switch is not as it should be.
+        Raises InvalidRequestError: a message, a tool or a switch is not as it should be.
         """
         try:
             checked = msgspec.convert(messages, Messages)

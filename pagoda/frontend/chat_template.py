@@ -91,8 +91,8 @@ class ChatTemplate:
         `messages` are dicts with `role`, `content` (a string) and, as they occur, `tool_calls` (with arguments as
         dicts), `tool_call_id`, `name` and `reasoning_content`.
 
-        Raises:
-            InvalidRequestError: a switch is not one of the template's, or the template refuses the conversation.
+        Raises InvalidRequestError: a switch is not one of the template's, or the template refuses the
+        conversation.
         """
         given = dict(switches or {})
         self._check_switches(given)

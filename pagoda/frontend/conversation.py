@@ -99,8 +99,7 @@ def render_conversation(
 ) -> str:
     """The prompt of a conversation. None means the default.
 
-    Raises:
-        InvalidRequestError: a message, a tool or a switch is malformed.
+    Raises InvalidRequestError: a message, a tool or a switch is malformed.
     """
     if tools:
         check_tools(tools)
@@ -134,8 +133,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Text parts become one string, and the arguments of tool calls become objects.
 
-    Raises:
-        InvalidRequestError: a message lacks what its role needs.
+    Raises InvalidRequestError: a message lacks what its role needs.
     """
     if not messages:
         refuse("messages", "must hold at least one message")
@@ -177,8 +175,7 @@ def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Checks tool definitions before they reach a template.
 
-    Raises:
-        InvalidRequestError: there are too many, or one is malformed.
+    Raises InvalidRequestError: there are too many, or one is malformed.
     """
     if len(tools) > MAX_TOOLS:
         refuse("tools", f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
