@@ -209,10 +209,7 @@ class AsyncLLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt of a conversation.
-
-        Raises InvalidRequestError: a message, a tool or a switch is not as it should be.
-        """
+        """The prompt of a conversation. Raises InvalidRequestError: a message or an option is malformed."""
         try:
             checked = msgspec.convert(messages, Messages)
         except msgspec.ValidationError as error:
@@ -223,7 +220,7 @@ class AsyncLLM:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            switches=chat_template_kwargs,
+            chat_template_kwargs=chat_template_kwargs,
         )
 
     def _answers(self, requests: list[TextRequest]) -> list[GrowingAnswer]:
