@@ -63,18 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Raises UsageError if xdist has dropped the groups: each test would then build the fixtures of its module anew."""
-    if not session.config.getoption("loadgroup", False):
-        return
-    for item in session.items:
-        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
-            raise pytest.UsageError(
-                f"pytest-xdist does not group tests under pytest {pytest.__version__}; "
-                "install the versions that pyproject.toml names"
-            )
-
-
 def _group(item: pytest.Item) -> str | None:
     file = item.nodeid.split("::")[0]
     if item.path.parent.name in SHORT_ROOMS:
