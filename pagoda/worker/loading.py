@@ -23,21 +23,14 @@ from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.decoder import Decoder
 from pagoda.model.gguf_weights import GgufWeights
+from pagoda.model.loader import WeightLoader
 from pagoda.model.quantization import (
     QUANTIZATIONS,
     QuantizationOnLoad,
-    QuantizedWeights,
-    Quantizer,
     quantization_on_load,
 )
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
-from pagoda.model.sharding import (
-    CutWeights,
-    PartialWeights,
-    Shard,
-    check_quantized_parts,
-    shard_of,
-)
+from pagoda.model.sharding import Shard, check_quantized_parts, shard_of
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.telemetry.tracer import Tracer
@@ -176,9 +169,11 @@ def load_runner(
     tracer.span("allocate kv cache", began)
     with (
         loading_weights(config.place, plan.weight_bytes, on_progress) as on_loaded,
-        _weights(plan, backend) as source,
+        _weights(plan) as source,
     ):
-        model = Decoder(shard, backend, source, plan.dtype, caches, tracer, on_loaded)
+        on_load = plan.quantization if isinstance(plan.quantization, QuantizationOnLoad) else None
+        loader = WeightLoader(shard, backend, source, on_load, plan.dtype, tracer, on_loaded)
+        model = Decoder(loader, backend, caches)
     ready = WorkerReady(
         capabilities=backend.capabilities,
         num_blocks=num_blocks,
@@ -317,17 +312,7 @@ def _check_max_num_seqs(wanted: int, capabilities: Capabilities) -> None:
 
 
 @contextlib.contextmanager
-def _weights(plan: WorkerPlan, quantizer: Quantizer) -> Iterator[PartialWeights]:
-    with _stored_weights(plan) as source:
-        cut = CutWeights(source)
-        if isinstance(plan.quantization, QuantizationOnLoad):
-            yield QuantizedWeights(cut, plan.quantization, quantizer)
-        else:
-            yield cut
-
-
-@contextlib.contextmanager
-def _stored_weights(plan: WorkerPlan) -> Iterator[WeightSource]:
+def _weights(plan: WorkerPlan) -> Iterator[WeightSource]:
     config, path = plan.config, Path(plan.config.model)
     if config.load_format == "dummy":
         yield DummyWeights(config.seed)
