@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[None]:
-    yield
+def shared() -> None:
+    return None
 
 
 @pytest.mark.usefixtures("shared")
