@@ -25,7 +25,7 @@ from pagoda.messages.worker import StepPlan, StepResult, WorkerFailed, WorkerRea
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.trace_ending import EXIT_S, TraceEnding
-from pagoda.telemetry.tracer import Tracer, TraceSession
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.engine_link import EngineLink
 from pagoda.worker.pinning import bind, free_threads, set_thread_waiting
 
@@ -63,7 +63,7 @@ def main() -> NoReturn:
     engine = EngineLink(context, address, config)
     tracer = Tracer(config.place.role)
     if config.trace is not None:
-        _start_trace(tracer, engine, config.trace)
+        engine.start_trace(tracer, config.trace)
     worker = _start(config, engine, context, address, tracer)
     if isinstance(worker, WorkerFailed):
         engine.send(worker)
@@ -101,7 +101,7 @@ def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
                 _step(worker, engine, plan, tracer)
             case StartTrace(session=session):
                 ending.forget()
-                _start_trace(tracer, engine, session)
+                engine.start_trace(tracer, session)
                 worker.loaded.describe(tracer)
             case StopTrace():
                 ending.begin()
@@ -130,11 +130,6 @@ def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -
             "context_tokens": runner.batch.num_computed_tokens(plan.slots),
         }
         tracer.span("step", began, batch)
-
-
-def _start_trace(tracer: Tracer, engine: EngineLink, session: TraceSession) -> None:
-    tracer.start(session)
-    engine.compare_clocks(tracer)
 
 
 def _start(

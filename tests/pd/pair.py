@@ -105,7 +105,6 @@ class Engine:
             assert not self.exporter.early
         if self.harness.core.parts.remote is not None:
             assert not self.remote.fetches
-            assert not self.remote.reads
             assert not any(peer.fetches for peer in self.remote.peers.by_address.values())
 
 
@@ -124,15 +123,19 @@ class Pair:
     ) -> None:
         """`lateness` returns the seconds by which both engines' loops turn after the next event: events meet."""
         self.clock = VirtualClock()
+        self._roles = roles
+        self._options = prefill or {}, {"fails": fails, **(decode or {})}
         self.sent: list[Message] = []
         self.chunks: list[TokenChunk] = []
         """Chunks of the last step of each engine."""
         self._fate = fate
         self._lateness = lateness
         self.network = SimNetwork(self.clock, self._remember)
-        self.prefill = Engine(self, roles[0], "tcp://p:1", **(prefill or {}))
-        self.decode = Engine(self, roles[1], "tcp://d:1", fails=fails, **(decode or {}))
+        self.prefill = Engine(self, roles[0], "tcp://p:1", **self._options[0])
+        self.decode = Engine(self, roles[1], "tcp://d:1", **self._options[1])
         self.requests: dict[str, GenerateRequest] = {}
+        self.sources: dict[str, KVSource] = {}
+        """Sources of requests that the prefill engine computes or has computed."""
 
     def _remember(self, message: Message) -> Sequence[float]:
         self.sent.append(message)
@@ -156,6 +159,7 @@ class Pair:
         held = msgspec.structs.replace(request, holds_kv=True)
         (news,) = self.prefill.add(held)
         assert news.kv_source is not None
+        self.sources[request.request_id] = news.kv_source
         return news.kv_source
 
     def submit(self, *requests: GenerateRequest) -> KVSource:
@@ -169,6 +173,32 @@ class Pair:
         """The decode engine answers the request."""
         self.requests[request.request_id] = request
         self.decode.add(msgspec.structs.replace(request, kv_source=source))
+
+    def replace_prefill(self) -> None:
+        """The prefill engine dies, and another one starts at its address."""
+        self.prefill.kill()
+        self.prefill = Engine(self, self._roles[0], self.prefill.address, **self._options[0])
+
+    def replace_decode(
+        self, choose: Callable[[GenerateRequest], KVSource | None] | None = None
+    ) -> None:
+        """The decode engine dies; requests go on at another one with their tokens so far, as pods let them.
+
+        `choose` returns the source of a request's KV; by default it is the one that it had.
+        """
+        old = self.decode
+        old.kill()
+        self.decode = Engine(self, self._roles[1], old.address, **self._options[1])
+        for request_id in old.harness.scheduler.requests:
+            request = self.requests[request_id]
+            source = choose(request) if choose else self.sources.get(request_id)
+            so_far = old.harness.tokens[request_id]
+            again = msgspec.structs.replace(
+                request, output_token_ids=so_far, returns=True, kv_source=source
+            )
+            self.decode.add(again)
+        self.decode.harness.tokens = old.harness.tokens | self.decode.harness.tokens
+        self.decode.harness.finished = old.harness.finished | self.decode.harness.finished
 
     def next_event_at(self) -> float | None:
         return earliest([engine.next_event_at() for engine in self.engines])
