@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
@@ -20,7 +21,7 @@ from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import DeviceBlocks, RemoteBlocks, Transfer, TransferEnd
+from pagoda.messages.transfers import DeviceBlocks, RemoteBlocks, TransferEnd
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd import messages
 from pagoda.pd.links import Peers
@@ -82,7 +83,6 @@ class RemoteKV:
         self._vocab_size = 0
         self.fetches: dict[str, Fetch] = {}
         """Fetches by request; each is in its peer's `fetches`, too."""
-        self.reads: dict[int, tuple[Fetch, Load]] = {}
         self._events: dict[str, Arrived | Failed] = {}
         """The last event of each request, to be drained."""
         self._changed: set[str] = set()
@@ -179,19 +179,17 @@ class RemoteKV:
         for start in range(first, end, piece):
             load.next = min(start + piece, end)
             blocks = load.blocks[start - load.start : load.next - load.start]
-            transfer_id = self._ledger.open(
-                self,
+            self._ledger.open(
+                partial(self._read_ended, fetch, load),
                 RemoteBlocks(fetch.peer_id, fetch.block_ids[start : load.next]),
                 DeviceBlocks([block.block_id for block in blocks]),
                 blocks,
                 after_step=load.after_step,
             )
-            self.reads[transfer_id] = fetch, load
             load.num_open += 1
 
-    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        fetch, load = self.reads.pop(transfer.transfer_id)
-        if fetch.load is not load:
+    def _read_ended(self, fetch: Fetch, load: Load, end: TransferEnd | None) -> None:
+        if end is None or fetch.load is not load:
             return  # nobody waits for it any more
         if end.failed:
             self.fail(fetch, f"it could not be read ({end.error})")
@@ -201,12 +199,6 @@ class RemoteKV:
         if load.next == load.end and load.num_open == 0:
             load.is_checking = True
             self.peers.send(fetch.peer, messages.KVCheck(fetch.source.transfer_id))
-
-    def transfer_lost(self, transfer: Transfer) -> None:
-        del self.reads[transfer.transfer_id]
-
-    def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
-        """Loaded blocks are counted when they are valid."""
 
     def save(self, offers: Sequence[CachedBlock]) -> int:
         return len(offers)

@@ -119,7 +119,6 @@ class Engine:
             assert not self.exporter.early
         if self.harness.core.parts.remote is not None:
             assert not self.remote.fetches
-            assert not self.remote.reads
             assert not any(peer.fetches for peer in self.remote.peers.by_address.values())
 
 

@@ -36,8 +36,7 @@ def test_chunks_travel_while_the_next_ones_are_computed() -> None:
     pair = Pair(prefill={"max_num_batched_tokens": 12})
     request = make_request("r", PROMPT)
     pair.submit(request)
-    remote = pair.decode.remote
-    pair.run_until(lambda: bool(remote.reads))
+    pair.run_until(lambda: bool(pair.decode.harness.tiers.ledger.transfers))
     assert pair.prefill.harness.scheduler.requests, "the prompt is still being computed"
     pair.finish(request)
     assert len(pair.told(KVBlocks)) == 4

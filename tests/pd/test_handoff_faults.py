@@ -118,7 +118,8 @@ def test_what_is_freed_while_it_is_read_is_not_used() -> None:
     )
     request = make_request("r", PROMPT)
     source = pair.submit(request)
-    pair.run_until(lambda: bool(pair.decode.remote.reads) and bool(pair.told(KVPrefilled)))
+    reads = pair.decode.harness.tiers.ledger
+    pair.run_until(lambda: bool(reads.transfers) and bool(pair.told(KVPrefilled)))
     pair.prefill.exporter.drop(source.transfer_id, "somebody made a mistake")
     for number, document in enumerate(documents(2)):
         pair.prefill.add(make_request(f"next{number}", document))
