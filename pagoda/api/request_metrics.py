@@ -81,29 +81,21 @@ class _KeyFigures:
         self.finished[record.finish_reason] += 1
         if record.finish_reason == REFUSED:
             return
-        self._observe("request_prompt_tokens", record.num_prompt_tokens)
-        self._observe("request_generated_tokens", record.num_output_tokens)
-        if record.queue_time_s is not None:
-            self._observe("request_queue_time_seconds", record.queue_time_s)
-        if record.finish_reason not in _COMPLETE:
-            return
-        if record.ended_ns is not None:
-            duration_ns = record.ended_ns - record.client_request.arrived_ns
-            self._observe("request_duration_seconds", duration_ns / 1e9)
-        if record.first_token_ns is None or record.last_token_ns is None:
-            return
-        if record.queue_time_s is not None:
-            waited_s = (record.first_token_ns - record.started_ns) / 1e9
-            prefill_s = max(0.0, waited_s - record.queue_time_s)
-            self._observe("request_prefill_time_seconds", prefill_s)
-        decode_s = (record.last_token_ns - record.first_token_ns) / 1e9
-        self._observe("request_decode_time_seconds", decode_s)
-        if record.num_output_tokens > 1:
-            per_token_s = decode_s / (record.num_output_tokens - 1)
-            self._observe("request_time_per_output_token_seconds", per_token_s)
-
-    def _observe(self, name: str, value: float) -> None:
-        self.histograms[name].observe(value)
+        observed = {
+            "request_prompt_tokens": record.num_prompt_tokens,
+            "request_generated_tokens": record.num_output_tokens,
+            "request_queue_time_seconds": record.queue_time_s,
+        }
+        if record.finish_reason in _COMPLETE:
+            observed |= {
+                "request_duration_seconds": record.duration_s,
+                "request_prefill_time_seconds": record.prefill_s,
+                "request_decode_time_seconds": record.decode_s,
+                "request_time_per_output_token_seconds": record.itl_s,
+            }
+        for name, value in observed.items():
+            if value is not None:
+                self.histograms[name].observe(value)
 
 
 class Refusal(NamedTuple):

@@ -61,6 +61,16 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The place of the prompt's KV, in the last delta of a request with `holds_kv`."""
 
 
+def joined_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
+    """The deltas of one answer as one; `logprobs` is a list, which is empty if none were asked for."""
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs=[entry for delta in deltas for entry in delta.logprobs or ()],
+    )
+
+
 @dataclass(frozen=True)
 class TextRequest:
     """One answer to one prompt: the endpoint's request, and how its tokens become text."""
