@@ -94,4 +94,6 @@ def test_percentiles_agree_with_numpy(values: list[float]) -> None:
     outcomes = [Outcome(0.0, value) for value in values]
     found = summarize(outcomes, 1.0, None).e2e_ms
     expected = numpy.quantile(values, (0.5, 0.9, 0.99)) * 1000
-    assert (found.median, found.p90, found.p99) == pytest.approx(tuple(expected), rel=1e-9, abs=1e-9)
+    assert (found.median, found.p90, found.p99) == pytest.approx(
+        tuple(expected), rel=1e-9, abs=1e-9
+    )
