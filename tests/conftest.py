@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from trace_writers import TraceWriters
 
 # How long an example takes says more about what else the machine does than about what is tested.
 settings.register_profile("pagoda", deadline=None)
@@ -29,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     directory: Path | None = config.getoption("kernels")
     if directory is not None:
         _load_kernels(directory)
+
+
+@pytest.fixture
+def trace_writers() -> TraceWriters:
+    """Trace threads that this test starts."""
+    return TraceWriters()
 
 
 SHORT_ROOMS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_config import LinearSpec, Role
@@ -23,16 +24,6 @@ _SUPPORTED = (
 
 
 @dataclass(frozen=True)
-class Int8Scheme:
-    """W8A8 of compressed-tensors: a scale for each output, and one for each row of inputs, worked out anew."""
-
-    summary = "int8 weights"
-
-    def format_of(self, linear: LinearSpec) -> WeightFormat:  # noqa: ARG002 - any layer
-        return Int8Format()
-
-
-@dataclass(frozen=True)
 class GroupScheme:
     """Integers with a scale, and perhaps a zero point, for each group of inputs."""
 
@@ -42,38 +33,32 @@ class GroupScheme:
     symmetric: bool
     act_order: bool
 
-    @property
-    def summary(self) -> str:
-        groups = "one group" if self.group_size is None else f"groups of {self.group_size}"
-        return f"int{self.bits} weights ({groups})"
 
-    def format_of(self, linear: LinearSpec) -> WeightFormat:
-        return GroupedFormat(
-            bits=self.bits,
-            group_size=held_group_size(linear.name, linear.inputs, self.group_size),
-            offsets=not self.symmetric,
-            act_order=self.act_order,
-        )
-
-
-Scheme = Int8Scheme | GroupScheme
+Scheme = Int8Format | GroupScheme
+"""Int8: a scale for each output, and one for each row of inputs, worked out anew."""
+Layout = Literal["compressed-tensors", "awq", "gptq", "gptq_v2"]
+"""`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are."""
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
-    """Neural Magic's format; a target is a map's name, `re:` and a pattern, or `Linear` for all."""
+class CheckpointQuantization:
+    """Linear layers of a checkpoint that are quantized, and how."""
 
+    layout: Layout
     targets: tuple[tuple[str, Scheme], ...]
-    ignore: tuple[str, ...]
+    """Schemes by layer: a name, `re:` and a pattern that names begin with, or `Linear` for all others."""
+    ignore: tuple[str, ...] = ()
+    """Names and patterns of layers that stay dense."""
+    dense: frozenset[Role] = frozenset({Role.EMBEDDING})
 
     @property
     def summary(self) -> str:
-        kinds = dict.fromkeys(scheme.summary for _, scheme in self.targets)
-        return f"compressed-tensors {' and '.join(kinds)}"
+        kinds = dict.fromkeys(_summary(scheme) for _, scheme in self.targets)
+        return f"{self.layout.removesuffix('_v2')} {' and '.join(kinds)}"
 
     def scheme_of(self, linear: LinearSpec) -> Scheme | None:
-        ignored = any(_matches(pattern, linear.name) for pattern in self.ignore)
-        if linear.role is Role.EMBEDDING or ignored:
+        """Scheme of a layer; None if it is dense."""
+        if linear.role in self.dense or any(_matches(name, linear.name) for name in self.ignore):
             return None
         for wanted in (linear.name, "Linear"):
             for target, scheme in self.targets:
@@ -82,56 +67,28 @@ class CompressedTensors:
         return None
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
-        return _format_of(self.scheme_of(linear), linear)
+        scheme = self.scheme_of(linear)
+        if not isinstance(scheme, GroupScheme):
+            return scheme or DenseFormat()
+        return GroupedFormat(
+            bits=scheme.bits,
+            group_size=held_group_size(linear.name, linear.inputs, scheme.group_size),
+            offsets=not scheme.symmetric,
+            act_order=scheme.act_order,
+        )
 
 
-@dataclass(frozen=True)
-class Awq:
-    """AutoAWQ's `gemm` layout."""
-
-    scheme: GroupScheme
-    not_converted: tuple[str, ...]
-    """Parts of the names of maps that stay dense."""
-
-    @property
-    def summary(self) -> str:
-        return f"awq {self.scheme.summary}"
-
-    def scheme_of(self, linear: LinearSpec) -> GroupScheme | None:
-        if linear.role in (Role.EMBEDDING, Role.HEAD, Role.ROUTER):
-            return None
-        return None if any(part in linear.name for part in self.not_converted) else self.scheme
-
-    def format_of(self, linear: LinearSpec) -> WeightFormat:
-        return _format_of(self.scheme_of(linear), linear)
+def _summary(scheme: Scheme) -> str:
+    if isinstance(scheme, Int8Format):
+        return "int8 weights"
+    size = scheme.group_size
+    return f"int{scheme.bits} weights ({'one group' if size is None else f'groups of {size}'})"
 
 
-@dataclass(frozen=True)
-class Gptq:
-    scheme: GroupScheme
-    zero_offset: int
-    """Amount to add to a stored zero point: 1 in `gptq`, 0 in `gptq_v2`."""
-    head: bool
-    modules: tuple[str, ...]
-    """Ends of the names of the maps in layers that are quantized; all where empty."""
-
-    @property
-    def summary(self) -> str:
-        return f"gptq {self.scheme.summary}"
-
-    def scheme_of(self, linear: LinearSpec) -> GroupScheme | None:
-        if linear.role is Role.HEAD:
-            return self.scheme if self.head else None
-        if linear.role in (Role.EMBEDDING, Role.ROUTER):  # no file lists routers
-            return None
-        ends = tuple(f".{module}" for module in self.modules)
-        return self.scheme if not ends or linear.name.endswith(ends) else None
-
-    def format_of(self, linear: LinearSpec) -> WeightFormat:
-        return _format_of(self.scheme_of(linear), linear)
-
-
-CheckpointQuantization = CompressedTensors | Awq | Gptq
+def _matches(target: str, name: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], name) is not None
+    return target == name
 
 
 def parse_quantization(config: Fields) -> CheckpointQuantization | None:
@@ -156,20 +113,10 @@ def parse_quantization(config: Fields) -> CheckpointQuantization | None:
     return _gptq(fields)
 
 
-def _format_of(scheme: Scheme | None, linear: LinearSpec) -> WeightFormat:
-    return DenseFormat() if scheme is None else scheme.format_of(linear)
-
-
-def _matches(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
-    return target == name
-
-
 # ---- compressed-tensors
 
 
-def _compressed_tensors(fields: Fields) -> CompressedTensors:
+def _compressed_tensors(fields: Fields) -> CheckpointQuantization:
     _refuse_transforms(fields)
     groups = fields.table("config_groups")
     if groups is None or not groups.values:
@@ -181,7 +128,7 @@ def _compressed_tensors(fields: Fields) -> CompressedTensors:
             groups.refuse(group_name, "must be a JSON object")
         scheme = _group_scheme(group, group.text("format", fields.text("format", "")))
         targets += [(target, scheme) for target in _patterns(group, "targets")]
-    return CompressedTensors(tuple(targets), _patterns(fields, "ignore"))
+    return CheckpointQuantization("compressed-tensors", tuple(targets), _patterns(fields, "ignore"))
 
 
 def _refuse_transforms(fields: Fields) -> None:
@@ -210,9 +157,11 @@ def _group_scheme(group: Fields, layout: str) -> Scheme:
         group.refuse("weights", "must say how weights are quantized")
     if weights.text("type", "int") != "int":
         weights.refuse("type", f"must be 'int'; Pagoda reads {_SUPPORTED}")
-    rounded_inputs = _check_inputs(group.table("input_activations"))
+    inputs = group.table("input_activations")
+    if inputs is not None:
+        _check_inputs(inputs)
     if layout == "int-quantized":
-        return _int8_scheme(weights, rounded_inputs)
+        return _int8_scheme(weights, inputs)
     if layout == "pack-quantized":
         return _packed_scheme(weights)
     raise ConfigError(
@@ -221,36 +170,33 @@ def _group_scheme(group: Fields, layout: str) -> Scheme:
     )
 
 
-def _check_inputs(inputs: Fields | None) -> bool:
-    """Returns True if inputs are quantized; only quantization for each token is supported."""
-    if inputs is None:
-        return False
-    if inputs.text("type", "int") != "int":
-        inputs.refuse("type", "must be 'int'")
-    if inputs.positive("num_bits", 8) != 8:
-        inputs.refuse("num_bits", "must be 8")
+def _check_inputs(inputs: Fields) -> None:
+    """Raises ConfigError unless each token's inputs are quantized by themselves."""
+    for name, wanted, rule in (
+        ("type", "int", "must be 'int'"),
+        ("num_bits", 8, "must be 8"),
+        ("symmetric", True, "must be true: zero points of inputs are not supported"),
+        ("strategy", "token", "must be 'token'"),
+    ):
+        if inputs.values.get(name) not in (None, wanted):
+            inputs.refuse(name, rule)
     if inputs.values.get("dynamic") is not True:
         inputs.refuse("dynamic", "must be true: static scales of inputs are not supported")
-    if not inputs.flag("symmetric", True):
-        inputs.refuse("symmetric", "must be true: zero points of inputs are not supported")
-    if inputs.text("strategy", "token") != "token":
-        inputs.refuse("strategy", "must be 'token'")
-    return True
 
 
-def _int8_scheme(weights: Fields, rounded_inputs: bool) -> Int8Scheme:
-    if weights.positive("num_bits") != 8:
+def _int8_scheme(weights: Fields, inputs: Fields | None) -> Int8Format:
+    if weights.values.get("num_bits") != 8:
         weights.refuse("num_bits", "must be 8 in the format int-quantized")
-    if weights.text("strategy", "") != "channel":
+    if weights.values.get("strategy") != "channel":
         weights.refuse("strategy", "must be 'channel' in the format int-quantized")
     if not weights.flag("symmetric", True):
         weights.refuse("symmetric", "must be true in the format int-quantized")
-    if not rounded_inputs:
+    if inputs is None:
         raise ConfigError(
             f"{weights.source}: quantization_config has the format int-quantized without input_activations; "
             "weights alone are quantized in the format pack-quantized."
         )
-    return Int8Scheme()
+    return Int8Format()
 
 
 def _packed_scheme(weights: Fields) -> GroupScheme:
@@ -268,36 +214,40 @@ def _packed_scheme(weights: Fields) -> GroupScheme:
 # ---- AWQ and GPTQ
 
 
-def _awq(fields: Fields) -> Awq:
+def _awq(fields: Fields) -> CheckpointQuantization:
     if fields.text("version", "gemm").lower() != "gemm":
         fields.refuse("version", "must be 'gemm'")
-    return Awq(
-        scheme=GroupScheme(
-            bits=_bits(fields, "bits", (4,)),
-            group_size=_group_size(fields),
-            symmetric=not fields.flag("zero_point", True),
-            act_order=False,
+    symmetric = not fields.flag("zero_point", True)
+    scheme = GroupScheme(_bits(fields, "bits", (4,)), _group_size(fields), symmetric, False)
+    return CheckpointQuantization(
+        "awq",
+        targets=(("Linear", scheme),),
+        ignore=tuple(
+            f"re:.*{re.escape(part)}" for part in fields.texts("modules_to_not_convert", [])
         ),
-        not_converted=tuple(fields.texts("modules_to_not_convert", [])),
+        dense=frozenset({Role.EMBEDDING, Role.HEAD, Role.ROUTER}),
     )
 
 
-def _gptq(fields: Fields) -> Gptq:
+def _gptq(fields: Fields) -> CheckpointQuantization:
     if fields.values.get("dynamic"):
         fields.refuse("dynamic", "must be empty: rules for single modules are not supported")
     layout = fields.text("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         fields.refuse("checkpoint_format", "must be 'gptq' or 'gptq_v2'")
-    return Gptq(
-        scheme=GroupScheme(
-            bits=_bits(fields, "bits", (4, 8)),
-            group_size=_group_size(fields),
-            symmetric=fields.flag("sym", True),
-            act_order=fields.flag("desc_act", False),
-        ),
-        zero_offset=1 if layout == "gptq" else 0,
-        head=fields.flag("lm_head", False),
-        modules=_module_names(fields, "modules_in_block_to_quantize"),
+    scheme = GroupScheme(
+        bits=_bits(fields, "bits", (4, 8)),
+        group_size=_group_size(fields),
+        symmetric=fields.flag("sym", True),
+        act_order=fields.flag("desc_act", False),
+    )
+    modules = _module_names(fields, "modules_in_block_to_quantize")
+    ends = [rf"re:.*\.{re.escape(module)}$" for module in modules]
+    dense = {Role.EMBEDDING, Role.ROUTER}  # no file lists routers
+    return CheckpointQuantization(
+        "gptq_v2" if layout == "gptq_v2" else "gptq",
+        targets=tuple((target, scheme) for target in ([*ends, "lm_head"] if ends else ["Linear"])),
+        dense=frozenset(dense if fields.flag("lm_head", False) else dense | {Role.HEAD}),
     )
 
 

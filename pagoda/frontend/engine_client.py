@@ -63,7 +63,7 @@ class EngineClient:
         *,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """`tracer` is that of this process, and has the clock that engines compare theirs with.
+        """`tracer` is that of this process.
 
         Raises:
             ConfigError: there is no place for the engine's sockets.
@@ -128,7 +128,8 @@ class EngineClient:
     def start_trace(self, order: StartTrace) -> None:
         """This engine traces from now on, and so do those after it."""
         self._num_traces += 1
-        order = msgspec.structs.replace(order, number=self._num_traces)
+        session = self._tracer.session_for_children(order.session)
+        order = msgspec.structs.replace(order, session=session, number=self._num_traces)
         self._config = msgspec.structs.replace(self._config, trace=order)
         self._trace_end = asyncio.get_running_loop().create_future()
         self.send(order)

@@ -13,8 +13,9 @@ from pagoda.frontend.replica import Replica
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
 from pagoda.ipc.event_socket import EventSocket, host_socket
-from pagoda.messages.frontend import EngineFailed, FrontendMessage, Hello
-from pagoda.messages.hosts import HostMessage
+from pagoda.messages.frontend import EngineFailed, Hello
+from pagoda.messages.hosts import HostMessage, RouterMessage
+from pagoda.messages.tracing import ClockPing, ClockPong
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.tracer import Tracer
 
@@ -54,8 +55,9 @@ class HostClient:
         """
         self._address = address
         self._router = router
+        self._tracer = tracer or Tracer("router")
         self._hello_timeout_s = hello_timeout_s
-        self._encode = Codec[FrontendMessage](FrontendMessage).encode
+        self._encode = Codec[RouterMessage](RouterMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
         socket = host_socket(context, zmq.DEALER)
         encrypt_client(socket, keys)
@@ -64,7 +66,7 @@ class HostClient:
         self.replica = Replica(
             self,
             f"the host at {address}",
-            tracer or Tracer("router"),
+            self._tracer,
             name=address.removeprefix("tcp://"),
             hang_timeout_s=hang_timeout_s,
             on_hang=lambda: self._lose(f"did not answer for {hang_timeout_s:g} s"),
@@ -102,7 +104,7 @@ class HostClient:
         self._lose("was let go")
         self._socket.close()
 
-    def send(self, message: FrontendMessage) -> None:
+    def send(self, message: RouterMessage) -> None:
         self._socket.send(self._encode(message))
 
     def _lose(self, reason: str) -> None:
@@ -117,7 +119,10 @@ class HostClient:
         except msgspec.DecodeError as error:
             self._lose(f"sent what is not a message ({error})")
             return
-        if isinstance(message, EngineFailed):
-            self.replica.fail(ConfigError(message.error))
-        else:
-            self.replica.receive(message)
+        match message:
+            case ClockPing(number):
+                self.send(ClockPong(number, self._tracer.process.uid, self._tracer.clock_ns()))
+            case EngineFailed(reason):
+                self.replica.fail(ConfigError(reason))
+            case _:
+                self.replica.receive(message)

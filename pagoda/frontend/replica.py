@@ -38,9 +38,8 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeSteps,
 )
-from pagoda.messages.hosts import HostLeave, HostMessage
+from pagoda.messages.hosts import HostLeave
 from pagoda.messages.load import LoadReport
-from pagoda.messages.tracing import ClockPing, ClockPong
 from pagoda.telemetry.tracer import Tracer
 
 QUERY_TIMEOUT_S = 2.0
@@ -311,7 +310,7 @@ class Replica:
 
     # ---- for the transport
 
-    def receive(self, message: EngineMessage | HostMessage) -> None:
+    def receive(self, message: EngineMessage | HostLeave) -> None:
         if self._watchdog:
             self._watchdog.heard()
         match message:
@@ -339,9 +338,6 @@ class Replica:
                     hear(message)
             case EngineReady():
                 self._open(message)
-            case ClockPing(number):
-                tracer = self._tracer
-                self.transport.send(ClockPong(number, tracer.process.uid, tracer.clock_ns()))
             case HostLeave():
                 self.is_leaving = True
                 self._notify()

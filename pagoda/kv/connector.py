@@ -48,17 +48,7 @@ class CachedBlock(NamedTuple):
     token_ids: Sequence[int]
 
 
-class TransferOwner(Protocol):
-    """The connector that began a transfer."""
-
-    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        """The transfer has ended; its device blocks are still referenced during this call."""
-
-    def transfer_lost(self, transfer: Transfer) -> None:
-        """The workers are gone, with everything in device and host memory."""
-
-
-class KVConnector(TransferOwner, Protocol):
+class KVConnector(Protocol):
     @property
     def tier(self) -> str: ...
 
@@ -92,11 +82,8 @@ class KVConnector(TransferOwner, Protocol):
     ) -> int:
         """Begins to fill `blocks`, at most as many as `lookup` has just found, with `keys[start:]`.
 
-        Returns the id in the ledger, under which the load ends. The caller reports the end to `loaded`.
+        Returns the id in the ledger, under which the load ends.
         """
-
-    def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
-        """A load of `keys` from here has ended; `failed` are the indices of keys that did not come."""
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
         """Keeps blocks, given in the order of a prefix, or does not.

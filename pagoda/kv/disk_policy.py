@@ -131,6 +131,8 @@ class Evictor:
         self._high_bytes = quota_bytes * _HIGH_PERCENT // 100
         self._low_bytes = quota_bytes * _LOW_PERCENT // 100
         self._forget = forget
+        self.storing: set[bytes] = set()
+        """Keys of objects that are being written."""
         self._removing: set[tuple[int, bytes]] = set()
         self._removing_bytes = 0
         self._is_evicting = False
@@ -139,31 +141,28 @@ class Evictor:
     def is_removing(self, directory: int, key: bytes) -> bool:
         return (directory, key) in self._removing
 
-    def make_room(self, count: int, num_storing: int) -> int:
-        """Returns how many of `count` further objects may be written now, while `num_storing` are being
-        written."""
+    def make_room(self, count: int) -> int:
+        """Returns how many of `count` further objects may be written now."""
         each = self._index.object_bytes(OWN)
         # No more than evictions make room for: one long prompt must not replace everything else.
-        room = self._high_bytes - min(self._used_bytes(num_storing), self._low_bytes)
+        room = self._high_bytes - min(self._used_bytes, self._low_bytes)
         count = min(count, max(1, room // each))
-        if self._used_bytes(num_storing) + count * each > self._high_bytes:
-            self._is_evicting = True
-            self.evict(num_storing)
-        taken = self._used_bytes(num_storing) + self._removing_bytes
+        self.check(count * each)
+        taken = self._used_bytes + self._removing_bytes
         return min(count, max(0, self._quota_bytes - taken) // each)
 
-    def check(self, num_storing: int) -> None:
-        """Evicts if the high mark is passed; other servers may have written."""
-        if self._used_bytes(num_storing) > self._high_bytes:
+    def check(self, further_bytes: int = 0) -> None:
+        """Evicts if the high mark is passed, or would be with `further_bytes`; other servers may have written."""
+        if self._used_bytes + further_bytes > self._high_bytes:
             self._is_evicting = True
-            self.evict(num_storing)
+            self.evict()
 
-    def evict(self, num_storing: int) -> None:
+    def evict(self) -> None:
         """Removes the least recently used objects, the next part when the last one is gone."""
         keys: dict[int, list[bytes]] = {}
         while self._is_evicting and len(self._removing) < _MAX_REMOVING:
             oldest = self._index.oldest()
-            if oldest is None or self._used_bytes(num_storing) <= self._low_bytes:
+            if oldest is None or self._used_bytes <= self._low_bytes:
                 self._is_evicting = False
                 break
             directory, key = oldest
@@ -189,9 +188,10 @@ class Evictor:
         self._removing.add((directory, key))
         self._removing_bytes += self._index.object_bytes(directory)
 
-    def _used_bytes(self, num_storing: int) -> int:
+    @property
+    def _used_bytes(self) -> int:
         """Bytes of all objects that are there or are being written."""
-        return self._index.num_bytes + num_storing * self._index.object_bytes(OWN)
+        return self._index.num_bytes + len(self.storing) * self._index.object_bytes(OWN)
 
 
 def check_quota(path: Path, quota: int) -> None:

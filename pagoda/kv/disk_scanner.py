@@ -81,7 +81,7 @@ class ScanEnded(NamedTuple):
 
 
 class ProbeAnswer(NamedTuple):
-    probe_id: int
+    request_id: str
     found: Sequence[bytes]
     """The keys that are there, up to the first that is not."""
 
@@ -132,9 +132,8 @@ class DiskScanner:
         self._misfits: list[FoundFile] = []
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
-        self._probes: OrderedDict[int, Sequence[bytes]] = OrderedDict()
+        self._probes: OrderedDict[str, Sequence[bytes]] = OrderedDict()
         self._removals: deque[tuple[int, Sequence[bytes]]] = deque()
-        self._answers: deque[News] = deque()
         self._news: deque[News] = deque()
         self._backlog = 0
         self._is_scanning = True
@@ -146,16 +145,16 @@ class DiskScanner:
 
     # ---- the engine's side
 
-    def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
+    def probe(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
         with self._changed:
-            self._probes[probe_id] = keys
+            self._probes[request_id] = keys
             self._changed.notify()
 
-    def cancel_probe(self, probe_id: int) -> None:
-        """No request waits for the answer any more; it may still come."""
+    def cancel_probe(self, request_id: str) -> None:
+        """The request waits for the answer no more; it may still come."""
         with self._changed:
-            self._probes.pop(probe_id, None)
+            self._probes.pop(request_id, None)
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes objects, those of all ranks if the directory is `OWN`; a `Removed` follows."""
@@ -171,15 +170,14 @@ class DiskScanner:
                 self._changed.notify()
 
     def poll(self) -> list[News]:
-        """Returns news in order, except that a `ProbeAnswer` may come early; as many as can be read quickly."""
+        """Returns news in order, but the latest `ProbeAnswer` first; as many as can be read quickly."""
+        news: list[News] = []
+        weight = 0
         with self._changed:
-            news = list(self._answers)
-            self._answers.clear()
-            room = _POLL_OBJECTS
-            while self._news and room > 0:
+            while self._news and weight < _POLL_OBJECTS:
                 news.append(self._news.popleft())
-                room -= _weight(news[-1])
-            self._backlog -= _POLL_OBJECTS - room
+                weight += _weight(news[-1])
+            self._backlog -= weight
             if news and not self._news:
                 os.eventfd_read(self._readable)
             self._changed.notify()
@@ -214,7 +212,7 @@ class DiskScanner:
                     removal = self._removals.popleft()
             try:
                 if probe is not None:
-                    self._tell(self._answer(*probe), early=True)
+                    self._tell(self._answer(*probe))
                 elif removal is not None:
                     self._remove(*removal)
                 elif next(scan, None) is None:
@@ -223,7 +221,7 @@ class DiskScanner:
                 # What breaks one piece of work is not to end all others: requests wait for answers.
                 logger.exception("Looking into KV blocks in %s failed.", self._root)
                 if probe is not None:
-                    self._tell(ProbeAnswer(probe[0], ()), early=True)
+                    self._tell(ProbeAnswer(probe[0], ()))
                 elif removal is not None:
                     self._tell(Removed(*removal))
                 else:
@@ -234,14 +232,16 @@ class DiskScanner:
         may_scan = self._is_scanning and self._backlog < _MAX_BACKLOG
         return bool(self._is_closing or self._probes or self._removals or may_scan)
 
-    def _tell(self, news: News, *, early: bool = False) -> None:
+    def _tell(self, news: News) -> None:
         with self._changed:
-            (self._answers if early else self._news).append(news)
-            if not early:
-                self._backlog += _weight(news)
+            if isinstance(news, ProbeAnswer):  # a request waits for it
+                self._news.appendleft(news)
+            else:
+                self._news.append(news)
+            self._backlog += _weight(news)
             os.eventfd_write(self._readable, 1)
 
-    def _answer(self, probe_id: int, keys: Sequence[bytes]) -> ProbeAnswer:
+    def _answer(self, request_id: str, keys: Sequence[bytes]) -> ProbeAnswer:
         own = self._own
         found = []
         for key in keys:
@@ -256,7 +256,7 @@ class DiskScanner:
             if not stat.S_ISREG(status.st_mode) or status.st_size != own.object_bytes:
                 break
             found.append(key)
-        return ProbeAnswer(probe_id, found)
+        return ProbeAnswer(request_id, found)
 
     def _remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes one piece; the rest has its turn after more urgent work."""

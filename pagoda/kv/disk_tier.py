@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
@@ -37,7 +38,6 @@ from pagoda.messages.transfers import (
     DiskObjects,
     HostSlots,
     KVDirectory,
-    Transfer,
     TransferEnd,
 )
 from pagoda.messages.worker import WorkerReady
@@ -84,11 +84,6 @@ class DiskTier:
         self._events = events
         self._admission = AdmissionFilter(min_touches)
         self._backoff = WriteBackoff(clock)
-        self._stores: dict[int, Sequence[CachedBlock]] = {}
-        self._storing: set[bytes] = set()
-        self._prefetches: dict[int, Sequence[bytes]] = {}
-        """Keys being copied to `host`, by transfer."""
-        self._next_probe = 0
         self._changed: set[str] = set()
         self._next_warning_at = 0.0
         self._num_stored = 0
@@ -110,8 +105,8 @@ class DiskTier:
         self._index = DiskIndex()
         self._index.add_directory(OWN, self._block_bytes)
         self._is_indexed = False
-        self._request_of_probe: dict[int, str] = {}
-        self._probe_of_request: dict[str, int] = {}
+        self._probing: set[str] = set()
+        """Requests that wait for the answer of a probe."""
         self._unheard_since: float | None = None
         """Time at which the scanner was asked or last said anything; None if it owes no answer."""
         self._is_hang_known = False
@@ -129,23 +124,20 @@ class DiskTier:
             return
         if self._unheard_since is None:
             self._unheard_since = self._clock.now()
-        self._request_of_probe[self._next_probe] = prefix.request_id
-        self._probe_of_request[prefix.request_id] = self._next_probe
-        self._scanner.probe(self._next_probe, unknown)
-        self._next_probe += 1
+        self._probing.add(prefix.request_id)
+        self._scanner.probe(prefix.request_id, unknown)
 
     def on_dequeued(self, request_id: str) -> None:
-        probe_id = self._probe_of_request.pop(request_id, None)
-        if probe_id is not None:
-            del self._request_of_probe[probe_id]
-            self._scanner.cancel_probe(probe_id)
-            if not self._request_of_probe and not self._is_hanging():
+        if request_id in self._probing:
+            self._probing.remove(request_id)
+            self._scanner.cancel_probe(request_id)
+            if not self._probing and not self._is_hanging():
                 self._unheard_since = None
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         for index in range(start, len(prefix.keys)):
             if not self._has(prefix.keys[index]):
-                may_come = prefix.request_id in self._probe_of_request and not self._is_hanging()
+                may_come = prefix.request_id in self._probing and not self._is_hanging()
                 return None if may_come else index - start
         return max(0, len(prefix.keys) - start)
 
@@ -172,8 +164,8 @@ class DiskTier:
                 slots.append(slot)
         if keys:
             self._use(keys)
-            transfer_id = self._ledger.open(self, DiskObjects(keys), HostSlots(slots))
-            self._prefetches[transfer_id] = keys
+            on_end = partial(self._prefetch_ended, self._host, keys)
+            self._ledger.open(on_end, DiskObjects(keys), HostSlots(slots))
 
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
@@ -181,11 +173,8 @@ class DiskTier:
         keys = list(prefix.keys[start : start + len(blocks)])
         self._use(keys)
         target = DeviceBlocks([block.block_id for block in blocks])
-        return self._ledger.open(self, DiskObjects(keys), target, blocks, after_step=after_step)
-
-    def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
-        self._num_loaded += len(keys) - len(failed)
-        self._num_failed += len(failed)
+        on_end = partial(self._load_ended, keys)
+        return self._ledger.open(on_end, DiskObjects(keys), target, blocks, after_step=after_step)
 
     # ---- what is kept
 
@@ -214,18 +203,18 @@ class DiskTier:
 
     def _is_changing(self, key: bytes) -> bool:
         """True while the object is being written or removed."""
-        return key in self._storing or self._evictor.is_removing(OWN, key)
+        return key in self._evictor.storing or self._evictor.is_removing(OWN, key)
 
     def _store(self, saved: Sequence[CachedBlock]) -> None:
-        saved = saved[: self._evictor.make_room(len(saved), len(self._storing))]
+        saved = saved[: self._evictor.make_room(len(saved))]
         if not saved:
             return
         keys = [cached.key for cached in saved]
         blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
-        transfer_id = self._ledger.open(self, source, DiskObjects(keys), blocks)
-        self._stores[transfer_id] = saved
-        self._storing.update(keys)
+        on_end = partial(self._store_ended, saved)
+        self._ledger.open(on_end, source, DiskObjects(keys), blocks)
+        self._evictor.storing.update(keys)
 
     def _forget_object(self, directory: int, key: bytes) -> None:
         if self._index.remove(directory, key) and directory == OWN:
@@ -244,35 +233,35 @@ class DiskTier:
 
     # ---- transfers
 
-    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        saved = self._stores.pop(transfer.transfer_id, None)
-        if saved is not None:
-            self._store_ended(saved, end)
-            return
-        if end.failed and isinstance(transfer.source, DiskObjects):
-            self._warn_of_loads(end)
-            self._give_up(transfer.source.keys, end)
-        prefetched = self._prefetches.pop(transfer.transfer_id, None)
-        if prefetched is not None and self._host is not None:
+    def _load_ended(self, keys: Sequence[bytes], end: TransferEnd | None) -> None:
+        if end is not None:
+            self._num_loaded += len(keys) - len(end.failed)
+            self._num_failed += len(end.failed)
+            self._give_up(keys, end)
+
+    def _prefetch_ended(
+        self, host: HostTier, keys: Sequence[bytes], end: TransferEnd | None
+    ) -> None:
+        if end is not None:
+            self._give_up(keys, end)
             failed = set(end.failed)
-            for index, key in enumerate(prefetched):
-                self._host.settle(key, is_good=index not in failed)
+            for index, key in enumerate(keys):
+                host.settle(key, is_good=index not in failed)
 
     def _give_up(self, keys: Sequence[bytes], end: TransferEnd) -> None:
         """Removes bad objects. Unreadable ones are only forgotten: a probe or a scan finds them again."""
+        if not end.failed:
+            return
+        self._warn_of_loads(end)
         unreadable = set(end.unreadable)
         for index in end.unreadable:
             self._forget_object(OWN, keys[index])
         self._evictor.discard([keys[index] for index in end.failed if index not in unreadable])
 
-    def transfer_lost(self, transfer: Transfer) -> None:
-        """A later scan finds what was written."""
-        self._prefetches.pop(transfer.transfer_id, None)
-        for cached in self._stores.pop(transfer.transfer_id, ()):
-            self._storing.discard(cached.key)
-
-    def _store_ended(self, saved: Sequence[CachedBlock], end: TransferEnd) -> None:
-        self._storing.difference_update(cached.key for cached in saved)
+    def _store_ended(self, saved: Sequence[CachedBlock], end: TransferEnd | None) -> None:
+        self._evictor.storing.difference_update(cached.key for cached in saved)
+        if end is None:  # a later scan finds what was written
+            return
         failed = set(end.failed)
         good = [cached for index, cached in enumerate(saved) if index not in failed]
         now = self._now()
@@ -334,12 +323,12 @@ class DiskTier:
         for news in everything:
             self._apply(news)
         if everything:
-            self._unheard_since = self._clock.now() if self._probe_of_request else None
-        self._evictor.evict(len(self._storing))
+            self._unheard_since = self._clock.now() if self._probing else None
+        self._evictor.evict()
         is_hanging = self._is_hanging()
         changed, self._changed = self._changed, set()
         if is_hanging and not self._is_hang_known:
-            changed.update(self._probe_of_request)
+            changed |= self._probing
         self._is_hang_known = is_hanging
         return changed
 
@@ -348,10 +337,9 @@ class DiskTier:
             case ProbeAnswer():
                 for key in news.found:
                     self._found(OWN, key, self._now())
-                request_id = self._request_of_probe.pop(news.probe_id, None)
-                if request_id is not None:
-                    del self._probe_of_request[request_id]
-                    self._changed.add(request_id)
+                if news.request_id in self._probing:
+                    self._probing.remove(news.request_id)
+                    self._changed.add(news.request_id)
             case ObjectsFound():
                 for key, used_at in news.used_at.items():
                     self._found(news.directory, key, used_at)
@@ -385,7 +373,7 @@ class DiskTier:
                 self._path,
                 scan.seconds,
             )
-        self._evictor.check(len(self._storing))
+        self._evictor.check()
 
     def pollables(self) -> list[object]:
         return [self._scanner.fileno()]

@@ -6,17 +6,16 @@ evicted in the order in which requests last passed through them. Arenas are lost
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.events import KVEventRecorder, Medium
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer, TransferEnd
+from pagoda.messages.transfers import DeviceBlocks, HostSlots, TransferEnd
 from pagoda.messages.worker import WorkerReady
 
 _PREFETCH_SHARE = 4
@@ -24,12 +23,6 @@ _PREFETCH_SHARE = 4
 _PREFETCH_BYTES = 2**30
 """Limit of the reserved bytes of one rank, about a second of reading: a request for which there is room meanwhile
 waits until the last of its blocks is here."""
-
-
-class _Copy(NamedTuple):
-    slots: list[Block]
-    saved: Sequence[CachedBlock]
-    """Blocks that are stored in the slots; empty for a load."""
 
 
 @dataclass(eq=False)
@@ -63,7 +56,6 @@ class HostTier:
         self._ledger = ledger
         self._events = events
         self._max_reserved = max(1, num_slots // _PREFETCH_SHARE)
-        self._copies: dict[int, _Copy] = {}
         self._reserved: dict[bytes, _Reservation] = {}
         self._refused: set[str] = set()
         """Requests that got no reservation since the last one ended."""
@@ -71,18 +63,6 @@ class HostTier:
         self._changed: set[str] = set()
         self._num_loaded = 0
         self._num_failed = 0
-
-    def check(self) -> None:
-        """Verifies that slots are referenced by copies and reservations alone; for tests.
-
-        Raises:
-            ValueError: an invariant is broken.
-        """
-        self.pool.check()
-        used = Counter(slot.block_id for copy in self._copies.values() for slot in copy.slots)
-        used.update(reserved.slot.block_id for reserved in self._reserved.values())
-        if self.pool.references() != used:
-            raise ValueError("Slots are referenced by something else than copies and reservations.")
 
     # ---- what requests find
 
@@ -116,15 +96,18 @@ class HostTier:
         source = HostSlots([slot.block_id for slot in slots])
         target = DeviceBlocks([block.block_id for block in blocks])
         self.pool.share(slots)
-        transfer_id = self._ledger.open(self, source, target, blocks, after_step=after_step)
-        self._copies[transfer_id] = _Copy(slots, ())
-        return transfer_id
+        on_end = partial(self._load_ended, slots, keys)
+        return self._ledger.open(on_end, source, target, blocks, after_step=after_step)
 
-    def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
-        self._num_loaded += len(keys) - len(failed)
-        self._num_failed += len(failed)
-        for index in failed:
-            self.pool.discard(keys[index])
+    def _load_ended(
+        self, slots: Sequence[Block], keys: Sequence[bytes], end: TransferEnd | None
+    ) -> None:
+        if end is not None:
+            self._num_loaded += len(keys) - len(end.failed)
+            self._num_failed += len(end.failed)
+            for index in end.failed:
+                self.pool.discard(keys[index])
+        self.pool.release(slots)
 
     # ---- what is kept
 
@@ -157,21 +140,19 @@ class HostTier:
         source = DeviceBlocks([block.block_id for block in blocks])
         target = HostSlots([slot.block_id for slot in slots])
         self._storing.update(cached.key for cached in saved)
-        self._copies[self._ledger.open(self, source, target, blocks)] = _Copy(slots, saved)
+        self._ledger.open(partial(self._store_ended, slots, saved), source, target, blocks)
 
-    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        copy = self._copies.pop(transfer.transfer_id)
-        failed = set(end.failed)
-        for index, (slot, cached) in enumerate(zip(copy.slots, copy.saved, strict=False)):
-            self._storing.discard(cached.key)
-            if index in failed:
-                self._num_failed += 1
-            else:
-                self._publish(slot, cached.key, cached.parent, cached.token_ids)
-        self.pool.release(copy.slots)
-
-    def transfer_lost(self, transfer: Transfer) -> None:
-        self.pool.release(self._copies.pop(transfer.transfer_id).slots)
+    def _store_ended(
+        self, slots: Sequence[Block], saved: Sequence[CachedBlock], end: TransferEnd | None
+    ) -> None:
+        self._storing.difference_update(cached.key for cached in saved)
+        if end is not None:
+            self._num_failed += len(end.failed)
+            failed = set(end.failed)
+            for index, cached in enumerate(saved):
+                if index not in failed:
+                    self._publish(slots[index], cached.key, cached.parent, cached.token_ids)
+        self.pool.release(slots)
 
     def _publish(
         self, slot: Block, key: bytes, parent: bytes | None, token_ids: Sequence[int]
@@ -230,7 +211,6 @@ class HostTier:
     def workers_lost(self) -> None:
         self.pool.release([reserved.slot for reserved in self._reserved.values()])
         self._reserved.clear()
-        self._storing.clear()
         self.pool.clear_cache()
 
     def poll(self) -> Collection[str]:

@@ -333,7 +333,6 @@ class TieredKVConnector:
     def _end_part(self, part: _Part, end: TransferEnd) -> None:
         load = part.load
         self._num_overdue[part.connector] -= part.is_overdue
-        part.connector.loaded(load.keys[part.first : part.end], end.failed)
         if end.failed:
             good = part.first + min(end.failed)
             if good < load.num_good:

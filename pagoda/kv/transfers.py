@@ -7,20 +7,24 @@ ends of lost workers change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.connector import TransferOwner
 from pagoda.messages.transfers import DeviceBlocks, Transfer, TransferEnd, TransferPlace
 
 _STORE_SHARE = 8
 """Stores hold at most this part of the pool: requests that need blocks must not have to wait for a slow disk."""
 
 
-class _Open(NamedTuple):
+OnEnd = Callable[[TransferEnd | None], object]
+"""Applies the end of a transfer, whose device blocks are still referenced; None if the workers are gone, with
+everything in device and host memory."""
+
+
+class OpenTransfer(NamedTuple):
     transfer: Transfer
-    owner: TransferOwner
+    on_end: OnEnd
     blocks: Sequence[Block]
 
 
@@ -35,7 +39,8 @@ class TransferLedger:
         self._pool = pool
         self._generation = 0
         self._next_id = 0
-        self._open: dict[int, _Open] = {}
+        self.transfers: dict[int, OpenTransfer] = {}
+        """Transfers that have not ended, by id."""
         self._held: dict[int, Sequence[Block]] = {}
         self._settled: list[TransferEnd] = []
         self._outbox: list[Transfer] = []
@@ -43,11 +48,11 @@ class TransferLedger:
 
     @property
     def num_open(self) -> int:
-        return len(self._open) + len(self._held)
+        return len(self.transfers) + len(self._held)
 
     def held_blocks(self) -> Iterator[Block]:
         """Device blocks of open and held transfers, once for each reference."""
-        for entry in self._open.values():
+        for entry in self.transfers.values():
             yield from entry.blocks
         for blocks in self._held.values():
             yield from blocks
@@ -59,7 +64,7 @@ class TransferLedger:
 
     def open(
         self,
-        owner: TransferOwner,
+        on_end: OnEnd,
         source: TransferPlace,
         target: TransferPlace,
         blocks: Sequence[Block] = (),
@@ -76,7 +81,7 @@ class TransferLedger:
         self._pool.share(blocks)
         if isinstance(source, DeviceBlocks):
             self._num_stored += len(blocks)
-        self._open[transfer.transfer_id] = _Open(transfer, owner, blocks)
+        self.transfers[transfer.transfer_id] = OpenTransfer(transfer, on_end, blocks)
         self._outbox.append(transfer)
         return transfer.transfer_id
 
@@ -107,10 +112,10 @@ class TransferLedger:
         """Ends a transfer; returns False if the end does not count."""
         if end.generation != self._generation:
             return False
-        entry = self._open.pop(end.transfer_id, None)
+        entry = self.transfers.pop(end.transfer_id, None)
         if entry is None:
             return False
-        entry.owner.transfer_ended(entry.transfer, end)
+        entry.on_end(end)
         self._pool.release(entry.blocks)
         if isinstance(entry.transfer.source, DeviceBlocks):
             self._num_stored -= len(entry.blocks)
@@ -118,14 +123,14 @@ class TransferLedger:
 
     def drop_all(self) -> None:
         """Drops all transfers and holds, since the workers are gone."""
-        entries, self._open = list(self._open.values()), {}
+        entries, self.transfers = list(self.transfers.values()), {}
         held, self._held = list(self._held.values()), {}
         self._outbox.clear()
         self._settled.clear()
         self._num_stored = 0
         self._generation += 1
         for entry in entries:
-            entry.owner.transfer_lost(entry.transfer)
+            entry.on_end(None)
             self._pool.release(entry.blocks)
         for blocks in held:
             self._pool.release(blocks)

@@ -7,8 +7,7 @@ heads and channels. Hidden states are whole, and the same on all ranks of a stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Generic
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from pagoda.backend.base import (
     Backend,
-    HeadNorms,
     KVCache,
     LinearT,
     MetadataT,
@@ -26,28 +24,11 @@ from pagoda.backend.base import (
     ValueT,
 )
 from pagoda.backend.operation import Operation, WeightNames
-from pagoda.backend.weights import GroupedWeight, LinearWeight, weight_bytes
-from pagoda.checkpoints.model_config import LinearSpec
-from pagoda.errors import ConfigError
-from pagoda.model.experts import DenseMlp, SparseMlp, compute_mlp, load_experts
+from pagoda.model.loader import DenseMlp, Layer, WeightLoader
 from pagoda.model.rotary import rotary_frequencies
-from pagoda.model.sharding import PartialWeights, Shard
-from pagoda.telemetry.tracer import Tracer
 
 _PLAN = Operation("plan", "plan")
 """Preparation of a step, before the operations of its forward pass."""
-
-
-@dataclass(frozen=True)
-class Layer(Generic[LinearT]):
-    attention_norm: Tensor
-    qkv: LinearT
-    """Queries, keys and values, one above the other."""
-    head_norms: HeadNorms | None
-    attention_out: LinearT
-    window: int | None
-    mlp_norm: Tensor
-    mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
 
 
 class Decoder(Generic[LinearT, MetadataT]):
@@ -55,23 +36,16 @@ class Decoder(Generic[LinearT, MetadataT]):
 
     def __init__(
         self,
-        shard: Shard,
+        loader: WeightLoader[LinearT],
         backend: Backend[LinearT, MetadataT],
-        source: PartialWeights,
-        dtype: torch.dtype,
         caches: Sequence[KVCache],
-        tracer: Tracer,
-        on_loaded: Callable[[int], None],
     ) -> None:
-        """Takes the weights of `shard` out of `source`; `caches` has one entry for each of its layers.
-
-        `on_loaded` is told the bytes of each linear layer when it is packed.
+        """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
 
         Raises:
             ConfigError: a weight is missing or has the wrong shape.
         """
-        config = shard.config
-        loader = _Loader(shard, backend, source, dtype, tracer, on_loaded)
+        shard, config, tracer = loader.shard, loader.shard.config, loader.tracer
         self._tracer = tracer
         self._shard = shard
         self.backend = backend
@@ -82,18 +56,18 @@ class Decoder(Generic[LinearT, MetadataT]):
             if shard.is_last
             else None
         )
-        self._embedding = loader.linear([config.embedding], bias=False) if shard.is_first else None
+        self._embedding = loader.linear([config.embedding]) if shard.is_first else None
         self.head: LinearT | None = None
         if shard.is_last:
             tied = config.tie_word_embeddings and shard.is_first
-            self.head = self._embedding if tied else loader.linear([config.head], bias=False)
+            self.head = self._embedding if tied else loader.linear([config.head])
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
         self.caches = caches
         began = tracer.e2e()
         self._compiled = backend.compile(
             self._compute,
-            hidden=None if shard.is_first else (config.hidden_size, dtype),
+            hidden=None if shard.is_first else (config.hidden_size, loader.dtype),
             names=self._weight_names(),
         )
         tracer.span("compile", began)
@@ -188,7 +162,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         for layer, cache, next_norm in zip(self._layers, self.caches, norms, strict=True):
             attended = ops.all_reduce(self._attention(ops, step, layer, cache, h))
             x, h = ops.add_rms_norm(x, attended, layer.mlp_norm, eps)
-            mixed = ops.all_reduce(compute_mlp(ops, h, layer.mlp))
+            mixed = ops.all_reduce(self._mlp(ops, layer, h))
             if next_norm is None:
                 return ops.add(x, mixed)
             x, h = ops.add_rms_norm(x, mixed, next_norm, eps)
@@ -204,6 +178,15 @@ class Decoder(Generic[LinearT, MetadataT]):
             raise ValueError("This stage starts from hidden states.")
         return step.hidden
 
+    def _mlp(
+        self, ops: Operations[ValueT, LinearT, MetadataT], layer: Layer[LinearT], h: ValueT
+    ) -> ValueT:
+        """This rank's part of the MLP's output [n, hidden], from normed hidden states [n, hidden]."""
+        mlp = layer.mlp
+        if isinstance(mlp, DenseMlp):
+            return ops.linear(ops.silu_and_mul(ops.linear(h, mlp.gate_up)), mlp.down)
+        return ops.experts(h, ops.linear(h, mlp.router), mlp.experts)
+
     def _attention(
         self,
         ops: Operations[ValueT, LinearT, MetadataT],
@@ -217,109 +200,3 @@ class Decoder(Generic[LinearT, MetadataT]):
         scale = self._shard.config.head_dim**-0.5
         attended = ops.attention(queries, cache, step.plan, scale=scale, window=layer.window)
         return ops.linear(attended, layer.attention_out)
-
-
-class _Loader(Generic[LinearT]):
-    """Loads and prepares weights by their names and shapes."""
-
-    def __init__(
-        self,
-        shard: Shard,
-        backend: Backend[LinearT, MetadataT],
-        source: PartialWeights,
-        dtype: torch.dtype,
-        tracer: Tracer,
-        on_loaded: Callable[[int], None],
-    ) -> None:
-        self._shard = shard
-        self._tracer = tracer
-        self._on_loaded = on_loaded
-        self._prepare_linear = backend.prepare_linear
-        self._source = source
-        self._dtype = dtype
-        self._device = backend.device
-        experts = shard.config.experts
-        self.expert_counts = torch.zeros(
-            0 if experts is None else experts.num_experts, dtype=torch.int64, device=backend.device
-        )
-        """Tokens that went to each expert, of all layers together."""
-
-    def layer(self, index: int) -> Layer[LinearT]:
-        config, names = self._shard.config, self._shard.config.names
-        attention = config.attention_linears(index)
-        return Layer(
-            attention_norm=self._norm(index, names.attention_norm, config.hidden_size),
-            qkv=self.linear([attention.q, attention.k, attention.v], bias=config.qkv_bias),
-            head_norms=self._head_norms(index) if config.qk_norm else None,
-            attention_out=self.linear([attention.out], bias=config.output_bias),
-            window=config.sliding_windows[index],
-            mlp_norm=self._norm(index, names.mlp_norm, config.hidden_size),
-            mlp=self._mlp(index),
-        )
-
-    def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
-        config, maps = self._shard.config, self._shard.expert_linears(index)
-        if config.experts is not None and maps is not None:
-            first = self._shard.experts.start
-            return load_experts(config.experts, maps, first, self.expert_counts, self.linear)
-        mlp = config.mlp_linears(index)
-        return DenseMlp(
-            gate_up=self.linear([mlp.gate, mlp.up], bias=config.mlp_bias),
-            down=self.linear([mlp.down], bias=config.mlp_bias),
-        )
-
-    def tensor(self, name: str, size: int) -> Tensor:
-        out = torch.empty(size, dtype=self._dtype, device=self._device)
-        self._source.read_into(name, out)
-        return out
-
-    def linear(self, linears: Sequence[LinearSpec], *, bias: bool) -> LinearT:
-        """This rank's parts of linear layers of the same input, as one."""
-        began = self._tracer.e2e()
-        parts = [(linear, self._shard.part_of(linear)) for linear in linears]
-        weights = [self._source.linear(linear, part, self._dtype) for linear, part in parts]
-        _check_act_orders([linear.name for linear in linears], weights)
-        biases = [self._bias(linear) for linear in linears] if bias else []
-        loaded = self._tracer.e2e()
-        prepared = self._prepare_linear(weights, torch.cat(biases) if biases else None, self._dtype)
-        num_bytes = sum(weight_bytes(weight, self._dtype) for weight in weights)
-        said = {"first": linears[0].name, "bytes": num_bytes}
-        self._tracer.span("load weights", began, said, ended=loaded)
-        self._tracer.span("pack weights", loaded, said)
-        self._on_loaded(num_bytes)
-        return prepared
-
-    def _bias(self, linear: LinearSpec) -> Tensor:
-        values = self.tensor(f"{linear.name}.bias", linear.outputs)
-        part = self._shard.part_of(linear)
-        if len(part.inputs) < linear.inputs and self._shard.tp_rank > 0:
-            return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
-        return values[part.outputs.start : part.outputs.stop]
-
-    def _head_norms(self, index: int) -> HeadNorms:
-        config = self._shard.config
-        queries = self._norm(index, config.names.query_norm, config.head_dim)
-        keys = self._norm(index, config.names.key_norm, config.head_dim)
-        return HeadNorms(queries, keys, config.rms_norm_eps)
-
-    def _norm(self, index: int, name: str, size: int) -> Tensor:
-        return self.tensor(f"{self._shard.config.names.of_layer(index, name)}.weight", size)
-
-
-def _check_act_orders(names: Sequence[str], weights: Sequence[LinearWeight]) -> None:
-    """Maps of the same input are computed together, so they must take its elements in one order."""
-    orders = [
-        (name, weight.act_order)
-        for name, weight in zip(names, weights, strict=True)
-        if isinstance(weight, GroupedWeight)
-    ]
-    for name, order in orders[1:]:
-        first_name, first = orders[0]
-        same = order is first or (
-            order is not None and first is not None and torch.equal(order, first)
-        )
-        if not same:
-            raise ConfigError(
-                f"{first_name} and {name} have the same inputs but group them in different orders (act-order); "
-                "quantize them with one order."
-            )

@@ -7,11 +7,9 @@ row by row and suffer most from rounding, are int8 all the same. Routers of expe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from pagoda.backend.base import Backend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
@@ -22,31 +20,26 @@ from pagoda.checkpoints.weight_formats import (
     WeightFormat,
 )
 from pagoda.errors import ConfigError
-from pagoda.model.sharding import Part, PartialWeights, format_of_part
+from pagoda.model.sharding import Part, format_of_part
 
 QUANTIZATIONS = ("none", "int8", "int4")
 
 
 @dataclass(frozen=True)
-class Int8OnLoad:
-    summary = "int8 weights"
-
-    def format_of(self, linear: LinearSpec) -> WeightFormat:
-        return DenseFormat() if linear.role is Role.ROUTER else Int8Format()
-
-
-@dataclass(frozen=True)
-class Int4OnLoad:
-    group_size: int
+class QuantizationOnLoad:
+    group_size: int | None
+    """Inputs that share a scale of int4; None for int8."""
 
     @property
     def summary(self) -> str:
+        if self.group_size is None:
+            return "int8 weights"
         return f"int4 weights (groups of {self.group_size})"
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         if linear.role is Role.ROUTER:
             return DenseFormat()
-        if linear.role in (Role.EMBEDDING, Role.HEAD):
+        if self.group_size is None or linear.role in (Role.EMBEDDING, Role.HEAD):
             return Int8Format()
         if linear.inputs % self.group_size:
             raise ConfigError(
@@ -57,8 +50,30 @@ class Int4OnLoad:
             bits=4, group_size=self.group_size, offsets=False, act_order=False, can_regroup=False
         )
 
+    def quantize(
+        self, linear: LinearSpec, part: Part, weight: LinearWeight, backend: Backend[Any, Any]
+    ) -> LinearWeight:
+        """The weight of a part of a linear layer, quantized by the backend.
 
-QuantizationOnLoad = Int8OnLoad | Int4OnLoad
+        Raises:
+            ConfigError: it holds numbers that are not finite or too large.
+        """
+        if not isinstance(weight, DenseWeight):
+            raise TypeError(f"{linear.name} is quantized already.")
+        held_as = format_of_part(linear, self.format_of(linear), part.inputs)
+        if isinstance(held_as, DenseFormat):
+            return weight
+        quantized: Int8Weight | GroupedWeight
+        if isinstance(held_as, GroupedFormat):
+            quantized = backend.quantize_int4(weight.values, held_as.group_size)
+        else:
+            quantized = backend.quantize_int8(weight.values)
+        if not bool(quantized.scales.isfinite().all()):
+            raise ConfigError(
+                f"{linear.name}.weight holds numbers that are infinite, NaN or too large to quantize; "
+                "serve it without --quantization."
+            )
+        return quantized
 
 
 def quantization_on_load(wanted: str, group_size: int) -> QuantizationOnLoad | None:
@@ -72,45 +87,4 @@ def quantization_on_load(wanted: str, group_size: int) -> QuantizationOnLoad | N
         raise ConfigError(f"--quantization-group-size must be one of {known}, got {group_size}.")
     if wanted == "none":
         return None
-    return Int8OnLoad() if wanted == "int8" else Int4OnLoad(group_size)
-
-
-class Quantizer(Protocol):
-    """A backend's quantization of weights; see `pagoda.backend.reference.rounding`."""
-
-    def quantize_int8(self, values: Tensor) -> Int8Weight: ...
-
-    def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight: ...
-
-
-class QuantizedWeights:
-    """Quantizes what another source gives, part by part."""
-
-    def __init__(
-        self, dense: PartialWeights, quantization: QuantizationOnLoad, quantizer: Quantizer
-    ) -> None:
-        self._dense = dense
-        self._quantizer = quantizer
-        self._quantization = quantization
-
-    def read_into(self, name: str, out: Tensor) -> None:
-        self._dense.read_into(name, out)
-
-    def linear(self, linear: LinearSpec, part: Part, dtype: torch.dtype) -> LinearWeight:
-        weight = self._dense.linear(linear, part, dtype)
-        if not isinstance(weight, DenseWeight):
-            raise TypeError(f"{linear.name} is quantized already.")
-        held_as = format_of_part(linear, self._quantization.format_of(linear), part.inputs)
-        if isinstance(held_as, DenseFormat):
-            return weight
-        quantized: Int8Weight | GroupedWeight
-        if isinstance(held_as, GroupedFormat):
-            quantized = self._quantizer.quantize_int4(weight.values, held_as.group_size)
-        else:
-            quantized = self._quantizer.quantize_int8(weight.values)
-        if not bool(quantized.scales.isfinite().all()):
-            raise ConfigError(
-                f"{linear.name}.weight holds numbers that are infinite, NaN or too large to quantize; "
-                "serve it without --quantization."
-            )
-        return quantized
+    return QuantizationOnLoad(group_size if wanted == "int4" else None)

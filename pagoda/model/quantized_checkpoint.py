@@ -11,14 +11,8 @@ from torch import Tensor
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.checkpoints.model_config import LinearSpec
-from pagoda.checkpoints.quantization_config import (
-    Awq,
-    CheckpointQuantization,
-    CompressedTensors,
-    GroupScheme,
-    Int8Scheme,
-)
-from pagoda.checkpoints.weight_formats import held_group_size
+from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
+from pagoda.checkpoints.weight_formats import Int8Format, held_group_size
 from pagoda.errors import ConfigError
 from pagoda.model.weights import READABLE, CheckpointWeights
 
@@ -40,18 +34,19 @@ class QuantizedCheckpoint:
         self._tensors.read_into(name, out)
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
-        quantization = self._quantization
-        scheme = quantization.scheme_of(linear)
+        scheme = self._quantization.scheme_of(linear)
         if scheme is None:
             return self._tensors.linear(linear, dtype)
-        if isinstance(scheme, Int8Scheme):
+        if isinstance(scheme, Int8Format):
             return self._int8(linear)
         reader = _GroupReader(self._tensors, linear, scheme)
-        if isinstance(quantization, CompressedTensors):
-            return reader.compressed_tensors()
-        if isinstance(quantization, Awq):
-            return reader.awq()
-        return reader.gptq(quantization.zero_offset)
+        match self._quantization.layout:
+            case "compressed-tensors":
+                return reader.compressed_tensors()
+            case "awq":
+                return reader.awq()
+            case layout:
+                return reader.gptq(zero_offset=1 if layout == "gptq" else 0)
 
     def _int8(self, linear: LinearSpec) -> Int8Weight:
         tensors, name, outputs = self._tensors, linear.name, linear.outputs

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from pagoda.checkpoints.weight_formats import (
     part_format,
 )
 from pagoda.errors import ConfigError
-from pagoda.model.weights import WeightSource
 from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, expert_share
 
 
@@ -336,35 +334,6 @@ def _fill_stages(costs: list[int], head: int, limit: int) -> list[int]:
             total = 0
         total += costs[layer]
     return ends[::-1]
-
-
-class PartialWeights(Protocol):
-    """Gives parts of a model's weights."""
-
-    def read_into(self, name: str, out: Tensor) -> None:
-        """See `WeightSource`; the whole tensor."""
-        ...
-
-    def linear(self, linear: LinearSpec, part: Part, dtype: torch.dtype) -> LinearWeight:
-        """The part of a linear layer's weight; see `WeightSource.linear`.
-
-        Raises:
-            ConfigError: there is no such map, or it cannot be cut so.
-        """
-        ...
-
-
-class CutWeights:
-    """Cuts parts out of what a source gives."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-
-    def read_into(self, name: str, out: Tensor) -> None:
-        self._source.read_into(name, out)
-
-    def linear(self, linear: LinearSpec, part: Part, dtype: torch.dtype) -> LinearWeight:
-        return take_part(linear, self._source.linear(linear, dtype), part, dtype)
 
 
 def take_part(

@@ -25,14 +25,13 @@ from pagoda.executor.base import Executor
 from pagoda.executor.sim import SimExecutor, SimNeighbours, TransferFate, sim_token
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import KVEventBatch
-from pagoda.kv.host_tier import HostTier
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.tiers import build_tiers
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.transfers import KVDirectory, Transfer
+from pagoda.messages.transfers import HostSlots, KVDirectory, Transfer
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.links import HandoffLinks
@@ -273,13 +272,12 @@ def check_books(scheduler: Scheduler) -> None:
     )
     held.update(block.block_id for block in tiers.ledger.held_blocks())
     if scheduler.exporter is not None:
-        held.update(block.block_id for block in scheduler.exporter.leases.held_blocks())
+        leases = scheduler.exporter.leases.values()
+        held.update(block.block_id for lease in leases for block in lease.blocks)
     pool = scheduler.kv.pool
     pool.check()
     assert pool.references() == held
-    for tier in tiers.connectors:
-        if isinstance(tier, HostTier):
-            tier.check()
+    check_slots(tiers)
     loading = in_state(scheduler, RequestState.LOADING)
     awaiting = in_state(scheduler, RequestState.AWAITING_KV)
     assert len(scheduler.running) + len(loading) <= scheduler.limits.max_num_seqs
@@ -291,6 +289,20 @@ def check_books(scheduler: Scheduler) -> None:
     else:
         assert waiting == tiers.deadlines.keys()
     assert loading == tiers.loads.keys()
+
+
+def check_slots(tiers: TieredKVConnector) -> None:
+    """Slots in host memory are referenced by open transfers alone."""
+    used = Counter(
+        slot
+        for entry in tiers.ledger.transfers.values()
+        for place in (entry.transfer.source, entry.transfer.target)
+        if isinstance(place, HostSlots)
+        for slot in place.slots
+    )
+    for slots in tiers.near_pools:
+        slots.check()
+        assert slots.references() == used
 
 
 def check_sums(scheduler: Scheduler) -> None:

@@ -1,15 +1,16 @@
-"""A disk in virtual time: the simulated worker's objects, and somebody who looks at them."""
+"""A disk in virtual time, and a scanner that looks at it."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from itertools import count
+import itertools
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from pagoda.executor.sim import Cells
 from pagoda.ipc.clock import Clock
 from pagoda.kv.disk_scanner import (
     OWN,
+    DirectoryFound,
     FanOutListed,
     News,
     ObjectsFound,
@@ -17,6 +18,10 @@ from pagoda.kv.disk_scanner import (
     Removed,
     ScanEnded,
 )
+
+Job = Callable[[], list[News]]
+OTHER_BYTES = 50
+"""Bytes of each object in directories of other models."""
 
 
 class SimDisk:
@@ -28,7 +33,7 @@ class SimDisk:
         self._scanner: SimScanner | None = None
 
     def open(self, clock: Clock) -> SimScanner:
-        self._scanner = SimScanner(self.objects, clock, self._delay_s)
+        self._scanner = SimScanner({OWN: self.objects}, clock, self._delay_s, 1e9)
         return self._scanner
 
     def next_event_at(self) -> float | None:
@@ -36,69 +41,107 @@ class SimDisk:
 
 
 class SimScanner:
-    """Looks at objects when asked, and gives its answers later."""
+    """Looks at the objects in directories when asked, and gives its answers `delay_s` later."""
 
     def __init__(
-        self, objects: dict[bytes, Cells], clock: Clock, delay_s: Callable[[], float]
+        self,
+        disk: Mapping[int, MutableMapping[bytes, object]],
+        clock: Clock,
+        delay_s: Callable[[], float],
+        epoch_s: float,
+        used_at: Callable[[object], int] | None = None,
     ) -> None:
-        self._objects = objects
+        """`used_at` tells the last use of an object by what is in the `disk`; all are used now if None."""
+        self.disk = disk
+        self.removed: list[tuple[int, Sequence[bytes]]] = []
+        self.probed: list[str] = []
+        self.forgotten: list[str] = []
+        self.num_rescans = 0
+        self.is_closed = False
         self._clock = clock
         self._delay_s = delay_s
-        self._order = count()
-        self._answers: list[tuple[float, int, Callable[[], list[News]]]] = []
-        self._later(self._scan)
+        self._epoch_s = epoch_s
+        self._used_at = used_at
+        self._met = {OWN}
+        self._order = itertools.count()
+        self.jobs: list[tuple[float, int, Job]] = []
+        """A heap of what is to be done, by the time of its answer."""
+        self._news: list[News] = []
+        self.later(self.scan)
 
-    def _later(self, answer: Callable[[], list[News]]) -> None:
-        heapq.heappush(
-            self._answers, (self._clock.now() + self._delay_s(), next(self._order), answer)
-        )
+    def later(self, job: Job, at: float | None = None) -> None:
+        """Does a job at a time; if None, after a delay."""
+        if at is None:
+            at = self._clock.now() + self._delay_s()
+        heapq.heappush(self.jobs, (at, next(self._order), job))
 
-    def _scan(self) -> list[News]:
-        now = int(1e9 + self._clock.now())
-        listed: list[News] = [
-            FanOutListed(
-                OWN, fan_out, {key: now for key in self._objects if key[0] == fan_out}, now
-            )
-            for fan_out in {key[0] for key in self._objects}
-        ]
-        return [ObjectsFound(OWN, dict.fromkeys(self._objects, now)), *listed, ScanEnded(0.0)]
+    def work(self, count: int = 1000) -> None:
+        """Does so many jobs now."""
+        while self.jobs and count:
+            self._news += heapq.heappop(self.jobs)[2]()
+            count -= 1
 
-    def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
+    def scan(self) -> list[News]:
+        now = int(self._epoch_s + self._clock.now())
+        news: list[News] = []
+        for directory, objects in self.disk.items():
+            if directory not in self._met:
+                self._met.add(directory)
+                news.append(DirectoryFound(directory, OTHER_BYTES))
+            used_at = {
+                key: now if self._used_at is None else self._used_at(it)
+                for key, it in objects.items()
+            }
+            news += [ObjectsFound(directory, used_at), *list_fan_outs(directory, used_at, now)]
+        return [*news, ScanEnded(0.0)]
+
+    def probe(self, request_id: str, keys: Sequence[bytes]) -> None:
         def answer() -> list[News]:
-            found: list[bytes] = []
-            for key in keys:
-                if key not in self._objects:
-                    break
-                found.append(key)
-            return [ProbeAnswer(probe_id, found)]
+            there = itertools.takewhile(self.disk[OWN].__contains__, keys)
+            return [ProbeAnswer(request_id, list(there))]
 
-        self._later(answer)
+        self.probed.append(request_id)
+        self.later(answer)
 
-    def cancel_probe(self, probe_id: int) -> None:
+    def cancel_probe(self, request_id: str) -> None:
         """Answers anyway."""
+        self.forgotten.append(request_id)
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
-        def answer() -> list[News]:
+        def remove() -> list[News]:
             for key in keys:
-                self._objects.pop(key, None)
+                self.disk[directory].pop(key, None)
             return [Removed(directory, keys)]
 
-        self._later(answer)
+        self.removed.append((directory, list(keys)))
+        self.later(remove)
 
     def rescan(self) -> None:
-        """Nothing to do: all objects are known from the first scan on."""
+        self.num_rescans += 1
 
     def poll(self) -> list[News]:
-        news: list[News] = []
-        while self._answers and self._answers[0][0] <= self._clock.now():
-            news += heapq.heappop(self._answers)[2]()
+        while self.jobs and self.jobs[0][0] <= self._clock.now():
+            self.work(1)
+        news, self._news = self._news, []
         return news
 
     def next_event_at(self) -> float | None:
-        return self._answers[0][0] if self._answers else None
+        return self.jobs[0][0] if self.jobs else None
 
     def fileno(self) -> int:
         raise AssertionError("nobody waits for file descriptors in virtual time")
 
     def close(self) -> None:
-        self._answers.clear()
+        self.is_closed = True
+        self.jobs.clear()
+
+
+def list_fan_outs(directory: int, used_at: Mapping[bytes, int], listed_at: int) -> list[News]:
+    """A listing of each fan-out directory."""
+    by_fan_out: list[dict[bytes, int]] = [{} for _ in range(256)]
+    for key, at in used_at.items():
+        by_fan_out[key[0]][key] = at
+    return [
+        FanOutListed(directory, number, objects, listed_at)
+        for number, objects in enumerate(by_fan_out)
+    ]

@@ -16,19 +16,12 @@ from harness import Harness, assert_complete, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mortal_executor import MortalExecutor, random_request, speaking
+from trace_writers import TraceWriters
 
 from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.base import WorkerLost
 from pagoda.messages.tracing import StartTrace, TraceStopped
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
-
-_STRANGERS: set[threading.Thread] = set()
-
-
-@pytest.fixture(autouse=True)
-def _know_strangers() -> None:
-    _STRANGERS.clear()
-    _STRANGERS.update(threading.enumerate())
 
 
 def trace(directory: Path, num_steps: int | None = None, number: int = 1) -> StartTrace:
@@ -240,11 +233,13 @@ def test_why_it_failed_is_told_at_the_end(tmp_path: Path) -> None:
     assert "File exists" in problem
 
 
-def test_so_many_steps_end_though_nothing_can_be_written(tmp_path: Path) -> None:
+def test_so_many_steps_end_though_nothing_can_be_written(
+    tmp_path: Path, trace_writers: TraceWriters
+) -> None:
     (tmp_path / "taken").write_text("")
     harness = Harness()
     harness.core.start_trace(trace(tmp_path / "taken", num_steps=1000, number=3))
-    until_written()
+    trace_writers.join()
     harness.add(make_request("r", [1, 2, 3]))
     harness.run()
     end = end_of_trace(harness)
@@ -266,7 +261,7 @@ def test_serving_does_not_wait_for_a_disk_that_hangs(
 
 
 def test_a_disk_that_takes_too_long_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace_writers: TraceWriters
 ) -> None:
     released = threading.Event()
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: released.wait())
@@ -274,12 +269,14 @@ def test_a_disk_that_takes_too_long_is_named(
     harness = Harness(trace=trace(tmp_path))
     (problem,) = stop(harness).problems
     released.set()
-    until_written()
+    trace_writers.join()
     assert problem.startswith("engine dp0: ")
     assert "could not be written within 0.01 s" in problem
 
 
-def test_a_trace_that_begins_while_another_is_closed_has_its_own_end(tmp_path: Path) -> None:
+def test_a_trace_that_begins_while_another_is_closed_has_its_own_end(
+    tmp_path: Path, trace_writers: TraceWriters
+) -> None:
     harness = Harness(trace=trace(tmp_path, number=1))
     harness.core.stop_trace()
     harness.step()
@@ -287,15 +284,8 @@ def test_a_trace_that_begins_while_another_is_closed_has_its_own_end(tmp_path: P
     harness.core.start_trace(trace(tmp_path, number=2))
     assert harness.core.tracing.drain_end() is None
     assert stop(harness) == TraceStopped([], 2)
-    until_written()
+    trace_writers.join()
     assert len(read_fragments(tmp_path)) == 2
-
-
-def until_written() -> None:
-    """Returns when the writers of this test have ended; other tests of the process may have writers that go on."""
-    for thread in threading.enumerate():
-        if thread.name in ("trace-writer", "trace-ending") and thread not in _STRANGERS:
-            thread.join()
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -305,8 +295,9 @@ def test_whole_lives_nest_and_every_request_has_an_end(num_stages: int, seed: in
     """Random arrivals, aborts, preemptions and lost workers, with tracing that comes and goes."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
+        writers = TraceWriters()
         seen = _live(rng, Path(directory), num_stages)
-        until_written()
+        writers.join()
         for fragment in read_fragments(Path(directory)):
             assert_nested(fragment)
             rows = [name for name in fragment.rows.values() if name.startswith("request ")]

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 import msgspec
 from kv_tiers import READY
+from sim_disk import SimScanner
 
 from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
-from pagoda.kv.disk_scanner import (
-    OWN,
-    DirectoryFound,
-    FanOutListed,
-    News,
-    ObjectsFound,
-    ProbeAnswer,
-    Removed,
-    ScanEnded,
-)
+from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import KVEventRecorder
 from pagoda.kv.host_tier import HostTier
@@ -38,71 +29,6 @@ EPOCH = 1_900_000_000
 TOKENS = list(range(41 * SIZE))
 KEYS = prefix_keys(TOKENS, SIZE, None, 40)
 OTHER_KEYS = prefix_keys(TOKENS, SIZE, "salt", 40)
-
-
-class FakeScanner:
-    """A disk in memory, and a scanner that does one job whenever it is told to."""
-
-    def __init__(self) -> None:
-        self.disk: dict[int, dict[bytes, int]] = {OWN: {}}
-        self.jobs: deque[Callable[[], list[News]]] = deque()
-        self.removed: list[tuple[int, list[bytes]]] = []
-        self.num_probes = 0
-        self.forgotten: list[int] = []
-        self.num_rescans = 0
-        self.is_closed = False
-        self._news: list[News] = []
-        self._met: set[int] = set()
-        self.jobs.append(self.scan)
-
-    def scan(self) -> list[News]:
-        news: list[News] = []
-        for directory, objects in self.disk.items():
-            if directory != OWN and directory not in self._met:
-                self._met.add(directory)
-                news.append(DirectoryFound(directory, UNIT // 2))
-            news.append(ObjectsFound(directory, dict(objects)))
-            for fan_out in range(256):
-                used_at = {key: at for key, at in objects.items() if key[0] == fan_out}
-                news.append(FanOutListed(directory, fan_out, used_at, EPOCH))
-        return [*news, ScanEnded(0.0)]
-
-    def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
-        self.num_probes += 1
-        self.jobs.append(lambda: [self._answer(probe_id, keys)])
-
-    def cancel_probe(self, probe_id: int) -> None:
-        self.forgotten.append(probe_id)
-
-    def _answer(self, probe_id: int, keys: Sequence[bytes]) -> News:
-        return ProbeAnswer(probe_id, list(itertools.takewhile(self.disk[OWN].__contains__, keys)))
-
-    def remove(self, directory: int, keys: Sequence[bytes]) -> None:
-        self.removed.append((directory, list(keys)))
-        self.jobs.append(lambda: self._remove(directory, keys))
-
-    def _remove(self, directory: int, keys: Sequence[bytes]) -> list[News]:
-        for key in keys:
-            self.disk[directory].pop(key, None)
-        return [Removed(directory, keys)]
-
-    def rescan(self) -> None:
-        self.num_rescans += 1
-
-    def work(self, count: int = 1000) -> None:
-        while self.jobs and count:
-            self._news += self.jobs.popleft()()
-            count -= 1
-
-    def poll(self) -> list[News]:
-        news, self._news = self._news, []
-        return news
-
-    def fileno(self) -> int:
-        return 99
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 class Setup:
@@ -122,7 +48,7 @@ class Setup:
         self.pool = BlockPool(num_blocks)
         self.ledger = TransferLedger(self.pool)
         self.events = KVEventRecorder(SIZE, has_disk=True)
-        self.keepers: list[FakeScanner] = []
+        self.keepers: list[SimScanner] = []
         self.ready = ready(num_ranks)
         self.host = HostTier(host_slots, SIZE, self.ledger) if host_slots else None
         self.tier = DiskTier(
@@ -139,13 +65,15 @@ class Setup:
         if is_scanned:
             self.work()
 
-    def _open(self, directories: Sequence[KVDirectory], _clock: Clock) -> FakeScanner:
+    def _open(self, directories: Sequence[KVDirectory], clock: Clock) -> SimScanner:
+        """A scanner that does nothing until it is told to."""
         assert directories
-        self.keepers.append(FakeScanner())
+        disk: dict[int, dict[bytes, int]] = {OWN: {}}
+        self.keepers.append(SimScanner(disk, clock, lambda: math.inf, EPOCH, used_at=int))
         return self.keepers[-1]
 
     @property
-    def keeper(self) -> FakeScanner:
+    def keeper(self) -> SimScanner:
         return self.keepers[-1]
 
     @property

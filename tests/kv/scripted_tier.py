@@ -8,7 +8,7 @@ from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferEnd
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, TransferEnd
 from pagoda.messages.worker import WorkerReady
 
 
@@ -44,10 +44,9 @@ class ScriptedTier:
     ) -> int:
         keys = list(prefix.keys[start : start + len(blocks)])
         target = DeviceBlocks([block.block_id for block in blocks])
-        return self._ledger.open(self, DiskObjects(keys), target, blocks, after_step=after_step)
-
-    def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
-        self.calls.append(("loaded", list(keys), list(failed)))
+        return self._ledger.open(
+            self._ended, DiskObjects(keys), target, blocks, after_step=after_step
+        )
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
         count = (
@@ -58,14 +57,13 @@ class ScriptedTier:
         if self.stores and done:
             blocks = [cached.block for cached in done]
             source = DeviceBlocks([block.block_id for block in blocks])
-            self._ledger.open(self, source, DiskObjects([cached.key for cached in done]), blocks)
+            self._ledger.open(
+                self._ended, source, DiskObjects([cached.key for cached in done]), blocks
+            )
         return count
 
-    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        self.calls.append(("ended", transfer.transfer_id, end.failed))
-
-    def transfer_lost(self, transfer: Transfer) -> None:
-        self.calls.append(("lost", transfer.transfer_id))
+    def _ended(self, end: TransferEnd | None) -> None:
+        self.calls.append(("lost",) if end is None else ("ended", end.transfer_id, end.failed))
 
     def on_dequeued(self, request_id: str) -> None:
         self.calls.append(("forget", request_id))

@@ -49,9 +49,9 @@ class Keeper:
         self.thread.rescan()
         return self.until(ScanEnded)
 
-    def probe(self, probe_id: int, keys: Sequence[bytes]) -> list[News]:
+    def probe(self, request_id: str, keys: Sequence[bytes]) -> list[News]:
         """News up to the answer."""
-        self.thread.probe(probe_id, keys)
+        self.thread.probe(request_id, keys)
         return self.until(ProbeAnswer)
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> list[News]:
@@ -252,7 +252,7 @@ def test_no_content_of_a_manifest_ends_the_thread(
     put(own, KEYS)
     keeper = keep(own)
     assert found(keeper.until(ScanEnded)) == set(KEYS)
-    assert keeper.probe(1, KEYS) == [ProbeAnswer(1, KEYS)]
+    assert keeper.probe("1", KEYS) == [ProbeAnswer("1", KEYS)]
 
 
 def test_a_manifest_that_is_a_pipe_is_not_waited_for(
@@ -274,15 +274,15 @@ def test_work_that_breaks_is_answered_and_other_work_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(disk_scanner, "object_name", broken)
-        assert keeper.probe(1, KEYS) == [ProbeAnswer(1, ())]
+        assert keeper.probe("1", KEYS) == [ProbeAnswer("1", ())]
         assert keeper.remove(OWN, KEYS[:1]) == [Removed(OWN, KEYS[:1])]
         patch.setattr(disk_scanner, "list_files", broken)
         keeper.clock.advance_to(11)
         keeper.thread.rescan()
         while caplog.text.count("ValueError: nobody foresaw this") < 3:
-            keeper.thread.probe(2, [])
+            keeper.thread.probe("2", [])
             keeper.until(ProbeAnswer)
-    assert keeper.probe(3, KEYS) == [ProbeAnswer(3, KEYS)]
+    assert keeper.probe("3", KEYS) == [ProbeAnswer("3", KEYS)]
     fresh = bytes(32)
     put(own, [fresh])
     assert fresh in found(keeper.rescan())
@@ -349,8 +349,8 @@ def test_a_probe_finds_objects_up_to_the_first_that_is_not_there(
 ) -> None:
     keeper = keep(own, is_scanned=True)
     put(own, [*KEYS[:3], *KEYS[4:6]])
-    assert keeper.probe(5, KEYS) == [ProbeAnswer(5, KEYS[:3])]
-    assert keeper.probe(6, KEYS[3:]) == [ProbeAnswer(6, [])]
+    assert keeper.probe("5", KEYS) == [ProbeAnswer("5", KEYS[:3])]
+    assert keeper.probe("6", KEYS[3:]) == [ProbeAnswer("6", [])]
 
 
 def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
@@ -367,16 +367,16 @@ def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
 
     monkeypatch.setattr(disk_scanner, "object_name", hanging)
     for number in range(4):
-        keeper.thread.probe(number, KEYS)
+        keeper.thread.probe(str(number), KEYS)
     assert has_begun.wait(30)
-    keeper.thread.cancel_probe(0)  # too late
-    keeper.thread.cancel_probe(1)
-    keeper.thread.cancel_probe(2)
+    keeper.thread.cancel_probe("0")  # too late
+    keeper.thread.cancel_probe("1")
+    keeper.thread.cancel_probe("2")
     may_go_on.set()
     answers: list[News] = []
-    while ProbeAnswer(3, []) not in answers:
+    while ProbeAnswer("3", []) not in answers:
         answers += keeper.until(ProbeAnswer)
-    assert answers == [ProbeAnswer(0, []), ProbeAnswer(3, [])]
+    assert sorted(answers) == [ProbeAnswer("0", []), ProbeAnswer("3", [])]
 
 
 def test_a_probe_does_not_take_everything_for_an_object(own: KVDirectory, keep: Open) -> None:
@@ -388,7 +388,7 @@ def test_a_probe_does_not_take_everything_for_an_object(own: KVDirectory, keep: 
     path_of(own, KEYS[2]).parent.mkdir()
     path_of(own, KEYS[2]).symlink_to("/dev/zero")
     for number in range(3):
-        assert keeper.probe(number, KEYS[number:]) == [ProbeAnswer(number, [])]
+        assert keeper.probe(str(number), KEYS[number:]) == [ProbeAnswer(str(number), [])]
 
 
 def test_probes_are_answered_while_nobody_takes_what_a_scan_finds(
@@ -399,7 +399,7 @@ def test_probes_are_answered_while_nobody_takes_what_a_scan_finds(
     monkeypatch.setattr(disk_scanner, "_POLL_OBJECTS", 2)
     put(own, KEYS)
     keeper = keep(own)
-    keeper.thread.probe(1, KEYS)
+    keeper.thread.probe("1", KEYS)
     news = keeper.until(ProbeAnswer)
     assert not any(isinstance(item, ScanEnded) for item in news)
     news += keeper.until(ScanEnded)
@@ -412,7 +412,7 @@ def test_a_rescan_waits_until_the_last_one_is_long_ago(own: KVDirectory, keep: O
     put(own, KEYS)
     keeper.clock.advance_to(9)
     keeper.thread.rescan()
-    assert keeper.probe(1, []) == [ProbeAnswer(1, [])]
+    assert keeper.probe("1", []) == [ProbeAnswer("1", [])]
     keeper.clock.advance_to(11)
     assert not keeper.has_news()  # nobody has asked
     keeper.thread.rescan()
@@ -478,7 +478,7 @@ def test_directories_that_are_gone_are_empty_and_one_warning(
     put(other, KEYS)
     keeper = keep(own, is_scanned=True)
     shutil.rmtree(Path(own.path).parent)
-    assert keeper.probe(1, KEYS) == [ProbeAnswer(1, [])]
+    assert keeper.probe("1", KEYS) == [ProbeAnswer("1", [])]
     keeper.remove(OWN, KEYS)
     news = keeper.rescan()
     empty: dict[int, set[bytes]] = {fan_out: set() for fan_out in range(5)}

@@ -81,8 +81,6 @@ def work():
                 counts["missed"] += 1
                 failed.append(index)
         assert ledger.close(TransferEnd(transfer.transfer_id, transfer.generation, failed, "gone"))
-        if not is_store:
-            tier.loaded(keys, failed)
 
 
 listen(lambda: tier.load_report().is_indexed)

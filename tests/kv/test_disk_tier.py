@@ -47,7 +47,7 @@ def test_a_request_whose_blocks_are_all_known_needs_no_probe() -> None:
     setup.tier.on_queued(prefix(KEYS[:4]), 0)
     assert setup.tier.lookup(prefix(KEYS[:4]), 0) == 4
     setup.tier.on_queued(prefix(KEYS[:4]), 4)
-    assert setup.keeper.num_probes == 0
+    assert not setup.keeper.probed
 
 
 def test_the_answer_to_a_request_that_is_gone_tells_nobody() -> None:
@@ -76,10 +76,10 @@ def test_a_disk_that_does_not_answer_is_not_asked_again_until_it_does() -> None:
     assert setup.tier.lookup(prefix(request_id="second"), 0) == 2
     for request_id in ("r", "second"):
         setup.tier.on_dequeued(request_id)
-    assert setup.keeper.forgotten == [0, 1]
+    assert setup.keeper.forgotten == ["r", "second"]
     setup.tier.on_queued(prefix(request_id="third"), 0)
     assert setup.tier.lookup(prefix(request_id="third"), 0) == 2
-    assert setup.keeper.num_probes == 2
+    assert len(setup.keeper.probed) == 2
     setup.work()
     setup.disk[KEYS[5]] = EPOCH
     setup.tier.on_queued(prefix(request_id="fourth"), 0)
@@ -106,7 +106,7 @@ def test_an_answer_that_is_not_wanted_any_more_is_no_sign_of_a_bad_disk() -> Non
     setup.tier.on_dequeued("r")
     setup.clock.advance_to(100)
     setup.tier.on_queued(prefix(), 0)
-    assert setup.keeper.num_probes == 2
+    assert len(setup.keeper.probed) == 2
     assert setup.tier.lookup(prefix(), 0) is None
 
 
@@ -129,7 +129,6 @@ def test_a_load_is_one_transfer_into_the_blocks() -> None:
     assert len(transfer.target.block_ids) == 3
     assert transfer.after_step == 7
     setup.end(transfer)
-    setup.tier.loaded(KEYS[1:4], [])
     assert setup.report.num_loaded == 3
     assert setup.tier.lookup(prefix(), 0) == 4
 
@@ -140,7 +139,6 @@ def test_blocks_that_did_not_come_are_removed_and_it_is_said_why(
     setup = Setup()
     setup.store(KEYS[:4])
     setup.end(setup.load(prefix(), 0, 4), failed=[1, 3], error="its checksum is wrong")
-    setup.tier.loaded(KEYS[:4], [1, 3])
     assert setup.tier.lookup(prefix(), 0) == 1
     assert setup.keeper.removed == [(OWN, [KEYS[1], KEYS[3]])]
     assert (setup.report.num_loaded, setup.report.num_failed) == (2, 2)
@@ -394,7 +392,6 @@ class TierMachine(RuleBasedStateMachine):
         failed = {index for index, key in enumerate(keys) if key not in self.setup.disk}
         failed |= data.draw(st.sets(st.integers(0, len(keys) - 1), max_size=1))
         self.setup.end(transfer, sorted(failed))
-        self.setup.tier.loaded(keys, sorted(failed))
 
     @rule(count=st.integers(1, 3))
     def housekeeping(self, count: int) -> None:
@@ -403,7 +400,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def scan(self) -> None:
-        self.setup.keeper.jobs.append(self.setup.keeper.scan)
+        self.setup.keeper.later(self.setup.keeper.scan)
 
     @rule(key=st.sampled_from(KEYS[:10]))
     def somebody_removes_an_object(self, key: bytes) -> None:

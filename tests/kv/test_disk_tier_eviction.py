@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 from disk_rig import EPOCH, KEYS, OTHER_KEYS, UNIT, Setup, prefix, stored_keys
+from sim_disk import list_fan_outs
 
 from pagoda.errors import ConfigError
-from pagoda.kv.disk_scanner import OWN, FanOutListed, News
+from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.events import BlockRemoved
 from pagoda.messages.transfers import KVDirectory
 
@@ -96,7 +97,7 @@ def test_an_object_that_is_being_removed_is_neither_found_nor_written() -> None:
     setup.store(KEYS[:1])
     setup.end(setup.load(prefix(), 0, 1), failed=[0])
     late = setup.keeper.scan()  # made before the removal, told after it was asked for
-    setup.keeper.jobs.appendleft(lambda: late)
+    setup.keeper.later(lambda: late, at=0.0)
     setup.keeper.work(1)
     setup.tier.poll()
     assert setup.tier.lookup(prefix(), 0) == 0
@@ -112,8 +113,7 @@ def test_a_listing_does_not_forget_what_was_written_after_it_was_made() -> None:
     setup.store(KEYS[:2])
     setup.clock.advance_to(100)
     setup.store(KEYS[2:3])
-    news = [FanOutListed(OWN, fan_out, {}, EPOCH + 50) for fan_out in range(256)]
-    setup.keeper.jobs.append(lambda: [*news])
+    setup.keeper.later(lambda: list_fan_outs(OWN, {}, EPOCH + 50))
     setup.work()
     assert [setup.tier.lookup(prefix(), start) for start in range(3)] == [0, 0, 1]
     assert setup.report.num_blocks == 1
@@ -124,14 +124,9 @@ def test_a_listing_brings_what_was_not_found_one_by_one() -> None:
     setup = Setup()
     setup.store(KEYS[:1])
     setup.store(KEYS[3:4])
-    setup.tier.loaded(KEYS[:1], [])
     setup.end(setup.load(prefix(), 3, 1), failed=[0])  # it is being removed
     used_at = dict.fromkeys(KEYS[:4], EPOCH - 60)
-    news: list[News] = [
-        FanOutListed(OWN, fan_out, {key: at for key, at in used_at.items() if key[0] == fan_out}, 0)
-        for fan_out in range(256)
-    ]
-    setup.keeper.jobs.appendleft(lambda: news)
+    setup.keeper.later(lambda: list_fan_outs(OWN, used_at, 0), at=0.0)
     setup.keeper.work(1)
     setup.tier.poll()
     assert setup.report.num_blocks == 3

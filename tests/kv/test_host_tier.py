@@ -91,7 +91,6 @@ def test_slots_under_transfer_are_not_evicted() -> None:
     assert host.tier.lookup(PREFIX, 0) == 3
     assert host.tier.lookup(PREFIX, 4) == 1
     host.ledger.close(end_of(transfer))
-    host.tier.loaded(PREFIX.keys[:3], [])
     assert host.num_free == 4
     assert host.tier.load_report().num_loaded == 3
 
@@ -111,7 +110,6 @@ def test_what_failed_to_load_is_not_found_again() -> None:
     host.store(0, 3)
     transfer = host.load(3)
     host.ledger.close(end_of(transfer, failed=[1]))
-    host.tier.loaded(PREFIX.keys[:3], [1])
     assert host.tier.lookup(PREFIX, 0) == 1
     assert host.tier.load_report().num_failed == 1
 
@@ -179,7 +177,7 @@ def test_arenas_go_with_their_workers() -> None:
     host.tier.workers_ready(READY)
     host.store(0, 4)
     assert host.tier.lookup(PREFIX, 0) == 4
-    host.tier.check()
+    host.tier.pool.check()
 
 
 def test_later_arenas_must_not_be_smaller() -> None:

@@ -9,30 +9,26 @@ from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer, Transfe
 
 class Owner:
     def __init__(self) -> None:
-        self.ended: list[tuple[int, list[int], int]] = []
-        """(transfer, failed, references of its first block at that time)"""
-        self.lost: list[int] = []
+        self.ends: list[tuple[TransferEnd | None, int]] = []
+        """Ends, and the references of the first block at that time."""
         self.blocks: list[Block] = []
 
-    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        count = self.blocks[0].ref_count if self.blocks else 0
-        self.ended.append((transfer.transfer_id, end.failed, count))
-
-    def transfer_lost(self, transfer: Transfer) -> None:
-        self.lost.append(transfer.transfer_id)
+    def on_end(self, end: TransferEnd | None) -> None:
+        self.ends.append((end, self.blocks[0].ref_count if self.blocks else 0))
 
 
 def load(
     ledger: TransferLedger, owner: Owner, blocks: list[Block], after_step: int = -1
 ) -> Transfer:
     numbers = [block.block_id for block in blocks]
-    ledger.open(owner, HostSlots(numbers), DeviceBlocks(numbers), blocks, after_step=after_step)
+    places = HostSlots(numbers), DeviceBlocks(numbers)
+    ledger.open(owner.on_end, *places, blocks, after_step=after_step)
     return ledger.drain()[-1]
 
 
 def store(ledger: TransferLedger, owner: Owner, blocks: list[Block]) -> Transfer:
     numbers = [block.block_id for block in blocks]
-    ledger.open(owner, DeviceBlocks(numbers), HostSlots(numbers), blocks)
+    ledger.open(owner.on_end, DeviceBlocks(numbers), HostSlots(numbers), blocks)
     return ledger.drain()[-1]
 
 
@@ -48,8 +44,9 @@ def test_blocks_stay_referenced_until_the_transfer_ends_whatever_the_request_doe
     assert (transfer.after_step, transfer.target) == (7, DeviceBlocks([0, 1]))
     pool.release(blocks)
     assert pool.num_available == 2
-    assert ledger.close(end_of(transfer, failed=[1]))
-    assert owner.ended == [(transfer.transfer_id, [1], 1)]
+    end = end_of(transfer, failed=[1])
+    assert ledger.close(end)
+    assert owner.ends == [(end, 1)]
     assert pool.num_available == 4
     assert ledger.num_open == 0
 
@@ -62,7 +59,7 @@ def test_an_end_counts_once() -> None:
     assert ledger.close(end_of(transfer))
     assert not ledger.close(end_of(transfer))
     assert not ledger.close(TransferEnd(99, 0))
-    assert len(owner.ended) == 1
+    assert len(owner.ends) == 1
     assert blocks[0].ref_count == 1
 
 
@@ -71,9 +68,9 @@ def test_what_lost_workers_were_doing_goes_on_no_more() -> None:
     ledger = TransferLedger(pool)
     blocks = pool.allocate(2)
     first = load(ledger, owner, blocks)
-    ledger.open(owner, HostSlots([3]), DeviceBlocks([0]), blocks[:1])
+    ledger.open(owner.on_end, HostSlots([3]), DeviceBlocks([0]), blocks[:1])
     ledger.drop_all()
-    assert owner.lost == [0, 1]
+    assert owner.ends == [(None, 0), (None, 0)]
     assert ledger.drain() == []
     assert not ledger.close(end_of(first))
     assert [block.ref_count for block in blocks] == [1, 1]

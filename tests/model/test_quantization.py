@@ -26,13 +26,10 @@ from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.weight_formats import GROUP_SIZES, format_bytes
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import (
-    Int4OnLoad,
-    Int8OnLoad,
-    QuantizedWeights,
+    QuantizationOnLoad,
     quantization_on_load,
 )
-from pagoda.model.sharding import CutWeights, Part, whole
-from pagoda.model.weights import DummyWeights
+from pagoda.model.sharding import Part, whole
 
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -99,49 +96,42 @@ def test_pieces_of_large_weights_are_quantized_alike() -> None:
     assert torch.equal(quantize_int8(values).values[300:301], quantize_int8(values[300:301]).values)
 
 
-class _Source:
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    def read_into(self, name: str, out: Tensor) -> None:
-        raise NotImplementedError(name)
-
-    def linear(self, linear: LinearSpec, part: Part, dtype: torch.dtype) -> LinearWeight:  # noqa: ARG002
-        return DenseWeight(self._values)
-
-
 def _spec(outputs: int, inputs: int, role: Role = Role.MLP_IN) -> LinearSpec:
     return LinearSpec("a", outputs, inputs, role)
 
 
-def _all_of(linear: LinearSpec) -> tuple[LinearSpec, Part]:
-    return linear, Part(range(linear.outputs), range(linear.inputs))
+def _quantized(
+    quantization: QuantizationOnLoad, linear: LinearSpec, values: Tensor
+) -> LinearWeight:
+    part = Part(range(linear.outputs), range(linear.inputs))
+    return quantization.quantize(linear, part, DenseWeight(values), ReferenceBackend())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
 def test_weights_that_cannot_be_quantized_are_named(bad: float) -> None:
     values = torch.ones(2, 64)
     values[1, 3] = bad
-    source = QuantizedWeights(_Source(values), Int4OnLoad(32), ReferenceBackend())
     with pytest.raises(ConfigError, match=r"^a.weight holds numbers that are infinite, NaN or too"):
-        source.linear(*_all_of(_spec(2, 64)), torch.float32)
+        _quantized(QuantizationOnLoad(32), _spec(2, 64), values)
 
 
-def test_heads_and_tables_are_int8() -> None:
-    source = QuantizedWeights(CutWeights(DummyWeights(0)), Int4OnLoad(64), ReferenceBackend())
-    for role, kind in (
+@pytest.mark.parametrize(
+    ("role", "kind"),
+    [
         (Role.MLP_IN, GroupedWeight),
         (Role.HEAD, Int8Weight),
         (Role.EMBEDDING, Int8Weight),
         (Role.ROUTER, DenseWeight),
-    ):
-        weight = source.linear(*_all_of(_spec(8, 64, role)), torch.bfloat16)
-        assert isinstance(weight, kind)
+    ],
+)
+def test_heads_and_tables_are_int8(role: Role, kind: type[LinearWeight]) -> None:
+    weight = _quantized(QuantizationOnLoad(64), _spec(8, 64, role), torch.ones(8, 64).bfloat16())
+    assert isinstance(weight, kind)
 
 
 def test_groups_that_do_not_divide_the_inputs() -> None:
     with pytest.raises(ConfigError) as caught:
-        Int4OnLoad(64).format_of(_spec(8, 96))
+        QuantizationOnLoad(64).format_of(_spec(8, 96))
     assert str(caught.value) == (
         "a.weight has 96 inputs, which groups of 64 do not divide; "
         "take another --quantization-group-size, or --quantization int8."
@@ -150,8 +140,8 @@ def test_groups_that_do_not_divide_the_inputs() -> None:
 
 def test_flags() -> None:
     assert quantization_on_load("none", 32) is None
-    assert quantization_on_load("int8", 32) == Int8OnLoad()
-    assert quantization_on_load("int4", 128) == Int4OnLoad(128)
+    assert quantization_on_load("int8", 32) == QuantizationOnLoad(None)
+    assert quantization_on_load("int4", 128) == QuantizationOnLoad(128)
     with pytest.raises(ConfigError) as caught:
         quantization_on_load("int4", 48)
     assert str(caught.value) == "--quantization-group-size must be one of 32, 64, 128, got 48."
@@ -162,16 +152,17 @@ def test_memory_is_reckoned_without_loading() -> None:
     tables = 2 * 128256 * 4096
     linear = shape.weight_bytes(None, 1) - tables - 65 * 4096
     in_tables, norms = tables + 4 * 2 * 128256, 65 * 4096 * 2
-    assert shape.weight_bytes(Int4OnLoad(32), 2) == linear * 9 // 16 + in_tables + norms
+    assert shape.weight_bytes(QuantizationOnLoad(32), 2) == linear * 9 // 16 + in_tables + norms
     rows = sum(m.outputs for m in shape.linears())
-    assert shape.weight_bytes(Int8OnLoad(), 2) == linear + tables + 4 * rows + norms
+    assert shape.weight_bytes(QuantizationOnLoad(None), 2) == linear + tables + 4 * rows + norms
 
 
-@pytest.mark.parametrize("quantization", [Int8OnLoad(), Int4OnLoad(128), Int4OnLoad(32)])
-def test_reckoned_bytes_are_those_of_the_tensors(quantization: Int8OnLoad | Int4OnLoad) -> None:
+@pytest.mark.parametrize(
+    "quantization", [QuantizationOnLoad(None), QuantizationOnLoad(128), QuantizationOnLoad(32)]
+)
+def test_reckoned_bytes_are_those_of_the_tensors(quantization: QuantizationOnLoad) -> None:
     linear = _spec(24, 256)
-    source = QuantizedWeights(CutWeights(DummyWeights(0)), quantization, ReferenceBackend())
-    weight = source.linear(*_all_of(linear), torch.bfloat16)
+    weight = _quantized(quantization, linear, torch.ones(24, 256).bfloat16())
     assert not isinstance(weight, DenseWeight)
     matrix = weight.codes.nbytes // 2 if isinstance(weight, GroupedWeight) else weight.values.nbytes
     held = quantization.format_of(linear)

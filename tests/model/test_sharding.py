@@ -16,10 +16,10 @@ from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, deq
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.model_config import LinearSpec, ModelConfig, Role
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.checkpoints.quantization_config import Gptq, GroupScheme
+from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
 from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
-from pagoda.model.quantization import Int4OnLoad, Int8OnLoad
+from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import (
     Part,
     Shard,
@@ -220,8 +220,12 @@ def _check_parts(quantization: Quantization, tp: int, **changes: Any) -> None:
     check_quantized_parts(model(**changes), quantization, parallel)
 
 
-GPTQ = Gptq(GroupScheme(4, 128, symmetric=True, act_order=False), 1, head=False, modules=())
-ACT_ORDER = Gptq(GroupScheme(4, 128, symmetric=True, act_order=True), 1, head=False, modules=())
+GPTQ, ACT_ORDER = (
+    CheckpointQuantization(
+        "gptq", targets=(("Linear", GroupScheme(4, 128, symmetric=True, act_order=ordered)),)
+    )
+    for ordered in (False, True)
+)
 QWEN_0_5B = {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
@@ -243,8 +247,8 @@ QWEN_0_5B = {
 )
 def test_ordinary_quantized_models_can_be_split(changes: dict[str, Any], tp: int) -> None:
     _check_parts(GPTQ, tp, **changes)
-    _check_parts(Int4OnLoad(32), tp, **changes)
-    _check_parts(Int8OnLoad(), tp, **changes)
+    _check_parts(QuantizationOnLoad(32), tp, **changes)
+    _check_parts(QuantizationOnLoad(None), tp, **changes)
 
 
 def test_parts_that_cannot_be_held_are_refused_before_loading() -> None:
@@ -261,7 +265,7 @@ def test_parts_that_cannot_be_held_are_refused_before_loading() -> None:
 
 def test_groups_made_on_load_are_of_the_size_asked_for() -> None:
     with pytest.raises(ConfigError) as caught:
-        _check_parts(Int4OnLoad(128), 2, **QWEN_0_5B)
+        _check_parts(QuantizationOnLoad(128), 2, **QWEN_0_5B)
     assert str(caught.value) == (
         "--tensor-parallel-size 2 cuts the 896 inputs of model.layers.0.self_attn.o_proj.weight inside its groups "
         "of 128, into parts such as 0 to 448; the nearest that does not is 1, or take a smaller "

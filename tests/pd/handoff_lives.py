@@ -75,8 +75,6 @@ class Life:
             [rng.randrange(VOCAB_SIZE) for _ in range(self._max_model_len)] for _ in range(4)
         ]
         both = rng.random() < 0.3
-        self._roles = (Role.BOTH, Role.BOTH) if both else (Role.PREFILL, Role.DECODE)
-        self._options = {role: self._random_options(role) for role in (Role.PREFILL, Role.DECODE)}
         self._sources: list[tuple[GenerateRequest, KVSource]] = []
         self._aborted: set[str] = set()
         self._extra = count(1000)
@@ -84,10 +82,10 @@ class Life:
         network = self._network = FaultyNetwork(rng, self.met)
         pair = self._pair = Pair(
             fate=network.fate,
-            prefill=self._options[Role.PREFILL],
-            decode=self._options[Role.DECODE],
+            prefill=self._random_options(Role.PREFILL),
+            decode=self._random_options(Role.DECODE),
             fails=self._fails,
-            roles=self._roles,
+            roles=(Role.BOTH, Role.BOTH) if both else (Role.PREFILL, Role.DECODE),
             lateness=self._lateness,
         )
         for index in range(rng.randint(3, 14)):
@@ -266,33 +264,16 @@ class Life:
         pair.clock.advance_to(until)
 
     def _replace_prefill(self) -> None:
-        pair = self._pair
         self.met["prefill engine replaced"] += 1
-        self._count_deaths(pair.prefill)
-        pair.prefill.kill()
-        pair.prefill = Engine(
-            pair, self._roles[0], pair.prefill.address, **self._options[Role.PREFILL]
-        )
+        self._count_deaths(self._pair.prefill)
+        self._pair.replace_prefill()
 
     def _replace_decode(self) -> None:
-        """Requests continue at another engine with the tokens so far, as the frontend lets them."""
-        pair, old = self._pair, self._pair.decode
         self.met["decode engine replaced"] += 1
-        self._note(old)
-        old.kill()
-        pair.decode = Engine(
-            pair, self._roles[1], old.address, fails=self._fails, **self._options[Role.DECODE]
+        self._note(self._pair.decode)
+        self._pair.replace_decode(
+            lambda request: self._rng.choice([None, *self._sources_of_others(request)])
         )
-        for request_id in old.harness.scheduler.requests:
-            so_far = old.harness.tokens[request_id]
-            request = pair.requests[request_id]
-            source = self._rng.choice([None, *self._sources_of_others(request)])
-            again = msgspec.structs.replace(
-                request, output_token_ids=so_far, returns=True, kv_source=source
-            )
-            pair.decode.add(again)
-        pair.decode.harness.tokens = old.harness.tokens | pair.decode.harness.tokens
-        pair.decode.harness.finished = old.harness.finished | pair.decode.harness.finished
 
     def _sources_of_others(self, request: GenerateRequest) -> list[KVSource]:
         """All but those of the same prompt, at which another token may be behind it: seeds differ."""

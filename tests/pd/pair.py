@@ -7,27 +7,39 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import kv_tiers
 import msgspec
 from harness import Harness, assert_complete, check_books, in_state, make_request
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.block_pool import BlockPool
 from pagoda.messages.frontend import GenerateRequest, KVSource, RequestRefused, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.connector import RemoteKV
 from pagoda.pd.exporter import KVExporter
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.pd.transfer_tokens import TransferTokens
 from pagoda.sim.network import SimListener, SimNetwork, SimPeers
 
 LEASE_S = 30.0
 NO_KEYS = CurveKeys("", "", "", "")
+READY = msgspec.structs.replace(kv_tiers.READY, kv_digest="digest", arithmetic="arithmetic")
 
 Message = DecodeMessage | PrefillMessage
 
 
 def handoff(role: Role, *, lease_s: float = LEASE_S) -> HandoffConfig:
     return HandoffConfig(role=role, host="p", keys=NO_KEYS, lease_s=lease_s)
+
+
+def make_exporter(num_blocks: int) -> tuple[KVExporter, SimListener, BlockPool, VirtualClock]:
+    """An exporter without an engine, and what it works with."""
+    clock, pool = VirtualClock(), BlockPool(num_blocks)
+    listener = SimNetwork(clock).listener("tcp://p:1")
+    tokens = TransferTokens(NO_KEYS)
+    return KVExporter(listener, pool, clock, tokens, "e", LEASE_S), listener, pool, clock
 
 
 class Engine:
@@ -87,13 +99,15 @@ class Engine:
         else:
             tables = [request.table.blocks for request in scheduler.requests.values()]
             wanted = Counter(block.block_id for blocks in tables for block in blocks)
-            wanted.update(block.block_id for block in self.exporter.leases.held_blocks())
+            leases = self.exporter.leases.values()
+            wanted.update(block.block_id for lease in leases for block in lease.blocks)
             pool = scheduler.kv.pool
             pool.check()
             assert pool.references() == wanted
-        if self.harness.core.parts.scheduler.exporter is not None:
-            assert len(self.exporter.held) == self.exporter.leases.num_leases
-            assert all(transfer in self.exporter.leases for transfer in self.exporter.held)
+        if scheduler.exporter is not None:
+            leases = scheduler.exporter.leases.values()
+            assert scheduler.exporter.num_leased_blocks == sum(len(it.blocks) for it in leases)
+            assert scheduler.exporter.num_wanted == sum(it.asker is not None for it in leases)
         if self.harness.core.parts.remote is not None:
             assert_consistent(self.remote)
 
@@ -101,11 +115,10 @@ class Engine:
         self.check_books()
         self.harness.check_nothing_left()
         if self.harness.core.parts.scheduler.exporter is not None:
-            assert self.exporter.leases.num_leases == self.exporter.leases.num_blocks == 0
+            assert not self.exporter.leases
             assert not self.exporter.early
         if self.harness.core.parts.remote is not None:
             assert not self.remote.fetches
-            assert not self.remote.reads
             assert not any(peer.fetches for peer in self.remote.peers.by_address.values())
 
 
@@ -124,15 +137,19 @@ class Pair:
     ) -> None:
         """`lateness` returns the seconds by which both engines' loops turn after the next event: events meet."""
         self.clock = VirtualClock()
+        self._roles = roles
+        self._options = prefill or {}, {"fails": fails, **(decode or {})}
         self.sent: list[Message] = []
         self.chunks: list[TokenChunk] = []
         """Chunks of the last step of each engine."""
         self._fate = fate
         self._lateness = lateness
         self.network = SimNetwork(self.clock, self._remember)
-        self.prefill = Engine(self, roles[0], "tcp://p:1", **(prefill or {}))
-        self.decode = Engine(self, roles[1], "tcp://d:1", fails=fails, **(decode or {}))
+        self.prefill = Engine(self, roles[0], "tcp://p:1", **self._options[0])
+        self.decode = Engine(self, roles[1], "tcp://d:1", **self._options[1])
         self.requests: dict[str, GenerateRequest] = {}
+        self.sources: dict[str, KVSource] = {}
+        """Sources of requests that the prefill engine computes or has computed."""
 
     def _remember(self, message: Message) -> Sequence[float]:
         self.sent.append(message)
@@ -156,6 +173,7 @@ class Pair:
         held = msgspec.structs.replace(request, holds_kv=True)
         (news,) = self.prefill.add(held)
         assert news.kv_source is not None
+        self.sources[request.request_id] = news.kv_source
         return news.kv_source
 
     def submit(self, *requests: GenerateRequest) -> KVSource:
@@ -169,6 +187,32 @@ class Pair:
         """The decode engine answers the request."""
         self.requests[request.request_id] = request
         self.decode.add(msgspec.structs.replace(request, kv_source=source))
+
+    def replace_prefill(self) -> None:
+        """The prefill engine dies, and another one starts at its address."""
+        self.prefill.kill()
+        self.prefill = Engine(self, self._roles[0], self.prefill.address, **self._options[0])
+
+    def replace_decode(
+        self, choose: Callable[[GenerateRequest], KVSource | None] | None = None
+    ) -> None:
+        """The decode engine dies; requests go on at another one with their tokens so far, as pods let them.
+
+        `choose` returns the source of a request's KV; by default it is the one that it had.
+        """
+        old = self.decode
+        old.kill()
+        self.decode = Engine(self, self._roles[1], old.address, **self._options[1])
+        for request_id in old.harness.scheduler.requests:
+            request = self.requests[request_id]
+            source = choose(request) if choose else self.sources.get(request_id)
+            so_far = old.harness.tokens[request_id]
+            again = msgspec.structs.replace(
+                request, output_token_ids=so_far, returns=True, kv_source=source
+            )
+            self.decode.add(again)
+        self.decode.harness.tokens = old.harness.tokens | self.decode.harness.tokens
+        self.decode.harness.finished = old.harness.finished | self.decode.harness.finished
 
     def next_event_at(self) -> float | None:
         return earliest([engine.next_event_at() for engine in self.engines])
@@ -255,4 +299,4 @@ def is_awaiting(pair: Pair) -> bool:
 
 
 def has_leases(pair: Pair) -> bool:
-    return pair.prefill.exporter.leases.num_leases > 0
+    return bool(pair.prefill.exporter.leases)

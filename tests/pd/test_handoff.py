@@ -36,8 +36,7 @@ def test_chunks_travel_while_the_next_ones_are_computed() -> None:
     pair = Pair(prefill={"max_num_batched_tokens": 12})
     request = make_request("r", PROMPT)
     pair.submit(request)
-    remote = pair.decode.remote
-    pair.run_until(lambda: bool(remote.reads))
+    pair.run_until(lambda: bool(pair.decode.harness.tiers.ledger.transfers))
     assert pair.prefill.harness.scheduler.requests, "the prompt is still being computed"
     pair.finish(request)
     assert len(pair.told(KVBlocks)) == 4
@@ -128,7 +127,7 @@ def test_the_last_chunk_of_prefill_names_the_blocks() -> None:
     last = pair.prefill.harness.finished["r"].kv_source
     assert last is not None
     assert msgspec.structs.replace(last, block_ids=()) == source
-    leased = pair.prefill.exporter.leases.blocks(source.transfer_id)
+    leased = pair.prefill.exporter.leases[source.transfer_id].blocks
     assert last.block_ids == tuple(block.block_id for block in leased)
     assert len(last.block_ids) == len(PROMPT) // 4
     load = pair.prefill.harness.core.load()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 import pytest
 from harness import assert_complete, expected_tokens, make_request
@@ -10,6 +12,7 @@ from pair import (
     LEASE_S,
     NO_KEYS,
     PROMPT,
+    Message,
     Pair,
     documents,
     has_leases,
@@ -21,15 +24,21 @@ from pair import (
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason, KVSource
-from pagoda.messages.transfers import RemoteBlocks, Transfer
+from pagoda.messages.transfers import RemoteBlocks, Transfer, TransferEnd
+from pagoda.pd.connector import Failed
 from pagoda.pd.messages import (
     KVBlocks,
+    KVCheck,
     KVCheckResult,
     KVDropped,
+    KVHello,
     KVPrefilled,
     KVRelease,
+    KVRenewed,
     KVSubscribe,
+    KVWelcome,
 )
+from pagoda.pd.prefill_peers import SILENCE_S
 from pagoda.pd.transfer_tokens import TransferTokens
 
 # ---- D aborts, P holds blocks for ever (vllm#46283, #41269)
@@ -109,13 +118,107 @@ def test_what_is_freed_while_it_is_read_is_not_used() -> None:
     )
     request = make_request("r", PROMPT)
     source = pair.submit(request)
-    pair.run_until(lambda: bool(pair.decode.remote.reads) and bool(pair.told(KVPrefilled)))
+    reads = pair.decode.harness.tiers.ledger
+    pair.run_until(lambda: bool(reads.transfers) and bool(pair.told(KVPrefilled)))
     pair.prefill.exporter.drop(source.transfer_id, "somebody made a mistake")
     for number, document in enumerate(documents(2)):
         pair.prefill.add(make_request(f"next{number}", document))
     pair.finish(request)
     assert [verdict.is_valid for verdict in pair.told(KVCheckResult)] == [False]
     assert pair.num_loaded == 0
+
+
+# ---- one disconnect kills the engine, or the answer (vllm#43226, #49089, #46240, #49238)
+
+ANSWERED_S = SILENCE_S + 2.5
+"""Seconds of virtual time in which requests are answered, whatever fails: silence, and a prompt computed anew."""
+MOMENTS: dict[str, Callable[[Pair], bool]] = {
+    "asked for": is_awaiting,
+    "on its way": is_loading,
+    "read": lambda pair: bool(pair.told(KVCheck)),
+    "released": lambda pair: bool(pair.told(KVRelease)),
+}
+FAULTS: dict[str, Callable[[Pair], object]] = {
+    "connection": lambda pair: pair.network.cut(pair.prefill.address),
+    "prefill request": lambda pair: pair.prefill.harness.scheduler.apply_kv_events(
+        [Failed("r0", "it breaks here")]
+    ),
+    "prefill worker": lambda pair: pair.prefill.harness.core.lose_worker(WorkerLost("killed")),
+    "prefill engine": Pair.replace_prefill,
+    "decode worker": lambda pair: pair.decode.harness.core.lose_worker(WorkerLost("killed")),
+    "decode engine": Pair.replace_decode,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("lost", FAULTS)
+def test_whatever_is_lost_changes_no_token_and_leaves_nothing(lost: str, moment: str) -> None:
+    """Something is lost when the KV of the first request has got so far."""
+    pair = Pair(prefill=CHUNKS)
+    requests = requests_of(3)
+    pair.submit(*requests)
+    pair.run_until(lambda: MOMENTS[moment](pair))
+    lost_at = pair.clock.now()
+    FAULTS[lost](pair)
+    pair.run_until(lambda: len(pair.decode.harness.finished) == len(requests))
+    assert pair.clock.now() - lost_at < ANSWERED_S
+    pair.finish(*requests)
+    if (lost, moment) == ("prefill request", "on its way"):
+        [dropped] = pair.told(KVDropped)
+        assert dropped.reason == "its request failed or was aborted"
+
+
+@pytest.mark.parametrize("successor", ["nobody", "a silent one", "another engine"])
+def test_prefill_dies_during_the_handshake(successor: str) -> None:
+    """Decode, which waits for an answer to its hello, does so for a limited time (vllm#26171, #40364)."""
+
+    def fate(message: Message) -> Sequence[float]:
+        is_lost = successor == "a silent one" and isinstance(message, KVWelcome | KVRenewed)
+        return () if is_lost else (0.001,)
+
+    pair = Pair(fate=fate, prefill=CHUNKS)
+    request = make_request("r", PROMPT)
+    pair.submit(request)
+    assert isinstance(pair.sent[0], KVHello)
+    if successor == "another engine":
+        pair.replace_prefill()
+    else:
+        pair.prefill.kill()
+    if successor == "a silent one":
+        pair.network.listener(pair.prefill.address)
+    pair.run_until(lambda: "r" in pair.decode.harness.finished)
+    assert pair.clock.now() < ANSWERED_S
+    assert_complete(pair.decode.harness, [request])
+    pair.decode.check_nothing_left()
+
+
+def test_a_prefill_engine_started_anew_serves_the_next_request() -> None:
+    pair = Pair()
+    first, lost, following = requests_of(3)
+    pair.submit(first)
+    pair.run()
+    source = pair.hold(lost)
+    pair.replace_prefill()
+    pair.step()
+    pair.fetch(lost, source)
+    pair.submit(following)
+    pair.finish(first, lost, following)
+    assert len(pair.told(KVPrefilled)) == 2, "of the first and the last"
+    assert pair.num_loaded == 20
+
+
+# ---- late or duplicate "done" trips an assertion (vllm#46240)
+
+
+def test_releases_and_ends_of_transfers_may_come_late_and_twice() -> None:
+    pair = Pair(fate=lambda it: (0.5, 3.0, 40.0) if isinstance(it, KVRelease) else (0.001,))
+    requests = requests_of(3)
+    pair.submit(*requests)
+    pair.run_until(lambda: len(pair.told(KVCheckResult)) == len(requests))
+    for number in range(20):
+        pair.decode.harness.tiers.transfer_ended(TransferEnd(number, 0))
+    pair.finish(*requests)
+    assert pair.num_loaded == 30
 
 
 # ---- a failed receive answers with corrupt tokens (vllm#52234)
@@ -189,11 +292,14 @@ def test_a_prompt_that_prefill_refuses_has_no_source() -> None:
     assert not has_leases(pair)
 
 
-def test_the_token_of_another_prompt_is_not_used() -> None:
-    """Both prompts have the same full blocks, and other tokens behind them."""
+@pytest.mark.parametrize(
+    ("other", "num_loaded"),
+    [(PROMPT[:20] + [0] * 22, 0), ([*PROMPT[:-1], 0], 10)],
+    ids=["other blocks", "the same blocks, and other tokens behind them"],
+)
+def test_kv_and_token_of_another_prompt_are_not_used(other: list[int], num_loaded: int) -> None:
     pair = Pair()
     request = make_request("r", PROMPT)
-    source = pair.hold(make_request("other", [*PROMPT[:-1], 0]))
-    pair.fetch(request, source)
+    pair.fetch(request, pair.hold(make_request("other", other)))
     pair.finish(request)
-    assert pair.num_loaded == 10
+    assert pair.num_loaded == num_loaded

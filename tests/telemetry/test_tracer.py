@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fragment_files import Fragment, read_fragments
 from ticking_clock import TickingClock
+from trace_writers import TraceWriters
 
 from pagoda.telemetry import fragments
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
@@ -24,16 +25,9 @@ def only(directory: Path) -> Fragment:
     return fragment
 
 
-def until_written() -> None:
-    """Waits for the writers' threads."""
-    for thread in threading.enumerate():
-        if thread.name == "trace-writer":
-            thread.join()
-
-
-def until_failed(tracer: Tracer) -> None:
+def until_failed(tracer: Tracer, trace_writers: TraceWriters) -> None:
     if not tracer.problems:
-        until_written()
+        trace_writers.join()
     assert tracer.problems
 
 
@@ -95,7 +89,9 @@ def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
     assert {event["name"] for event in only(tmp_path).events} == {"thread_name"}
 
 
-def test_a_row_that_is_open_has_its_name_in_each_fragment(tmp_path: Path) -> None:
+def test_a_row_that_is_open_has_its_name_in_each_fragment(
+    tmp_path: Path, trace_writers: TraceWriters
+) -> None:
     tracer = Tracer("frontend", clock_ns=TickingClock())
     row = tracer.open_row("request r")
     tracer.start(session(tmp_path / "1"))
@@ -103,18 +99,20 @@ def test_a_row_that_is_open_has_its_name_in_each_fragment(tmp_path: Path) -> Non
     tracer.close_row(row)
     tracer.start(session(tmp_path / "3"))
     tracer.stop()
-    until_written()
+    trace_writers.join()
     names = [set(only(tmp_path / name).rows.values()) for name in "123"]
     assert names == [{"main", "request r"}, {"main", "request r"}, {"main"}]
 
 
-def test_two_starts_in_a_row_make_two_whole_fragments(tmp_path: Path) -> None:
+def test_two_starts_in_a_row_make_two_whole_fragments(
+    tmp_path: Path, trace_writers: TraceWriters
+) -> None:
     tracer = Tracer("frontend", clock_ns=TickingClock())
     for name in ("first", "second"):
         tracer.start(session(tmp_path))
         tracer.span(name, tracer.e2e())
     tracer.stop()
-    until_written()
+    trace_writers.join()
     found = read_fragments(tmp_path)
     assert [[e["name"] for e in it.events if e["ph"] == "X"] for it in found] == [
         ["first"],
@@ -162,12 +160,15 @@ def what_is_no_json(tmp_path: Path, tracer: Tracer) -> str:
 
 @pytest.mark.parametrize("fail", [a_file_instead_of_a_directory, no_room, what_is_no_json])
 def test_a_failure_ends_tracing_with_one_warning(
-    fail: Callable[[Path, Tracer], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fail: Callable[[Path, Tracer], str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    trace_writers: TraceWriters,
 ) -> None:
     tracer = Tracer("worker dp0 tp0 pp0")
     with caplog.at_level(logging.WARNING, "pagoda.telemetry.tracer"):
         reason = fail(tmp_path, tracer)
-        until_failed(tracer)
+        until_failed(tracer, trace_writers)
     assert (tracer.session, tracer.e2e()) == (None, 0)
     (problem,) = tracer.problems
     assert problem.startswith("worker dp0 tp0 pp0: ")
@@ -180,10 +181,12 @@ def test_a_failure_ends_tracing_with_one_warning(
     assert tracer.problems == [problem]
 
 
-def test_it_can_be_started_again_after_a_failure(tmp_path: Path) -> None:
+def test_it_can_be_started_again_after_a_failure(
+    tmp_path: Path, trace_writers: TraceWriters
+) -> None:
     tracer = Tracer("frontend")
     what_is_no_json(tmp_path / "1", tracer)
-    until_failed(tracer)
+    until_failed(tracer, trace_writers)
     tracer.start(session(tmp_path / "2"))
     assert tracer.problems == []
     tracer.span("step", tracer.e2e())
@@ -193,7 +196,10 @@ def test_it_can_be_started_again_after_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_hangs_fills_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    trace_writers: TraceWriters,
 ) -> None:
     monkeypatch.setattr(fragments, "MAX_QUEUED_BYTES", 100_000)
     released = threading.Event()
@@ -212,11 +218,11 @@ def test_a_disk_that_hangs_fills_no_memory(
     tracer.stop(0.01)  # with the disk still hanging
     assert "could not be written within" in tracer.problems[0]
     released.set()
-    until_written()
+    trace_writers.join()
 
 
 def test_a_writer_of_an_earlier_fragment_says_nothing_about_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace_writers: TraceWriters
 ) -> None:
     fails = threading.Event()
     mkdir = Path.mkdir
@@ -230,7 +236,7 @@ def test_a_writer_of_an_earlier_fragment_says_nothing_about_this_one(
     monkeypatch.setattr(Path, "mkdir", slow_mkdir)
     tracer = Tracer("frontend")
     tracer.start(session(tmp_path / "earlier"))
-    earlier = next(it for it in threading.enumerate() if it.name == "trace-writer")
+    (earlier,) = trace_writers.running()
     tracer.start(session(tmp_path / "later"))
     fails.set()
     earlier.join()

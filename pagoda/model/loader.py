@@ -1,0 +1,169 @@
+"""Loading of one rank's weights, by their names and shapes, in the form that a backend computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import Backend, ExpertRouting, Experts, HeadNorms, LinearT
+from pagoda.backend.weights import GroupedWeight, LinearWeight, weight_bytes
+from pagoda.checkpoints.model_config import LinearSpec
+from pagoda.errors import ConfigError
+from pagoda.model.quantization import QuantizationOnLoad
+from pagoda.model.sharding import Shard, take_part
+from pagoda.model.weights import WeightSource
+from pagoda.telemetry.tracer import Tracer
+
+
+@dataclass(frozen=True)
+class DenseMlp(Generic[LinearT]):
+    gate_up: LinearT
+    down: LinearT
+
+
+@dataclass(frozen=True)
+class SparseMlp(Generic[LinearT]):
+    """Experts of which each token goes through a few.
+
+    Each tensor-parallel rank holds some channels of every expert or, under expert parallelism, some experts whole.
+    What the ranks compute adds up to the layer's output.
+    """
+
+    router: LinearT
+    experts: Experts[LinearT]
+
+
+@dataclass(frozen=True)
+class Layer(Generic[LinearT]):
+    attention_norm: Tensor
+    qkv: LinearT
+    """Queries, keys and values, one above the other."""
+    head_norms: HeadNorms | None
+    attention_out: LinearT
+    window: int | None
+    mlp_norm: Tensor
+    mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
+
+
+class WeightLoader(Generic[LinearT]):
+    """Gives the weights of a shard. Where one is missing or has the wrong shape, it raises ConfigError."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        backend: Backend[LinearT, Any],
+        source: WeightSource,
+        quantization: QuantizationOnLoad | None,
+        dtype: torch.dtype,
+        tracer: Tracer,
+        on_loaded: Callable[[int], None],
+    ) -> None:
+        """`dtype` is that of activations; `on_loaded` is told the bytes of each linear layer when it is packed."""
+        self.shard = shard
+        self.backend = backend
+        self.dtype = dtype
+        self.tracer = tracer
+        self._source = source
+        self._quantization = quantization
+        self._on_loaded = on_loaded
+        experts = shard.config.experts
+        self.expert_counts = torch.zeros(
+            0 if experts is None else experts.num_experts, dtype=torch.int64, device=backend.device
+        )
+        """Tokens that went to each expert, of all layers together."""
+
+    def layer(self, index: int) -> Layer[LinearT]:
+        config, names = self.shard.config, self.shard.config.names
+        attention = config.attention_linears(index)
+        return Layer(
+            attention_norm=self._norm(index, names.attention_norm, config.hidden_size),
+            qkv=self.linear([attention.q, attention.k, attention.v], bias=config.qkv_bias),
+            head_norms=self._head_norms(index) if config.qk_norm else None,
+            attention_out=self.linear([attention.out], bias=config.output_bias),
+            window=config.sliding_windows[index],
+            mlp_norm=self._norm(index, names.mlp_norm, config.hidden_size),
+            mlp=self._mlp(index),
+        )
+
+    def tensor(self, name: str, size: int) -> Tensor:
+        out = torch.empty(size, dtype=self.dtype, device=self.backend.device)
+        self._source.read_into(name, out)
+        return out
+
+    def linear(self, linears: Sequence[LinearSpec], *, bias: bool = False) -> LinearT:
+        """This rank's parts of linear layers of the same input, as one."""
+        began = self.tracer.e2e()
+        weights = [self._weight(linear) for linear in linears]
+        _check_act_orders([linear.name for linear in linears], weights)
+        biases = torch.cat([self._bias(linear) for linear in linears]) if bias else None
+        loaded = self.tracer.e2e()
+        prepared = self.backend.prepare_linear(weights, biases, self.dtype)
+        num_bytes = sum(weight_bytes(weight, self.dtype) for weight in weights)
+        said = {"first": linears[0].name, "bytes": num_bytes}
+        self.tracer.span("load weights", began, said, ended=loaded)
+        self.tracer.span("pack weights", loaded, said)
+        self._on_loaded(num_bytes)
+        return prepared
+
+    def _weight(self, linear: LinearSpec) -> LinearWeight:
+        part = self.shard.part_of(linear)
+        weight = take_part(linear, self._source.linear(linear, self.dtype), part, self.dtype)
+        if self._quantization is None:
+            return weight
+        return self._quantization.quantize(linear, part, weight, self.backend)
+
+    def _bias(self, linear: LinearSpec) -> Tensor:
+        values = self.tensor(f"{linear.name}.bias", linear.outputs)
+        part = self.shard.part_of(linear)
+        if len(part.inputs) < linear.inputs and self.shard.tp_rank > 0:
+            return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
+        return values[part.outputs.start : part.outputs.stop]
+
+    def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
+        config, sparse = self.shard.config, self.shard.expert_linears(index)
+        experts = config.experts
+        if experts is None or sparse is None:
+            mlp = config.mlp_linears(index)
+            return DenseMlp(
+                gate_up=self.linear([mlp.gate, mlp.up], bias=config.mlp_bias),
+                down=self.linear([mlp.down], bias=config.mlp_bias),
+            )
+        router = self.linear([sparse.router])
+        # One expert after the other, in the order in which a step will read them.
+        prepared = [[self.linear([spec]) for spec in expert] for expert in sparse.experts]
+        gate, up, down = zip(*prepared, strict=True)
+        routing = ExpertRouting(experts.num_experts, experts.experts_per_token, experts.renormalize)
+        first = self.shard.experts.start
+        return SparseMlp(router, Experts(routing, first, gate, up, down, self.expert_counts))
+
+    def _head_norms(self, index: int) -> HeadNorms:
+        config = self.shard.config
+        queries = self._norm(index, config.names.query_norm, config.head_dim)
+        keys = self._norm(index, config.names.key_norm, config.head_dim)
+        return HeadNorms(queries, keys, config.rms_norm_eps)
+
+    def _norm(self, index: int, name: str, size: int) -> Tensor:
+        return self.tensor(f"{self.shard.config.names.of_layer(index, name)}.weight", size)
+
+
+def _check_act_orders(names: Sequence[str], weights: Sequence[LinearWeight]) -> None:
+    """Maps of the same input are computed together, so they must take its elements in one order."""
+    orders = [
+        (name, weight.act_order)
+        for name, weight in zip(names, weights, strict=True)
+        if isinstance(weight, GroupedWeight)
+    ]
+    for name, order in orders[1:]:
+        first_name, first = orders[0]
+        same = order is first or (
+            order is not None and first is not None and torch.equal(order, first)
+        )
+        if not same:
+            raise ConfigError(
+                f"{first_name} and {name} have the same inputs but group them in different orders (act-order); "
+                "quantize them with one order."
+            )
