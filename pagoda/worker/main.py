@@ -120,7 +120,7 @@ def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -
             tracer.span("await stage", began)
     output = worker.runner.step(plan, before)
     if worker.transfers is not None:
-        worker.transfers.half.step_done(plan.step)
+        worker.transfers.jobs.step_done(plan.step)
     if isinstance(output, StepResult):
         if worker.answers:
             engine.send(output)
@@ -216,9 +216,8 @@ def _with_transfers(
     """The worker with the KV tiers, and the part in handoff, that it is to have."""
     from pagoda.worker.kv.handoff import open_handoff
     from pagoda.worker.kv.tiers import open_tiers
-    from pagoda.worker.kv.transfer_link import TransferThread
-    from pagoda.worker.kv.transfer_router import TransferRouter
-    from pagoda.worker.kv.transfer_spans import TransferSpans
+    from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
+    from pagoda.worker.kv.transfers import TransferWorker
 
     tiers = open_tiers(plan, loaded)
     handoff = None if plan.config.kv_handoff is None else open_handoff(plan, loaded)
@@ -226,8 +225,8 @@ def _with_transfers(
     if handoff is not None:
         ready = handoff.described(ready)
     spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
-    open_half = partial(TransferRouter, tiers, handoff)
-    transfers = TransferThread(context, address, plan.config, open_half, spans)
+    open_transfers = partial(TransferWorker, tiers, handoff)
+    transfers = TransferThread(context, address, plan.config, open_transfers, spans)
     return replace(worker, ready=ready, transfers=transfers)
 
 
