@@ -25,7 +25,7 @@ from torch import Tensor
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
 from pagoda.cli import output
 from pagoda.parallel.distributed import GroupStore
-from pagoda.worker.threads import set_thread_waiting
+from pagoda.worker.pinning import set_thread_waiting
 
 _RANKS = (2, 4)
 _SIZES = {"2 KB": 2**11, "8 KB": 2**13, "8 MB": 2**23}

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 
 # Read when torch is loaded: threads wait as they do in a worker.
-from pagoda.worker.threads import SPIN_COUNT
+from pagoda.worker.pinning import SPIN_COUNT
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

@@ -21,28 +21,21 @@ def log_answer(record: RequestStatistics) -> None:
 
 def _fields(record: RequestStatistics) -> dict[str, Any]:
     """The fields of the line. Times are milliseconds, or None where the answer had no such time."""
-    arrived = record.client_request.arrived_ns
-    first, last = record.first_token_ns, record.last_token_ns
-    num_gaps = record.num_output_tokens - 1
-    itl_ms = None
-    if first is not None and last is not None and num_gaps > 0:
-        itl_ms = _ms((last - first) / num_gaps)
+    times = {
+        "queue_ms": record.queue_time_s,
+        "ttft_ms": record.ttft_s,
+        "itl_ms": record.itl_s,
+        "duration_ms": record.duration_s,
+    }
     return {
         "finish_reason": record.finish_reason,
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": record.num_cached_tokens,
         "output_tokens": record.num_output_tokens,
-        "queue_ms": None if record.queue_time_s is None else _ms(record.queue_time_s * 1e9),
-        "ttft_ms": None if first is None else _ms(first - arrived),
-        "itl_ms": itl_ms,
-        "duration_ms": None if record.ended_ns is None else _ms(record.ended_ns - arrived),
+        **{name: None if s is None else round(s * 1e3, 2) for name, s in times.items()},
         "key": record.client_request.key_name or None,
         "error": record.error or None,
     }
-
-
-def _ms(nanoseconds: float) -> float:
-    return round(nanoseconds / 1e6, 2)
 
 
 def _words(fields: dict[str, Any]) -> Iterator[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from aiohttp import web
@@ -16,7 +18,7 @@ from pagoda.api.protocol import ChatRequest, chat_logprobs_count, chat_max_token
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventTemplate
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.text_generator import TextDelta
+from pagoda.frontend.text_generator import TextDelta, joined_deltas
 from pagoda.messages.frontend import FinishReason
 
 
@@ -36,7 +38,7 @@ async def chat_completions(context: RequestContext) -> web.StreamResponse:
         tools=tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        switches=body.chat_template_kwargs,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     with _renamed_max_tokens(body):
         requests = await prepare(
@@ -95,20 +97,16 @@ class _ChatAnswer:
         self._parser = parser
         self._shows_reasoning = body.include_reasoning is not False
         self._has_reasoning = thinks and self._shows_reasoning
-        self._has_logprobs = bool(body.logprobs)
         self._is_single_call = body.parallel_tool_calls is False
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[Any] = []
-        self._stop_reason: int | str | None = None
+        self._has_logprobs = bool(body.logprobs)
+        self._deltas: list[TextDelta] = []
+        self._parts: list[AnswerDelta] = []
         self._finish_reason: str | None = None
         self._has_begun = False
         self._is_simple = not (body.logprobs or job.return_token_ids or job.sends_continuous_usage)
         place = EventTemplate.PLACE
-        self._content_event = job.template(self._choice({"content": place}))
-        self._reasoning_event = job.template(self._choice({"reasoning_content": place}))
+        self._content_event = job.template(self._choice("delta", {"content": place}))
+        self._reasoning_event = job.template(self._choice("delta", {"reasoning_content": place}))
 
     def _parse(self, delta: TextDelta) -> AnswerDelta:
         """The parts of a delta. Sets the finish reason; one call is enough if no more are allowed."""
@@ -116,7 +114,7 @@ class _ChatAnswer:
         parts = parser.push(delta.text)
         self._finish_reason = delta.finish_reason
         if delta.finish_reason is not None:
-            parts = parts.joined(parser.flush())
+            parts = AnswerDelta.joined((parts, parser.flush()))
         is_enough = self._is_single_call and parser.one_call_complete
         if is_enough:
             parts = parts.first_call_only()
@@ -125,40 +123,44 @@ class _ChatAnswer:
             self.is_complete = True
         return parts
 
+    def _choice(
+        self, shape: str, message: dict[str, Any], delta: TextDelta | None = None
+    ) -> dict[str, Any]:
+        """The choice with a whole `message` or a `delta` (`shape`); without its tokens if `delta` is None."""
+        choice: dict[str, Any] = {
+            "index": self._index,
+            shape: message,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+        if delta is None:
+            return choice
+        if self._has_logprobs and delta.logprobs is not None:
+            tokenizer = self._job.generator.text.tokenizer
+            choice["logprobs"] = chat_logprobs(tokenizer, delta.token_ids, delta.logprobs)
+        choice["finish_reason"] = self._finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        if self._job.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
     # ---- in one piece
 
     def add(self, delta: TextDelta) -> None:
-        parts = self._parse(delta)
-        self._content.append(parts.content)
-        self._reasoning.append(parts.reasoning)
-        for piece in parts.tool_calls:
-            if piece.name is not None:
-                self._calls.append(_new_call(piece.name, []))
-            self._calls[piece.index]["function"]["arguments"].append(piece.arguments)
-        self._token_ids += delta.token_ids
-        if self._has_logprobs:
-            self._logprobs += (self._logprobs_of(delta) or {}).get("content", ())
-        self._stop_reason = delta.stop_reason
+        self._deltas.append(delta)
+        self._parts.append(self._parse(delta))
 
     def choice(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
-        if self._calls:
-            for call in self._calls:
-                call["function"]["arguments"] = "".join(call["function"]["arguments"])
-            message["content"] = message["content"] or None
-            message["tool_calls"] = self._calls
+        parts = AnswerDelta.joined(self._parts)
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+        if parts.tool_calls:
+            message["content"] = parts.content or None
+            calls = groupby(parts.tool_calls, attrgetter("index"))
+            message["tool_calls"] = [_whole_call(list(pieces)) for _, pieces in calls]
         if self._has_reasoning:
-            message["reasoning_content"] = "".join(self._reasoning) or None
-        choice = {
-            "index": self._index,
-            "message": message,
-            "logprobs": {"content": self._logprobs} if self._has_logprobs else None,
-            "finish_reason": self._finish_reason,
-            "stop_reason": self._stop_reason,
-        }
-        if self._job.return_token_ids:
-            choice["token_ids"] = self._token_ids
-        return choice
+            message["reasoning_content"] = parts.reasoning or None
+        return self._choice("message", message, joined_deltas(self._deltas))
 
     # ---- as a stream
 
@@ -166,11 +168,12 @@ class _ChatAnswer:
         if self._has_begun:
             return self._event(delta)
         self._has_begun = True
-        choice = self._choice({"role": "assistant", "content": ""})
+        fields: dict[str, Any] = {}
         if self._job.return_token_ids:
-            ids = self._job.requests[self._index].request.prompt_token_ids
-            return self._job.event(choice, prompt_token_ids=ids) + self._event(delta)
-        return self._job.event(choice) + self._event(delta)
+            request = self._job.requests[self._index].request
+            fields["prompt_token_ids"] = request.prompt_token_ids
+        begin = self._choice("delta", {"role": "assistant", "content": ""})
+        return self._job.event(begin, **fields) + self._event(delta)
 
     def _event(self, delta: TextDelta) -> bytes:
         is_simple = self._is_simple and delta.finish_reason is None
@@ -190,34 +193,18 @@ class _ChatAnswer:
             message["reasoning_content"] = reasoning
         if parts.tool_calls:
             message["tool_calls"] = [_call_piece(piece) for piece in parts.tool_calls]
-        choice = self._choice(message)
-        choice["logprobs"] = self._logprobs_of(delta)
-        choice["finish_reason"] = self._finish_reason
-        choice["stop_reason"] = delta.stop_reason
-        if self._job.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        return self._job.event(choice, delta)
-
-    def _choice(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "index": self._index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": None,
-            "stop_reason": None,
-        }
-
-    def _logprobs_of(self, delta: TextDelta) -> dict[str, Any] | None:
-        if delta.logprobs is None:
-            return None
-        return chat_logprobs(self._job.generator.text.tokenizer, delta.token_ids, delta.logprobs)
+        return self._job.event(self._choice("delta", message, delta), delta)
 
 
-def _new_call(name: str, arguments: Any) -> dict[str, Any]:
+def _whole_call(pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    """A tool call as OpenAI spells it; the first piece has the name."""
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
-        "function": {"name": name, "arguments": arguments},
+        "function": {
+            "name": pieces[0].name,
+            "arguments": "".join(piece.arguments for piece in pieces),
+        },
     }
 
 
@@ -225,4 +212,4 @@ def _call_piece(piece: ToolCallDelta) -> dict[str, Any]:
     """A piece of a tool call as OpenAI spells it; the first piece has the name and the id."""
     if piece.name is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    return {"index": piece.index, **_new_call(piece.name, piece.arguments)}
+    return {"index": piece.index, **_whole_call([piece])}

@@ -12,8 +12,7 @@ from pagoda.api.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest, pr
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventTemplate
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextDelta
-from pagoda.messages.frontend import TokenLogprobs
+from pagoda.frontend.text_generator import TextDelta, joined_deltas
 
 
 async def completions(context: RequestContext) -> web.StreamResponse:
@@ -49,46 +48,38 @@ class _CompletionAnswer:
         self._request = job.requests[index].request
         tokenizer = job.generator.text.tokenizer
         self._logprobs = None if body.logprobs is None else CompletionLogprobs(tokenizer)
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._entries: list[TokenLogprobs] = []
-        self._last = TextDelta("", [])
+        self._deltas: list[TextDelta] = []
+        self._has_begun = False
         self._is_simple = not (self._logprobs or job.return_token_ids or job.sends_continuous_usage)
-        self._template = job.template(self._choice(EventTemplate.PLACE, self._last, None))
+        self._template = job.template(self._choice(TextDelta(EventTemplate.PLACE, [])))
         self._prompt = ""
         if body.echo:
             given = job.requests[index].prompt
             ids = self._request.prompt_token_ids
             self._prompt = tokenizer.decode(ids) if given is None else given
-        self._has_begun = False
 
-    def _choice(self, text: str, delta: TextDelta, logprobs: Any) -> dict[str, Any]:
+    def _choice(self, delta: TextDelta, prompt: str = "") -> dict[str, Any]:
+        logprobs = None
+        if self._logprobs is not None and delta.logprobs is not None:
+            logprobs = self._logprobs.format(delta.token_ids, delta.logprobs)
         choice = {
             "index": self._index,
-            "text": text,
+            "text": prompt + delta.text,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         if self._job.return_token_ids:
             choice["token_ids"] = delta.token_ids
+            if not self._has_begun:
+                choice["prompt_token_ids"] = self._request.prompt_token_ids
         return choice
 
     def add(self, delta: TextDelta) -> None:
-        self._text.append(delta.text)
-        self._token_ids += delta.token_ids
-        self._entries += delta.logprobs or ()
-        self._last = delta
+        self._deltas.append(delta)
 
     def choice(self) -> dict[str, Any]:
-        logprobs = None
-        if self._logprobs is not None:
-            logprobs = self._logprobs.format(self._token_ids, self._entries)
-        choice = self._choice(self._prompt + "".join(self._text), self._last, logprobs)
-        if self._job.return_token_ids:
-            choice["token_ids"] = self._token_ids
-            choice["prompt_token_ids"] = self._request.prompt_token_ids
-        return choice
+        return self._choice(joined_deltas(self._deltas), self._prompt)
 
     def events(self, delta: TextDelta) -> bytes:
         if self._has_begun and self._is_simple and delta.finish_reason is None:
@@ -99,11 +90,6 @@ class _CompletionAnswer:
         return before + self._event(delta)
 
     def _event(self, delta: TextDelta) -> bytes:
-        logprobs = None
-        if self._logprobs is not None and delta.logprobs is not None:
-            logprobs = self._logprobs.format(delta.token_ids, delta.logprobs)
-        choice = self._choice(delta.text, delta, logprobs)
-        if not self._has_begun and self._job.return_token_ids:
-            choice["prompt_token_ids"] = self._request.prompt_token_ids
+        choice = self._choice(delta)
         self._has_begun = True
         return self._job.event(choice, delta)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -21,7 +22,6 @@ from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
 from pagoda.frontend.request_tracker import REFUSED
 from pagoda.messages.figures import Figure, figures_of
-from pagoda.messages.frontend import EngineReady
 from pagoda.messages.load import (
     PHASES,
     STEP_SEQUENCE_BOUNDS,
@@ -32,8 +32,28 @@ from pagoda.messages.load import (
 from pagoda.telemetry.histogram import Histogram
 from pagoda.version import __version__
 
-_PREFIX = "pagoda_"
 _REPLICA = ("model_name", "replica")
+_VLLM_ENGINE = ("model_name", "engine")
+_VLLM_HELP = "As vLLM has it."
+_VLLM_HISTOGRAMS = {
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "time_per_output_token_seconds": "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds": "request_duration_seconds",
+    "request_queue_time_seconds": "request_queue_time_seconds",
+    "request_prefill_time_seconds": "request_prefill_time_seconds",
+    "request_decode_time_seconds": "request_decode_time_seconds",
+    "request_prompt_tokens": "request_prompt_tokens",
+    "request_generation_tokens": "request_generated_tokens",
+}
+"""Pagoda's name of each histogram of vLLM."""
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsItems
+
+    Series = SupportsItems[tuple[str, ...], Any]
+    """Values by the values of their labels."""
 
 
 def render(snapshot: Snapshot, *, aliases: bool) -> str:
@@ -51,204 +71,168 @@ class _Once:
         return self.metrics
 
 
+def _metric(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    help_text: str,
+    labels: Sequence[str],
+    series: Series,
+) -> Metric:
+    metric = kind(name, help_text, labels=labels)
+    for own_labels, value in series.items():
+        metric.add_metric(own_labels, value)
+    return metric
+
+
+_gauge, _counter = partial(_metric, GaugeMetricFamily), partial(_metric, CounterMetricFamily)
+
+
+def _histograms(name: str, help_text: str, labels: Sequence[str], series: Series) -> Metric:
+    """A metric of histograms, whose buckets are cumulative."""
+    metric = HistogramMetricFamily(name, help_text, labels=labels)
+    for own_labels, histogram in series.items():
+        bounds = (*(str(float(bound)) for bound in histogram.bounds), "+Inf")
+        buckets = zip(bounds, map(float, accumulate(histogram.counts)), strict=True)
+        metric.add_metric(own_labels, list(buckets), histogram.sum)
+    return metric
+
+
+# ---- Pagoda's names
+
+
 def families(snapshot: Snapshot) -> Iterator[Metric]:
     """Metrics under Pagoda's names, in the order of docs/metrics.md."""
-    yield _build_info()
-    yield from _requests(snapshot)
-    yield _memory(snapshot)
-    if snapshot.report is not None:
-        yield from _dispatcher(snapshot.model_name, snapshot.report)
-        yield from _replicas(snapshot.model_name, snapshot.report)
-
-
-def _gauge(name: str, help_text: str, labels: Sequence[str], series: Any) -> Metric:
-    return family(GaugeMetricFamily, f"{_PREFIX}{name}", help_text, labels, series)
-
-
-def _counter(name: str, help_text: str, labels: Sequence[str], series: Any) -> Metric:
-    return family(CounterMetricFamily, f"{_PREFIX}{name}", help_text, labels, series)
-
-
-# ---- the server
-
-
-def _build_info() -> Metric:
-    labels = {"version": __version__, "python": platform.python_version()}
+    versions = {(__version__, platform.python_version()): 1}
     help_text = "What runs here; the value is always 1."
-    return _gauge("build_info", help_text, list(labels), [(list(labels.values()), 1)])
-
-
-def _memory(snapshot: Snapshot) -> Metric:
-    own = snapshot.own_memory
-    processes = [] if own is None else [("", own)]
-    if snapshot.report is not None:
-        for replica, report in reports_of(snapshot.report).items():
-            processes += [(replica, process) for process in report.processes]
-    return _gauge(
-        "process_resident_memory_bytes",
+    yield _gauge("pagoda_build_info", help_text, ["version", "python"], versions)
+    yield from _requests(snapshot)
+    reports = {} if snapshot.report is None else reports_of(snapshot.report)
+    processes = {name: report.processes for name, report in reports.items()}
+    if snapshot.own_memory is not None:
+        processes = {"": (snapshot.own_memory,), **processes}
+    yield _gauge(
+        "pagoda_process_resident_memory_bytes",
         "Memory of a process; memory that several processes share counts in each.",
         ["replica", "process"],
-        [([replica, process.role], process.resident_bytes) for replica, process in processes],
+        {(name, one.role): one.resident_bytes for name, some in processes.items() for one in some},
     )
+    if snapshot.report is not None:
+        yield from _dispatcher(snapshot.model_name, snapshot.report)
+        yield from _replicas(snapshot.model_name, reports)
 
 
 def _requests(snapshot: Snapshot) -> Iterator[Metric]:
     requests, model = snapshot.requests, snapshot.model_name
     yield _counter(
-        "requests_total",
+        "pagoda_requests_total",
         "Answers that have ended, by the reason of their end.",
         ["model_name", "key", "finish_reason"],
-        [
-            ([model, key, reason], count)
-            for key, counts in requests.finished.items()
-            for reason, count in counts.items()
-        ],
+        {
+            (model, key, reason): count
+            for key, own in requests.by_key.items()
+            for reason, count in own.finished.items()
+        },
     )
     yield _counter(
-        "answer_tokens_total",
+        "pagoda_answer_tokens_total",
         "Tokens of answers, as they come.",
         ["model_name", "key"],
-        [([model, key], count) for key, count in requests.num_tokens.items()],
+        {(model, key): own.num_tokens for key, own in requests.by_key.items()},
     )
     yield _gauge(
-        "longest_wait_seconds",
+        "pagoda_longest_wait_seconds",
         "How long the request that waits longest for its first token has done so; 0 if none does.",
         ["model_name"],
-        [([model], snapshot.longest_wait_s)],
+        {(model,): snapshot.longest_wait_s},
     )
     yield _counter(
-        "http_errors_total",
+        "pagoda_http_errors_total",
         "Requests that were answered with an error, by route, status and the kind of the error.",
         ["route", "status", "code"],
-        [
-            ([refusal.route, str(refusal.status), refusal.code], count)
+        {
+            (refusal.route, str(refusal.status), refusal.code): count
             for refusal, count in sorted(requests.refusals.items())
-        ],
+        },
     )
     for name, kind in HISTOGRAMS.items():
-        own = [([model, key], histogram) for key, histogram in requests.histograms[name].items()]
-        yield histograms(f"{_PREFIX}{name}", kind.help_text, ["model_name", "key"], own)
-
-
-# ---- replicas
+        series = {(model, key): own.histograms[name] for key, own in requests.by_key.items()}
+        yield _histograms(f"pagoda_{name}", kind.help_text, ["model_name", "key"], series)
 
 
 def _dispatcher(model: str, report: LoadReport) -> Iterator[Metric]:
     """Metrics that include replicas which have not answered."""
     yield _gauge(
-        "replica_ready",
+        "pagoda_replica_ready",
         "Whether a replica computes.",
         _REPLICA,
-        [([model, replica.name], replica.state == "ready") for replica in report.replicas],
+        {(model, replica.name): replica.state == "ready" for replica in report.replicas},
     )
     yield _counter(
-        "engine_restarts_total",
+        "pagoda_engine_restarts_total",
         "Engines lost; each is started again, unless too many were lost in a row.",
         _REPLICA,
-        [([model, replica.name], replica.num_losses) for replica in report.replicas],
+        {(model, replica.name): replica.num_losses for replica in report.replicas},
     )
     yield _gauge(
-        "num_requests_unplaced",
+        "pagoda_num_requests_unplaced",
         "Requests that wait for a replica that takes them.",
         ["model_name"],
-        [([model], num_unplaced(report))],
+        {(model,): num_unplaced(report)},
     )
 
 
-def _replicas(model: str, report: LoadReport) -> Iterator[Metric]:
-    reports = reports_of(report)
+def _replicas(model: str, reports: Mapping[str, LoadReport]) -> Iterator[Metric]:
     for field, figures in figures_of(LoadReport).items():
+        own = {(model, name): getattr(report, field) for name, report in reports.items()}
         for figure in figures:
-            if figure.name and (not figure.label or getattr(report, field)):
-                series = [([model, name], getattr(own, field)) for name, own in reports.items()]
-                yield _declared(figure, _REPLICA, series)
-    yield from _steps(model, reports)
-    yield _kv_usage(model, reports)
-    tiers = [
-        ([model, name, tier.name], tier) for name, own in reports.items() for tier in own.tiers
-    ]
+            if figure.name and (not figure.label or any(own.values())):
+                yield _declared(figure, _REPLICA, own)
+    for name, help_text, steps in (
+        ("pagoda_step_tokens", "Tokens of a step.", step_tokens),
+        ("pagoda_step_sequences", "Requests that take part in a step.", step_sequences),
+    ):
+        histograms = {(model, replica): steps(report) for replica, report in reports.items()}
+        yield _histograms(name, help_text, _REPLICA, histograms)
+    yield _counter(
+        "pagoda_step_phase_seconds_total",
+        "Where the time of steps went.",
+        (*_REPLICA, "phase"),
+        {
+            (model, replica, phase): getattr(report.steps, field)
+            for replica, report in reports.items()
+            for phase, field in PHASES.items()
+        },
+    )
+    tiers = {
+        (model, name, tier.name): tier for name, report in reports.items() for tier in report.tiers
+    }
+    usage = {(model, name, "device"): device_usage(report) for name, report in reports.items()}
+    usage |= {
+        labels: tier.num_blocks / tier.num_total_blocks
+        for labels, tier in tiers.items()
+        if tier.num_total_blocks
+    }
+    yield _gauge(
+        "pagoda_kv_cache_usage_ratio",
+        "The part of a tier's blocks that is in use, from 0 to 1; of the device's, by requests.",
+        (*_REPLICA, "tier"),
+        usage,
+    )
     for field, (figure,) in figures_of(TierLoad).items() if tiers else ():
-        series = [(labels, getattr(tier, field)) for labels, tier in tiers]
+        series = {labels: getattr(tier, field) for labels, tier in tiers.items()}
         yield _declared(figure, (*_REPLICA, "tier"), series)
 
 
-def _declared(
-    figure: Figure, labels: Sequence[str], series: Sequence[tuple[list[str], Any]]
-) -> Metric:
-    """The metric of a declared figure, from label values and the figure; a list has a series for each item."""
+def _declared(figure: Figure, labels: Sequence[str], series: Series) -> Metric:
+    """The metric of a declared figure; a list has a series for each item."""
+    if figure.label:
+        labels = (*labels, figure.label)
+        series = {(*own, str(i)): item for own, row in series.items() for i, item in enumerate(row)}
     make = _counter if figure.is_counter else _gauge
-    if not figure.label:
-        return make(figure.name, figure.help_text, labels, series)
-    items = [([*own, str(index)], item) for own, row in series for index, item in enumerate(row)]
-    return make(figure.name, figure.help_text, (*labels, figure.label), items)
+    return make(f"pagoda_{figure.name}", figure.help_text, labels, series)
 
 
-def _steps(model: str, reports: dict[str, LoadReport]) -> Iterator[Metric]:
-    for name, help_text, histogram_of in (
-        ("step_tokens", "Tokens of a step.", step_tokens),
-        ("step_sequences", "Requests that take part in a step.", step_sequences),
-    ):
-        own = [([model, replica], histogram_of(report)) for replica, report in reports.items()]
-        yield histograms(f"{_PREFIX}{name}", help_text, _REPLICA, own)
-    yield _counter(
-        "step_phase_seconds_total",
-        "Where the time of steps went.",
-        (*_REPLICA, "phase"),
-        [
-            ([model, replica, phase], getattr(report.steps, field))
-            for replica, report in reports.items()
-            for phase, field in PHASES.items()
-        ],
-    )
-
-
-def _kv_usage(model: str, reports: dict[str, LoadReport]) -> Metric:
-    usage = {}
-    for replica, report in reports.items():
-        usage[model, replica, "device"] = device_usage(report)
-        for tier in report.tiers:
-            if tier.num_total_blocks:
-                usage[model, replica, tier.name] = tier.num_blocks / tier.num_total_blocks
-    return _gauge(
-        "kv_cache_usage_ratio",
-        "The part of a tier's blocks that is in use, from 0 to 1; of the device's, by requests.",
-        (*_REPLICA, "tier"),
-        usage.items(),
-    )
-
-
-Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
-
-
-def family(
-    kind: Family,
-    name: str,
-    help_text: str,
-    labels: Sequence[str],
-    series: Iterable[tuple[Sequence[str], float]],
-) -> Metric:
-    """A metric with a series for each tuple of label values."""
-    metric = kind(name, help_text, labels=labels)
-    for own_labels, value in series:
-        metric.add_metric(own_labels, value)
-    return metric
-
-
-def histograms(
-    name: str,
-    help_text: str,
-    labels: Sequence[str],
-    series: Iterable[tuple[Sequence[str], Histogram]],
-) -> Metric:
-    """A metric of histograms, whose buckets are cumulative."""
-    metric = HistogramMetricFamily(name, help_text, labels=labels)
-    for own_labels, histogram in series:
-        buckets, so_far = [], 0
-        for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
-            so_far += count
-            buckets.append(("+Inf" if math.isinf(bound) else str(float(bound)), float(so_far)))
-        metric.add_metric(own_labels, buckets, histogram.sum)
-    return metric
+# ---- figures of a load report
 
 
 def reports_of(report: LoadReport) -> dict[str, LoadReport]:
@@ -271,109 +255,63 @@ def device_usage(report: LoadReport) -> float:
 
 
 def step_tokens(report: LoadReport) -> Histogram:
-    return _histogram(STEP_TOKEN_BOUNDS, report.steps.by_tokens, report.steps.num_tokens)
+    return Histogram(STEP_TOKEN_BOUNDS, report.steps.by_tokens, report.steps.num_tokens)
 
 
 def step_sequences(report: LoadReport) -> Histogram:
-    return _histogram(STEP_SEQUENCE_BOUNDS, report.steps.by_sequences, report.steps.num_sequences)
+    return Histogram(STEP_SEQUENCE_BOUNDS, report.steps.by_sequences, report.steps.num_sequences)
 
 
-def _histogram(bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
-    histogram = Histogram(bounds)
-    histogram.counts[: len(counts)] = counts
-    histogram.sum = total
-    return histogram
-
-
-_VLLM_PREFIX = "vllm:"
-_VLLM_HELP = "As vLLM has it."
-_ENGINE = ("model_name", "engine")
-_NO_ENGINE = ""
-"""The label of requests that wait for an engine. Autoscalers add up what waits over all engines."""
-_VLLM_HISTOGRAMS = {
-    "time_to_first_token_seconds": "time_to_first_token_seconds",
-    "inter_token_latency_seconds": "inter_token_latency_seconds",
-    "time_per_output_token_seconds": "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds": "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds": "request_duration_seconds",
-    "request_queue_time_seconds": "request_queue_time_seconds",
-    "request_prefill_time_seconds": "request_prefill_time_seconds",
-    "request_decode_time_seconds": "request_decode_time_seconds",
-    "request_prompt_tokens": "request_prompt_tokens",
-    "request_generation_tokens": "request_generated_tokens",
-}
-"""Pagoda's name of each histogram of vLLM."""
+# ---- vLLM's names
 
 
 def aliases_of(snapshot: Snapshot) -> Iterator[Metric]:
-    yield from _of_requests(snapshot)
-    if snapshot.report is not None:
-        yield from _of_engines(snapshot.model_name, snapshot.report)
-        if snapshot.limits is not None:
-            yield _cache_config(reports_of(snapshot.report), snapshot.limits)
-
-
-def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
-    finished = snapshot.requests.finished.values()
+    model, requests = snapshot.model_name, snapshot.requests
+    finished = [own.finished for own in requests.by_key.values()]
     reasons = sorted({reason for counts in finished for reason in counts} - {REFUSED})
-    yield family(
-        CounterMetricFamily,
-        f"{_VLLM_PREFIX}request_success_total",
+    yield _counter(
+        "vllm:request_success_total",
         "Answers that have ended, by the reason of their end.",
         ["model_name", "finished_reason"],
-        [
-            ([snapshot.model_name, reason], sum(counts[reason] for counts in finished))
-            for reason in reasons
-        ],
+        {(model, reason): sum(counts[reason] for counts in finished) for reason in reasons},
     )
     for name, own_name in _VLLM_HISTOGRAMS.items():
         help_text = HISTOGRAMS[own_name].help_text
-        total = snapshot.requests.total(own_name)
-        series = [([snapshot.model_name], total)]
-        yield histograms(f"{_VLLM_PREFIX}{name}", help_text, ["model_name"], series)
+        total = {(model,): requests.total(own_name)}
+        yield _histograms(f"vllm:{name}", help_text, ["model_name"], total)
+    if snapshot.report is None:
+        return
+    reports = reports_of(snapshot.report)
+    yield from _engine_aliases(model, reports, num_unplaced(snapshot.report))
+    if snapshot.limits is not None:
+        block_size = str(snapshot.limits.block_size)
+        yield _gauge(
+            "vllm:cache_config_info",
+            "The size of the KV cache; the value is always 1.",
+            ["engine", "block_size", "num_gpu_blocks"],
+            {(name, block_size, str(report.num_blocks)): 1 for name, report in reports.items()},
+        )
 
 
-def _of_engines(model: str, whole: LoadReport) -> Iterator[Metric]:
-    reports = reports_of(whole)
-    for name, (is_counter, fields) in _declared_aliases().items():
-        values = {
-            engine: sum(getattr(report, field) for field in fields)
-            for engine, report in reports.items()
-        }
-        if name == "num_requests_waiting":
-            values[_NO_ENGINE] = num_unplaced(whole)
-        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
-        series = [([model, engine], value) for engine, value in values.items()]
-        yield family(kind, f"{_VLLM_PREFIX}{name}", _VLLM_HELP, _ENGINE, series)
-    for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
-        usage = [([model, engine], device_usage(report)) for engine, report in reports.items()]
-        yield family(GaugeMetricFamily, f"{_VLLM_PREFIX}{name}", _VLLM_HELP, _ENGINE, usage)
-    tokens = [([model, engine], step_tokens(report)) for engine, report in reports.items()]
-    yield histograms(f"{_VLLM_PREFIX}iteration_tokens_total", "Tokens of a step.", _ENGINE, tokens)
-
-
-def _declared_aliases() -> dict[str, tuple[bool, list[str]]]:
-    """The declared aliases: for each of vLLM's names, True for a counter, and the fields of a load report that
-    are added up."""
-    aliases: defaultdict[str, list[str]] = defaultdict(list)
-    counters = set()
+def _engine_aliases(
+    model: str, reports: Mapping[str, LoadReport], unplaced: int
+) -> Iterator[Metric]:
+    aliases: defaultdict[str, list[tuple[str, bool]]] = defaultdict(list)
     for field, figures in figures_of(LoadReport).items():
         for figure in figures:
             for name in figure.vllm:
-                aliases[name].append(field)
-                if figure.is_counter:
-                    counters.add(name)
-    return {name: (name in counters, fields) for name, fields in aliases.items()}
-
-
-def _cache_config(reports: dict[str, LoadReport], limits: EngineReady) -> Metric:
-    return family(
-        GaugeMetricFamily,
-        f"{_VLLM_PREFIX}cache_config_info",
-        "The size of the KV cache; the value is always 1.",
-        ["engine", "block_size", "num_gpu_blocks"],
-        [
-            ([engine, str(limits.block_size), str(report.num_blocks)], 1)
+                aliases[name].append((field, figure.is_counter))
+    for name, fields in aliases.items():
+        values = {
+            (model, engine): sum(getattr(report, field) for field, _ in fields)
             for engine, report in reports.items()
-        ],
-    )
+        }
+        if name == "num_requests_waiting":  # autoscalers add up what waits over all engines
+            values[model, ""] = unplaced
+        make = _counter if any(is_counter for _, is_counter in fields) else _gauge
+        yield make(f"vllm:{name}", _VLLM_HELP, _VLLM_ENGINE, values)
+    usage = {(model, engine): device_usage(report) for engine, report in reports.items()}
+    for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
+        yield _gauge(f"vllm:{name}", _VLLM_HELP, _VLLM_ENGINE, usage)
+    tokens = {(model, engine): step_tokens(report) for engine, report in reports.items()}
+    yield _histograms("vllm:iteration_tokens_total", "Tokens of a step.", _VLLM_ENGINE, tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-import msgspec
 from aiohttp import web
 
 from pagoda.api.errors import ApiError, unavailable
@@ -27,7 +26,7 @@ async def live(context: RequestContext) -> web.StreamResponse:
                     "started": service.created,
                     "draining": service.draining,
                     "is_router": service.is_router,
-                    **msgspec.structs.asdict(snapshot),
+                    **snapshot,
                     "num_answers": len(service.tracker.running_of(key_name)),
                     "answers": live_answers(service.tracker, key_name),
                 }

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable
 from itertools import accumulate, islice
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,69 +31,8 @@ MAX_REPLICAS = 256
 MAX_STEP_BINS = 1024
 """Step bins in one snapshot, for all replicas together."""
 
-
-class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    name: str
-    """The client's id of the request, which several answers may share."""
-    key: str
-    state: str
-    """`waiting` for its first token, or `generating`."""
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    max_tokens: int
-    age_s: float
-
-
-class TierState(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of one KV tier. `num_cached` blocks can be evicted."""
-
-    name: str
-    num_total: int
-    num_used: int
-    num_cached: int
-    is_indexed: bool = True
-
-
-class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine or host. Its own figures are None while it does not answer."""
-
-    name: str
-    state: str
-    num_requests: int
-    num_running: int | None = None
-    num_waiting: int | None = None
-    num_blocks: int | None = None
-    num_used_blocks: int | None = None
-    num_cached_blocks: int | None = None
-    step_time_ms: float | None = None
-
-
-class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One second of a server. The first snapshot has no rates: they are None."""
-
-    prompt_tokens_per_s: float | None
-    """Prompt tokens that engines admitted, prefix hits included."""
-    output_tokens_per_s: float | None
-    """Tokens generated for clients of this server."""
-    ttft_ms: Percentiles | None
-    itl_ms: Percentiles | None
-    num_running: int
-    num_waiting: int
-    num_awaiting_kv: int
-    prefix_hit_rate: float | None
-    """Share of the prompt tokens of the last `WINDOW_S`; None without prompt tokens."""
-    num_preemptions: int
-    num_restarts: int
-    """Restarts of workers and engines; like preemptions, never falls while the server runs."""
-    tiers: list[TierState]
-    """The device first."""
-    num_replicas: int
-    """All replicas, also the ones that `replicas` leaves out."""
-    replicas: list[ReplicaState]
-    steps: dict[str, list[StepBin]]
-    """Steps that have ended since the last snapshot, by replica; `age_s` is their age now."""
+LiveSnapshot = dict[str, Any]
+"""One second of a server, as JSON."""
 
 
 class LiveStats:
@@ -116,9 +55,7 @@ class LiveStats:
         """
         if self._closed:
             return
-        if self._feed is None:
-            self._feed = _Feed(_View(endpoint, self._tracker, self._progress))
-        feed = self._feed
+        feed = self._feed = self._feed or _Feed(endpoint, self._tracker, self._progress)
         feed.num_watchers += 1
         try:
             while (snapshot := await asyncio.shield(feed.next)) is not None:
@@ -138,175 +75,161 @@ class LiveStats:
 
 
 class _Feed:
-    """The snapshots for all watchers, made by one task."""
+    """The snapshots for all watchers, made by one task, and what is compared from one to the next."""
 
-    def __init__(self, view: _View) -> None:
+    def __init__(self, endpoint: Endpoint, tracker: RequestTracker, progress: Progress) -> None:
+        loop = asyncio.get_running_loop()
         self.num_watchers = 0
-        self.next: asyncio.Future[LiveSnapshot | None] = asyncio.get_running_loop().create_future()
+        self.next: asyncio.Future[LiveSnapshot | None] = loop.create_future()
         """The next snapshot; None at the end."""
-        self._view = view
+        self._endpoint = endpoint
+        self._tracker = tracker
+        self._progress = progress
+        self._clock = loop.time
+        num_windows = round(WINDOW_S / INTERVAL_S)
+        self._latencies = Latencies(tracker, num_windows)
+        self._steps: dict[str, list[tuple[float, StepBin]]] = {}
+        """Step bins by replica, with the time at which they came."""
+        self._num_bins = 0
+        self._began = self._clock()
+        self._last: tuple[float, int] | None = None
+        """Time of the last snapshot, and the tokens of all answers until then."""
+        self._growths: deque[Growth] = deque(maxlen=num_windows)
+        self._unsubscribe = endpoint.subscribe_steps(self._on_steps)
         self.task = asyncio.create_task(self._sample())
         self.task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("nothing more can be shown on the page", exc_info=error)
-        self._view.close()
+        self._latencies.close()
+        self._unsubscribe()
         self.next.set_result(None)
 
     async def _sample(self) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time()
+        due = self._clock()
         with contextlib.suppress(EngineDeadError):  # the server ends, and says why
             while True:
-                snapshot = await self._view.snapshot()
-                told, self.next = self.next, loop.create_future()
+                snapshot = await self._snapshot()
+                told, self.next = self.next, asyncio.get_running_loop().create_future()
                 told.set_result(snapshot)
-                due = max(due + INTERVAL_S, loop.time())
-                await asyncio.sleep(due - loop.time())
-
-
-class _View:
-    """Makes snapshots, and keeps what is compared from one to the next."""
-
-    def __init__(self, endpoint: Endpoint, tracker: RequestTracker, progress: Progress) -> None:
-        self._endpoint = endpoint
-        self._tracker = tracker
-        self._progress = progress
-        self._clock = asyncio.get_running_loop().time
-        self._latencies = Latencies(tracker, round(WINDOW_S / INTERVAL_S))
-        self._steps: dict[str, list[tuple[float, StepBin]]] = {}
-        """Step bins by replica, with the time at which they came."""
-        self._num_bins = 0
-        self._began = self._clock()
-        self._last_at: float | None = None
-        self._last_num_tokens = 0
-        """Tokens of all answers at the last snapshot."""
-        self._prompts: deque[Growth] = deque(maxlen=round(WINDOW_S / INTERVAL_S))
-        self._unsubscribe = endpoint.subscribe_steps(self._on_steps)
-
-    def close(self) -> None:
-        self._latencies.close()
-        self._unsubscribe()
+                due = max(due + INTERVAL_S, self._clock())
+                await asyncio.sleep(due - self._clock())
 
     def _on_steps(self, steps: StepStatistics) -> None:
         room = MAX_STEP_BINS - self._num_bins
-        bins = steps.bins[-room:] if room > 0 else []
+        bins = steps.bins[:0] if room <= 0 else steps.bins[-room:]
         self._num_bins += len(bins)
         now = self._clock()
         self._steps.setdefault(steps.replica, []).extend((now, one) for one in bins)
 
     def _drain_steps(self) -> dict[str, list[StepBin]]:
+        """Steps that have ended since the last snapshot, by replica; `age_s` is their age now."""
         steps, self._steps, self._num_bins = self._steps, {}, 0
         now = self._clock()
+
+        def aged(one: StepBin, told_at: float) -> StepBin:
+            age_s = round(one.age_s + now - told_at, 4)
+            step_time_s = round(one.step_time_s, 6)
+            return msgspec.structs.replace(one, age_s=age_s, step_time_s=step_time_s)
+
+        return {name: [aged(one, at) for at, one in bins] for name, bins in steps.items()}
+
+    async def _snapshot(self) -> LiveSnapshot:
+        """The first snapshot has no rates: they are None. Raises EngineDeadError when the endpoint has ended."""
+        report = await self._endpoint.load()
+        now, num_tokens = self._clock(), self._tracker.num_tokens
+        growth = self._progress.update(report, now, self._began)
+        self._growths.append(growth)
+        prompt_rate = output_rate = None
+        if self._last is not None:
+            last_at, last_num_tokens = self._last
+            prompt_rate = round(growth.prompt_tokens_per_s, 1)
+            output_rate = round((num_tokens - last_num_tokens) / max(now - last_at, 1e-3), 1)
+        self._last = now, num_tokens
+        num_prompt_tokens = sum(one.num_prompt_tokens for one in self._growths)
+        num_hits = sum(one.num_prefix_hit_tokens for one in self._growths)
+        ttft, itl = self._latencies.next_window()
         return {
-            replica: [
-                msgspec.structs.replace(
-                    one,
-                    age_s=round(one.age_s + now - told_at, 4),
-                    step_time_s=round(one.step_time_s, 6),
-                )
-                for told_at, one in bins
-            ]
-            for replica, bins in steps.items()
+            "prompt_tokens_per_s": prompt_rate,
+            "output_tokens_per_s": output_rate,
+            "ttft_ms": ttft,
+            "itl_ms": itl,
+            "num_running": report.num_running,
+            "num_waiting": report.num_waiting,
+            "num_awaiting_kv": report.num_awaiting_kv,
+            "prefix_hit_rate": (
+                round(min(num_hits / num_prompt_tokens, 1.0), 4) if num_prompt_tokens else None
+            ),
+            "num_preemptions": self._progress.num_preemptions,
+            "num_restarts": self._progress.num_restarts,
+            "tiers": _tiers(report),
+            "num_replicas": len(report.replicas),
+            "replicas": [_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
+            "steps": self._drain_steps(),
         }
 
-    async def snapshot(self) -> LiveSnapshot:
-        """Raises EngineDeadError when the endpoint has ended."""
-        report = await self._endpoint.load()
-        now = self._clock()
-        growth = self._progress.update(report, now, self._began)
-        self._prompts.append(growth)
-        is_first = self._last_at is None
-        output_rate = self._output_tokens_per_s(now)
-        ttft, itl = self._latencies.next_window()
-        return LiveSnapshot(
-            prompt_tokens_per_s=None if is_first else round(growth.prompt_tokens_per_s, 1),
-            output_tokens_per_s=output_rate,
-            ttft_ms=ttft,
-            itl_ms=itl,
-            num_running=report.num_running,
-            num_waiting=report.num_waiting,
-            num_awaiting_kv=report.num_awaiting_kv,
-            prefix_hit_rate=_share(
-                sum(one.num_prefix_hit_tokens for one in self._prompts),
-                sum(one.num_prompt_tokens for one in self._prompts),
-            ),
-            num_preemptions=self._progress.num_preemptions,
-            num_restarts=self._progress.num_restarts,
-            tiers=_tiers(report),
-            num_replicas=len(report.replicas),
-            replicas=[_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
-            steps=self._drain_steps(),
-        )
 
-    def _output_tokens_per_s(self, now: float) -> float | None:
-        """The rate since the last snapshot; None in the first."""
-        num_tokens = self._tracker.num_tokens - self._last_num_tokens
-        last_at = self._last_at
-        self._last_num_tokens, self._last_at = self._tracker.num_tokens, now
-        return None if last_at is None else round(num_tokens / max(now - last_at, 1e-3), 1)
-
-
-def live_answers(tracker: RequestTracker, key_name: str) -> list[LiveAnswer]:
+def live_answers(tracker: RequestTracker, key_name: str) -> list[dict[str, Any]]:
     """The oldest running answers to requests with an API key, at most `MAX_ANSWERS`."""
     now_ns = tracker.clock_ns()
-    running = tracker.running_of(key_name).values()
-    return [_answer(record, now_ns) for record in islice(running, MAX_ANSWERS)]
+    return [
+        {
+            "id": record.request_id,
+            "name": record.client_request.id,
+            "key": record.client_request.key_name,
+            "state": "waiting" if record.first_token_ns is None else "generating",
+            "prompt_tokens": record.num_prompt_tokens,
+            "cached_tokens": record.num_cached_tokens,
+            "output_tokens": record.num_output_tokens,
+            "max_tokens": record.max_tokens,
+            "age_s": round((now_ns - record.client_request.arrived_ns) / 1e9, 2),
+        }
+        for record in islice(tracker.running_of(key_name).values(), MAX_ANSWERS)
+    ]
 
 
-def _answer(record: RequestStatistics, now_ns: int) -> LiveAnswer:
-    return LiveAnswer(
-        id=record.request_id,
-        name=record.client_request.id,
-        key=record.client_request.key_name,
-        state="waiting" if record.first_token_ns is None else "generating",
-        prompt_tokens=record.num_prompt_tokens,
-        cached_tokens=record.num_cached_tokens,
-        output_tokens=record.num_output_tokens,
-        max_tokens=record.max_tokens,
-        age_s=round((now_ns - record.client_request.arrived_ns) / 1e9, 2),
-    )
-
-
-def _share(part: int, whole: int) -> float | None:
-    return round(min(part / whole, 1.0), 4) if whole > 0 else None
-
-
-def _tiers(report: LoadReport) -> list[TierState]:
-    device = TierState(
-        name="device",
-        num_total=report.num_blocks,
-        num_used=report.num_blocks - report.num_free_blocks,
-        num_cached=report.num_cached_blocks,
-    )
+def _tiers(report: LoadReport) -> list[dict[str, Any]]:
+    """Blocks of each KV tier, the device first. `num_cached` blocks can be evicted."""
+    device = {
+        "name": "device",
+        "num_total": report.num_blocks,
+        "num_used": report.num_blocks - report.num_free_blocks,
+        "num_cached": report.num_cached_blocks,
+        "is_indexed": True,
+    }
     below = [
-        TierState(
-            name=tier.name,
-            num_total=tier.num_total_blocks,
-            num_used=0,
-            num_cached=tier.num_blocks,
-            is_indexed=tier.is_indexed,
-        )
+        {
+            "name": tier.name,
+            "num_total": tier.num_total_blocks,
+            "num_used": 0,
+            "num_cached": tier.num_blocks,
+            "is_indexed": tier.is_indexed,
+        }
         for tier in report.tiers
     ]
     return [device, *below]
 
 
-def _replica(replica: ReplicaLoad) -> ReplicaState:
-    state = ReplicaState(name=replica.name, state=replica.state, num_requests=replica.num_requests)
+_REPLICA_FIGURES: dict[str, Callable[[LoadReport], float]] = {
+    "num_running": lambda report: report.num_running,
+    "num_waiting": lambda report: report.num_waiting + report.num_awaiting_kv,
+    "num_blocks": lambda report: report.num_blocks,
+    "num_used_blocks": lambda report: report.num_blocks - report.num_free_blocks,
+    "num_cached_blocks": lambda report: report.num_cached_blocks,
+    "step_time_ms": lambda report: round(report.step_time_s * 1e3, 3),
+}
+
+
+def _replica(replica: ReplicaLoad) -> dict[str, Any]:
+    """One engine or host. Its own figures are None while it does not answer."""
     report = replica.report
-    if report is None:
-        return state
-    return msgspec.structs.replace(
-        state,
-        num_running=report.num_running,
-        num_waiting=report.num_waiting + report.num_awaiting_kv,
-        num_blocks=report.num_blocks,
-        num_used_blocks=report.num_blocks - report.num_free_blocks,
-        num_cached_blocks=report.num_cached_blocks,
-        step_time_ms=round(report.step_time_s * 1e3, 3),
-    )
+    return {
+        "name": replica.name,
+        "state": replica.state,
+        "num_requests": replica.num_requests,
+        **{n: None if report is None else of(report) for n, of in _REPLICA_FIGURES.items()},
+    }
 
 
 _PER_DOUBLING = 16
@@ -372,8 +295,7 @@ def _quantile(ordered: list[tuple[int, int]], rank: float) -> float:
 _COUNTERS = ("num_prompt_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_worker_restarts")
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     """Growth of all replicas, each since its own last report."""
 
     num_prompt_tokens: int

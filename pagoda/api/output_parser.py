@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import json
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -39,12 +40,13 @@ class AnswerDelta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
-    def joined(self, other: AnswerDelta) -> AnswerDelta:
-        """This delta and the next one as one."""
+    @staticmethod
+    def joined(deltas: Sequence[AnswerDelta]) -> AnswerDelta:
+        """Deltas that follow one another as one."""
         return AnswerDelta(
-            self.content + other.content,
-            self.reasoning + other.reasoning,
-            self.tool_calls + other.tool_calls,
+            "".join(delta.content for delta in deltas),
+            "".join(delta.reasoning for delta in deltas),
+            tuple(piece for delta in deltas for piece in delta.tool_calls),
         )
 
     def first_call_only(self) -> AnswerDelta:

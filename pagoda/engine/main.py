@@ -52,9 +52,8 @@ from pagoda.messages.frontend import (
     UnsubscribeSteps,
 )
 from pagoda.messages.load import ProcessMemory
-from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
+from pagoda.messages.tracing import StartTrace, StopTrace
 from pagoda.pd.links import SocketLinks
-from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
 
@@ -130,10 +129,6 @@ class EngineProcess:
         """Frontends that have not been told yet that the engine is ready."""
         self._routes = RequestRoutes()
         self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
-        self._clocks: ClockComparison | None = None
-        """The comparison with the frontend that asked for a trace; None when it is done."""
-        self._stops_trace = False
-        """True if the trace is to end as soon as clocks are compared."""
         self._stopping = False
 
     def run(self) -> None:
@@ -223,16 +218,8 @@ class EngineProcess:
                 self._welcome(frontend, message)
             case StartTrace():
                 self._core.start_trace(message)
-                self._compare_clocks(frontend)
             case StopTrace():
-                if self._clocks is None:
-                    self._core.stop_trace()
-                else:
-                    self._stops_trace = True
-            case ClockPong():
-                clocks = self._clocks
-                if clocks and clocks.pong(message.number, message.uid, message.now_ns):
-                    self._ask_for_time(frontend, clocks)
+                self._core.stop_trace()
             case Shutdown():
                 self._stopping = True
 
@@ -243,8 +230,6 @@ class EngineProcess:
             return
         self._frontends.append(frontend)
         self._newcomers.append(frontend)
-        if self._tracer.session is not None:
-            self._compare_clocks(frontend)
 
     def _greet(self) -> None:
         ready = self._core.ready
@@ -255,20 +240,6 @@ class EngineProcess:
         self._newcomers.clear()
         gc.collect()
         gc.freeze()  # a pass over a large block pool would take longer than many steps
-
-    def _compare_clocks(self, frontend: bytes) -> None:
-        self._clocks, self._stops_trace = ClockComparison(self._tracer.clock_ns), False
-        self._ask_for_time(frontend, self._clocks)
-
-    def _ask_for_time(self, frontend: bytes, clocks: ClockComparison) -> None:
-        number = clocks.next_ping()
-        if number is not None:
-            self._send(frontend, ClockPing(number))
-            return
-        clocks.note(self._tracer)
-        self._clocks = None
-        if self._stops_trace:
-            self._core.stop_trace()
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
         routed = self._routes.add(frontend, request)

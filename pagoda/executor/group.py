@@ -143,6 +143,7 @@ class GroupExecutor:
         group.transfers.begin(transfers, now)
 
     def start_trace(self, session: TraceSession) -> None:
+        session = self.tracer.session_for_children(session)
         self._config = msgspec.structs.replace(self._config, trace=session)
         self._tell_of_trace()
 

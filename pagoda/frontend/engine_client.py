@@ -33,7 +33,7 @@ from pagoda.messages.frontend import (
     Shutdown,
     TokenChunks,
 )
-from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
+from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0
@@ -67,7 +67,7 @@ class EngineClient:
         *,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """`tracer` is that of this process, and has the clock that engines compare theirs with.
+        """`tracer` is that of this process.
 
         Raises:
             ConfigError: there is no place for the engine's sockets.
@@ -161,7 +161,8 @@ class EngineClient:
     def start_trace(self, order: StartTrace) -> None:
         """This engine traces from now on, and so do those after it."""
         self._num_traces += 1
-        order = msgspec.structs.replace(order, number=self._num_traces)
+        session = self._tracer.session_for_children(order.session)
+        order = msgspec.structs.replace(order, session=session, number=self._num_traces)
         self._config = msgspec.structs.replace(self._config, trace=order)
         self._trace_end = asyncio.get_running_loop().create_future()
         self._send(order)
@@ -255,9 +256,6 @@ class EngineClient:
             engine.end(f"sent what is not a message ({error})")
             return
         match message:
-            case ClockPing(number):
-                tracer = self._tracer
-                self._send(ClockPong(number, tracer.process.uid, tracer.clock_ns()))
             case TraceStopped():
                 if message.number == self._num_traces:
                     self._end_trace(message.problems)

@@ -17,11 +17,10 @@ from pagoda.ipc.event_socket import EventSocket, host_socket
 from pagoda.messages.frontend import (
     EngineFailed,
     EngineReady,
-    FrontendMessage,
     Hello,
     TokenChunks,
 )
-from pagoda.messages.hosts import HostLeave, HostMessage
+from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
 from pagoda.messages.tracing import ClockPing, ClockPong, TraceStopped
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.tracer import Tracer
@@ -67,7 +66,7 @@ class HostClient:
         self._tracer = tracer or Tracer("router")
         self._router = router
         self._hello_timeout_s = hello_timeout_s
-        self._encode = Codec[FrontendMessage](FrontendMessage).encode
+        self._encode = Codec[RouterMessage](RouterMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
         socket = host_socket(context, zmq.DEALER)
         encrypt_client(socket, keys)
@@ -160,5 +159,5 @@ class HostClient:
         if began and isinstance(message, TokenChunks):
             self._tracer.span("chunks", began, {"chunks": len(message.chunks)})
 
-    def _send(self, message: FrontendMessage) -> None:
+    def _send(self, message: RouterMessage) -> None:
         self._socket.send(self._encode(message))

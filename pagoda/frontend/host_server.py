@@ -38,7 +38,6 @@ from pagoda.messages.frontend import (
     EngineFailed,
     EngineReady,
     FinishReason,
-    FrontendMessage,
     GenerateRequest,
     Hello,
     LoadQuery,
@@ -47,7 +46,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenChunks,
 )
-from pagoda.messages.hosts import HostLeave, HostMessage
+from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
 from pagoda.messages.load import ProcessMemory
 from pagoda.messages.tracing import ClockPing, ClockPong
 from pagoda.messages.worker_config import CurveKeys
@@ -99,7 +98,7 @@ class HostServer:
         self._tracker = tracker or RequestTracker()
         self._tracer = tracer or Tracer("frontend")
         self._encode = Codec[HostMessage](HostMessage).encode
-        self._decode = Codec[FrontendMessage](FrontendMessage).decode
+        self._decode = Codec[RouterMessage](RouterMessage).decode
         self._routers: dict[bytes, _Router] = {}
         self._leaves = False
         self._flushing: list[_Router] = []
@@ -218,7 +217,7 @@ class HostServer:
         except Exception:  # one router must not end the service of all
             _log.exception("what a router asks for cannot be done")
 
-    def _handle(self, router: _Router, message: FrontendMessage) -> None:
+    def _handle(self, router: _Router, message: RouterMessage) -> None:
         match message:
             case Hello():
                 self._welcome(router, message)

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
@@ -41,8 +41,7 @@ class RequestSpans:
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint` takes OTLP over HTTP: the base URL of a collector, or the whole URL for traces.
 
-        Raises:
-            ConfigError: `endpoint` is not an HTTP URL, or the SDK is not installed.
+        Raises ConfigError: `endpoint` is not an HTTP URL, or the SDK is not installed.
         """
         url = _traces_url(endpoint)
         try:
@@ -116,9 +115,18 @@ class RequestSpans:
             return
         span, wall_ns = opened
         if span.is_recording():
-            span.set_attributes(dict(_attributes(record)))
-            for name, began_ns, ended_ns in _phases(record):
-                context = self._trace.set_span_in_context(span, self._outside)
+            attributes = _attributes(record)
+            span.set_attributes(
+                {name: attributes[name] for name in attributes if attributes[name] is not None}
+            )
+            context = self._trace.set_span_in_context(span, self._outside)
+            for name, began_ns, ended_ns in (
+                ("queue", record.started_ns, record.admitted_ns),
+                ("prefill", record.admitted_ns, record.first_token_ns),
+                ("decode", record.first_token_ns, record.last_token_ns),
+            ):
+                if began_ns is None or ended_ns is None:
+                    continue
                 phase = self._tracer.start_span(name, context, start_time=began_ns + wall_ns)
                 self._end(phase, ended_ns + wall_ns)
             if record.finish_reason in _FAILURES:
@@ -212,38 +220,18 @@ def _traces_url(endpoint: str) -> str:
     return f"{endpoint.rstrip('/')}/v1/traces" if parts.path in ("", "/") else endpoint
 
 
-def _attributes(record: RequestStatistics) -> Iterator[tuple[str, Any]]:
-    arrived = record.client_request.arrived_ns
-    first, last = record.first_token_ns, record.last_token_ns
-    yield "gen_ai.usage.output_tokens", record.num_output_tokens
-    yield "gen_ai.usage.cache_read.input_tokens", record.num_cached_tokens
-    yield "gen_ai.usage.prompt_tokens", record.num_prompt_tokens
-    yield "gen_ai.usage.completion_tokens", record.num_output_tokens
-    yield "gen_ai.response.finish_reasons", (record.finish_reason,)
-    if record.client_request.key_name:
-        yield "pagoda.key", record.client_request.key_name
-    if record.queue_time_s is not None:
-        yield "gen_ai.latency.time_in_queue", record.queue_time_s
-    if first is not None and last is not None:
-        yield "gen_ai.latency.time_to_first_token", (first - arrived) / 1e9
-        yield "gen_ai.latency.time_in_model_decode", (last - first) / 1e9
-    if record.ended_ns is not None:
-        yield "gen_ai.latency.e2e", (record.ended_ns - arrived) / 1e9
-    for name, began_ns, ended_ns in _phases(record):
-        if name == "prefill":
-            yield "gen_ai.latency.time_in_model_prefill", (ended_ns - began_ns) / 1e9
-
-
-def _phases(record: RequestStatistics) -> Iterator[tuple[str, int, int]]:
-    """The known phases of an answer (queue, prefill, decode) with begin and end in nanoseconds."""
-    first, last, ended = record.first_token_ns, record.last_token_ns, record.ended_ns
-    if first is None or last is None:
-        if record.queue_time_s is not None and ended is not None:
-            waited_ns = int(record.queue_time_s * 1e9)
-            yield "queue", record.started_ns, min(ended, record.started_ns + waited_ns)
-        return
-    if record.queue_time_s is not None:
-        admitted_ns = min(first, record.started_ns + int(record.queue_time_s * 1e9))
-        yield "queue", record.started_ns, admitted_ns
-        yield "prefill", admitted_ns, first
-    yield "decode", first, last
+def _attributes(record: RequestStatistics) -> dict[str, Any]:
+    """The attributes that are known at the end; None where the answer had no such time or key."""
+    return {
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+        "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.completion_tokens": record.num_output_tokens,
+        "gen_ai.response.finish_reasons": (record.finish_reason,),
+        "pagoda.key": record.client_request.key_name or None,
+        "gen_ai.latency.time_in_queue": record.queue_time_s,
+        "gen_ai.latency.time_to_first_token": record.ttft_s,
+        "gen_ai.latency.time_in_model_prefill": record.prefill_s,
+        "gen_ai.latency.time_in_model_decode": record.decode_s,
+        "gen_ai.latency.e2e": record.duration_s,
+    }

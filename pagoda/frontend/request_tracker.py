@@ -59,6 +59,40 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
     error: str = ""
     """One sentence for the finish reasons `error` and `refused`."""
 
+    @property
+    def admitted_ns(self) -> int | None:
+        """Time of the first step, or of the end of an answer that had none; None until known."""
+        if self.queue_time_s is None:
+            return None
+        admitted_ns = self.started_ns + int(self.queue_time_s * 1e9)
+        return min(admitted_ns, self.first_token_ns or self.ended_ns or admitted_ns)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the arrival of the request to the first token."""
+        return _seconds(self.client_request.arrived_ns, self.first_token_ns)
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds from the first step to the first token."""
+        return _seconds(self.admitted_ns, self.first_token_ns)
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the last one."""
+        return _seconds(self.first_token_ns, self.last_token_ns)
+
+    @property
+    def itl_s(self) -> float | None:
+        """Mean seconds between tokens; None with fewer than two."""
+        gaps, decode_s = self.num_output_tokens - 1, self.decode_s
+        return None if decode_s is None or gaps < 1 else decode_s / gaps
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds from the arrival of the request to the end of the answer."""
+        return _seconds(self.client_request.arrived_ns, self.ended_ns)
+
     def with_span(self, request: GenerateRequest) -> GenerateRequest:
         """Returns `request` with the parent span of this answer."""
         if (request.traceparent, request.tracestate) == (self.traceparent, self.tracestate):
@@ -66,6 +100,10 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
         return msgspec.structs.replace(
             request, traceparent=self.traceparent, tracestate=self.tracestate
         )
+
+
+def _seconds(began_ns: int | None, ended_ns: int | None) -> float | None:
+    return None if began_ns is None or ended_ns is None else (ended_ns - began_ns) / 1e9
 
 
 StatisticsListener = Callable[[RequestStatistics], None]

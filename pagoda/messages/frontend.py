@@ -11,7 +11,7 @@ import msgspec
 
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams, TokenId
-from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
+from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
 PROTOCOL_VERSION = 7
@@ -238,7 +238,6 @@ FrontendMessage = (
     | Shutdown
     | StartTrace
     | StopTrace
-    | ClockPong
 )
 EngineMessage = (
     EngineReady
@@ -249,5 +248,4 @@ EngineMessage = (
     | PrefixCacheUpdate
     | StepStatistics
     | TraceStopped
-    | ClockPing
 )

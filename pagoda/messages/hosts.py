@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.messages.frontend import EngineMessage
+from pagoda.messages.frontend import EngineMessage, FrontendMessage
+from pagoda.messages.tracing import ClockPing, ClockPong
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,7 +14,7 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     host_id: str
     """New at each start; empty where only the address is known."""
     address: str
-    """`tcp://host:port`, where it takes `FrontendMessage`s, as an engine does."""
+    """`tcp://host:port`, where it takes `RouterMessage`s."""
 
 
 class HostJoin(msgspec.Struct, frozen=True, tag="join"):
@@ -37,5 +38,6 @@ class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
     """A host takes no new requests from this router; it finishes those that it has."""
 
 
-HostMessage = EngineMessage | HostLeave
+HostMessage = EngineMessage | HostLeave | ClockPing
 """Messages from a host to a router."""
+RouterMessage = FrontendMessage | ClockPong

@@ -41,6 +41,8 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     role: str
     host: str
+    parent_uid: str = ""
+    """`uid` of the process that started this one; empty for a frontend or router."""
     run: str = ""
     level: str = ""
     clock_ns: int = 0
@@ -64,11 +66,6 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
     def storey(self) -> str:
         """`router`, `frontend`, `engine`, `worker`, or what else the role begins with."""
         return self.role.partition(" ")[0]
-
-    def began(self, run: str, level: str, clock_ns: int) -> ProcessHeader:
-        return msgspec.structs.replace(
-            self, run=run, level=level, clock_ns=clock_ns, wall_ns=time.time_ns()
-        )
 
     @property
     def file_name(self) -> str:

@@ -11,20 +11,19 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "sum")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds` ascend."""
+    def __init__(
+        self, bounds: Sequence[float], counts: Sequence[int] = (), total: float = 0.0
+    ) -> None:
+        """`bounds` ascend; missing `counts` are 0, and `total` is the sum of the counted values."""
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
+        self.counts = [*counts, *[0] * (len(bounds) + 1 - len(counts))]
         """Counts of values up to each bound and above the one before; the last count is of values above all
         bounds."""
-        self.sum = 0.0
+        self.sum = total
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
-
-    def copy(self) -> Histogram:
-        return total([self], self.bounds)
 
 
 def total(histograms: Iterable[Histogram], bounds: Sequence[float]) -> Histogram:

@@ -61,6 +61,8 @@ class TraceSession(msgspec.Struct, frozen=True, kw_only=True):
     """The directory of fragments on the host of each process."""
     run: str
     """Tells the fragments of this server from those of others in the directory."""
+    parent_uid: str = ""
+    """The process that started the one told (`ProcessHeader.uid`)."""
 
 
 def _off() -> int:
@@ -98,7 +100,14 @@ class Tracer:
         """Traces into a new fragment. What runs already goes on in the rows that it has. Does not wait for the
         fragment before it."""
         self.end()
-        header = self.process.began(session.run, session.level.name.lower(), self.clock_ns())
+        header = msgspec.structs.replace(
+            self.process,
+            parent_uid=session.parent_uid,
+            run=session.run,
+            level=session.level.name.lower(),
+            clock_ns=self.clock_ns(),
+            wall_ns=time.time_ns(),
+        )
         writer = FragmentWriter(session.directory, header, self._fail)
         with self._lock:
             self.problems = []
@@ -110,6 +119,10 @@ class Tracer:
         self.kernel = self.clock_ns if session.level >= TraceLevel.KERNEL else _off
         self.verbose = self.clock_ns if session.level >= TraceLevel.VERBOSE else _off
         writer.start()
+
+    def session_for_children(self, session: TraceSession) -> TraceSession:
+        """The session as processes are told of it that this one has started."""
+        return msgspec.structs.replace(session, parent_uid=self.process.uid)
 
     def stop(self, timeout_s: float = CLOSING_S) -> None:
         """Returns when all that was emitted is written, or so many seconds later. May be called twice."""

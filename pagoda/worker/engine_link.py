@@ -23,7 +23,7 @@ from pagoda.messages.worker import (
 )
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.clocks import ClockComparison
-from pagoda.telemetry.tracer import Tracer
+from pagoda.telemetry.tracer import Tracer, TraceSession
 
 _PROGRESS_S = 1.0
 _FAREWELL_MS = 5000
@@ -45,6 +45,7 @@ class EngineLink:
         self._encode = Codec[WorkerMessage](WorkerMessage).encode
         self._decode = Codec[WorkerOrder](WorkerOrder).decode
         self._next_progress_at = 0.0
+        self._is_between_hosts = config.curve is not None
         self._kept: deque[Order] = deque()
         """Orders that came while the clocks were compared."""
 
@@ -82,6 +83,11 @@ class EngineLink:
             order: WorkerOrder = self._decode(self._socket.recv())
             if not isinstance(order, ClockPong):
                 return order
+
+    def start_trace(self, tracer: Tracer, session: TraceSession) -> None:
+        tracer.start(session)
+        if self._is_between_hosts:
+            self.compare_clocks(tracer)
 
     def compare_clocks(self, tracer: Tracer) -> None:
         """Measures how far the engine's clock is ahead, for the trace."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from pagoda.backend.base import KVCache, new_tensor
+from pagoda.backend.operation import Operation
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.load_config import load_model_config
@@ -35,8 +36,7 @@ from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.description import ModelDescription
-from pagoda.worker.group_sampler import FollowingSampler, GroupSampler, LeadingSampler
+from pagoda.worker.group_sampler import GroupSampler
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.kv.memory import SharedKVMemory, shares_kv
 from pagoda.worker.memory import check_arena, choose_num_blocks, format_bytes, left_for_kv_cache
@@ -128,9 +128,15 @@ class LoadedWorker(NamedTuple):
     runner: Runner | StageRunner
     ready: WorkerReady
     caches: Sequence[KVCache]
-    description: ModelDescription
+    description: Mapping[str, Mapping[str, object]]
+    """Figures of the model for traces; see `_description`."""
     shared: SharedKVMemory | None = None
     """Memory that the caches' tensors lie in, if other processes may map them."""
+
+    def describe(self, tracer: Tracer) -> None:
+        """Writes the description to the current fragment; does nothing while tracing is off."""
+        for name, figures in self.description.items():
+            tracer.describe(name, figures)
 
 
 def load_runner(
@@ -183,21 +189,13 @@ def load_runner(
         summary=_summary(plan, num_blocks, backend_summary),
         arithmetic=backend.arithmetic,
     )
-    experts = shard.config.experts
-    description = ModelDescription(
-        operations=model.operations,
-        weight_bytes=shard.forward_bytes(plan.quantization, plan.dtype.itemsize),
-        flops_per_token=shard.flops_per_token(),
-        kv_bytes_per_token=plan.kv_bytes_per_token,
-        expert_bytes=shard.expert_bytes(plan.quantization, plan.dtype.itemsize),
-        experts_held=len(shard.experts),
-        experts_per_token=experts.experts_per_token if experts else 0,
-    )
+    description = _description(plan, model.operations)
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     if not shard.is_last:
         return LoadedWorker(StageRunner(model, batch, tracer), ready, caches, description, shared)
     alone = shard.is_first and group.size == 1
-    runner = Runner(model, batch, _sampler(shard, group, tracer), tracer, alone=alone)
+    sampler = GroupSampler(Sampler(shard.config.vocab_size), group, tracer)
+    runner = Runner(model, batch, sampler, tracer, alone=alone)
     return LoadedWorker(runner, ready, caches, description, shared)
 
 
@@ -206,10 +204,29 @@ def _shared_memory(plan: WorkerPlan, num_blocks: int) -> SharedKVMemory:
     return SharedKVMemory(num_bytes, _TENSORS_PER_LAYER * len(plan.shard.layers))
 
 
-def _sampler(shard: Shard, group: Collectives, tracer: Tracer) -> GroupSampler:
-    if group.rank > 0:
-        return FollowingSampler(group, tracer)
-    return LeadingSampler(Sampler(shard.config.vocab_size), group, tracer)
+def _description(
+    plan: WorkerPlan, operations: Sequence[Operation]
+) -> Mapping[str, Mapping[str, object]]:
+    """Least cost of a rank's part of a forward pass, without the head, and the operations of the pass."""
+    shard, itemsize = plan.shard, plan.dtype.itemsize
+    experts = shard.config.experts
+    model = {
+        "weight_bytes": shard.forward_bytes(plan.quantization, itemsize),
+        "flops_per_token": shard.flops_per_token(),
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "expert_bytes": shard.expert_bytes(plan.quantization, itemsize),
+        "experts_held": len(shard.experts),
+        "experts_per_token": experts.experts_per_token if experts else 0,
+    }
+    if not operations:  # they come as spans
+        return {"model": model}
+    columns = {
+        "names": [operation.name for operation in operations],
+        "kinds": [operation.kind for operation in operations],
+        "weight_bytes": [operation.weight_bytes for operation in operations],
+        "flops_per_token": [operation.flops_per_token for operation in operations],
+    }
+    return {"model": model, "forward_ops": columns}
 
 
 def _summary(plan: WorkerPlan, num_blocks: int, backend: str) -> str:

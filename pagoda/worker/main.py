@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,31 +25,27 @@ from pagoda.messages.worker import StepPlan, StepResult, WorkerFailed, WorkerRea
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.trace_ending import EXIT_S, TraceEnding
-from pagoda.telemetry.tracer import Tracer, TraceSession
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.engine_link import EngineLink
-from pagoda.worker.pinning import bind, free_threads
-from pagoda.worker.threads import set_thread_waiting
+from pagoda.worker.pinning import bind, free_threads, set_thread_waiting
 
 if TYPE_CHECKING:
-    from pagoda.worker.description import ModelDescription
     from pagoda.worker.kv.transfer_link import TransferThread
     from pagoda.worker.loading import LoadedWorker, WorkerPlan
     from pagoda.worker.rendezvous import Rendezvous
-    from pagoda.worker.runner import Runner, StageRunner
-    from pagoda.worker.stages import StageInput, StageOutput
+    from pagoda.worker.stages import StageOutput
 
 _log = logging.getLogger("pagoda.worker")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Worker:
     """A rank that is ready, and what it has to do with its neighbours."""
 
-    runner: Runner | StageRunner
+    loaded: LoadedWorker
     ready: WorkerReady
-    description: ModelDescription
     rendezvous: Rendezvous | None = None
-    source: StageInput | None = None
+    """None where the rank is the only one."""
     target: StageOutput | None = None
     answers: bool = True
     """True on the rank whose results go to the engine."""
@@ -67,12 +63,12 @@ def main() -> NoReturn:
     engine = EngineLink(context, address, config)
     tracer = Tracer(config.place.role)
     if config.trace is not None:
-        _start_trace(tracer, engine, config.trace)
+        engine.start_trace(tracer, config.trace)
     worker = _start(config, engine, context, address, tracer)
     if isinstance(worker, WorkerFailed):
         engine.send(worker)
     else:
-        worker.description.tell(tracer)
+        worker.loaded.describe(tracer)
         freeze_objects()
         engine.send(worker.ready)
         try:
@@ -105,20 +101,20 @@ def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
                 _step(worker, engine, plan, tracer)
             case StartTrace(session=session):
                 ending.forget()
-                _start_trace(tracer, engine, session)
-                worker.description.tell(tracer)
+                engine.start_trace(tracer, session)
+                worker.loaded.describe(tracer)
             case StopTrace():
                 ending.begin()
 
 
 def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -> None:
     began = tracer.e2e()
-    before = None
-    if worker.source is not None:
-        before = worker.source.receive(plan)
+    before, runner = None, worker.loaded.runner
+    if worker.rendezvous is not None and worker.rendezvous.source is not None:
+        before = worker.rendezvous.source.receive(plan)
         if began:
             tracer.span("await stage", began)
-    output = worker.runner.step(plan, before)
+    output = runner.step(plan, before)
     if worker.transfers is not None:
         worker.transfers.jobs.step_done(plan.step)
     if isinstance(output, StepResult):
@@ -131,14 +127,9 @@ def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -
             "step": plan.step,
             "tokens": sum(plan.num_tokens),
             "seqs": len(plan.slots),
-            "context_tokens": worker.runner.batch.num_computed_tokens(plan.slots),
+            "context_tokens": runner.batch.num_computed_tokens(plan.slots),
         }
         tracer.span("step", began, batch)
-
-
-def _start_trace(tracer: Tracer, engine: EngineLink, session: TraceSession) -> None:
-    tracer.start(session)
-    engine.compare_clocks(tracer)
 
 
 def _start(
@@ -152,10 +143,10 @@ def _start(
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         config, cores = bind(config)
-        worker, plan, loaded = _start_rank(config, engine, context, address, tracer)
+        plan, worker = _start_rank(config, engine, context, address, tracer)
         if config.has_transfer_link:
             with free_threads(cores):
-                worker = _with_transfers(worker, plan, loaded, context, address, tracer)
+                _start_transfers(worker, plan, context, address, tracer)
         return worker
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
@@ -173,18 +164,19 @@ def _start_rank(
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     tracer: Tracer,
-) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
+) -> tuple[WorkerPlan, _Worker]:
     """The rank, which meets its peers first where there are any."""
     began = tracer.e2e()
     from pagoda.worker.loading import load_runner, plan_worker
-    from pagoda.worker.rendezvous import Rendezvous
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
     parallel, place = config.parallel, config.place
     if parallel.replica_size == 1:
         loaded = load_runner(plan, tracer, on_progress=engine.report_progress)
-        return _Worker(loaded.runner, loaded.ready, loaded.description), plan, loaded
+        return plan, _Worker(loaded, loaded.ready)
+    from pagoda.worker.rendezvous import Rendezvous
+
     rendezvous = Rendezvous(
         config, context, address, hidden_size=plan.shard.config.hidden_size, dtype=plan.dtype
     )
@@ -193,41 +185,32 @@ def _start_rank(
     group = rendezvous.form_group(peers)
     tracer.span("meet peers", began)
     loaded = load_runner(plan, tracer, peers.num_blocks, group, engine.report_progress)
-    worker = _Worker(
-        loaded.runner,
-        loaded.ready,
-        loaded.description,
-        rendezvous,
-        source=rendezvous.source,
-        target=rendezvous.target(peers),
-        answers=place == parallel.sampling_place(place.dp),
-    )
-    return worker, plan, loaded
+    answers = place == parallel.sampling_place(place.dp)
+    return plan, _Worker(loaded, loaded.ready, rendezvous, rendezvous.target(peers), answers)
 
 
-def _with_transfers(
+def _start_transfers(
     worker: _Worker,
     plan: WorkerPlan,
-    loaded: LoadedWorker,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     tracer: Tracer,
-) -> _Worker:
-    """The worker with the KV tiers, and the part in handoff, that it is to have."""
+) -> None:
+    """Starts the KV tiers, and the part in handoff, that the worker is to have."""
     from pagoda.worker.kv.handoff import open_handoff
     from pagoda.worker.kv.tiers import open_tiers
     from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
     from pagoda.worker.kv.transfers import TransferWorker
 
-    tiers = open_tiers(plan, loaded)
-    handoff = None if plan.config.kv_handoff is None else open_handoff(plan, loaded)
-    ready = tiers.described(worker.ready)
-    if handoff is not None:
-        ready = handoff.described(ready)
+    tiers = open_tiers(plan, worker.loaded)
+    worker.ready = tiers.described(worker.ready)
+    handoff = None
+    if plan.config.kv_handoff is not None:
+        handoff = open_handoff(plan, worker.loaded)
+        worker.ready = handoff.described(worker.ready)
     spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
     open_transfers = partial(TransferWorker, tiers, handoff)
-    transfers = TransferThread(context, address, plan.config, open_transfers, spans)
-    return replace(worker, ready=ready, transfers=transfers)
+    worker.transfers = TransferThread(context, address, plan.config, open_transfers, spans)
 
 
 if __name__ == "__main__":

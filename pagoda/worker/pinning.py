@@ -18,7 +18,19 @@ from pagoda.ipc.machine import available_cores
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import num_cpu_devices
 
+SPIN_COUNT = "2000"
+"""Some fifty microseconds: the threads of one step wait for each other awake, those of an idle worker sleep."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def set_thread_waiting(environ: MutableMapping[str, str]) -> None:
+    """Sets how OpenMP threads wait for each other, unless the operator did; OpenMP reads it when torch loads it.
+
+    Between two operations of a step a wait is shorter than falling asleep and waking up. Spinning on for longer
+    would take the cores from engine and frontend.
+    """
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def bind(config: WorkerConfig) -> tuple[WorkerConfig, set[int]]:

@@ -1,26 +1,35 @@
-"""Rendezvous of the ranks of one replica: each says hello, and connects to the addresses of the others."""
+"""Rendezvous of the ranks of one replica: each says hello, and connects to the addresses of the others.
+
+The tensor-parallel ranks of a stage form a group: over shared memory on one host, else over the network.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import zmq
 
+from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu.native import choose_instruction_set
+from pagoda.devices import BackendUnavailableError
+from pagoda.errors import ConfigError
 from pagoda.ipc.curve import start_authenticator
 from pagoda.messages.worker import WorkerHello, WorkerPeers
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.collectives import Collectives
 from pagoda.parallel.config import RankPlace
+from pagoda.parallel.distributed import DistributedCollectives, GroupStore
 from pagoda.worker.stages import StageInput, StageOutput
 
-if TYPE_CHECKING:
-    from pagoda.worker.group import GroupEndpoint
-
+_LOOPBACK = "127.0.0.1"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
+
+_log = logging.getLogger(__name__)
 
 
 class Rendezvous:
@@ -49,31 +58,40 @@ class Rendezvous:
             self.source = StageInput(
                 context, own, config.curve, hidden_size=hidden_size, dtype=dtype
             )
-        self._endpoint: GroupEndpoint | None = None
+        self._memory: SharedMemory | None = None
+        self._store: GroupStore | None = None
+        # What rank 0 of a stage offers to the others before it knows where they are.
         if parallel.tensor_parallel_size > 1 and place.tp == 0:
-            from pagoda.worker.group import GroupEndpoint
-
-            self._endpoint = GroupEndpoint(config.bind_host, parallel.tensor_parallel_size)
+            self._memory = _shared_memory(parallel.tensor_parallel_size)
+            if self._memory is None or config.bind_host:  # empty where all ranks are on this host
+                self._store = GroupStore(config.bind_host or _LOOPBACK)
 
     def hello(self, num_blocks: int) -> WorkerHello:
-        endpoint = self._endpoint
         return WorkerHello(
             host=host_identity(self._config.bind_host),
-            stage_address=self.source.address if self.source is not None else "",
-            group_address=endpoint.address if endpoint is not None else "",
-            shared_memory=endpoint.shared_memory if endpoint is not None else "",
+            stage_address="" if self.source is None else self.source.address,
+            group_address="" if self._store is None else self._store.address,
+            shared_memory="" if self._memory is None else self._memory.path,
             num_blocks=num_blocks,
         )
 
     def form_group(self, peers: WorkerPeers) -> Collectives | None:
-        """The tensor-parallel ranks of this stage, for which it waits; None where there is one only."""
+        """The tensor-parallel ranks of this stage, for which it waits; None where there is one only.
+
+        Raises:
+            ConfigError: this process cannot open what another of its host offers.
+            ConnectionError: the ranks do not reach each other.
+        """
         place, size = self._config.place, self._config.parallel.tensor_parallel_size
         if size == 1:
             return None
-        from pagoda.worker.group import form_group
-
         members = [self._hello_of(peers, RankPlace(place.dp, place.pp, tp)) for tp in range(size)]
-        return form_group(place.tp, members, self._config.bind_host, self._endpoint)
+        group = join_group(place.tp, members, self._config.bind_host)
+        if self._memory is not None:
+            self._memory.close()  # all ranks have opened it, or none will
+        if isinstance(group, SharedMemoryCollectives):
+            self._store = None
+        return group
 
     def target(self, peers: WorkerPeers) -> StageOutput | None:
         """The rank of the same number one stage on; None on the last stage."""
@@ -85,6 +103,38 @@ class Rendezvous:
 
     def _hello_of(self, peers: WorkerPeers, place: RankPlace) -> WorkerHello:
         return peers.hellos[self._config.parallel.rank_in_replica(place)]
+
+
+def _shared_memory(size: int) -> SharedMemory | None:
+    try:
+        choose_instruction_set()
+        return SharedMemory(size)
+    except BackendUnavailableError:
+        return None
+    except (OSError, ValueError) as error:
+        _log.warning(
+            "ranks of one host cannot share memory and use gloo, which is slower: %s", error
+        )
+        return None
+
+
+def join_group(rank: int, members: Sequence[WorkerHello], bind_host: str) -> Collectives:
+    """Joins the group of the ranks that said `members`, of which this is number `rank`, and waits for all.
+
+    They decide alike: by what rank 0 offers, and by whether all are on one host.
+    """
+    first, size = members[0], len(members)
+    if not first.shared_memory or len({member.host for member in members}) > 1:
+        return DistributedCollectives(first.group_address, rank, size, bind_host or _LOOPBACK)
+    try:
+        group = SharedMemoryCollectives(first.shared_memory, rank, size)
+    except (BackendUnavailableError, OSError) as error:
+        raise ConfigError(
+            f"this worker cannot open the memory that another one of this host shares ({error}); "
+            "all workers of a host must run as one user, from one installation."
+        ) from None
+    group.broadcast(b"" if rank == 0 else None)
+    return group
 
 
 def host_identity(bind_host: str) -> str:

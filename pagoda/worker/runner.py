@@ -6,15 +6,15 @@ import logging
 from collections.abc import Set
 from functools import reduce
 from operator import add
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import TokenBatch
 from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.model.decoder import Decoder
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler, Logits
+from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.sampler import Sampled, merged
 from pagoda.worker.stages import StageState
@@ -23,23 +23,10 @@ from pagoda.worker.step_clock import StepClock
 _log = logging.getLogger(__name__)
 
 
-class Model(Logits, Protocol):
-    def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
-        """Hidden states [n, hidden] of the batch's tokens; K and V go to the model's caches.
-
-        `hidden` [n, hidden] comes from the stage before; None on the first one.
-        """
-        ...
-
-    def take_expert_tokens(self) -> list[int]:
-        """Tokens given to each expert since this was last asked; empty without experts."""
-        ...
-
-
 class StageRunner:
     """A stage before the last: tokens or hidden states in, hidden states out."""
 
-    def __init__(self, model: Model, batch: InputBatch, tracer: Tracer) -> None:
+    def __init__(self, model: Decoder[Any, Any], batch: InputBatch, tracer: Tracer) -> None:
         self.model = model
         self.batch = batch
         self._clock = StepClock(tracer)
@@ -80,7 +67,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder[Any, Any],
         batch: InputBatch,
         sampler: GroupSampler,
         tracer: Tracer,

@@ -16,9 +16,8 @@ from torch import Tensor
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
-from pagoda.worker.draw import draw
+from pagoda.worker.draw import draw, uniform
 from pagoda.worker.logits_processor import LogitsProcessor
-from pagoda.worker.philox import uniform
 
 NOT_FINITE = "the model produced NaN or infinite logits"
 OVERFLOWN = "the penalties drove the logits to infinity; repetition_penalty must be closer to 1"

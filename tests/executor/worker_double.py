@@ -49,8 +49,7 @@ def main() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     engine = EngineLink(context, sys.argv[1], config)
     if config.trace is not None:
-        tracer.start(config.trace)
-        engine.compare_clocks(tracer)
+        engine.start_trace(tracer, config.trace)
     if behaviour == "fails":
         engine.send(WorkerFailed("No such model.", True))
         time.sleep(60)
@@ -91,8 +90,7 @@ def main() -> None:
         order = engine.receive()
         match order:
             case StartTrace(session):
-                tracer.start(session)
-                engine.compare_clocks(tracer)
+                engine.start_trace(tracer, session)
                 continue
             case StopTrace():
                 tracer.stop()

@@ -342,9 +342,8 @@ async def test_an_engine_traces_until_it_is_told_to_stop(
     assert phases_of(fragment, "r1") == ["queued", "prefill", "decode"]
     assert len(fragment.named("request")) == 1
     assert fragment.named("send")
-    (clock,) = fragment.clocks
-    assert clock["peer"] == tracer.process.uid
-    assert abs(clock["offset_ns"]) <= clock["round_trip_ns"] / 2 + 1
+    assert fragment.header.parent_uid == tracer.process.uid
+    assert fragment.clocks == []  # processes of one host read the same clock
     assert await client.stop_trace() == []
 
 
@@ -356,7 +355,6 @@ async def test_an_engine_that_is_to_start_traces_its_start(tmp_path: Path) -> No
         assert await client.stop_trace() == []
         (fragment,) = read_fragments(tmp_path)
         assert len(fragment.named("worker ready")) == 1
-        assert len(fragment.clocks) == 1
     finally:
         await client.close()
 
@@ -380,7 +378,6 @@ async def test_the_next_engine_traces_too(client: EngineClient, tmp_path: Path) 
     assert phases_of(successor, "r1") == ["queued", "prefill", "decode"]
     for fragment in (killed, successor):
         assert_nested(fragment)
-        assert len(fragment.clocks) == 1
 
 
 async def until_traced(directory: Path) -> None:

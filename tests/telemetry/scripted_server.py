@@ -40,6 +40,7 @@ class ScriptedProcess:
     pid: int = 100
     host: str = "host-a"
     clock_id: str = ""
+    parent_uid: str = ""
     run: str = "run"
     ahead_ns: int = 0
     """Its clock before a right one."""
@@ -94,6 +95,7 @@ class ScriptedProcess:
             role=self.role,
             host=self.host,
             clock_id=self.clock_id,
+            parent_uid=self.parent_uid,
             run=self.run,
             level="kernel",
             clock_ns=self.own(self.began_ms),
@@ -141,8 +143,10 @@ def serve(
     workers = [ScriptedProcess(role, "a" * 16, pids[2], ahead_ns=clocks[2])]
     if worker_dies:
         workers.append(ScriptedProcess(role, "b" * 16, pids[3], ahead_ns=clocks[3], began_ms=50))
+    engine.parent_uid = frontend.uid
     engine.compare_clock(frontend)
     for worker in workers:
+        worker.parent_uid = engine.uid
         worker.compare_clock(engine)
         worker.describe("forward_ops", OPERATIONS)
         worker.describe("model", MODEL)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from fragment_files import read_fragment, read_fragments
 
@@ -16,8 +17,9 @@ from pagoda.telemetry.fragments import FragmentWriter, ProcessHeader, clear_frag
 
 
 def header(run: str = "serve-8000", role: str = "worker dp0 tp1 pp0") -> ProcessHeader:
-    return ProcessHeader.of_this_process(role, time.perf_counter_ns).began(
-        run, "e2e", 1_000_000_000
+    process = ProcessHeader.of_this_process(role, time.perf_counter_ns)
+    return msgspec.structs.replace(
+        process, run=run, level="e2e", clock_ns=1_000_000_000, wall_ns=time.time_ns()
     )
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.worker.philox import philox4x32, uniform
+from pagoda.worker.draw import philox4x32, uniform
 
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

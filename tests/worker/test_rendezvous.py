@@ -19,7 +19,7 @@ from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.parallel.collectives import Collectives
 from pagoda.parallel.config import ParallelConfig
 from pagoda.parallel.distributed import DistributedCollectives
-from pagoda.worker import group
+from pagoda.worker import rendezvous
 from pagoda.worker.rendezvous import Rendezvous, host_identity
 from pagoda.worker.stages import StageState
 from pagoda.worker.step_clock import StepTimes
@@ -111,7 +111,7 @@ def test_ranks_that_cannot_share_memory_meet_over_the_network(
         def unavailable(size: int) -> SharedMemory:  # noqa: ARG001
             raise error
 
-        monkeypatch.setattr(group, "SharedMemory", unavailable)
+        monkeypatch.setattr(rendezvous, "SharedMemory", unavailable)
     several = meetings(contexts, tmp_path, tp=2, hosts=hosts, keys=new_keys() if hosts[0] else None)
     joined = all_join(several)
     assert all(isinstance(group, DistributedCollectives) for group in joined)
@@ -120,7 +120,7 @@ def test_ranks_that_cannot_share_memory_meet_over_the_network(
 def test_memory_that_cannot_be_opened_is_one_sentence() -> None:
     hello = WorkerHello(host="h", shared_memory="/nowhere", num_blocks=5)
     with pytest.raises(ConfigError, match="cannot open the memory that another one"):
-        group.form_group(1, [hello, hello], "", None)
+        rendezvous.join_group(1, [hello, hello], "")
 
 
 @pytest.mark.parametrize("secure", [False, True])

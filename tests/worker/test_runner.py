@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan
 from pagoda.parallel.collectives import Alone
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.group_sampler import BROKE_A_STEP, LeadingSampler, Logits
+from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.runner import Runner
 from pagoda.worker.sampler import NOT_FINITE, Sampled, Sampler
@@ -106,16 +107,16 @@ def test_experts_are_counted_once_where_a_step_is_computed_twice(
 
     expected = counts()
     assert sum(expected[0]) > 0
-    sample = LeadingSampler.sample
+    sample = GroupSampler.sample
 
     def raise_for_a_batch(
-        self: LeadingSampler, model: Logits, hidden: Tensor, rows: dict[int, int]
+        self: GroupSampler, model: Any, hidden: Tensor, rows: dict[int, int]
     ) -> Sampled:
         if len(rows) > 1:
             raise IndexError
         return sample(self, model, hidden, rows)
 
-    monkeypatch.setattr(LeadingSampler, "sample", raise_for_a_batch)
+    monkeypatch.setattr(GroupSampler, "sample", raise_for_a_batch)
     assert counts() == expected
 
 
@@ -153,14 +154,9 @@ class _Poisoned:
 
 
 def test_nan_logits_fail_alone() -> None:
-    driver = Driver(
-        Runner(
-            _Poisoned(9),
-            InputBatch(8, 64, 16),
-            LeadingSampler(Sampler(16), Alone(), Tracer("worker")),
-            Tracer("worker"),
-        )
-    )
+    model: Any = _Poisoned(9)
+    sampler = GroupSampler(Sampler(16), Alone(), Tracer("worker"))
+    driver = Driver(Runner(model, InputBatch(8, 64, 16), sampler, Tracer("worker")))
     driver.start(0, [3])
     driver.start(1, [8])
     driver.start(2, [1, 2, 7])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
-from pagoda.worker.philox import uniform
+from pagoda.worker.draw import uniform
 from pagoda.worker.sampler import NOT_FINITE, NOTHING_ALLOWED, OVERFLOWN, Sampled, Sampler
 
 VOCAB = 50

@@ -67,7 +67,7 @@ class _Traced:
             num_threads=1,
         )
         self.loaded: LoadedWorker = load_runner(plan_worker(config), self.tracer)
-        self.loaded.description.tell(self.tracer)
+        self.loaded.describe(self.tracer)
         self.driver = Driver(self.loaded.runner)  # type: ignore[arg-type]
 
     def events(self) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def merge_fragments(directories: Iterable[Path]) -> Trace:
     if not by_uid:
         return Trace([], 0, tuple(notes))
     edges = {uid: [edge for part in parts for edge in part.edges] for uid, parts in by_uid.items()}
-    processes = in_order([parts[0].header for parts in by_uid.values()], edges)
+    processes = in_order([parts[0].header for parts in by_uid.values()])
     shifts = find_shifts([it.header for it in processes], edges)
     main = processes[0].header
     zero_ns = min((at + shifts[uid].ns for uid, at in _beginnings(by_uid)), default=0)

@@ -60,7 +60,7 @@ class Process:
     header: ProcessHeader
     """The header of its last fragment."""
     parent: int | None = None
-    """The `pid` of the process that it measured its clock against, which is the one that it works for."""
+    """The `pid` of the process that started it."""
     clock: ClockSource = "main"
     descriptions: dict[str, Any] = field(default_factory=dict)
     """Things that events refer to, such as `forward_ops`."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pagoda.telemetry.fragments import ProcessHeader
 from pagoda.telemetry.merge.model import Process
-from pagoda.telemetry.merge.reading import ClockEdge
 
 _PLACE = re.compile(r"(engine|worker) dp(\d+)(?: tp(\d+) pp(\d+))?")
 _STOREYS = {"router": 0, "frontend": 1, "engine": 2, "worker": 3}
@@ -23,13 +22,9 @@ Group = tuple[str, ...]
 """The processes of one server: by the `uid` of its frontend, else by host and run."""
 
 
-def in_order(
-    headers: Sequence[ProcessHeader], edges: Mapping[str, Iterable[ClockEdge]]
-) -> list[Process]:
+def in_order(headers: Sequence[ProcessHeader]) -> list[Process]:
     """The processes as they are to be shown, numbered from 1, each under a name that no other has."""
-    by_uid = {header.uid: header for header in headers}
-    parents = {header.uid: _parent(header, edges, by_uid) for header in headers}
-    groups = _groups(headers, parents, by_uid)
+    groups = _groups(headers)
     members: defaultdict[Group, list[ProcessHeader]] = defaultdict(list)
     for header in headers:
         members[groups[header.uid]].append(header)
@@ -43,8 +38,9 @@ def in_order(
             again = f" #{times[header.role]}" if times[header.role] > 1 else ""
             name = f"{header.role}{labels[group]}{again}"
             found[header.uid] = Process(len(found) + 1, name, header)
-    for uid, parent in parents.items():
-        found[uid].parent = None if parent is None else found[parent].pid
+    for process in found.values():
+        parent = found.get(process.header.parent_uid)
+        process.parent = None if parent is None else parent.pid
     return list(found.values())
 
 
@@ -62,37 +58,21 @@ def _order(header: ProcessHeader) -> tuple[int, int, int, int, str, int, str]:
     return (dp, _storey(header), pp, tp, header.role, header.wall_ns, header.uid)
 
 
-def _parent(
-    header: ProcessHeader,
-    edges: Mapping[str, Iterable[ClockEdge]],
-    by_uid: Mapping[str, ProcessHeader],
-) -> str | None:
-    """A child measures its clock against the one above it."""
-    above = [
-        edge.peer
-        for edge in edges.get(header.uid, ())
-        if edge.peer in by_uid and _storey(by_uid[edge.peer]) < _storey(header)
-    ]
-    return max(above, key=lambda uid: _storey(by_uid[uid]), default=None)
-
-
-def _groups(
-    headers: Sequence[ProcessHeader],
-    parents: Mapping[str, str | None],
-    by_uid: Mapping[str, ProcessHeader],
-) -> dict[str, Group]:
+def _groups(headers: Sequence[ProcessHeader]) -> dict[str, Group]:
+    by_uid = {header.uid: header for header in headers}
     heads = [header for header in headers if _storey(header) <= _STOREYS["frontend"]]
     result: dict[str, Group] = {}
     for header in headers:
-        above: str | None = header.uid
-        while above is not None and by_uid[above] not in heads:
-            above = parents[above]
-        result[header.uid] = (above,) if above is not None else _group_by_place(header, heads)
+        above: ProcessHeader | None = header
+        while above is not None and above not in heads:
+            parent = by_uid.get(above.parent_uid)
+            above = parent if parent and _storey(parent) < _storey(above) else None
+        result[header.uid] = _group_by_place(header, heads) if above is None else (above.uid,)
     return result
 
 
 def _group_by_place(header: ProcessHeader, heads: Sequence[ProcessHeader]) -> Group:
-    """The group of a process that measured nothing: the one server of its run, on its own host if need be."""
+    """The one server of the run, on the host if need be, for a process whose parents left no fragment."""
     same_run = [head for head in heads if head.run == header.run]
     same_host = [head for head in same_run if head.host == header.host]
     for candidates in (same_host, same_run):

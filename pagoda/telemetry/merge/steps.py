@@ -101,9 +101,9 @@ def _numbered(steps: Sequence[Step]) -> dict[int, list[Step]]:
 
 
 def engines_of(worker: Process, engines: Sequence[Process]) -> list[Process]:
-    """The engine that a worker measured its clock against; else all that had its part of the model."""
-    measured = [engine for engine in engines if engine.pid == worker.parent]
-    return measured or [engine for engine in engines if _part(engine) == _part(worker)]
+    """The engine that started a worker; else all that had its part of the model."""
+    parents = [engine for engine in engines if engine.pid == worker.parent]
+    return parents or [engine for engine in engines if _part(engine) == _part(worker)]
 
 
 def _part(process: Process) -> tuple[str, list[str]]:
