@@ -47,7 +47,7 @@ from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.telemetry.tracer import Tracer
 
 if TYPE_CHECKING:
-    from pagoda.frontend.prefill_offload import PrefillOffload
+    from pagoda.frontend.prefill_decode import PrefillOffload
 
 DEFAULT_NO_REPLICA_TIMEOUT_S = 30
 """Seconds that a router lets requests wait while it has no host that takes them."""

@@ -21,8 +21,7 @@ from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
+from pagoda.frontend.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keys_of, start_authenticator

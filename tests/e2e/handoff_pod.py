@@ -16,8 +16,12 @@ import pagoda
 from pagoda.engine.config import EngineConfig
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.frontend.handoff_options import HandoffOptions
+from pagoda.frontend.engine_options import (
+    EngineOptions,
+    ExecutorOptions,
+    HandoffOptions,
+    ParallelOptions,
+)
 from pagoda.frontend.model_text import load_model_text
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter

@@ -26,8 +26,7 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.outliers import SILENCE_S
 from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.prefill_offload import PATIENCE_S, is_better_here
+from pagoda.frontend.prefill_decode import PATIENCE_S, PrefillDecodeRouter, is_better_here
 from pagoda.ipc.clock import LoopClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
