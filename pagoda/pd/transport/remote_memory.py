@@ -109,7 +109,7 @@ class BatchedLink(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Called once, when no thread reads or will read, by `close` or by the last read."""
+        """`close`, or the last read after it, calls this once, when no thread reads or will read."""
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
         with self._reading(), self._turn:
