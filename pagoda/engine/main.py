@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,10 @@ from pagoda.messages.frontend import (
     GenerateRequest,
     Hello,
     LoadQuery,
+    PrefixCacheUpdate,
     RequestRefused,
     Shutdown,
+    StepStatistics,
     SubscribeCache,
     SubscribeSteps,
     TokenChunk,
@@ -58,53 +60,6 @@ from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
 
 _log = logging.getLogger(__name__)
-
-
-class RequestRoutes:
-    """Maps ids of frontends to ids of the engine.
-
-    Frontends choose ids by themselves. Where two of them choose the same, the engine gives the second request
-    another id, and chunks go out under the id that their frontend knows.
-    """
-
-    def __init__(self) -> None:
-        self._origins: dict[str, tuple[bytes, str]] = {}
-        """Frontend and its id, by the engine's id."""
-        self._engine_ids: dict[tuple[bytes, str], str] = {}
-        self._num_renamed = 0
-
-    def add(self, frontend: bytes, request: GenerateRequest) -> GenerateRequest | None:
-        """The request under the engine's id; None if the frontend has a running request with this id already."""
-        origin = frontend, request.request_id
-        if origin in self._engine_ids:
-            return None
-        engine_id = request.request_id
-        while engine_id in self._origins:
-            self._num_renamed += 1
-            engine_id = f"{request.request_id}#{self._num_renamed}"
-        self._origins[engine_id], self._engine_ids[origin] = origin, engine_id
-        if engine_id == request.request_id:
-            return request
-        return msgspec.structs.replace(request, request_id=engine_id)
-
-    def remove(self, frontend: bytes, request_id: str) -> str | None:
-        """Forgets a request; returns the engine's id of it, or None if the frontend has no such request."""
-        engine_id = self._engine_ids.pop((frontend, request_id), None)
-        if engine_id is not None:
-            del self._origins[engine_id]
-        return engine_id
-
-    def sort(self, chunks: Iterable[TokenChunk]) -> dict[bytes, list[TokenChunk]]:
-        """The chunks by frontend, under its ids. Forgets requests that have ended."""
-        by_frontend: dict[bytes, list[TokenChunk]] = {}
-        for chunk in chunks:
-            frontend, request_id = self._origins[chunk.request_id]
-            if chunk.finish_reason is not None:
-                self.remove(frontend, request_id)
-            if chunk.request_id != request_id:
-                chunk = msgspec.structs.replace(chunk, request_id=request_id)
-            by_frontend.setdefault(frontend, []).append(chunk)
-        return by_frontend
 
 
 class EngineProcess:
@@ -127,7 +82,10 @@ class EngineProcess:
         self._frontends: list[bytes] = []
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
-        self._routes = RequestRoutes()
+        self._owners: dict[str, bytes] = {}
+        """Frontends of the requests that run, by request id."""
+        self._followers: defaultdict[type, set[bytes]] = defaultdict(set)
+        """Frontends that subscribed to a kind of updates."""
         self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
         self._stopping = False
 
@@ -169,8 +127,9 @@ class EngineProcess:
                 self._greet()
                 # Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one.
                 self._send_all(self._core.drain_load_report())
-                for frontend, update in self._core.drain_updates():
-                    self._send(frontend, update)
+                for update in self._core.drain_updates():
+                    for frontend in self._followers[type(update)]:
+                        self._send(frontend, update)
                 self._send_all(self._core.tracing.drain_end())
                 if self._publisher is not None:
                     self._publisher.publish(self._core.drain_kv_events())
@@ -200,20 +159,24 @@ class EngineProcess:
                 self._admit(frontend, message)
             case AbortRequests():
                 for request_id in message.request_ids:
-                    engine_id = self._routes.remove(frontend, request_id)
-                    if engine_id is not None:
-                        self._core.abort(engine_id)
+                    if self._owners.get(request_id) == frontend:
+                        del self._owners[request_id]
+                        self._core.abort(request_id)
             case LoadQuery():
                 report = msgspec.structs.replace(
                     self._core.load(), query_id=message.query_id, processes=self._processes()
                 )
                 self._send(frontend, report)
             case SubscribeCache():
-                self._core.subscribe_cache(frontend)
+                self._followers[PrefixCacheUpdate].add(frontend)
+                self._core.follow_cache()
             case SubscribeSteps():
-                self._core.steps.follow(frontend)
+                self._followers[StepStatistics].add(frontend)
+                self._core.steps.follow()
             case UnsubscribeSteps():
-                self._core.steps.unfollow(frontend)
+                self._followers[StepStatistics].discard(frontend)
+                if not self._followers[StepStatistics]:
+                    self._core.steps.unfollow()
             case Hello():
                 self._welcome(frontend, message)
             case StartTrace():
@@ -242,17 +205,18 @@ class EngineProcess:
         gc.freeze()  # a pass over a large block pool would take longer than many steps
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
-        routed = self._routes.add(frontend, request)
-        if routed is None:
+        owner = self._owners.get(request.request_id)
+        if owner == frontend:
             # Any answer would reach the stream of the first request, which goes on untouched.
             error = "a frontend sent a second request with this id, which is ignored"
             _log.error(error, extra={"request_id": request.request_id})
             return
-        answer = self._core.add(routed)
+        answer: RequestRefused | list[TokenChunk]
+        answer = RequestRefused(request.request_id, 1) if owner else self._core.add(request)
         if isinstance(answer, RequestRefused):
-            self._routes.remove(frontend, request.request_id)
-            self._send(frontend, RequestRefused(request.request_id, answer.retry_after_s))
+            self._send(frontend, answer)
             return
+        self._owners[request.request_id] = frontend
         self._send_chunks(answer)
 
     def _processes(self) -> tuple[ProcessMemory, ...]:
@@ -265,7 +229,12 @@ class EngineProcess:
         )
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
-        by_frontend = self._routes.sort(chunks)
+        by_frontend: defaultdict[bytes, list[TokenChunk]] = defaultdict(list)
+        for chunk in chunks:
+            frontend = self._owners[chunk.request_id]
+            by_frontend[frontend].append(chunk)
+            if chunk.finish_reason is not None:
+                del self._owners[chunk.request_id]
         began = self._tracer.e2e()
         for frontend, batch in by_frontend.items():
             self._send(frontend, TokenChunks(batch))

@@ -32,8 +32,6 @@ from pagoda.messages.load import LoadReport
 from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
 
-_FRONTEND = b"frontend"
-
 
 class SimEndpoint:
     """A `Replica` whose engine dies when it is told to, and is followed by another with an empty cache.
@@ -193,8 +191,8 @@ class SimEndpoint:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
             self._deliver(core.step())
-            for _, news in core.drain_updates():
-                self.connection.receive(news)
+            for update in core.drain_updates():
+                self.connection.receive(update)
             if core.drain_load_report() is not None:
                 self.connection.receive(self._report(core, None))
             wakeup = core.next_wakeup()
@@ -232,12 +230,12 @@ class SimEndpoint:
                 for request_id in message.request_ids:
                     self._core.abort(request_id)
             case SubscribeCache():
-                self._core.subscribe_cache(_FRONTEND)
+                self._core.follow_cache()
                 self._news.set()
             case SubscribeSteps():
-                self._core.steps.follow(_FRONTEND)
+                self._core.steps.follow()
             case UnsubscribeSteps():
-                self._core.steps.unfollow(_FRONTEND)
+                self._core.steps.unfollow()
 
     def _report(self, core: EngineCore, query_id: int | None) -> LoadReport:
         report = core.load()
