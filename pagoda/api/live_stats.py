@@ -32,7 +32,6 @@ MAX_STEP_BINS = 1024
 """Step bins in one snapshot, for all replicas together."""
 
 LiveSnapshot = dict[str, Any]
-"""One second of a server, as JSON."""
 
 
 class LiveStats:
@@ -68,7 +67,6 @@ class LiveStats:
                 await cancel_all([feed.task])
 
     def close(self) -> None:
-        """All watchers have seen enough: the server ends."""
         self._closed = True
         if self._feed is not None:
             self._feed.task.cancel()
@@ -81,7 +79,6 @@ class _Feed:
         loop = asyncio.get_running_loop()
         self.num_watchers = 0
         self.next: asyncio.Future[LiveSnapshot | None] = loop.create_future()
-        """The next snapshot; None at the end."""
         self._endpoint = endpoint
         self._tracker = tracker
         self._progress = progress
@@ -310,7 +307,6 @@ class Progress:
         self._seen: dict[str, tuple[float, Counter[str]]] = {}
         """The time and the counters of the last report, by replica."""
         self._losses: Counter[str] = Counter()
-        """Engines lost, by replica."""
         self._totals: Counter[str] = Counter()
 
     @property
