@@ -40,7 +40,7 @@ from pagoda.frontend.request_tracker import ClientRequest
 Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
 
 ROUTES: dict[str, dict[str, Handler]] = {
-    "/": {"GET": page.index},
+    "/": {"GET": page.file},
     "/ui/*": {"GET": page.file},
     "/health": {"GET": info.health_ready},
     "/health/live": {"GET": info.health_live},
@@ -102,7 +102,8 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status
-        service.request_metrics.refused(Refusal(context.client_request.route, status, answer.kind))
+        refusal = Refusal(context.client_request.route, status, answer.kind)
+        service.request_metrics.refusals[refusal] += 1
         return context.error(answer)
     finally:
         connection.end(is_read=http.content.is_eof())
@@ -320,7 +321,7 @@ class Connection(web.RequestHandler):
             if not isinstance(exc, ConnectionError):  # the client went away
                 _log.error("a connection failed", exc_info=exc)
             error = ApiError(status, INTERNAL_ERROR)
-        self._service.request_metrics.refused(Refusal("", error.status, error.kind))
+        self._service.request_metrics.refusals[Refusal("", error.status, error.kind)] += 1
         response = web.Response(
             body=error.encode(), status=error.status, content_type="application/json"
         )

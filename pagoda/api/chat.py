@@ -38,7 +38,7 @@ async def chat_completions(context: RequestContext) -> web.StreamResponse:
         tools=tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        switches=body.chat_template_kwargs,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     with _renamed_max_tokens(body):
         requests = await prepare(

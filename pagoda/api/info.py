@@ -118,7 +118,7 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
         tools=body.tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        switches=body.chat_template_kwargs,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     return await generator.encode(
         text, add_special_tokens=bool(body.add_special_tokens), param="messages"

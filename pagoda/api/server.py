@@ -72,9 +72,8 @@ async def serve(
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
     `tracer` is that of this process; what `make_fleet` makes has it too.
 
-    Raises:
-        ConfigError: the port is in use, or the model cannot be loaded.
-        EngineDeadError: all engines were given up.
+    Raises ConfigError: the port is in use, or the model cannot be loaded; EngineDeadError: all engines were given
+    up.
     """
     service = Service(server.api, tracker=RequestTracker(tracer.clock_ns))
     # A server that is started again has the same name of traces, and replaces those before it.

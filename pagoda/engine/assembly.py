@@ -18,7 +18,6 @@ from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd.connector import RemoteKV
 from pagoda.pd.exporter import KVExporter
-from pagoda.pd.leases import LeaseBook
 from pagoda.pd.links import HandoffLinks
 from pagoda.pd.transfer_tokens import TransferTokens
 
@@ -103,10 +102,9 @@ def build_parts(
                 return remote
 
         if links.listener is not None:
-            leases = LeaseBook(kv.pool, clock, handoff.lease_s)
             tp_size = config.worker.parallel.tensor_parallel_size
             exporter = KVExporter(
-                links.listener, leases, tokens, engine_id, handoff.lease_s, tp_size
+                links.listener, kv.pool, clock, tokens, engine_id, handoff.lease_s, tp_size
             )
     tiers = None
     if config.kv_tiers is not None or open_remote is not None:

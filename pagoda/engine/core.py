@@ -296,7 +296,6 @@ class EngineCore:
             return LoadReport(is_worker_ready=False)
         scheduler = self.parts.scheduler
         tiers, exporter = scheduler.tiers, scheduler.exporter
-        leases = None if exporter is None else exporter.leases
         return LoadReport(
             **dataclasses.asdict(scheduler.counters),
             num_running=len(scheduler.running),
@@ -315,10 +314,10 @@ class EngineCore:
             is_worker_ready=self.is_worker_ready,
             num_awaiting_kv=scheduler.loader.num_requests,
             tiers=() if tiers is None else tiers.load_report(),
-            num_leases=leases.num_leases if leases else 0,
-            num_wanted_leases=0 if exporter is None else exporter.num_wanted,
-            num_leased_blocks=leases.num_blocks if leases else 0,
-            num_leases_expired=leases.num_expired if leases else 0,
+            num_leases=len(exporter.leases) if exporter else 0,
+            num_wanted_leases=exporter.num_wanted if exporter else 0,
+            num_leased_blocks=exporter.num_leased_blocks if exporter else 0,
+            num_leases_expired=exporter.num_expired if exporter else 0,
             steps=self.steps.totals(),
         )
 

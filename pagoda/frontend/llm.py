@@ -41,9 +41,8 @@ class LLM:
 
         `options` are those of `AsyncLLM`: the flags of `pagoda serve`.
 
-        Raises:
-            ConfigError: there is no such model or option, an option has a value that is not allowed, or the model
-                cannot be loaded.
+        Raises ConfigError: there is no such model or option, an option has a value that is not allowed, or the
+        model cannot be loaded.
         """
         self._llm = AsyncLLM(model, chat_template=chat_template, **options)
         self._thread = _LoopThread()
@@ -86,9 +85,8 @@ class LLM:
         progress bar, where standard error is a terminal or a notebook. An answer that fails has `finish_reason`
         `error` and says why in `error`; the others are complete.
 
-        Raises:
-            InvalidRequestError: a prompt or a parameter does not fit the model, or there is one prompt for several
-                replicas; nothing was generated.
+        Raises InvalidRequestError: a prompt or a parameter does not fit the model, or there is one prompt for
+        several replicas; nothing was generated.
         """
         several = _prompt_list(prompts)
         self._check_prompts(len(several), "prompts")
@@ -105,9 +103,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or several in their order; `options` are those of `AsyncLLM.render`.
 
-        Raises:
-            InvalidRequestError: a conversation or a parameter does not fit the model, or there is one for several
-                replicas; nothing was generated.
+        Raises InvalidRequestError: a conversation or a parameter does not fit the model, or there is one for
+        several replicas; nothing was generated.
         """
         conversations = _conversation_list(messages)
         self._check_prompts(len(conversations), "messages")
@@ -169,8 +166,7 @@ class _LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`; Ctrl-C in the waiting thread cancels it.
 
-        Raises:
-            RuntimeError: the thread was stopped.
+        Raises RuntimeError: the thread was stopped.
         """
         if self._loop.is_closed():
             work.close()

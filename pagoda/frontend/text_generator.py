@@ -96,8 +96,7 @@ async def start_generator(
 ) -> TextGenerator:
     """Starts the engines and, at the same time, loads the text side of their model.
 
-    Raises:
-        ConfigError: an engine cannot start, or the text side cannot be loaded; says why.
+    Raises ConfigError: an engine cannot start, or the text side cannot be loaded; says why.
     """
     starting = asyncio.create_task(fleet.start())
     try:
@@ -125,9 +124,8 @@ class TextGenerator:
     ) -> list[int]:
         """Token ids of `text`; `param` is the client's name for it in errors.
 
-        Raises:
-            PromptTooLongError: `text` is so long that no tokens that fit the context could spell it.
-            InvalidRequestError: `text` is not valid Unicode.
+        Raises PromptTooLongError: `text` is so long that no tokens that fit the context could spell it;
+        InvalidRequestError: `text` is not valid Unicode.
         """
         tokenizer = self.text.tokenizer
         context = self.endpoint.limits.max_model_len
@@ -144,8 +142,7 @@ class TextGenerator:
     async def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; `options` are those of `render_conversation`.
 
-        Raises:
-            InvalidRequestError: a message, a tool or a switch is not as it must be.
+        Raises InvalidRequestError: a message, a tool or a switch is not as it must be.
         """
         work = partial(render_conversation, self.text.require_template(), messages, **options)
         return await self._do(work, text_size(messages, options.get("tools")))
@@ -166,8 +163,7 @@ class TextGenerator:
     def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
 
-        Raises:
-            InvalidRequestError: a value is out of range or does not fit the model; names the field.
+        Raises InvalidRequestError: a value is out of range or does not fit the model; names the field.
         """
         sampling = sampling.checked()
         vocab_size = self.endpoint.limits.vocab_size
@@ -208,8 +204,7 @@ class TextGenerator:
         `GenerateRequest`. Without a `client_request` one is made here. Token ids are not copied: the caller must
         not change them.
 
-        Raises:
-            InvalidRequestError: the prompt does not fit the model; names the field.
+        Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
         limits = self.endpoint.limits
         if client_request is None:
@@ -258,8 +253,7 @@ class TextGenerator:
     async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         """The answer as it grows; the last delta has a finish reason. Closing the generator aborts the request.
 
-        Raises:
-            OverloadedError, EngineDeadError: as `Endpoint.generate`.
+        Raises OverloadedError, EngineDeadError: as `Endpoint.generate`.
         """
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)

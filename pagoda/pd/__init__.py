@@ -3,7 +3,6 @@
     messages         messages between the two engines
     transfer_tokens  transfer ids that only engines of the cluster can make
     links            an engine's connections to others
-    leases           prefill: KV that is held for others, and until when
     exporter         prefill: answers to engines that ask for KV
     prefill_peers    decode: the engines that are asked, and time-outs
     connector        decode: a `KVConnector` over them, which loads KV as it is computed

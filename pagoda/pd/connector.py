@@ -23,21 +23,11 @@ from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DeviceBlocks, RemoteBlocks, TransferEnd
 from pagoda.messages.worker import WorkerReady
-from pagoda.pd.exporter import FirstToken
+from pagoda.pd import messages
 from pagoda.pd.links import Peers
-from pagoda.pd.messages import (
-    KVBlocks,
-    KVCheck,
-    KVCheckResult,
-    KVDropped,
-    KVPrefilled,
-    KVRelease,
-    digest_of,
-)
 from pagoda.pd.prefill_peers import (
     MAX_PREFILL_PEERS,
     Fetch,
-    FetchMessage,
     Load,
     PrefillPeer,
     PrefillPeers,
@@ -53,7 +43,7 @@ class Arrived(NamedTuple):
     """The token behind a request's prompt has come."""
 
     request_id: str
-    token: FirstToken
+    token: messages.KVPrefilled
 
 
 class Failed(NamedTuple):
@@ -124,8 +114,10 @@ class RemoteKV:
             self.release(source)
             self._give_up(prefix.request_id, source.address, obstacle)
             return
-        fetch = self.fetches[prefix.request_id] = Fetch(prefix, source, start, self._clock.now())
-        self.peers.begin(peer, fetch)
+        fetch = self.fetches[prefix.request_id] = Fetch(
+            prefix, source, peer, start, self._clock.now()
+        )
+        self.peers.begin(fetch)
 
     def _obstacle(self, peer: PrefillPeer, source: KVSource) -> str | None:
         if peer.refusal:
@@ -141,7 +133,7 @@ class RemoteKV:
         if peer is None or source.transfer_id in peer.fetches:
             return
         if self._tokens.has_made(source):
-            self.peers.send(peer, KVRelease([source.transfer_id]))
+            self.peers.send(peer, messages.KVRelease([source.transfer_id]))
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         fetch = self.fetches.get(prefix.request_id)
@@ -149,13 +141,9 @@ class RemoteKV:
             return 0
         if start >= len(prefix.keys):  # all that is missing is the token
             return 0 if fetch.has_token else None
-        if fetch.num_blocks is None or (fetch.num_blocks > start and not self._is_open(fetch)):
+        if fetch.num_blocks is None or (fetch.num_blocks > start and not fetch.is_open):
             return None
         return max(0, fetch.num_blocks - start)
-
-    def _is_open(self, fetch: Fetch) -> bool:
-        """True if its known blocks can be read."""
-        return self.peers.of(fetch).has(fetch.peer_id)
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         """Fetched blocks go to the device alone."""
@@ -183,11 +171,11 @@ class RemoteKV:
         first, end = load.next, min(len(fetch.block_ids), load.end)
         if end <= first or fetch.peer_id is None:
             return
-        block_ids, peer = fetch.block_ids[first:end], self.peers.of(fetch)
-        if max(block_ids) >= peer.num_blocks() or min(block_ids) < 0:
+        block_ids = fetch.block_ids[first:end]
+        if max(block_ids) >= fetch.peer.num_blocks() or min(block_ids) < 0:
             self.fail(fetch, "it named blocks that it does not have")
             return
-        piece = peer.piece()
+        piece = fetch.peer.piece()
         for start in range(first, end, piece):
             load.next = min(start + piece, end)
             blocks = load.blocks[start - load.start : load.next - load.start]
@@ -210,7 +198,7 @@ class RemoteKV:
         fetch.moved_at = self._clock.now()
         if load.next == load.end and load.num_open == 0:
             load.is_checking = True
-            self.peers.send(self.peers.of(fetch), KVCheck(fetch.source.transfer_id))
+            self.peers.send(fetch.peer, messages.KVCheck(fetch.source.transfer_id))
 
     def save(self, offers: Sequence[CachedBlock]) -> int:
         return len(offers)
@@ -267,19 +255,19 @@ class RemoteKV:
         events, self._events = self._events, {}
         return list(events.values())
 
-    def apply(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
+    def apply(self, fetch: Fetch, message: messages.FetchMessage) -> None:
         """Applies what the peer says of a fetch."""
-        was_open, num_blocks = self._is_open(fetch), fetch.num_blocks
+        was_open, num_blocks = fetch.is_open, fetch.num_blocks
         match message:
-            case KVBlocks():
-                self._apply_blocks(peer, fetch, message)
-            case KVPrefilled():
+            case messages.KVBlocks():
+                self._apply_blocks(fetch, message)
+            case messages.KVPrefilled():
                 self._apply_token(fetch, message)
-            case KVCheckResult():
+            case messages.KVCheckResult():
                 self._apply_check_result(fetch, is_valid=message.is_valid)
-            case KVDropped():
+            case messages.KVDropped():
                 self.fail(fetch, message.reason)
-        is_open = fetch.source.transfer_id in peer.fetches and self._is_open(fetch)
+        is_open = fetch.source.transfer_id in fetch.peer.fetches and fetch.is_open
         if is_open > was_open or fetch.num_blocks != num_blocks:
             self.on_change(fetch)
 
@@ -287,7 +275,7 @@ class RemoteKV:
         """The lookup of the request may have another answer now."""
         self._changed.add(fetch.prefix.request_id)
 
-    def _apply_blocks(self, peer: PrefillPeer, fetch: Fetch, message: KVBlocks) -> None:
+    def _apply_blocks(self, fetch: Fetch, message: messages.KVBlocks) -> None:
         keys, num_known = fetch.prefix.keys, len(fetch.block_ids)
         end = message.first + len(message.block_ids)
         if not 0 <= message.first <= num_known < end <= len(keys):
@@ -298,8 +286,8 @@ class RemoteKV:
         if fetch.peer_id not in (None, message.peer_id):
             self.fail(fetch, "its workers were replaced")
             return
-        if not peer.has(message.peer_id):
-            self.peers.greet(peer)
+        if not fetch.peer.has(message.peer_id):
+            self.peers.greet(fetch.peer)
         fetch.peer_id = message.peer_id
         fetch.block_ids += message.block_ids[num_known - message.first :]
         self._expect(fetch, message.num_blocks)
@@ -311,18 +299,15 @@ class RemoteKV:
         if fetch.num_blocks is None:
             fetch.num_blocks = min(max(num_blocks, len(fetch.block_ids)), len(fetch.prefix.keys))
 
-    def _apply_token(self, fetch: Fetch, message: KVPrefilled) -> None:
+    def _apply_token(self, fetch: Fetch, message: messages.KVPrefilled) -> None:
         if fetch.has_token:
             return
         fetch.has_token = True
         self._expect(fetch, message.num_blocks)
         self.on_change(fetch)
         if message.token_id < self._vocab_size:
-            token = FirstToken(
-                message.key, message.token_id, message.logprobs, message.num_cached_tokens
-            )
             request_id = fetch.prefix.request_id
-            self._events[request_id] = Arrived(request_id, token)
+            self._events[request_id] = Arrived(request_id, message)
         if fetch.is_loaded or fetch.is_token_alone:
             self._close(fetch, "all has come")
 
@@ -347,7 +332,7 @@ class RemoteKV:
 
     def workers_ready(self, ready: WorkerReady) -> None:
         self._vocab_size = ready.vocab_size
-        self.peers.workers_ready(digest_of(ready))
+        self.peers.workers_ready(messages.digest_of(ready))
 
     def workers_lost(self) -> None:
         """The ledger has dropped all loads."""

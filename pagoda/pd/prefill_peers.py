@@ -14,23 +14,8 @@ from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import PrefixRequest
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.transfers import KVPeer, KVRank
+from pagoda.pd import messages
 from pagoda.pd.links import PeerLost, Peers
-from pagoda.pd.messages import (
-    DecodeMessage,
-    KVBlocks,
-    KVCheck,
-    KVCheckResult,
-    KVDropped,
-    KVHello,
-    KVPrefilled,
-    KVRefused,
-    KVRelease,
-    KVRenew,
-    KVRenewed,
-    KVSubscribe,
-    KVWelcome,
-    PrefillMessage,
-)
 
 if TYPE_CHECKING:
     from pagoda.pd.connector import RemoteKV
@@ -47,8 +32,6 @@ _PIECE_BYTES = 64 * 2**20
 _PIECE_BLOCKS = 256
 """The most that one transfer reads, in bytes of all ranks together, or in blocks where the size of a block is not
 known. A worker gives up a transfer that takes too long."""
-
-FetchMessage = KVBlocks | KVPrefilled | KVCheckResult | KVDropped
 
 
 class Load:
@@ -69,9 +52,12 @@ class Load:
 class Fetch:
     """A request whose KV another engine is asked for."""
 
-    def __init__(self, prefix: PrefixRequest, source: KVSource, start: int, now: float) -> None:
+    def __init__(
+        self, prefix: PrefixRequest, source: KVSource, peer: PrefillPeer, start: int, now: float
+    ) -> None:
         self.prefix = prefix
         self.source = source
+        self.peer = peer
         self.is_token_alone = start >= len(prefix.keys)
         """The device had all blocks when the request was queued."""
         self.block_ids: list[int] = []
@@ -86,6 +72,11 @@ class Fetch:
         self.moved_at = now
 
     @property
+    def is_open(self) -> bool:
+        """True if its known blocks can be read."""
+        return self.peer.has(self.peer_id)
+
+    @property
     def is_incomplete(self) -> bool:
         """Blocks or the token, or news of them, have yet to come."""
         if self.load is not None or not self.has_token:
@@ -97,15 +88,17 @@ class Fetch:
         """True if it is the other engine's turn. Workers limit the duration of reads."""
         return self.is_incomplete and (self.load is None or self.load.num_open == 0)
 
-    def subscription(self) -> KVSubscribe:
+    def subscription(self) -> messages.KVSubscribe:
         """Asks for all blocks that nothing is known of."""
-        return KVSubscribe(self.source.transfer_id, len(self.block_ids), len(self.prefix.keys))
+        return messages.KVSubscribe(
+            self.source.transfer_id, len(self.block_ids), len(self.prefix.keys)
+        )
 
 
 class PrefillPeer:
     def __init__(self, address: str, now: float) -> None:
         self.address = address
-        self.welcome: KVWelcome | None = None
+        self.welcome: messages.KVWelcome | None = None
         self.refusal = ""
         self.fetches: dict[str, Fetch] = {}
         self.heard_at = now
@@ -162,9 +155,6 @@ class PrefillPeers:
         self._added_peers: list[KVPeer] = []
         self._removed_peers: list[str] = []
 
-    def of(self, fetch: Fetch) -> PrefillPeer:
-        return self.by_address[fetch.source.address]
-
     def at(self, address: str) -> PrefillPeer | None:
         """Returns the peer at an address, newly connected if need be; None if there are too many busy ones."""
         peer = self.by_address.get(address)
@@ -185,7 +175,8 @@ class PrefillPeers:
         self._lose(self.by_address[oldest], "others are asked")
         return True
 
-    def begin(self, peer: PrefillPeer, fetch: Fetch) -> None:
+    def begin(self, fetch: Fetch) -> None:
+        peer = fetch.peer
         if not peer.fetches:
             self._idle.pop(peer.address, None)
             peer.heard_at = self._clock.now()
@@ -195,19 +186,18 @@ class PrefillPeers:
 
     def end(self, fetch: Fetch) -> None:
         """Forgets a fetch, and releases its lease if there is still a connection."""
-        address, transfer_id = fetch.source.address, fetch.source.transfer_id
-        peer = self.by_address.get(address)
-        if peer is None:
+        peer, transfer_id = fetch.peer, fetch.source.transfer_id
+        if self.by_address.get(peer.address) is not peer:
             return
         if peer.fetches.pop(transfer_id, None) is not None and not peer.fetches:
-            self._idle[address] = None
-        self.send(peer, KVRelease([transfer_id]))
+            self._idle[peer.address] = None
+        self.send(peer, messages.KVRelease([transfer_id]))
 
-    def send(self, peer: PrefillPeer, message: DecodeMessage) -> None:
+    def send(self, peer: PrefillPeer, message: messages.DecodeMessage) -> None:
         self._links.send(peer.address, message)
 
     def greet(self, peer: PrefillPeer) -> None:
-        self.send(peer, KVHello(digest=self._digest))
+        self.send(peer, messages.KVHello(digest=self._digest))
 
     # ---- what peers say
 
@@ -222,26 +212,26 @@ class PrefillPeers:
             _, address = heapq.heappop(self._renewals)
             self._renew(self.by_address[address], now)
 
-    def _apply(self, peer: PrefillPeer, message: PrefillMessage | PeerLost) -> None:
+    def _apply(self, peer: PrefillPeer, message: messages.PrefillMessage | PeerLost) -> None:
         peer.heard_at = self._clock.now()
         match message:
             case PeerLost():
                 self._links.hang_up(peer.address)  # there may be another connection by now
                 self._lose(peer, message.reason)
-            case KVWelcome():
+            case messages.KVWelcome():
                 self._apply_welcome(peer, message)
-            case KVRefused():
+            case messages.KVRefused():
                 peer.refusal = message.reason
                 for fetch in list(peer.fetches.values()):
                     self._owner.fail(fetch, message.reason)
-            case KVRenewed():
+            case messages.KVRenewed():
                 pass
-            case KVBlocks() | KVPrefilled() | KVCheckResult() | KVDropped():
+            case _:
                 wanted = peer.fetches.get(message.transfer_id)
                 if wanted is not None:
-                    self._owner.apply(peer, wanted, message)
+                    self._owner.apply(wanted, message)
 
-    def _apply_welcome(self, peer: PrefillPeer, welcome: KVWelcome) -> None:
+    def _apply_welcome(self, peer: PrefillPeer, welcome: messages.KVWelcome) -> None:
         if peer.has(welcome.peer.peer_id):
             return
         self._remove_workers(peer)
@@ -275,7 +265,7 @@ class PrefillPeers:
             self._lose(peer, "it does not answer")
             return
         self._schedule_renewal(peer)
-        self.send(peer, KVRenew(list(peer.fetches)))
+        self.send(peer, messages.KVRenew(list(peer.fetches)))
         named = {fetch.peer_id for fetch in peer.fetches.values()} - {None}
         if peer.welcome is None or not all(map(peer.has, named)):
             self.greet(peer)
@@ -291,7 +281,7 @@ class PrefillPeers:
     def _ask_again(self, peer: PrefillPeer, fetch: Fetch) -> None:
         """Repeats the question about a fetch without news: the question or its answer may be lost."""
         if fetch.load is not None and fetch.load.is_checking:
-            self.send(peer, KVCheck(fetch.source.transfer_id))
+            self.send(peer, messages.KVCheck(fetch.source.transfer_id))
         elif fetch.is_incomplete:
             self.send(peer, fetch.subscription())
 

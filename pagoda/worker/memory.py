@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.worker.kv.host_arena import slot_bytes
+from pagoda.worker.kv.memory import slot_bytes
 
 
 def left_for_kv_cache(

@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pagoda.cli import main as command
+from pagoda.cli.answer import Outcome
 from pagoda.cli.bench.compare import (
     FIGURES,
     CompareOptions,
@@ -24,7 +25,7 @@ from pagoda.cli.bench.compare import (
     prepare_server,
     problems,
 )
-from pagoda.cli.bench.metrics import Outcome, summarize
+from pagoda.cli.bench.metrics import summarize
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.errors import ConfigError
 

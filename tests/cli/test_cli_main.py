@@ -9,9 +9,9 @@ import pytest
 from pagoda.api.server import ProfileConfig
 from pagoda.cli import main as command
 from pagoda.cli.bench.serve import RequestOptions
-from pagoda.cli.options import EngineOptions, ExecutorOptions
 from pagoda.cli.serve import ProfileOptions
 from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
 from pagoda.telemetry.tracer import TraceLevel
 from pagoda.version import __version__
 

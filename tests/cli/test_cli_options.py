@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions, SamplingOptions
+from pagoda.cli.options import SamplingOptions
 from pagoda.engine.config import EngineConfig, KVEventsConfig, KVTiersConfig
 from pagoda.errors import ConfigError
+from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.messages.worker_config import WorkerConfig
 
 

@@ -64,7 +64,7 @@ def test_report_measures_the_limits_of_this_machine(
     from pagoda.cli.machine_facts import Bandwidth
 
     measured = Bandwidth(15e9, 16e9, threads=2, passes=1, buffer_bytes=1)
-    monkeypatch.setattr(trace, "measure_read_bandwidth", lambda _threads, _memory: measured)
+    monkeypatch.setattr(trace, "measure_read_bandwidth", lambda _threads: measured)
     assert main(["trace", "report", str(fragments), "--limits"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["linear", "16", "ms", "50.0%", "1.5", "10%", "25.1"] in lines

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import kv_tiers
 import msgspec
 import pytest
+from pair import READY
 
 from pagoda.ipc.clock import VirtualClock
 from pagoda.ipc.curve import keys_of
@@ -48,7 +48,6 @@ TOKENS = TransferTokens(keys_of(b"the cluster's secret"))
 T, U, V = (TOKENS.id_of(ADDRESS, "e", token) for token in "tuv")
 """Transfers."""
 HELLO = KVHello(digest="digest arithmetic")
-READY = msgspec.structs.replace(kv_tiers.READY, kv_digest="digest", arithmetic="arithmetic")
 
 
 def source(token: str = "t", address: str = ADDRESS, engine_id: str = "e") -> KVSource:

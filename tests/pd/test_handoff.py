@@ -127,7 +127,7 @@ def test_the_last_chunk_of_prefill_names_the_blocks() -> None:
     last = pair.prefill.harness.finished["r"].kv_source
     assert last is not None
     assert msgspec.structs.replace(last, block_ids=()) == source
-    leased = pair.prefill.exporter.leases.blocks(source.transfer_id)
+    leased = pair.prefill.exporter.leases[source.transfer_id].blocks
     assert last.block_ids == tuple(block.block_id for block in leased)
     assert len(last.block_ids) == len(PROMPT) // 4
     load = pair.prefill.harness.core.load()
