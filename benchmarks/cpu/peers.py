@@ -38,7 +38,7 @@ from pagoda.cli.bench.datasets import Sample
 from pagoda.cli.files import write_json
 from pagoda.cli.options import GeneralOptions
 from pagoda.errors import PagodaError
-from pagoda.frontend.sizes import parse_bytes
+from pagoda.frontend.engine_options import parse_bytes
 from pagoda.ipc.machine import available_cores
 
 Figures = dict[str, float]

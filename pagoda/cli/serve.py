@@ -32,9 +32,13 @@ from pagoda.errors import ConfigError
 from pagoda.frontend import event_loop
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
+from pagoda.frontend.engine_options import (
+    EngineOptions,
+    ExecutorOptions,
+    HandoffOptions,
+    ParallelOptions,
+)
 from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
-from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.request_tracker import RequestTracker

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,48 @@ from pagoda.telemetry.tracer import Tracer
 _log = logging.getLogger(__name__)
 
 
+class RequestRoutes:
+    """Maps wire ids of frontends to the engine's own: `GenerateRequest.request_id`, changed where it is taken."""
+
+    def __init__(self) -> None:
+        self._origins: dict[str, tuple[bytes, str]] = {}
+        """Frontend and wire id, by the engine's id."""
+        self._engine_ids: dict[tuple[bytes, str], str] = {}
+        self._num_renamed = 0
+
+    def add(self, frontend: bytes, request: GenerateRequest) -> GenerateRequest | None:
+        """The request under the engine's id; None if the frontend has a running request with this wire id."""
+        origin = frontend, request.wire_id or request.request_id
+        if origin in self._engine_ids:
+            return None
+        engine_id = request.request_id
+        while engine_id in self._origins:
+            self._num_renamed += 1
+            engine_id = f"{request.request_id}#{self._num_renamed}"
+        self._origins[engine_id], self._engine_ids[origin] = origin, engine_id
+        if engine_id == request.request_id:
+            return request
+        return msgspec.structs.replace(request, request_id=engine_id)
+
+    def remove(self, frontend: bytes, wire_id: str) -> str | None:
+        """Forgets a request; returns the engine's id of it, or None if the frontend has no such request."""
+        engine_id = self._engine_ids.pop((frontend, wire_id), None)
+        if engine_id is not None:
+            del self._origins[engine_id]
+        return engine_id
+
+    def sort(self, chunks: Iterable[TokenChunk]) -> dict[bytes, list[TokenChunk]]:
+        """The chunks by frontend, under wire ids. Forgets requests that have ended."""
+        by_frontend: dict[bytes, list[TokenChunk]] = {}
+        for chunk in chunks:
+            frontend, wire_id = self._origins[chunk.request_id]
+            if chunk.finish_reason is not None:
+                self.remove(frontend, wire_id)
+            msgspec.structs.force_setattr(chunk, "request_id", wire_id)
+            by_frontend.setdefault(frontend, []).append(chunk)
+        return by_frontend
+
+
 class EngineProcess:
     """Joins an `EngineCore` to the frontends that talk to it."""
 
@@ -82,8 +125,7 @@ class EngineProcess:
         self._frontends: list[bytes] = []
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
-        self._owners: dict[str, bytes] = {}
-        """Frontends of the requests that run, by request id."""
+        self._routes = RequestRoutes()
         self._followers: defaultdict[type, set[bytes]] = defaultdict(set)
         """Frontends that subscribed to a kind of updates."""
         self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
@@ -158,10 +200,10 @@ class EngineProcess:
             case GenerateRequest():
                 self._admit(frontend, message)
             case AbortRequests():
-                for request_id in message.request_ids:
-                    if self._owners.get(request_id) == frontend:
-                        del self._owners[request_id]
-                        self._core.abort(request_id)
+                for wire_id in message.request_ids:
+                    engine_id = self._routes.remove(frontend, wire_id)
+                    if engine_id is not None:
+                        self._core.abort(engine_id)
             case LoadQuery():
                 report = msgspec.structs.replace(
                     self._core.load(), query_id=message.query_id, processes=self._processes()
@@ -205,18 +247,18 @@ class EngineProcess:
         gc.freeze()  # a pass over a large block pool would take longer than many steps
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
-        owner = self._owners.get(request.request_id)
-        if owner == frontend:
+        routed = self._routes.add(frontend, request)
+        if routed is None:
             # Any answer would reach the stream of the first request, which goes on untouched.
-            error = "a frontend sent a second request with this id, which is ignored"
+            error = "a frontend sent a second request with this wire id, which is ignored"
             _log.error(error, extra={"request_id": request.request_id})
             return
-        answer: RequestRefused | list[TokenChunk]
-        answer = RequestRefused(request.request_id, 1) if owner else self._core.add(request)
+        answer = self._core.add(routed)
         if isinstance(answer, RequestRefused):
-            self._send(frontend, answer)
+            wire_id = request.wire_id or request.request_id
+            self._routes.remove(frontend, wire_id)
+            self._send(frontend, RequestRefused(wire_id, answer.retry_after_s))
             return
-        self._owners[request.request_id] = frontend
         self._send_chunks(answer)
 
     def _processes(self) -> tuple[ProcessMemory, ...]:
@@ -229,12 +271,7 @@ class EngineProcess:
         )
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
-        by_frontend: defaultdict[bytes, list[TokenChunk]] = defaultdict(list)
-        for chunk in chunks:
-            frontend = self._owners[chunk.request_id]
-            by_frontend[frontend].append(chunk)
-            if chunk.finish_reason is not None:
-                del self._owners[chunk.request_id]
+        by_frontend = self._routes.sort(chunks)
         began = self._tracer.e2e()
         for frontend, batch in by_frontend.items():
             self._send(frontend, TokenChunks(batch))

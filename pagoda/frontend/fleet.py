@@ -21,8 +21,7 @@ from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
+from pagoda.frontend.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keys_of, start_authenticator
@@ -114,7 +113,8 @@ class Fleet:
             ConfigError: there is no place for their sockets.
         """
         engines = [EngineClient(config, tracer) for config in replicas_of(engine)]
-        dispatcher = Dispatcher(engines, POLICIES[policy], tracer=tracer)
+        replicas = [engine.replica for engine in engines]
+        dispatcher = Dispatcher(replicas, POLICIES[policy], tracer=tracer)
         return cls(dispatcher, engines, join=join, tracer=tracer)
 
     @property

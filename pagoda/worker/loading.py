@@ -38,7 +38,7 @@ from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.group_sampler import GroupSampler
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
-from pagoda.worker.kv.shared_memory import SharedKVMemory, shares_kv
+from pagoda.worker.kv.memory import SharedKVMemory, shares_kv
 from pagoda.worker.memory import check_arena, choose_num_blocks, format_bytes, left_for_kv_cache
 from pagoda.worker.progress import loading_weights
 from pagoda.worker.runner import Runner, StageRunner

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.devices import device_number
+from pagoda.devices import device_number, num_cpu_devices
 from pagoda.ipc.machine import available_cores
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.config import num_cpu_devices
 
 SPIN_COUNT = "2000"
 """Some fifty microseconds: the threads of one step wait for each other awake, those of an idle worker sleep."""

@@ -222,7 +222,7 @@ def test_times_are_those_of_the_tracker() -> None:
         tracker.add_tokens(record, 1)
     at(10)
     tracker.finish(record, "stop")
-    sums = {name: metrics.figures().total(name).sum for name in HISTOGRAMS}
+    sums = {name: metrics.total(name).sum for name in HISTOGRAMS}
     assert sums == {
         "time_to_first_token_seconds": 3,
         "inter_token_latency_seconds": 5,
@@ -234,7 +234,7 @@ def test_times_are_those_of_the_tracker() -> None:
         "request_prompt_tokens": 5,
         "request_generated_tokens": 3,
     }
-    assert sum(metrics.figures().total("inter_token_latency_seconds").counts) == 2
+    assert sum(metrics.total("inter_token_latency_seconds").counts) == 2
 
 
 def test_what_gives_up_in_the_queue_has_waited() -> None:
@@ -248,7 +248,7 @@ def test_what_gives_up_in_the_queue_has_waited() -> None:
             )
         now_ns[0] += 5 * 10**9
         tracker.finish(record, reason)
-    queue = metrics.figures().total("request_queue_time_seconds")
+    queue = metrics.total("request_queue_time_seconds")
     assert (sum(queue.counts), queue.sum) == (2, 7.0)
 
 
@@ -270,7 +270,7 @@ def test_tokens_are_counted_as_they_come() -> None:
     record = started(tracker, key_name="alice")
     tracker.add_tokens(record, 2)
     tracker.add_tokens(record, 1)
-    assert metrics.figures().num_tokens == {"alice": 3, "bob": 0}
+    assert {key: own.num_tokens for key, own in metrics.by_key.items()} == {"alice": 3, "bob": 0}
 
 
 def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
@@ -278,10 +278,9 @@ def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
     record = started(tracker)
     tracker.add_tokens(record, 2)
     tracker.finish(record, "abort")
-    figures = metrics.figures()
-    assert figures.finished[""]["abort"] == 1
-    assert figures.total("request_generated_tokens").sum == 2
-    assert figures.total("request_duration_seconds").sum == 0
+    assert metrics.by_key[""].finished["abort"] == 1
+    assert metrics.total("request_generated_tokens").sum == 2
+    assert metrics.total("request_duration_seconds").sum == 0
 
 
 async def test_what_clients_send_makes_no_series(api) -> None:

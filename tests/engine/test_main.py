@@ -22,7 +22,6 @@ from pagoda.messages.frontend import (
     GenerateRequest,
     Hello,
     LoadQuery,
-    RequestRefused,
     Shutdown,
     TokenChunks,
 )
@@ -103,15 +102,24 @@ def test_a_second_request_of_the_same_id_leaves_the_first_untouched(
     assert frontend.answer(request) == expected_tokens(request)
 
 
-@pytest.mark.parametrize("make_frontend", [{"base_s": 0.05}], indirect=True)
-def test_an_id_that_another_frontend_uses_is_refused(make_frontend: type[Frontend]) -> None:
+def test_requests_of_one_id_are_told_apart_by_their_wire_ids(make_frontend: type[Frontend]) -> None:
+    frontend = make_frontend()  # type: ignore[call-arg]
+    gone, asked = (
+        msgspec.structs.replace(make_request("a", [number], max_tokens=30), wire_id=f"w{number}")
+        for number in (1, 2)
+    )
+    frontend.send(gone, AbortRequests(["w1"]), asked)
+    answered = msgspec.structs.replace(asked, request_id="w2")
+    assert frontend.answer(answered) == expected_tokens(asked)
+
+
+def test_frontends_may_choose_the_same_id(make_frontend: type[Frontend]) -> None:
     first, second = make_frontend(), make_frontend()  # type: ignore[call-arg]
-    request = make_request("a", [1, 2, 3], max_tokens=30)
-    first.send(request, LoadQuery(1))
-    assert isinstance(first.receive(), LoadReport)
-    second.send(request)
-    assert second.receive() == RequestRefused("a", 1)
-    assert first.answer(request) == expected_tokens(request)
+    requests = [make_request("a", [1, 2, 3], max_tokens=30), make_request("a", [4], max_tokens=20)]
+    first.send(requests[0])
+    second.send(requests[1])
+    assert first.answer(requests[0]) == expected_tokens(requests[0])
+    assert second.answer(requests[1]) == expected_tokens(requests[1])
 
 
 @pytest.mark.parametrize("make_frontend", [{"base_s": 1e6}], indirect=True)

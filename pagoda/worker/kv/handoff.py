@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -20,7 +19,8 @@ from pagoda.pd.transport.base import (
     TransportError,
 )
 from pagoda.pd.transport.choose import TRANSPORTS
-from pagoda.worker.kv.connector import KVConnectorWorker
+from pagoda.worker.kv.fetcher import KVFetcher
+from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.manifest import kv_digest
 from pagoda.worker.kv.plan import OwnPart, own_parts
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
@@ -40,11 +40,9 @@ class KVHandoff:
     digest: str
     fetches: bool
 
-    def exchange(self, on_end: Callable[[], None]) -> KVConnectorWorker | None:
-        """Ready to start the threads that fetch; `on_end` as there. None where nothing is to be fetched."""
-        if not self.fetches:
-            return None
-        return KVConnectorWorker(self.parts, self.rank, self._connect, on_end)
+    def open_fetcher(self, jobs: Jobs) -> KVFetcher | None:
+        """Ready to start the threads that fetch; None where nothing is to be fetched."""
+        return KVFetcher(self.parts, self.rank, self._connect, jobs) if self.fetches else None
 
     def _connect(self, rank: KVRank, deadline: float) -> MemoryLink:
         """
