@@ -319,7 +319,7 @@ class Dispatcher:
         return ReplicaLoad(
             name=slot.name,
             state="ejected" if is_ejected else state,
-            num_requests=slot.work.num_requests,
+            num_requests=len(slot.requests),
             weighed_tokens=slot.work.pending_tokens,
             num_losses=slot.num_losses + slot.last_report.num_engine_restarts,
             report=report,
