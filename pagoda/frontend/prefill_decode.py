@@ -52,7 +52,7 @@ class PrefillDecodeRouter:
         Prompts of which `min_tokens` or more are not cached where they are answered are computed by prefill hosts.
         `no_replica_timeout_s` is as in `Dispatcher`.
         """
-        # Decode hosts compute what no prefill host does, so all prefill hosts may be left out.
+        # Decode hosts compute what no prefill host does, so all prefill hosts may be ejected.
         by_work = POLICIES["least-pending-tokens"]
         self.prefill = Dispatcher([], by_work, keeps_half=False, tracer=tracer)
         self.dispatcher = Dispatcher(

@@ -23,7 +23,7 @@ class Fitness(enum.Enum):
 
     FIT = enum.auto()
     RETURNING = enum.auto()
-    """Left out for doing worse than others, or back from that and not yet with its full share."""
+    """Ejected, or back from that and not yet with its full share."""
     DEGRADED = enum.auto()
     """The worker is being replaced."""
     FULL = enum.auto()
