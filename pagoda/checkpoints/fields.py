@@ -68,6 +68,15 @@ class Fields:
             self.refuse(name, "must be a JSON object")
         return Fields(value, self.source, f"{self._prefix}{name}.")
 
+    def below(self, prefix: str) -> Fields:
+        """The values whose names begin with `prefix`, by the rest of their names."""
+        values = {
+            name.removeprefix(prefix): value
+            for name, value in self.values.items()
+            if name.startswith(prefix)
+        }
+        return Fields(values, self.source, f"{self._prefix}{prefix}")
+
     def require(self, name: str, neutral: object) -> None:
         """Refuses any value but an absent one, null and `neutral`, which leave the arithmetic as it is."""
         if self.values.get(name) is not None and self.values[name] != neutral:
