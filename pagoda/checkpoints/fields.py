@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Fields:
-    """Values by name; every error names the file and the field. None counts as absent."""
+    """Values by name; every error is a ConfigError that names the file and the field. None counts as absent."""
 
     def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
         self.values = values
