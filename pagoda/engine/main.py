@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -43,8 +44,10 @@ from pagoda.messages.frontend import (
     GenerateRequest,
     Hello,
     LoadQuery,
+    PrefixCacheUpdate,
     RequestRefused,
     Shutdown,
+    StepStatistics,
     SubscribeCache,
     SubscribeSteps,
     TokenChunk,
@@ -53,7 +56,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.load import ProcessMemory
 from pagoda.messages.tracing import StartTrace, StopTrace
-from pagoda.pd.links import SocketLinks
+from pagoda.pd.links import open_links
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
 
@@ -123,6 +126,8 @@ class EngineProcess:
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
         self._routes = RequestRoutes()
+        self._followers: defaultdict[type, set[bytes]] = defaultdict(set)
+        """Frontends that subscribed to a kind of updates."""
         self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
         self._stopping = False
 
@@ -148,7 +153,7 @@ class EngineProcess:
                     )
                 )
             if config.handoff is not None:
-                links = stack.enter_context(closing(SocketLinks(config.handoff, replica))).links
+                links = stack.enter_context(closing(open_links(config.handoff, replica)))
             self._executor = _make_executor(config, self._directory, self._clock, self._tracer)
             self._core = stack.enter_context(
                 closing(
@@ -164,8 +169,9 @@ class EngineProcess:
                 self._greet()
                 # Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one.
                 self._send_all(self._core.drain_load_report())
-                for frontend, update in self._core.drain_updates():
-                    self._send(frontend, update)
+                for update in self._core.drain_updates():
+                    for frontend in self._followers[type(update)]:
+                        self._send(frontend, update)
                 self._send_all(self._core.tracing.drain_end())
                 if self._publisher is not None:
                     self._publisher.publish(self._core.drain_kv_events())
@@ -204,11 +210,15 @@ class EngineProcess:
                 )
                 self._send(frontend, report)
             case SubscribeCache():
-                self._core.subscribe_cache(frontend)
+                self._followers[PrefixCacheUpdate].add(frontend)
+                self._core.follow_cache()
             case SubscribeSteps():
-                self._core.steps.follow(frontend)
+                self._followers[StepStatistics].add(frontend)
+                self._core.steps.follow()
             case UnsubscribeSteps():
-                self._core.steps.unfollow(frontend)
+                self._followers[StepStatistics].discard(frontend)
+                if not self._followers[StepStatistics]:
+                    self._core.steps.unfollow()
             case Hello():
                 self._welcome(frontend, message)
             case StartTrace():

@@ -31,8 +31,6 @@ from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
 from pagoda.telemetry.tracer import Tracer
 
-_FRONTEND = b"frontend"
-
 
 class SimEngine:
     """The `Transport` of a replica; the engine dies when it is told to, and another follows with an empty cache.
@@ -100,12 +98,12 @@ class SimEngine:
                 for wire_id in message.request_ids:
                     self._core.abort(wire_id)
             case SubscribeCache():
-                self._core.subscribe_cache(_FRONTEND)
+                self._core.follow_cache()
                 self._news.set()
             case SubscribeSteps():
-                self._core.steps.follow(_FRONTEND)
+                self._core.steps.follow()
             case UnsubscribeSteps():
-                self._core.steps.unfollow(_FRONTEND)
+                self._core.steps.unfollow()
 
     def deliver(self, chunks: list[TokenChunk]) -> None:
         self.replica.receive(TokenChunks(chunks))
@@ -205,8 +203,8 @@ class SimEngine:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
             self.deliver(core.step())
-            for _, news in core.drain_updates():
-                self.replica.receive(news)
+            for update in core.drain_updates():
+                self.replica.receive(update)
             if core.drain_load_report() is not None:
                 self.replica.receive(self._report(core, None))
             wakeup = core.next_wakeup()
