@@ -46,7 +46,7 @@ def choose_questions(questions: Sequence[Question]) -> list[Question]:
 
 
 async def _ask(base_url: str, questions: Sequence[Question]) -> list[tuple[bool, Outcome]]:
-    """Whether each answer was right, and its figures."""
+    """Asks all questions. Returns of each answer if it was right, and its figures."""
     async with OpenAIClient(base_url) as client:
         model = await client.first_model()
         return [await _ask_one(client, model, question) for question in questions]
