@@ -55,7 +55,7 @@ from pagoda.messages.frontend import (
     UnsubscribeSteps,
 )
 from pagoda.messages.tracing import StartTrace, StopTrace
-from pagoda.pd.links import SocketLinks
+from pagoda.pd.links import open_links
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
 
@@ -152,7 +152,7 @@ class EngineProcess:
                     )
                 )
             if config.handoff is not None:
-                links = stack.enter_context(closing(SocketLinks(config.handoff, replica))).links
+                links = stack.enter_context(closing(open_links(config.handoff, replica)))
             self._executor = _make_executor(config, self._directory, self._clock, self._tracer)
             self._core = stack.enter_context(
                 closing(
