@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import zmq
 from scripted_endpoint import EOS, ScriptedEndpoint
+from virtual_fleet import request
 
 from pagoda.frontend.discovery.base import Context, Discovery
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
@@ -20,9 +21,8 @@ from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.registry import HostReport, Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keys_of, start_authenticator
-from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.frontend import FinishReason
 from pagoda.messages.hosts import HostRecord
-from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import CurveKeys
 
 KEYS = keys_of(b"a secret of all hosts and routers")
@@ -56,15 +56,9 @@ class Router:
         await until(lambda: len(self.dispatcher.replicas) == count)
 
     async def ask(self, request_id: str, max_tokens: int = 20) -> tuple[str, FinishReason | None]:
-        sampling = SamplingParams(seed=1, max_tokens=max_tokens)
-        request = GenerateRequest(
-            request_id=request_id,
-            prompt_token_ids=[65, 66],
-            sampling=sampling,
-            eos_token_ids=(EOS,),
-        )
+        asked = request(request_id, [65, 66], max_tokens, eos_token_ids=(EOS,))
         tokens: list[int] = []
-        async for chunk in self.dispatcher.generate(request):
+        async for chunk in self.dispatcher.generate(asked):
             tokens += chunk.token_ids
             if chunk.finish_reason is not None:
                 return bytes(token for token in tokens if token < 128).decode(), chunk.finish_reason

@@ -11,14 +11,14 @@ import pytest
 import zmq.asyncio
 from linked_hosts import KEYS
 from scripted_endpoint import LIMITS
+from virtual_fleet import request
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.ipc.curve import encrypt_server, start_authenticator
-from pagoda.messages.frontend import EngineFailed, GenerateRequest
+from pagoda.messages.frontend import EngineFailed
 from pagoda.messages.hosts import HostMessage
-from pagoda.messages.sampling_params import SamplingParams
 
 ROUTER = Identity("router", "m", "digest", is_router=True)
 
@@ -58,10 +58,7 @@ async def host(**options: float) -> AsyncIterator[Host]:
 async def test_a_host_that_hangs_is_lost_though_its_sockets_answer_heartbeats() -> None:
     async with host(hang_timeout_s=0.4) as peer:
         await asyncio.gather(peer.client.start(), peer.answer(LIMITS))
-        request = GenerateRequest(
-            request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2)
-        )
-        stream = peer.client.replica.generate(request)
+        stream = peer.client.replica.generate(request("r"))
         with pytest.raises(EngineLostError, match=r"host at .* did not answer for 0.4 s"):
             await anext(stream)
         assert peer.client.replica.state is ReplicaState.FAILED

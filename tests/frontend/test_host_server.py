@@ -11,32 +11,29 @@ import msgspec
 import pytest
 import zmq.asyncio
 from fragment_files import read_fragments
-from linked_hosts import until
+from linked_hosts import KEYS, until
 from scripted_endpoint import ScriptedEndpoint
+from virtual_fleet import engine_config, request
 
-from pagoda.engine.config import EngineConfig, SimConfig
+from pagoda.engine.config import EngineConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
-from pagoda.ipc.curve import encrypt_client, keys_of, start_authenticator
+from pagoda.ipc.curve import encrypt_client, start_authenticator
 from pagoda.messages.frontend import (
     AbortRequests,
     FinishReason,
     FrontendMessage,
-    GenerateRequest,
     SubscribeCache,
     TokenChunk,
     TokenChunks,
 )
 from pagoda.messages.hosts import HostMessage
-from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.engine import SimEngine
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
-KEYS = keys_of(b"a secret of all hosts and routers")
 HOST = Identity("host", "m", "digest", is_router=False)
 ROUTER = Identity("router", "m", "digest", is_router=True)
 
@@ -62,16 +59,12 @@ async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
 
 
 async def test_a_router_sees_how_far_a_prompt_is() -> None:
-    config = sim_config(max_num_batched_tokens=32)
-    request = GenerateRequest(
-        request_id="r",
-        prompt_token_ids=list(range(100)),
-        sampling=SamplingParams(seed=1, max_tokens=2),
-    )
+    config = engine_config(max_num_batched_tokens=32)
+    asked = request("r", range(100), max_tokens=2)
     async with routed(config) as router:
         seen = [
             (chunk.num_computed_tokens, next(iter(router.slots)).work.pending_tokens)
-            async for chunk in router.generate(request)
+            async for chunk in router.generate(asked)
             if chunk.is_news
         ]
         assert seen == [(32, 68 + 2), (64, 36 + 2), (96, 4 + 2)]
@@ -122,25 +115,6 @@ async def doored(endpoint: Endpoint) -> AsyncIterator[Door]:
         await door.close()
 
 
-def request(request_id: str, wire_id: str = "1", max_tokens: int = 9) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_token_ids=[65],
-        sampling=SamplingParams(seed=1, max_tokens=max_tokens),
-        wire_id=wire_id,
-    )
-
-
-def sim_config(**fields: object) -> EngineConfig:
-    sim = SimConfig(base_s=0.001, vocab_size=100)
-    return EngineConfig(
-        worker=WorkerConfig(model="sim"),
-        executor="sim",
-        sim=sim,
-        **fields,  # type: ignore[arg-type]
-    )
-
-
 async def test_a_request_with_which_the_host_fails_is_answered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -166,12 +140,12 @@ async def test_an_id_may_be_used_again_at_once_when_its_request_was_aborted() ->
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
     async with doored(endpoint) as door:
-        await door.say(request("r", "1"))
+        await door.say(request("r", wire_id="1"))
         await endpoint.paused.wait()
         endpoint.pause_after = None
         # The host reads both in one turn: the first request has not ended when the second one begins.
         door.socket.send(msgspec.msgpack.encode(AbortRequests(["1"])))
-        await door.say(request("r", "2"))
+        await door.say(request("r", wire_id="2"))
         chunk = await door.last_chunk()
         assert (chunk.request_id, chunk.finish_reason) == ("2", FinishReason.LENGTH)
         assert endpoint.aborted == ["r"]
@@ -180,10 +154,10 @@ async def test_an_id_may_be_used_again_at_once_when_its_request_was_aborted() ->
 
 async def test_routers_may_have_the_same_request_also_one_that_has_connected_anew() -> None:
     """The host need not have noticed that the router's first connection is no more."""
-    config = sim_config(max_num_seqs=8)
+    config = engine_config(max_num_seqs=8)
     engine = Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])
     await engine.start()
-    asked = request("r", "7", max_tokens=100)
+    asked = request("r", max_tokens=100, wire_id="7")
     async with doored(engine) as door:
         await door.say(asked)
         await until(lambda: door.door.num_requests == 1)
@@ -200,7 +174,7 @@ async def test_a_wire_id_that_is_taken_is_ignored(caplog: pytest.LogCaptureFixtu
     endpoint.pause_after = 0
     async with doored(endpoint) as door:
         for name in ("first", "second"):
-            await door.say(request(name, "1"))
+            await door.say(request(name, wire_id="1"))
         await until(lambda: "a second request with this wire id" in caplog.text)
         endpoint.go_on.set()
         assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
@@ -265,9 +239,7 @@ async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
     remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER, router)
     try:
         await remote.start()
-        sampling = SamplingParams(seed=1, max_tokens=3)
-        request = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
-        assert [chunk async for chunk in remote.replica.generate(request)]
+        assert [chunk async for chunk in remote.replica.generate(request("r", [1], max_tokens=3))]
     finally:
         await remote.close()
         await door.close()

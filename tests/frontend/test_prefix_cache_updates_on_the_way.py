@@ -6,13 +6,15 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
 import zmq
+from linked_hosts import KEYS, until
+from virtual_fleet import engine_config, request
 
-from pagoda.engine.config import EngineConfig, SimConfig
+from pagoda.engine.config import EngineConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import Fleet
@@ -21,25 +23,19 @@ from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.frontend.replica import Replica
-from pagoda.ipc.curve import keys_of, start_authenticator
+from pagoda.ipc.curve import start_authenticator
 from pagoda.kv.block_keys import prefix_keys
-from pagoda.messages.frontend import GenerateRequest
-from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 SIZE = 4
-KEYS = keys_of(b"a secret of all hosts and routers")
 HOST = Identity("host", "m", "digest", is_router=False)
 ROUTER = Identity("router", "m", "digest", is_router=True)
 
 
 def config() -> EngineConfig:
-    return EngineConfig(
-        worker=WorkerConfig(model="sim", parallel=ParallelConfig(data_parallel_size=2)),
-        executor="sim",
-        sim=SimConfig(num_blocks=64, block_size=SIZE, max_model_len=64, vocab_size=50),
-    )
+    worker = WorkerConfig(model="sim", parallel=ParallelConfig(data_parallel_size=2))
+    return engine_config(worker=worker, vocab_size=50)
 
 
 class Pair:
@@ -73,22 +69,12 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 async def ask(dispatcher: Dispatcher, prompt: list[int]) -> None:
-    sampling = SamplingParams(seed=1, max_tokens=1)
-    request = GenerateRequest(
-        request_id=f"r{prompt[0]}", prompt_token_ids=prompt, sampling=sampling
-    )
-    async for _ in dispatcher.generate(request):
+    async for _ in dispatcher.generate(request(f"r{prompt[0]}", prompt, max_tokens=1)):
         pass
 
 
 def blocks_of(prompt: list[int]) -> set[int]:
     return set(short_keys(prefix_keys(prompt, SIZE, None, 100)))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_router_sees_a_host_of_two_replicas_as_one() -> None:
