@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from etcd_server import EtcdServer
-from linked_hosts import Host, routed, until
+from linked_hosts import Host, Router, until
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.frontend.async_utils import cancel_all
@@ -297,7 +297,7 @@ async def test_a_router_uses_hosts_of_etcd_also_while_it_is_away(
     caplog.set_level(logging.INFO)
     host = Host(ScriptedEndpoint("hello"))
     own_place.register(host.record)
-    async with routed(lambda _: EtcdDiscovery(own_place.named())) as router:
+    async with Router(lambda _: EtcdDiscovery(own_place.named())) as router:
         await router.until_hosts(1)
         await asyncio.to_thread(own_place.server.kill)
         await until(lambda: "hosts stay as they were" in caplog.text)
@@ -310,7 +310,7 @@ async def test_a_host_of_etcd_is_dismissed_through_one_router_for_both(place: Pl
     host = Host(ScriptedEndpoint("hello"))
     place.register(host.record)
     discover = lambda _: EtcdDiscovery(place.named())  # noqa: E731
-    async with routed(discover) as one, routed(discover) as other:
+    async with Router(discover) as one, Router(discover) as other:
         for router in (one, other):
             await router.until_hosts(1)
         assert one.registry.dismiss(host.identity.id)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 import zmq.asyncio
-from linked_hosts import KEYS
+from linked_hosts import KEYS, Closing
 from scripted_endpoint import LIMITS
 from virtual_fleet import request
 
@@ -23,7 +21,7 @@ from pagoda.messages.hosts import HostMessage
 ROUTER = Identity("router", "m", "digest", is_router=True)
 
 
-class Host:
+class Host(Closing):
     """The other end of a `HostClient`."""
 
     def __init__(self, **options: float) -> None:
@@ -43,20 +41,14 @@ class Host:
             payload = msgspec.msgpack.encode(payload)
         await self.socket.send_multipart([router, payload])
 
-
-@asynccontextmanager
-async def host(**options: float) -> AsyncIterator[Host]:
-    peer = Host(**options)
-    try:
-        yield peer
-    finally:
-        await peer.client.close()
-        peer.socket.close()
-        peer.context.term()
+    async def close(self) -> None:
+        await self.client.close()
+        self.socket.close()
+        self.context.term()
 
 
 async def test_a_host_that_hangs_is_lost_though_its_sockets_answer_heartbeats() -> None:
-    async with host(hang_timeout_s=0.4) as peer:
+    async with Host(hang_timeout_s=0.4) as peer:
         await asyncio.gather(peer.client.start(), peer.answer(LIMITS))
         stream = peer.client.replica.generate(request("r"))
         with pytest.raises(EngineLostError, match=r"host at .* did not answer for 0.4 s"):
@@ -66,7 +58,7 @@ async def test_a_host_that_hangs_is_lost_though_its_sockets_answer_heartbeats() 
 
 
 async def test_a_host_that_does_not_say_hello_is_given_up() -> None:
-    async with host(hello_timeout_s=0.05) as peer:
+    async with Host(hello_timeout_s=0.05) as peer:
         with pytest.raises(EngineDeadError, match="does not answer; it is not there"):
             await peer.client.start()
 
@@ -81,6 +73,6 @@ async def test_a_host_that_does_not_say_hello_is_given_up() -> None:
 async def test_a_host_that_refuses_or_sends_nonsense_is_given_up(
     answer: HostMessage | bytes, error: type[Exception], reason: str
 ) -> None:
-    async with host() as peer:
+    async with Host() as peer:
         with pytest.raises(error, match=reason):
             await asyncio.gather(peer.client.start(), peer.answer(answer))

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq.asyncio
 from fragment_files import read_fragments
-from linked_hosts import KEYS, until
+from linked_hosts import KEYS, Host, until
 from scripted_endpoint import ScriptedEndpoint
 from virtual_fleet import engine_config, request
 
-from pagoda.engine.config import EngineConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Endpoint
-from pagoda.frontend.host_client import HostClient, Identity
-from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
-from pagoda.ipc.curve import encrypt_client, start_authenticator
+from pagoda.ipc.curve import encrypt_client
 from pagoda.messages.frontend import (
     AbortRequests,
     FinishReason,
@@ -34,34 +29,15 @@ from pagoda.messages.hosts import HostMessage
 from pagoda.sim.engine import SimEngine
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
-HOST = Identity("host", "m", "digest", is_router=False)
-ROUTER = Identity("router", "m", "digest", is_router=True)
-
-
-@asynccontextmanager
-async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
-    """A router's dispatcher over one host, whose own is over one engine."""
-    context = zmq.Context()
-    start_authenticator(context, KEYS)
-    host = Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])
-    await host.start()
-    door = HostServer(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
-    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER).replica
-    router = Dispatcher([remote], POLICIES["round-robin"])
-    try:
-        await router.start()
-        yield router
-    finally:
-        await router.close()
-        await door.close()
-        await host.close()
-        context.term()
-
 
 async def test_a_router_sees_how_far_a_prompt_is() -> None:
     config = engine_config(max_num_batched_tokens=32)
     asked = request("r", range(100), max_tokens=2)
-    async with routed(config) as router:
+    host = Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])
+    await host.start()
+    async with Host(host) as door:
+        router = Dispatcher([], POLICIES["round-robin"])
+        router.add((await door.dial()).replica)
         seen = [
             (chunk.num_computed_tokens, next(iter(router.slots)).work.pending_tokens)
             async for chunk in router.generate(asked)
@@ -69,22 +45,22 @@ async def test_a_router_sees_how_far_a_prompt_is() -> None:
         ]
         assert seen == [(32, 68 + 2), (64, 36 + 2), (96, 4 + 2)]
         assert [slot.work.pending_tokens for slot in router.slots] == [0]
+        await router.close()
+    await host.close()
 
 
-class Door:
-    """A host's door, and a router's socket at it that says whatever a test wants."""
+class Door(Host):
+    """A host, and a router's socket at it that says whatever a test wants."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.context = zmq.Context()
-        start_authenticator(self.context, KEYS)
-        self.door = HostServer(endpoint, self.context, "tcp://127.0.0.1:*", KEYS, HOST)
+        super().__init__(endpoint)
         self.socket = self.connect()
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Socket(self.context, zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         encrypt_client(socket, KEYS)
-        socket.connect(f"tcp://127.0.0.1:{self.door.port}")
+        socket.connect(self.record.address)
         return socket
 
     async def say(self, message: FrontendMessage) -> None:
@@ -102,24 +78,14 @@ class Door:
 
     async def close(self) -> None:
         self.socket.close()
-        await self.door.close()
-        self.context.term()
-
-
-@asynccontextmanager
-async def doored(endpoint: Endpoint) -> AsyncIterator[Door]:
-    door = Door(endpoint)
-    try:
-        yield door
-    finally:
-        await door.close()
+        await super().close()
 
 
 async def test_a_request_with_which_the_host_fails_is_answered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     endpoint = ScriptedEndpoint("ok")
-    async with doored(endpoint) as door:
+    async with Door(endpoint) as door:
         endpoint.raises = RuntimeError("nobody has thought of this")
         await door.say(request("r"))
         chunk = await door.last_chunk()
@@ -129,7 +95,7 @@ async def test_a_request_with_which_the_host_fails_is_answered(
 
 
 async def test_a_message_of_more_frames_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async with doored(ScriptedEndpoint("ok")) as door:
+    async with Door(ScriptedEndpoint("ok")) as door:
         await door.socket.send_multipart([b"one", b"two"])
         await door.say(request("r"))
         assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
@@ -139,7 +105,7 @@ async def test_a_message_of_more_frames_ends_nothing(caplog: pytest.LogCaptureFi
 async def test_an_id_may_be_used_again_at_once_when_its_request_was_aborted() -> None:
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
-    async with doored(endpoint) as door:
+    async with Door(endpoint) as door:
         await door.say(request("r", wire_id="1"))
         await endpoint.paused.wait()
         endpoint.pause_after = None
@@ -158,7 +124,7 @@ async def test_routers_may_have_the_same_request_also_one_that_has_connected_ane
     engine = Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])
     await engine.start()
     asked = request("r", max_tokens=100, wire_id="7")
-    async with doored(engine) as door:
+    async with Door(engine) as door:
         await door.say(asked)
         await until(lambda: door.door.num_requests == 1)
         first, door.socket = door.socket, door.connect()
@@ -172,7 +138,7 @@ async def test_routers_may_have_the_same_request_also_one_that_has_connected_ane
 async def test_a_wire_id_that_is_taken_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
-    async with doored(endpoint) as door:
+    async with Door(endpoint) as door:
         for name in ("first", "second"):
             await door.say(request(name, wire_id="1"))
         await until(lambda: "a second request with this wire id" in caplog.text)
@@ -184,7 +150,7 @@ async def test_a_wire_id_that_is_taken_is_ignored(caplog: pytest.LogCaptureFixtu
 async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
-    async with doored(endpoint) as door:
+    async with Door(endpoint) as door:
         await door.say(SubscribeCache())
         await door.say(request("r"))
         await endpoint.paused.wait()
@@ -198,26 +164,18 @@ async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
 
 
 async def test_a_host_that_traces_knows_the_time_of_its_routers(tmp_path: Path) -> None:
-    context = zmq.Context()
-    start_authenticator(context, KEYS)
-    host, asleep = Tracer("frontend"), Tracer("router")
+    tracer, asleep = Tracer("frontend"), Tracer("router")
     session = TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="host")
-    door = HostServer(ScriptedEndpoint(), context, "tcp://127.0.0.1:*", KEYS, HOST, host)
-    address = f"tcp://127.0.0.1:{door.port}"
-    before, after = (HostClient(context, address, KEYS, ROUTER, asleep) for _ in range(2))
-    try:
-        await before.start()
-        host.start(session)
-        door.compare_clocks()
+    async with Host(ScriptedEndpoint(), tracer=tracer) as host:
+        before = await host.dial(asleep)
+        tracer.start(session)
+        host.door.compare_clocks()
         await until_clocks(tmp_path, 1)
-        await after.start()  # a router that comes later is asked as well
+        after = await host.dial(asleep)  # a router that comes later is asked as well
         await until_clocks(tmp_path, 2)
-    finally:
-        for remote in (before, after):
-            await remote.close()
-        await door.close()
-        context.term()
-        host.stop()
+        await before.close()
+        await after.close()
+    tracer.stop()
     (fragment,) = read_fragments(tmp_path)
     assert {clock["peer"] for clock in fragment.clocks} == {asleep.process.uid}
     for clock in fragment.clocks:
@@ -231,19 +189,12 @@ async def until_clocks(directory: Path, count: int) -> None:
 
 
 async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
-    context = zmq.Context()
-    start_authenticator(context, KEYS)
-    router = Tracer("router")
-    router.start(TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="router"))
-    door = HostServer(ScriptedEndpoint("abc"), context, "tcp://127.0.0.1:*", KEYS, HOST)
-    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER, router)
-    try:
-        await remote.start()
+    tracer = Tracer("router")
+    tracer.start(TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="router"))
+    async with Host(ScriptedEndpoint("abc")) as host:
+        remote = await host.dial(tracer)
         assert [chunk async for chunk in remote.replica.generate(request("r", [1], max_tokens=3))]
-    finally:
         await remote.close()
-        await door.close()
-        context.term()
-        router.stop()
+    tracer.stop()
     (fragment,) = read_fragments(tmp_path)
     assert sum(event["args"]["chunks"] for event in fragment.named("chunks")) == 3
