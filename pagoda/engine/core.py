@@ -179,9 +179,7 @@ class EngineCore:
         if parts.scheduler.tiers is None:
             return
         transfers = parts.scheduler.tiers.drain_transfers()
-        added, removed = (
-            ([], []) if parts.remote is None else parts.remote.peers.drain_peer_changes()
-        )
+        added, removed = ([], []) if parts.remote is None else parts.remote.drain_peer_changes()
         if transfers or added or removed:
             self.executor.submit_transfers(transfers, added, removed)
 
