@@ -93,6 +93,17 @@ def test_an_answer_may_be_due_later() -> None:
     assert it.lookup(PREFIX, 0) == 2
 
 
+def test_a_hold_that_was_settled_wakes_the_engine() -> None:
+    it = Stack()
+    it.pass_time(5.0)
+    held_id = it.ledger.hold(it.pool.allocate(1))
+    assert it.stack.next_event_at() is None
+    it.ledger.settle(held_id, [])
+    assert it.stack.next_event_at() == 5.0
+    it.stack.drain_load_ends()
+    assert it.stack.next_event_at() is None
+
+
 def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
     it = Stack()
     it.have(near=[1, 2, 5], far=[3, 4, 6, 7])
