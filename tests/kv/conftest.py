@@ -10,23 +10,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from kv_tiers import small_manifest
 
 from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 
 
 @pytest.fixture
 def manifest() -> Manifest:
-    return Manifest(
-        model="some-model",
-        model_digest="5eed",
-        dtype="float32",
-        kv_dtype="float32",
-        quantization="none",
-        arithmetic="cpu (avx512)",
-        layout="layer, side, head, token, element",
-        block_size=16,
-        payload_bytes=10_000,
-    )
+    return small_manifest()
 
 
 @pytest.fixture
