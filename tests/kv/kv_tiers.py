@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.objects import Manifest
@@ -66,3 +73,29 @@ def small_manifest(payload_bytes: int = 10_000, **fields: object) -> Manifest:
             **fields,
         }
     )
+
+
+def mount(*arguments: str) -> None:
+    """Skips the test if this user, or this system, cannot mount."""
+    try:
+        done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"this user may not mount here: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, *arguments: str) -> Iterator[None]:
+    mount(*arguments, str(directory))
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+@contextlib.contextmanager
+def small_file_system(directory: Path, size: str) -> Iterator[Path]:
+    directory.mkdir()
+    with mounted(directory, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
+        yield directory
