@@ -23,13 +23,7 @@ from aiohttp.http_exceptions import LineTooLong
 from pagoda.api import info, live, page
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
-from pagoda.api.errors import (
-    CLIENTS_NAME,
-    INTERNAL_ERROR,
-    ApiError,
-    as_api_error,
-    unavailable,
-)
+from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.metrics import metrics, metrics_with_aliases
 from pagoda.api.profile import start_profile, stop_profile
 from pagoda.api.request_context import RequestContext

@@ -23,7 +23,6 @@ from pagoda.messages.frontend import FinishReason
 
 
 async def chat_completions(context: RequestContext) -> web.StreamResponse:
-    """Answers a conversation, in one piece or as a stream."""
     body = await context.parse(ChatRequest)
     generator = context.service.admit(body.model)
     template = generator.text.require_template()

@@ -47,7 +47,6 @@ _VLLM_HISTOGRAMS = {
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generation_tokens": "request_generated_tokens",
 }
-"""Pagoda's name of each histogram of vLLM."""
 
 if TYPE_CHECKING:
     from _typeshed import SupportsItems
@@ -243,7 +242,6 @@ def reports_of(report: LoadReport) -> dict[str, LoadReport]:
 
 
 def num_unplaced(report: LoadReport) -> int:
-    """Waiting requests that no replica has."""
     if not report.replicas:
         return 0
     return report.num_waiting - sum(own.num_waiting for own in reports_of(report).values())

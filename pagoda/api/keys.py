@@ -34,7 +34,6 @@ class ApiKeys:
             self._digests[name] = digest
 
     def __bool__(self) -> bool:
-        """True if clients must send a key."""
         return bool(self._digests)
 
     @property

@@ -21,12 +21,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Snapshot(NamedTuple):
-    """All that one scrape tells."""
-
     model_name: str
     requests: RequestMetrics
     longest_wait_s: float
-    """The longest wait of a request that has no token yet."""
     own_memory: ProcessMemory | None
     report: LoadReport | None
     """None while there is nothing that could report."""

@@ -68,8 +68,6 @@ HISTOGRAMS = {
 
 
 class KeyFigures:
-    """The figures of requests with one API key."""
-
     __slots__ = ("finished", "first_token", "histograms", "next_token", "num_tokens")
 
     def __init__(self) -> None:
@@ -122,7 +120,6 @@ class RequestMetrics:
         )
 
     def total(self, name: str) -> Histogram:
-        """The histogram of all keys together."""
         return total(
             [own.histograms[name] for own in self.by_key.values()], HISTOGRAMS[name].bounds
         )

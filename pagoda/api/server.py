@@ -40,7 +40,6 @@ class ServerConfig:
     api: ApiConfig
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free port."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
 
@@ -51,7 +50,6 @@ class ProfileConfig:
 
     directory: Path = Path("pagoda-trace")
     level: TraceLevel | None = None
-    """None: no trace before one is asked for."""
 
 
 async def serve(
@@ -127,7 +125,6 @@ async def serve(
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
-    """Opens the socket; returns the base URL."""
     site = web.TCPSite(runner, server.host, server.port, backlog=1024)
     try:
         await site.start()
@@ -144,8 +141,6 @@ async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
 
 
 class _Signals:
-    """SIGTERM and SIGINT as events."""
-
     _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from pagoda.messages.tracing import StartTrace, TraceStopped
 from pagoda.messages.transfers import TransferEnd
 from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import Role
-from pagoda.parallel.config import expert_share
+from pagoda.parallel.config import even_share
 from pagoda.pd.connector import Arrived, Failed
 from pagoda.pd.links import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
@@ -326,7 +326,7 @@ class EngineCore:
         if not parallel.expert_parallel or not self._expert_tokens:
             return []
         size = parallel.tensor_parallel_size
-        shares = (expert_share(len(self._expert_tokens), rank, size) for rank in range(size))
+        shares = (even_share(len(self._expert_tokens), rank, size) for rank in range(size))
         return [sum(self._expert_tokens[expert] for expert in share) for share in shares]
 
     def pollables(self) -> list[object]:

@@ -61,21 +61,17 @@ _log = logging.getLogger(__name__)
 
 
 class RequestRoutes:
-    """Maps ids of frontends to ids of the engine.
-
-    Frontends choose ids by themselves. Where two of them choose the same, the engine gives the second request
-    another id, and chunks go out under the id that their frontend knows.
-    """
+    """Maps wire ids of frontends to the engine's own: `GenerateRequest.request_id`, changed where it is taken."""
 
     def __init__(self) -> None:
         self._origins: dict[str, tuple[bytes, str]] = {}
-        """Frontend and its id, by the engine's id."""
+        """Frontend and wire id, by the engine's id."""
         self._engine_ids: dict[tuple[bytes, str], str] = {}
         self._num_renamed = 0
 
     def add(self, frontend: bytes, request: GenerateRequest) -> GenerateRequest | None:
-        """The request under the engine's id; None if the frontend has a running request with this id already."""
-        origin = frontend, request.request_id
+        """The request under the engine's id; None if the frontend has a running request with this wire id."""
+        origin = frontend, request.wire_id or request.request_id
         if origin in self._engine_ids:
             return None
         engine_id = request.request_id
@@ -87,22 +83,21 @@ class RequestRoutes:
             return request
         return msgspec.structs.replace(request, request_id=engine_id)
 
-    def remove(self, frontend: bytes, request_id: str) -> str | None:
+    def remove(self, frontend: bytes, wire_id: str) -> str | None:
         """Forgets a request; returns the engine's id of it, or None if the frontend has no such request."""
-        engine_id = self._engine_ids.pop((frontend, request_id), None)
+        engine_id = self._engine_ids.pop((frontend, wire_id), None)
         if engine_id is not None:
             del self._origins[engine_id]
         return engine_id
 
     def sort(self, chunks: Iterable[TokenChunk]) -> dict[bytes, list[TokenChunk]]:
-        """The chunks by frontend, under its ids. Forgets requests that have ended."""
+        """The chunks by frontend, under wire ids. Forgets requests that have ended."""
         by_frontend: dict[bytes, list[TokenChunk]] = {}
         for chunk in chunks:
-            frontend, request_id = self._origins[chunk.request_id]
+            frontend, wire_id = self._origins[chunk.request_id]
             if chunk.finish_reason is not None:
-                self.remove(frontend, request_id)
-            if chunk.request_id != request_id:
-                chunk = msgspec.structs.replace(chunk, request_id=request_id)
+                self.remove(frontend, wire_id)
+            msgspec.structs.force_setattr(chunk, "request_id", wire_id)
             by_frontend.setdefault(frontend, []).append(chunk)
         return by_frontend
 
@@ -199,8 +194,8 @@ class EngineProcess:
             case GenerateRequest():
                 self._admit(frontend, message)
             case AbortRequests():
-                for request_id in message.request_ids:
-                    engine_id = self._routes.remove(frontend, request_id)
+                for wire_id in message.request_ids:
+                    engine_id = self._routes.remove(frontend, wire_id)
                     if engine_id is not None:
                         self._core.abort(engine_id)
             case LoadQuery():
@@ -245,13 +240,14 @@ class EngineProcess:
         routed = self._routes.add(frontend, request)
         if routed is None:
             # Any answer would reach the stream of the first request, which goes on untouched.
-            error = "a frontend sent a second request with this id, which is ignored"
+            error = "a frontend sent a second request with this wire id, which is ignored"
             _log.error(error, extra={"request_id": request.request_id})
             return
         answer = self._core.add(routed)
         if isinstance(answer, RequestRefused):
-            self._routes.remove(frontend, request.request_id)
-            self._send(frontend, RequestRefused(request.request_id, answer.retry_after_s))
+            wire_id = request.wire_id or request.request_id
+            self._routes.remove(frontend, wire_id)
+            self._send(frontend, RequestRefused(wire_id, answer.retry_after_s))
             return
         self._send_chunks(answer)
 

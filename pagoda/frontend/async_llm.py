@@ -28,7 +28,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
 
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages as OpenAI spells them."""
 
 
 class AsyncLLM:

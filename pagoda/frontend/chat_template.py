@@ -48,8 +48,6 @@ class TemplateError(Exception):
 
 
 class ChatTemplate:
-    """One compiled template, and what its source tells about the model."""
-
     def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
         """Raises ConfigError: the source is not a Jinja template."""
         environment = _environment()
@@ -66,11 +64,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_tools = "tools" in self._variables
-        """True if the template shows tools to the model."""
         self.hermes_tool_calls = "<tool_call>" in source
         """True if the model writes calls between `<tool_call>` tags (Hermes, Qwen)."""
         self.thinks = "</think>" in source
-        """True if the model writes its reasoning between `<think>` tags."""
 
     @property
     def switches(self) -> tuple[str, ...]:

@@ -28,23 +28,16 @@ _MESSAGE_CHARS = 32
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of a message's content."""
-
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The function that an assistant called."""
-
     name: str
     arguments: str
-    """A JSON object, as text."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One call in an assistant's message."""
-
     function: FunctionCall
     id: str | None = None
     type: Literal["function"] = "function"
@@ -69,12 +62,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Messages = Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
-"""A conversation."""
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function that the model may call."""
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -82,8 +72,6 @@ class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: FunctionDefinition
 

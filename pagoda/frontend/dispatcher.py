@@ -26,11 +26,12 @@ from pagoda.errors import (
     OverloadedError,
 )
 from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState, StepListener
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.outliers import Ejection, OutlierDetector
 from pagoda.frontend.placer import Placer
 from pagoda.frontend.policies import Policy
 from pagoda.frontend.prefix_index import CacheUnion
+from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.frontend.totals import counters_of, sum_of_loads

@@ -113,7 +113,8 @@ class Fleet:
             ConfigError: there is no place for their sockets.
         """
         engines = [EngineClient(config, tracer) for config in replicas_of(engine)]
-        dispatcher = Dispatcher(engines, POLICIES[policy], tracer=tracer)
+        replicas = [engine.replica for engine in engines]
+        dispatcher = Dispatcher(replicas, POLICIES[policy], tracer=tracer)
         return cls(dispatcher, engines, join=join, tracer=tracer)
 
     @property

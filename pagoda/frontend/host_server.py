@@ -65,6 +65,7 @@ class _Router:
         self.is_welcome = False
         """The router has said hello and fits this host."""
         self.requests: dict[str, asyncio.Task[None]] = {}
+        """Requests that run, by their wire ids."""
         self.chunks: list[TokenChunk] = []
         self.clocks: ClockComparison | None = None
         """The measurement of the router's clock, while it lasts."""
@@ -100,6 +101,9 @@ class HostServer:
         self._encode = Codec[HostMessage](HostMessage).encode
         self._decode = Codec[RouterMessage](RouterMessage).decode
         self._routers: dict[bytes, _Router] = {}
+        self._request_ids: set[str] = set()
+        """Ids of requests that run."""
+        self._num_renamed = 0
         self._leaves = False
         self._flushing: list[_Router] = []
         self._reports: set[asyncio.Task[None]] = set()
@@ -224,8 +228,8 @@ class HostServer:
             case GenerateRequest():
                 self._begin(router, message)
             case AbortRequests():
-                for request_id in message.request_ids:
-                    task = router.requests.get(request_id)
+                for wire_id in message.request_ids:
+                    task = router.requests.get(wire_id)
                     if task is not None:
                         task.cancel()
             case SubscribeCache():
@@ -296,23 +300,29 @@ class HostServer:
             yield ProcessMemory(role, os.getpid(), resident_bytes)
 
     def _begin(self, router: _Router, request: GenerateRequest) -> None:
-        before = router.requests.get(request.request_id)
-        if before is not None and not before.cancelling():
-            self._fail(router, request, "A request with this id is already running.")
+        wire_id = request.wire_id or request.request_id
+        if wire_id in router.requests:
+            error = "a router sent a second request with this wire id, which is ignored"
+            _log.error(error, extra={"request_id": request.request_id})
             return
-        router.requests[request.request_id] = asyncio.create_task(
-            self._generate(router, request, before)
-        )
+        # Another router may have the same request, or the same one before it lost its connection.
+        if request.request_id in self._request_ids:
+            self._num_renamed += 1
+            request_id = f"{request.request_id}#{self._num_renamed}"
+            request = msgspec.structs.replace(request, request_id=request_id)
+        self._request_ids.add(request.request_id)
+        task = asyncio.create_task(self._generate(router, wire_id, request))
+        router.requests[wire_id] = task
+        task.add_done_callback(partial(self._end, router, wire_id, request.request_id))
 
-    async def _generate(
-        self, router: _Router, request: GenerateRequest, before: asyncio.Task[None] | None
-    ) -> None:
-        """`before` has the same id and was aborted: chunks of the two could not be told apart."""
+    def _end(self, router: _Router, wire_id: str, request_id: str, _: asyncio.Task[None]) -> None:
+        del router.requests[wire_id]
+        self._request_ids.remove(request_id)
+
+    async def _generate(self, router: _Router, wire_id: str, request: GenerateRequest) -> None:
         record = self._open(request)
         reason, problem = str(FinishReason.ABORT), ""
         try:
-            if before is not None:
-                await asyncio.wait([before])
             value = record.with_span(request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
             async with aclosing(chunks):
@@ -320,23 +330,23 @@ class HostServer:
                     self._tracker.on_chunk(record, chunk, len(chunk.token_ids))
                     if chunk.finish_reason is not None:
                         reason, problem = chunk.finish_reason, chunk.error or ""
+                    msgspec.structs.force_setattr(chunk, "request_id", wire_id)
                     self._put(router, chunk)
         except OverloadedError as error:
             reason, problem = "refused", str(error)
-            self._send(router, RequestRefused(request.request_id, error.retry_after_s))
+            self._send(router, RequestRefused(wire_id, error.retry_after_s))
         except InvalidRequestError as error:
             reason, problem = str(FinishReason.ERROR), str(error)
-            self._fail(router, request, problem)
+            self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=problem))
         except EngineDeadError:
             pass  # this host ends; when it has hung up, the request goes on elsewhere
         except Exception:
             reason, problem = str(FinishReason.ERROR), "The host failed with this request."
             _log.exception("request failed", extra={"request_id": request.request_id})
-            self._fail(router, request, "The host failed with this request; its log says why.")
+            error_there = "The host failed with this request; its log says why."
+            self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=error_there))
         finally:
             self._tracker.finish(record, reason, problem)
-            if router.requests.get(request.request_id) is asyncio.current_task():
-                del router.requests[request.request_id]
 
     def _open(self, request: GenerateRequest) -> RequestStatistics:
         return self._tracker.start(
@@ -350,9 +360,6 @@ class HostServer:
             num_prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens or 0,
         )
-
-    def _fail(self, router: _Router, request: GenerateRequest, error: str) -> None:
-        self._put(router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=error))
 
     def _put(self, router: _Router, chunk: TokenChunk) -> None:
         """Chunks of one turn of the event loop become one message."""

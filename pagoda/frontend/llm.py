@@ -54,7 +54,6 @@ class LLM:
             raise
 
     def close(self) -> None:
-        """Ends the engines. A second call does nothing."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -67,7 +66,6 @@ class LLM:
         return self._llm.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own preferences, from its generation_config.json."""
         return self._llm.get_default_sampling_params()
 
     def generate(
@@ -207,7 +205,6 @@ def _conversation_list(messages: Conversation | Sequence[Conversation]) -> list[
 
 
 def _for_each(values: T | Sequence[T] | None, count: int, name: str) -> list[T | None]:
-    """One value for each of `count` prompts."""
     if not isinstance(values, Sequence):
         return [values] * count
     if len(values) != count:
@@ -217,13 +214,16 @@ def _for_each(values: T | Sequence[T] | None, count: int, name: str) -> list[T |
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Advance]:
-    """A progress bar over prompts on standard error."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     visible = shown and (console.is_terminal or console.is_jupyter)
-    with Progress(*_columns(), console=console, disable=not visible) as progress:
+    tokens_column = TextColumn("{task.fields[tokens]} tokens")
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), tokens_column)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not visible
+    ) as progress:
         task = progress.add_task("Prompts", total=total, tokens=0)
 
         def advance(output: RequestOutput) -> None:
@@ -232,10 +232,3 @@ def _progress(total: int, *, shown: bool) -> Iterator[Advance]:
             progress.update(task, advance=1, tokens=done)
 
         yield advance
-
-
-def _columns() -> list[Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    return [*columns, TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn()]

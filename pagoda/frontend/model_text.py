@@ -38,8 +38,6 @@ _CHATML = """\
 
 @dataclass(frozen=True)
 class ModelText:
-    """The text side of one model."""
-
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]

@@ -21,8 +21,8 @@ import msgspec
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.endpoint import Replica
 from pagoda.frontend.policies import POLICIES, Policy
+from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.frontend.tracked_request import TrackedRequest
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk

@@ -11,11 +11,12 @@ from typing import TypeVar
 
 import msgspec
 
-from pagoda.frontend.endpoint import Replica, ReplicaState
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import OutlierDetector
 from pagoda.frontend.policies import NUM_HOLDERS, Candidate, Policy, RoutingRequest
 from pagoda.frontend.prefix_index import CacheUnion, PrefixIndex
+from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_pool import RolePool, Shortlist, low_discrepancy
 from pagoda.frontend.replica_slot import Fitness, ReplicaSlot, has_part_in
 from pagoda.frontend.tracked_request import TrackedRequest

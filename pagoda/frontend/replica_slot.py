@@ -7,11 +7,11 @@ import enum
 from collections.abc import Callable
 
 from pagoda.errors import EngineDeadError, EngineLostError
-from pagoda.frontend.endpoint import Replica, ReplicaState
-from pagoda.frontend.engine_connection import QUERY_TIMEOUT_S
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import ReplicaHealth, Waiting
 from pagoda.frontend.prefix_index import PrefixIndex
+from pagoda.frontend.replica import Replica
 from pagoda.frontend.tracked_request import RequestState, TrackedRequest
 from pagoda.messages.frontend import EngineReady, GenerateRequest
 from pagoda.messages.load import LoadReport
@@ -111,8 +111,7 @@ class ReplicaSlot:
     async def load(self) -> LoadReport | None:
         """The replica's report; None if it has no engine, or the engine does not answer."""
         try:
-            async with asyncio.timeout(QUERY_TIMEOUT_S):
-                report = await self.replica.load()
+            report = await self.replica.load()
         except (TimeoutError, EngineLostError, EngineDeadError):
             return None
         self.last_report = report

@@ -76,7 +76,6 @@ class RequestSpans:
         """Spans of running answers, with the nanoseconds by which the wall clock is ahead of the tracker's."""
 
     def follow(self, tracker: RequestTracker) -> None:
-        """Makes a span of each answer that `tracker` records."""
         tracker.subscribe(on_start=self._start, on_finish=self._finish)
 
     def _start(self, record: RequestStatistics) -> None:
@@ -177,7 +176,6 @@ class CountingExporter:
         return False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends spans that leave the queue."""
         with self._lock:
             self._num_waiting -= len(spans)
         result = self._inner.export(spans)
@@ -193,7 +191,6 @@ class CountingExporter:
         return result
 
     def sum_up(self) -> None:
-        """Logs how many spans were lost when the server ends."""
         with self._lock:
             num_lost, self._num_lost = self._num_lost + self._num_waiting, 0
         if num_lost:

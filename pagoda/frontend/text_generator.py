@@ -33,7 +33,6 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.sampling_params import SamplingParams
 
-MAX_CACHE_SALT_CHARS = 256
 T = TypeVar("T")
 
 LONG_TEXT_CHARS = 16384
@@ -47,8 +46,6 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """The part of an answer that one chunk of tokens adds."""
-
     text: str
     """Empty if the chunk holds part of a character, or if a stop string may begin in the text."""
     token_ids: list[int]
@@ -79,7 +76,6 @@ class TextRequest:
     sampling: SamplingParams
     """The user's parameters, with stop strings."""
     prompt: str | None
-    """The text of the prompt; None if token ids were given."""
     client_request: ClientRequest
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
@@ -153,7 +149,6 @@ class TextGenerator:
         return await self._do(work, len(token_ids))
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
-        """The spelling of each token in the vocabulary."""
         spell = self.text.tokenizer.token
         return await self._do(lambda: list(map(spell, token_ids)), len(token_ids))
 
@@ -172,7 +167,6 @@ class TextGenerator:
         return sampling
 
     def _stops_of(self, sampling: SamplingParams) -> StopStrings:
-        """The automaton of the stop strings: one for all prompts of a body."""
         stops = self._stops.get(sampling.stop)
         if stops is None:
             stops = self._stops[sampling.stop] = StopStrings(sampling.stop)
@@ -217,11 +211,6 @@ class TextGenerator:
             )
         token_ids = cast(list[int], token_ids)
         _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
-        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-            refuse(
-                "cache_salt",
-                f"must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(cache_salt)}",
-            )
         resolved = _resolve(sampling, limits.max_model_len - len(token_ids), clamp=clamp_max_tokens)
         stops = self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
@@ -355,7 +344,6 @@ class TextAssembler:
         self._unsearched_tokens = sampling.min_tokens
 
     def push(self, chunk: TokenChunk) -> TextDelta:
-        """The delta of `chunk`."""
         token_ids = chunk.token_ids
         reason = chunk.finish_reason
         if reason is None and self._matcher is None and len(token_ids) == 1:

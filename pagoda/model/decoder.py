@@ -79,7 +79,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         """
         backend, tracer = self.backend, self._tracer
         began = tracer.e2e()
-        plan = backend.attention_metadata(batch, self._shard.num_heads, self.caches[0])
+        plan = backend.attention_metadata(batch, len(self._shard.heads), self.caches[0])
         table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
         step = StepInput(batch.token_ids, table, plan, hidden)
         planned = tracer.kernel()

@@ -19,11 +19,6 @@ _CHANNEL_UNITS = (128, 64, 32)
 """The sizes of groups of quantized weights."""
 
 
-def expert_share(num_experts: int, tp_rank: int, tp_size: int) -> range:
-    """The experts of each layer that a rank holds under expert parallelism; shares differ by one at most."""
-    return _even_share(num_experts, tp_rank, tp_size)
-
-
 def can_share_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> bool:
     """Returns True if all ranks get equally many heads and the KV heads for them; ranks may share a KV head."""
     kv_heads_fit = num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0
@@ -46,11 +41,12 @@ def channel_share(count: int, tp_rank: int, tp_size: int) -> range:
         ),
         units[-1] if units else 1,
     )
-    share = _even_share(count // unit, tp_rank, tp_size)
+    share = even_share(count // unit, tp_rank, tp_size)
     return range(share.start * unit, share.stop * unit)
 
 
-def _even_share(count: int, rank: int, ranks: int) -> range:
+def even_share(count: int, rank: int, ranks: int) -> range:
+    """A rank's part of heads, or of experts under expert parallelism; shares differ by one at most."""
     return range(count * rank // ranks, count * (rank + 1) // ranks)
 
 

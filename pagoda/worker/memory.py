@@ -42,10 +42,7 @@ def left_for_kv_cache(
 
 
 def check_arena(config: WorkerConfig, bytes_per_block: int) -> None:
-    """
-    Raises:
-        ConfigError: the arena in host memory is to be there, but would not hold one block.
-    """
+    """Raises ConfigError if the arena in host memory is to be there, but would not hold one block."""
     wanted = slot_bytes(bytes_per_block)
     if 0 < config.kv_host_bytes < wanted:
         raise ConfigError(

@@ -215,16 +215,16 @@ async def test_news_come_from_all_replicas_and_from_engines_started_again() -> N
             await asyncio.gather(ask("a"), ask("b"))
             await asyncio.gather(*(event.wait() for event in heard.values()))
             first = dispatcher.replicas[0]
-            assert isinstance(first, EngineClient)
+            assert isinstance(first.transport, EngineClient)
             again = asyncio.Event()
             first.watch(lambda: again.set() if first.state == "ready" else None)
-            assert first.engine_pid is not None
-            os.kill(first.engine_pid, signal.SIGKILL)
+            assert first.transport.engine_pid is not None
+            os.kill(first.transport.engine_pid, signal.SIGKILL)
             await again.wait()
             heard["0"].clear()
             await asyncio.gather(ask("c"), ask("d"))
             await heard["0"].wait()
         unfollow()
-        assert first.connection.num_subscribers == 0
+        assert first.num_subscribers == 0
     finally:
         await dispatcher.close()

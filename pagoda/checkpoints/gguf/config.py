@@ -128,10 +128,7 @@ class GgufQuantization:
         return f"GGUF {', '.join(sorted(used))} weights"
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
-        """
-        Raises:
-            ConfigError: the file has no such linear layer.
-        """
+        """Raises ConfigError if the file has no such linear layer."""
         return held_as(self.file.tensor(f"{linear.name}.weight").type)
 
 
@@ -149,11 +146,7 @@ def held_as(block: BlockType) -> WeightFormat:
 
 
 def checked_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTensor:
-    """The tensor `name` of a file.
-
-    Raises:
-        ConfigError: the file has no such tensor, or one of another shape.
-    """
+    """The tensor `name` of a file. Raises ConfigError if the file has no such tensor, or one of another shape."""
     tensor = file.tensor(name)
     if tensor.shape != shape:
         raise ConfigError(
