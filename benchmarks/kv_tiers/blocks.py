@@ -12,8 +12,7 @@ import torch
 from pagoda.backend.base import KVCache
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import Manifest, open_directory
+from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferPlace
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import KVMemory

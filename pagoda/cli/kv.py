@@ -18,13 +18,13 @@ from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.output import format_bytes
 from pagoda.errors import ConfigError
-from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import (
     FAN_OUTS,
     MANIFEST_NAME,
     FoundFile,
     Manifest,
     ObjectError,
+    ObjectFiles,
     is_digest,
     list_files,
     object_directories,

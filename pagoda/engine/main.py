@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -32,7 +33,7 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
-from pagoda.ipc.machine import process_memory_bytes
+from pagoda.ipc.machine import memory_of
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
@@ -43,17 +44,18 @@ from pagoda.messages.frontend import (
     GenerateRequest,
     Hello,
     LoadQuery,
+    PrefixCacheUpdate,
     RequestRefused,
     Shutdown,
+    StepStatistics,
     SubscribeCache,
     SubscribeSteps,
     TokenChunk,
     TokenChunks,
     UnsubscribeSteps,
 )
-from pagoda.messages.load import ProcessMemory
 from pagoda.messages.tracing import StartTrace, StopTrace
-from pagoda.pd.links import SocketLinks
+from pagoda.pd.links import open_links
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
 
@@ -123,6 +125,8 @@ class EngineProcess:
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
         self._routes = RequestRoutes()
+        self._followers: defaultdict[type, set[bytes]] = defaultdict(set)
+        """Frontends that subscribed to a kind of updates."""
         self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
         self._stopping = False
 
@@ -148,7 +152,7 @@ class EngineProcess:
                     )
                 )
             if config.handoff is not None:
-                links = stack.enter_context(closing(SocketLinks(config.handoff, replica))).links
+                links = stack.enter_context(closing(open_links(config.handoff, replica)))
             self._executor = _make_executor(config, self._directory, self._clock, self._tracer)
             self._core = stack.enter_context(
                 closing(
@@ -164,8 +168,9 @@ class EngineProcess:
                 self._greet()
                 # Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one.
                 self._send_all(self._core.drain_load_report())
-                for frontend, update in self._core.drain_updates():
-                    self._send(frontend, update)
+                for update in self._core.drain_updates():
+                    for frontend in self._followers[type(update)]:
+                        self._send(frontend, update)
                 self._send_all(self._core.tracing.drain_end())
                 if self._publisher is not None:
                     self._publisher.publish(self._core.drain_kv_events())
@@ -200,15 +205,21 @@ class EngineProcess:
                         self._core.abort(engine_id)
             case LoadQuery():
                 report = msgspec.structs.replace(
-                    self._core.load(), query_id=message.query_id, processes=self._processes()
+                    self._core.load(),
+                    query_id=message.query_id,
+                    processes=memory_of({self._tracer.role: os.getpid(), **self._executor.pids()}),
                 )
                 self._send(frontend, report)
             case SubscribeCache():
-                self._core.subscribe_cache(frontend)
+                self._followers[PrefixCacheUpdate].add(frontend)
+                self._core.follow_cache()
             case SubscribeSteps():
-                self._core.steps.follow(frontend)
+                self._followers[StepStatistics].add(frontend)
+                self._core.steps.follow()
             case UnsubscribeSteps():
-                self._core.steps.unfollow(frontend)
+                self._followers[StepStatistics].discard(frontend)
+                if not self._followers[StepStatistics]:
+                    self._core.steps.unfollow()
             case Hello():
                 self._welcome(frontend, message)
             case StartTrace():
@@ -250,15 +261,6 @@ class EngineProcess:
             self._send(frontend, RequestRefused(wire_id, answer.retry_after_s))
             return
         self._send_chunks(answer)
-
-    def _processes(self) -> tuple[ProcessMemory, ...]:
-        """Processes on this host, with the memory that they take now."""
-        pids = {self._tracer.role: os.getpid(), **self._executor.pids()}
-        return tuple(
-            ProcessMemory(role, pid, resident_bytes)
-            for role, pid in pids.items()
-            if (resident_bytes := process_memory_bytes(pid)) is not None
-        )
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
         by_frontend = self._routes.sort(chunks)

@@ -11,6 +11,7 @@ from pagoda.engine.core import EngineCore
 from pagoda.errors import EngineDeadError
 from pagoda.executor.sim import SimExecutor
 from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.prefix_index import short_keys
 from pagoda.frontend.replica import Replica
 from pagoda.ipc.clock import LoopClock
@@ -30,8 +31,6 @@ from pagoda.messages.load import LoadReport
 from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
 from pagoda.telemetry.tracer import Tracer
-
-_FRONTEND = b"frontend"
 
 
 class SimEngine:
@@ -100,12 +99,12 @@ class SimEngine:
                 for wire_id in message.request_ids:
                     self._core.abort(wire_id)
             case SubscribeCache():
-                self._core.subscribe_cache(_FRONTEND)
+                self._core.follow_cache()
                 self._news.set()
             case SubscribeSteps():
-                self._core.steps.follow(_FRONTEND)
+                self._core.steps.follow()
             case UnsubscribeSteps():
-                self._core.steps.unfollow(_FRONTEND)
+                self._core.steps.unfollow()
 
     def deliver(self, chunks: list[TokenChunk]) -> None:
         self.replica.receive(TokenChunks(chunks))
@@ -114,7 +113,7 @@ class SimEngine:
 
     def kill(self, *, restart_s: float) -> None:
         """Ends the engine with all that is in it; another is ready `restart_s` later."""
-        if not self.replica.has_failed:
+        if self.replica.state is not ReplicaState.FAILED:
             self._end()
             self.replica.lose("The engine ended.")
             self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
@@ -143,7 +142,7 @@ class SimEngine:
         asyncio.get_running_loop().call_later(restart_s, on_ready)
 
     def give_up(self, reason: str) -> None:
-        if not self.replica.has_failed:
+        if self.replica.state is not ReplicaState.FAILED:
             self._end()
             self.replica.fail(EngineDeadError(reason))
 
@@ -205,8 +204,8 @@ class SimEngine:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
             self.deliver(core.step())
-            for _, news in core.drain_updates():
-                self.replica.receive(news)
+            for update in core.drain_updates():
+                self.replica.receive(update)
             if core.drain_load_report() is not None:
                 self.replica.receive(self._report(core, None))
             wakeup = core.next_wakeup()

@@ -197,7 +197,7 @@ def _start_transfers(
     tracer: Tracer,
 ) -> None:
     """Starts the KV tiers, and the part in handoff, that the worker is to have."""
-    from pagoda.worker.kv.handoff import open_handoff
+    from pagoda.worker.kv.handoff import KVHandoff
     from pagoda.worker.kv.tiers import open_tiers
     from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
     from pagoda.worker.kv.transfers import TransferWorker
@@ -206,7 +206,7 @@ def _start_transfers(
     worker.ready = tiers.described(worker.ready)
     handoff = None
     if plan.config.kv_handoff is not None:
-        handoff = open_handoff(plan, worker.loaded)
+        handoff = KVHandoff(plan.config.kv_handoff, plan, worker.loaded)
         worker.ready = handoff.described(worker.ready)
     spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
     open_transfers = partial(TransferWorker, tiers, handoff)

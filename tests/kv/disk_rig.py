@@ -15,7 +15,7 @@ from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.events import KVEventRecorder
+from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
@@ -47,7 +47,7 @@ class Setup:
         self.clock = VirtualClock()
         self.pool = BlockPool(num_blocks)
         self.ledger = TransferLedger(self.pool)
-        self.events = KVEventRecorder(SIZE, has_disk=True)
+        self.events = CacheRecorder(has_disk=True)
         self.keepers: list[SimScanner] = []
         self.ready = ready(num_ranks)
         self.host = HostTier(host_slots, SIZE, self.ledger) if host_slots else None
@@ -60,7 +60,7 @@ class Setup:
             min_touches=min_touches,
             epoch_s=EPOCH,
             host=self.host,
-            events=self.events,
+            recorder=self.events,
         )
         if is_scanned:
             self.work()

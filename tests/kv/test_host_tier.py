@@ -6,7 +6,7 @@ from kv_tiers import PREFIX, READY, cached_blocks_of, chain, end_of
 
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.events import BlockRemoved, BlockStored, KVEventRecorder, Medium
+from pagoda.kv.events import BlockRemoved, BlockStored, CacheRecorder, Medium
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import (
@@ -23,7 +23,7 @@ class Host:
     def __init__(self, num_slots: int = 8) -> None:
         self.pool = BlockPool(64)
         self.ledger = TransferLedger(self.pool)
-        self.events = KVEventRecorder(4, has_disk=True)
+        self.events = CacheRecorder(has_disk=True)
         self.tier = HostTier(num_slots, 4, self.ledger, self.events)
 
     def store(self, start: int, end: int) -> list[Transfer]:

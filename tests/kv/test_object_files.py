@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import (
     HEADER_BYTES,
     Manifest,
     ObjectError,
+    ObjectFiles,
     ObjectUnreadableError,
     object_name,
     open_directory,
@@ -295,7 +295,7 @@ _KEEP_WRITING = """
 import sys
 from pathlib import Path
 import msgspec
-from pagoda.kv.object_files import ObjectFiles
+from pagoda.kv.objects import ObjectFiles
 from pagoda.kv.objects import Manifest
 
 manifest = msgspec.json.decode(sys.argv[2], type=Manifest)

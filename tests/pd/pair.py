@@ -119,7 +119,7 @@ class Engine:
             assert not self.exporter.early
         if self.harness.core.parts.remote is not None:
             assert not self.remote.fetches
-            assert not any(peer.fetches for peer in self.remote.peers.by_address.values())
+            assert not any(peer.fetches for peer in self.remote.peers.values())
 
 
 class Pair:
@@ -263,9 +263,7 @@ def earliest(instants: Sequence[float | None]) -> float | None:
 
 def assert_consistent(remote: RemoteKV) -> None:
     """Every fetch is in both lists, once."""
-    of_peers = [
-        fetch for peer in remote.peers.by_address.values() for fetch in peer.fetches.values()
-    ]
+    of_peers = [fetch for peer in remote.peers.values() for fetch in peer.fetches.values()]
     assert len(of_peers) == len(remote.fetches)
     for fetch in of_peers:
         assert remote.fetches[fetch.prefix.request_id] is fetch

@@ -15,8 +15,8 @@ from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason, TokenChunk
 from pagoda.messages.transfers import HostSlots, Transfer
 from pagoda.messages.worker_config import Role
+from pagoda.pd.connector import STALL_S
 from pagoda.pd.messages import KVBlocks, KVPrefilled, KVRelease
-from pagoda.pd.prefill_peers import STALL_S
 
 PROMPT = [token % 50 for token in range(3, 45)]
 

@@ -30,7 +30,7 @@ from virtual_fleet import (
     virtual,
 )
 
-from pagoda.engine.step_statistics import REPORT_INTERVAL_S
+from pagoda.engine.reports import REPORT_INTERVAL_S
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState

@@ -25,7 +25,7 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv.handoff import KVHandoff, open_handoff
+from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import KVMemory, SharedKVMemory, shares_kv
 from pagoda.worker.kv.tiers import KVTiers
@@ -183,7 +183,7 @@ def _make_rank(config: WorkerConfig, role: Role) -> Rank:
         backend.allocate_kv_cache(*shape, plan.dtype, plan.kv_dtype, *new)
         for _ in plan.shard.layers
     ]
-    handoff = open_handoff(plan, LoadedWorker(None, READY, caches, None, shared))  # type: ignore[arg-type]
+    handoff = KVHandoff(config.kv_handoff, plan, LoadedWorker(None, READY, caches, None, shared))  # type: ignore[arg-type]
     rank = Rank(plan, caches, handoff)
     for layer, kind, tensor in rank.tensors():
         if role.holds_kv:

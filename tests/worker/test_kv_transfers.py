@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import Manifest, object_name, open_directory
+from pagoda.kv.objects import Manifest, ObjectFiles, object_name, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,

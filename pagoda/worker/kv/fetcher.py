@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from pagoda.messages.transfers import (
-    DeviceBlocks,
     KVPeer,
     KVRank,
-    RemoteBlocks,
     Transfer,
 )
 from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
-from pagoda.worker.kv.jobs import Job, Jobs, Lane, num_blocks
+from pagoda.worker.kv.jobs import Job, Jobs, Lane
 from pagoda.worker.kv.plan import OwnPart, PlanError, Slice, find_runs, make_spans, plan_slices
 
 Connect = Callable[[KVRank, float], MemoryLink]
@@ -75,19 +73,14 @@ class KVFetcher:
         num_blocks = min(peer.ranks[rank].num_blocks for rank in slices)
         return _Peer(readers, "", num_blocks)
 
-    def start(self, transfer: Transfer) -> None:
-        """
+    def start(
+        self, transfer: Transfer, peer_id: str, sources: Sequence[int], targets: Sequence[int]
+    ) -> None:
+        """Begins to read `sources`, blocks of the peer, into `targets`, blocks on the device.
+
         Raises:
             ValueError: the engine names blocks that this worker does not have.
         """
-        num_blocks(transfer)  # raises if source and target differ
-        match transfer.source, transfer.target:
-            case RemoteBlocks(peer_id, sources), DeviceBlocks(targets):
-                pass
-            case _:
-                raise ValueError(
-                    f"Transfer {transfer.transfer_id} is between places that are not here."
-                )
         if any(not 0 <= block_id < self._parts[0].num_blocks for block_id in targets):
             raise ValueError(f"Transfer {transfer.transfer_id} writes to blocks that are not here.")
         peer = self.peers.get(peer_id)

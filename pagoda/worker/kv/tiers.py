@@ -7,8 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import open_directory
+from pagoda.kv.objects import ObjectFiles, open_directory
 from pagoda.messages.transfers import KVDirectory
 from pagoda.messages.worker import WorkerReady
 from pagoda.worker.kv.manifest import make_manifest

@@ -11,8 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import ObjectError, ObjectUnreadableError
+from pagoda.kv.objects import ObjectError, ObjectFiles, ObjectUnreadableError
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
@@ -77,14 +76,15 @@ class TransferWorker:
             ValueError: this worker has no such places; engine and worker disagree.
         """
         for transfer in transfers:
-            if isinstance(transfer.source, RemoteBlocks) and self.fetcher is not None:
-                self.fetcher.start(transfer)
-            else:
-                self._start(transfer)
+            count = num_blocks(transfer)
+            match transfer.source, transfer.target:
+                case RemoteBlocks(peer_id, sources), DeviceBlocks(targets) if self.fetcher:
+                    self.fetcher.start(transfer, peer_id, sources, targets)
+                case _:
+                    self._start(transfer, count)
 
-    def _start(self, transfer: Transfer) -> None:
+    def _start(self, transfer: Transfer, count: int) -> None:
         lane, urgency = self._route(transfer)
-        count = num_blocks(transfer)
         if lane is self._lanes.get("read") and urgency == FIRST:
             with self._jobs.changed:
                 self._num_reads += count
