@@ -9,21 +9,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Callable
-from functools import partial
 
 from benchmarks.figure import Figure
 from pagoda.cli import output
-from pagoda.errors import EngineDeadError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.token_stream import TokenStream
-from pagoda.messages.frontend import EngineReady, GenerateRequest, TokenChunk
+from pagoda.frontend.replica import Replica
+from pagoda.messages.frontend import (
+    AbortRequests,
+    EngineReady,
+    FrontendMessage,
+    GenerateRequest,
+    RequestRefused,
+    TokenChunk,
+    TokenChunks,
+)
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
+from pagoda.telemetry.tracer import Tracer
 
 SIZES = (10, 100, 1_000, 10_000)
 _NUM_REQUESTS = 2_000
@@ -38,68 +44,45 @@ _LIMITS = EngineReady(
 )
 
 
-class StaticReplica:
-    """A replica that takes requests and sends what it is told to."""
+class StaticPeer:
+    """The peer of a replica, which takes requests and sends what it is told to."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.state = ReplicaState.READY
-        self.limits = _LIMITS
-        self.streams: dict[str, TokenStream] = {}
-        self.cache_listener: CacheListener | None = None
-        self._listeners: list[Callable[[], None]] = []
-
-    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+        self.replica = Replica(self, "the engine", Tracer("frontend"), name=name)
+        self.replica.receive(_LIMITS)
+        self.requests: dict[str, GenerateRequest] = {}
+        """Running requests by their wire ids."""
+        self.refuses = False
+        self.num_refused = 0
 
     def enter(self, state: ReplicaState) -> None:
-        self.state = state
-        for listener in list(self._listeners):
-            listener()
-
-    def generate(self, request: GenerateRequest) -> TokenStream:
-        stream = TokenStream(partial(self._end, request.request_id))
-        self.streams[request.request_id] = stream
-        return stream
-
-    def _end(self, request_id: str) -> None:
-        del self.streams[request_id]
+        if state is ReplicaState.STARTING:
+            self.replica.lose("The engine ended.")
+        elif state is ReplicaState.DEGRADED:
+            self.replica.receive(LoadReport(is_worker_ready=False))
+        else:
+            self.replica.receive(_LIMITS)
 
     def send_token(self) -> None:
         """Sends a token to each request."""
-        for request_id, stream in self.streams.items():
-            stream.push(TokenChunk(request_id, [1]))
+        self.replica.receive(TokenChunks([TokenChunk(wire_id, [1]) for wire_id in self.requests]))
 
-    async def abort(self, request_id: str) -> None:
-        del request_id
-
-    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
-        self.cache_listener = listener
-        return lambda: None
-
-    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
-        del listener
-        return lambda: None
+    def send(self, message: FrontendMessage) -> None:
+        if isinstance(message, GenerateRequest):
+            if self.refuses:
+                self.num_refused += 1
+                self.replica.receive(RequestRefused(message.wire_id, retry_after_s=3))
+            else:
+                self.requests[message.wire_id] = message
+        elif isinstance(message, AbortRequests):
+            for wire_id in message.request_ids:
+                del self.requests[wire_id]
 
     async def start(self) -> None:
-        pass
-
-    async def wait_failed(self) -> EngineDeadError:
-        await asyncio.Event().wait()
-        return EngineDeadError("It was closed.")
-
-    async def load(self) -> LoadReport:
-        return LoadReport()
-
-    async def health(self) -> Health:
-        return Health(True)
-
-    async def drain(self, timeout_s: float) -> None:
-        del timeout_s
+        """The peer is ready from its construction on."""
 
     async def close(self) -> None:
-        pass
+        """Nothing is to be ended."""
 
 
 def request(number: int, num_prompt_tokens: int = 512) -> GenerateRequest:
@@ -114,13 +97,13 @@ def request(number: int, num_prompt_tokens: int = 512) -> GenerateRequest:
     )
 
 
-def fleet(size: int, policy: PolicyName) -> tuple[Dispatcher, list[StaticReplica]]:
+def fleet(size: int, policy: PolicyName) -> tuple[Dispatcher, list[StaticPeer]]:
     """A dispatcher of `size` replicas."""
     dispatcher = Dispatcher([], POLICIES[policy])
-    replicas = [StaticReplica(f"host{number}:1") for number in range(size)]
-    for replica in replicas:
-        dispatcher.add(replica)
-    return dispatcher, replicas
+    peers = [StaticPeer(f"host{number}:1") for number in range(size)]
+    for peer in peers:
+        dispatcher.add(peer.replica)
+    return dispatcher, peers
 
 
 async def begin(dispatcher: Dispatcher, asked: GenerateRequest) -> asyncio.Task[None]:
@@ -155,11 +138,11 @@ async def dispatch_s(size: int, policy: PolicyName) -> float:
 
 async def judging_s(size: int = 1_000, *, per_replica: int = 4) -> float:
     """Seconds to judge busy replicas once: each has requests that have just got on."""
-    dispatcher, replicas = fleet(size, "round-robin")
+    dispatcher, peers = fleet(size, "round-robin")
     numbers = range(size * per_replica)
     readings = [await begin(dispatcher, request(number, 64)) for number in numbers]
-    for replica in replicas:
-        replica.send_token()
+    for peer in peers:
+        peer.send_token()
     for _ in range(3):
         await asyncio.sleep(0)
     for slot in dispatcher.slots:
@@ -178,10 +161,10 @@ async def judging_s(size: int = 1_000, *, per_replica: int = 4) -> float:
 async def joins_s(size: int = 5_000) -> float:
     """Seconds to take in so many hosts."""
     router = PrefillDecodeRouter(POLICIES["prefix-affinity"])
-    replicas = [StaticReplica(f"host{number}:1") for number in range(size)]
+    peers = [StaticPeer(f"host{number}:1") for number in range(size)]
     began = time.perf_counter()
-    for replica in replicas:
-        router.add(replica)
+    for peer in peers:
+        router.add(peer.replica)
     duration_s = time.perf_counter() - began
     await router.close()
     return duration_s

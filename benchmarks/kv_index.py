@@ -130,25 +130,27 @@ def _make(root: Path, objects: int) -> Path:
     for fan_out in FAN_OUTS:
         (directory / fan_out).mkdir()
     used_at = time.time()
-    with output.progress() as progress:
-        for number in progress.track(range(objects), description="Making objects"):
+    with output.progress("Making objects", objects) as advance:
+        for number in range(objects):
             path = f"{directory}/{object_name(_key(number))}"
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             os.ftruncate(descriptor, _MANIFEST.object_bytes)
             os.close(descriptor)
             age = number * 7919 % 1_000_000  # a use a second, for some days
             os.utime(path, (used_at - age, used_at - age))
+            advance()
     return directory
 
 
 def _remove(root: Path) -> None:
-    with output.progress() as progress:
-        parts = list(root.glob("*/*"))
-        for part in progress.track(parts, description="Removing objects"):
+    parts = list(root.glob("*/*"))
+    with output.progress("Removing objects", len(parts)) as advance:
+        for part in parts:
             if part.is_dir():
                 for entry in os.scandir(part):
                     os.unlink(entry.path)
                 part.rmdir()
+            advance()
 
 
 @_app.command(show=False)

@@ -30,8 +30,9 @@ import zmq
 from benchmarks.figure import Figure
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.cli import event_loop, output
+from pagoda.cli import output
 from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.frontend import event_loop
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.discovery.joins import Membership
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener

@@ -26,7 +26,7 @@ from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.engine import SimEngine
 from pagoda.sim.event_loop import run
 
 REPLICAS = (2, 4, 8, 16, 32, 64)
@@ -132,7 +132,9 @@ def serve(
 async def _serve(
     traffic: Sequence[Timed], policy: PolicyName, num_replicas: int, engine: EngineConfig
 ) -> Outcome:
-    dispatcher = Dispatcher([SimEndpoint(engine) for _ in range(num_replicas)], POLICIES[policy])
+    dispatcher = Dispatcher(
+        [SimEngine(engine).replica for _ in range(num_replicas)], POLICIES[policy]
+    )
     await dispatcher.start()
     loop = asyncio.get_running_loop()
 
@@ -161,7 +163,7 @@ def capacity(requests: Requests, engine: EngineConfig, *, count: int = 1000) -> 
 
 async def _capacity(requests: Sequence[GenerateRequest], engine: EngineConfig) -> float:
     """Rate until nine tenths are finished: from then on the replica runs dry."""
-    dispatcher = Dispatcher([SimEndpoint(engine)], POLICIES["round-robin"])
+    dispatcher = Dispatcher([SimEngine(engine).replica], POLICIES["round-robin"])
     await dispatcher.start()
     loop = asyncio.get_running_loop()
     finished: list[float] = []

@@ -27,10 +27,10 @@ def snapshot_of_everything() -> Snapshot:
     )
     replica = ReplicaLoad(name="0", state="ready", num_requests=0, weighed_tokens=0, report=report)
     requests = RequestMetrics()
-    requests.refused(Refusal("", 400, ""))
+    requests.refusals[Refusal("", 400, "")] += 1
     return Snapshot(
         "model",
-        requests.figures(),
+        requests,
         0.0,
         ProcessMemory("frontend", 1, 2),
         msgspec.structs.replace(report, replicas=(replica,)),

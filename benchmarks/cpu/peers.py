@@ -35,10 +35,10 @@ from benchmarks.cpu.random_model import WEIGHTS_FILE
 from pagoda.cli import output
 from pagoda.cli.bench.compare import CompareOptions, measure_server, prepare_server, problems
 from pagoda.cli.bench.datasets import Sample
-from pagoda.cli.bench.serve import write_json
+from pagoda.cli.files import write_json
 from pagoda.cli.options import GeneralOptions
 from pagoda.errors import PagodaError
-from pagoda.frontend.sizes import parse_bytes
+from pagoda.frontend.engine_options import parse_bytes
 from pagoda.ipc.machine import available_cores
 
 Figures = dict[str, float]

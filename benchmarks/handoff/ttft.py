@@ -24,8 +24,13 @@ import msgspec
 from benchmarks.handoff.pod import BLOCK_SIZE, on_cores, random_prompt, two_cores, write_key
 from pagoda.cli import output
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.frontend.handoff_options import HandoffOptions
+from pagoda.frontend.engine_options import (
+    EngineOptions,
+    ExecutorOptions,
+    HandoffOptions,
+    ParallelOptions,
+)
+from pagoda.frontend.replica import Replica
 from pagoda.messages.frontend import GenerateRequest, KVSource
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import Role
@@ -79,7 +84,7 @@ def ttft(
 
 def _engine(
     model: str, dtype: Dtype, key: Path, role: Role, transports: str, chunk: int = 2048
-) -> EngineClient:
+) -> Replica:
     is_preset = model != "pagoda-tiny"
     engine = EngineOptions(
         load_format="dummy" if is_preset else "auto",
@@ -94,7 +99,7 @@ def _engine(
     handoff = flags.config(cluster_key_file=key, advertise="127.0.0.1", num_replicas=1)
     executor, parallel = ExecutorOptions(), ParallelOptions()
     files = executor.resolve(engine, model if is_preset else None, parallel)
-    return EngineClient(executor.engine_config(engine, files.model, parallel, handoff))
+    return EngineClient(executor.engine_config(engine, files.model, parallel, handoff)).replica
 
 
 async def _measure(
@@ -128,9 +133,7 @@ async def _measure(
     return times, num_loaded // (prompts + 1)
 
 
-async def _hand_over(
-    prefill: EngineClient, decode: EngineClient, name: str, prompt: list[int]
-) -> _Times:
+async def _hand_over(prefill: Replica, decode: Replica, name: str, prompt: list[int]) -> _Times:
     request = GenerateRequest(
         request_id=name,
         prompt_token_ids=prompt,

@@ -12,11 +12,12 @@ import torch
 from pagoda.backend.base import KVCache
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import Manifest, open_directory
+from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferPlace
+from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import KVMemory
-from pagoda.worker.kv.transfers import Transfers
+from pagoda.worker.kv.tiers import KVTiers
+from pagoda.worker.kv.transfers import TransferWorker
 
 
 class Blocks:
@@ -50,7 +51,8 @@ class Blocks:
         self._digest = self._device_digest()
         self._ended = threading.Semaphore(0)
         self._num_transfers = 0
-        self._transfers = Transfers(memory, None, self.files, self._ended.release)
+        self._jobs = Jobs(self._ended.release)
+        self._transfers = TransferWorker(KVTiers(memory, None, self.files), None, self._jobs)
 
     def write(self) -> None:
         """
@@ -70,7 +72,7 @@ class Blocks:
         self._transfers.start([Transfer(self._num_transfers, 0, source, target)])
         self._num_transfers += 1
         self._ended.acquire()
-        [end] = self._transfers.poll()
+        [end] = self._jobs.poll()
         if end.failed:
             raise RuntimeError(f"{len(end.failed)} blocks were not moved: {end.error}.")
 

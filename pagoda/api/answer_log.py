@@ -12,7 +12,6 @@ _log = logging.getLogger(__name__)
 
 
 def log_answer(record: RequestStatistics) -> None:
-    """Logs an answer that has finished."""
     if _log.isEnabledFor(logging.INFO):
         fields = _fields(record)
         extra = {"request_id": record.request_id, "fields": fields}

@@ -23,13 +23,7 @@ from aiohttp.http_exceptions import LineTooLong
 from pagoda.api import info, live, page
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
-from pagoda.api.errors import (
-    CLIENTS_NAME,
-    INTERNAL_ERROR,
-    ApiError,
-    as_api_error,
-    unavailable,
-)
+from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.metrics import metrics, metrics_with_aliases
 from pagoda.api.profile import start_profile, stop_profile
 from pagoda.api.request_context import RequestContext
@@ -40,7 +34,7 @@ from pagoda.frontend.request_tracker import ClientRequest
 Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
 
 ROUTES: dict[str, dict[str, Handler]] = {
-    "/": {"GET": page.index},
+    "/": {"GET": page.file},
     "/ui/*": {"GET": page.file},
     "/health": {"GET": info.health_ready},
     "/health/live": {"GET": info.health_live},
@@ -102,7 +96,8 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status
-        service.request_metrics.refused(Refusal(context.client_request.route, status, answer.kind))
+        refusal = Refusal(context.client_request.route, status, answer.kind)
+        service.request_metrics.refusals[refusal] += 1
         return context.error(answer)
     finally:
         connection.end(is_read=http.content.is_eof())
@@ -320,7 +315,7 @@ class Connection(web.RequestHandler):
             if not isinstance(exc, ConnectionError):  # the client went away
                 _log.error("a connection failed", exc_info=exc)
             error = ApiError(status, INTERNAL_ERROR)
-        self._service.request_metrics.refused(Refusal("", error.status, error.kind))
+        self._service.request_metrics.refusals[Refusal("", error.status, error.kind)] += 1
         response = web.Response(
             body=error.encode(), status=error.status, content_type="application/json"
         )

@@ -23,7 +23,6 @@ from pagoda.messages.frontend import FinishReason
 
 
 async def chat_completions(context: RequestContext) -> web.StreamResponse:
-    """Answers a conversation, in one piece or as a stream."""
     body = await context.parse(ChatRequest)
     generator = context.service.admit(body.model)
     template = generator.text.require_template()
@@ -38,7 +37,7 @@ async def chat_completions(context: RequestContext) -> web.StreamResponse:
         tools=tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        switches=body.chat_template_kwargs,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     with _renamed_max_tokens(body):
         requests = await prepare(

@@ -16,7 +16,6 @@ from pagoda.frontend.text_generator import TextDelta, joined_deltas
 
 
 async def completions(context: RequestContext) -> web.StreamResponse:
-    """Completes texts, in one piece or as a stream."""
     body = await context.parse(CompletionRequest)
     generator = context.service.admit(body.model)
     if body.echo and body.logprobs is not None:

@@ -53,7 +53,6 @@ class ApiError(Exception):
         return self.code or self.word or _STATUSES.get(self.status, _SERVER_ERROR)[1]
 
     def body(self) -> dict[str, object]:
-        """The OpenAI error object."""
         kind, _ = _STATUSES.get(self.status, _SERVER_ERROR)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
@@ -63,7 +62,6 @@ class ApiError(Exception):
 
 
 def unavailable(reason: str, *, retry_after_s: int = 5) -> ApiError:
-    """503: the server cannot take this request now."""
     return ApiError(
         503, reason, code="service_unavailable", headers={"Retry-After": str(retry_after_s)}
     )

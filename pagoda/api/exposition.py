@@ -47,7 +47,6 @@ _VLLM_HISTOGRAMS = {
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generation_tokens": "request_generated_tokens",
 }
-"""Pagoda's name of each histogram of vLLM."""
 
 if TYPE_CHECKING:
     from _typeshed import SupportsItems
@@ -129,15 +128,15 @@ def _requests(snapshot: Snapshot) -> Iterator[Metric]:
         ["model_name", "key", "finish_reason"],
         {
             (model, key, reason): count
-            for key, counts in requests.finished.items()
-            for reason, count in counts.items()
+            for key, own in requests.by_key.items()
+            for reason, count in own.finished.items()
         },
     )
     yield _counter(
         "pagoda_answer_tokens_total",
         "Tokens of answers, as they come.",
         ["model_name", "key"],
-        {(model, key): count for key, count in requests.num_tokens.items()},
+        {(model, key): own.num_tokens for key, own in requests.by_key.items()},
     )
     yield _gauge(
         "pagoda_longest_wait_seconds",
@@ -155,8 +154,8 @@ def _requests(snapshot: Snapshot) -> Iterator[Metric]:
         },
     )
     for name, kind in HISTOGRAMS.items():
-        own = {(model, key): histogram for key, histogram in requests.histograms[name].items()}
-        yield _histograms(f"pagoda_{name}", kind.help_text, ["model_name", "key"], own)
+        series = {(model, key): own.histograms[name] for key, own in requests.by_key.items()}
+        yield _histograms(f"pagoda_{name}", kind.help_text, ["model_name", "key"], series)
 
 
 def _dispatcher(model: str, report: LoadReport) -> Iterator[Metric]:
@@ -243,7 +242,6 @@ def reports_of(report: LoadReport) -> dict[str, LoadReport]:
 
 
 def num_unplaced(report: LoadReport) -> int:
-    """Waiting requests that no replica has."""
     if not report.replicas:
         return 0
     return report.num_waiting - sum(own.num_waiting for own in reports_of(report).values())
@@ -267,7 +265,7 @@ def step_sequences(report: LoadReport) -> Histogram:
 
 def aliases_of(snapshot: Snapshot) -> Iterator[Metric]:
     model, requests = snapshot.model_name, snapshot.requests
-    finished = requests.finished.values()
+    finished = [own.finished for own in requests.by_key.values()]
     reasons = sorted({reason for counts in finished for reason in counts} - {REFUSED})
     yield _counter(
         "vllm:request_success_total",

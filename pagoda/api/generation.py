@@ -28,8 +28,6 @@ class GenerationError(Exception):
 
 
 class Answer(Protocol):
-    """One answer, in the shape of its route."""
-
     is_complete: bool
     """No further delta is wanted, even if the engine has not finished."""
 
@@ -90,7 +88,6 @@ class Job:
         return self._context.json(self.envelope(choices, usage=self.usage(), **self.extra))
 
     def envelope(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """A response in one piece, or the data of an event."""
         return {**self._envelope, "choices": choices, **fields}
 
     def event(self, choice: dict[str, Any], delta: TextDelta | None = None, **fields: Any) -> bytes:
@@ -108,7 +105,6 @@ class Job:
         return EventTemplate(self.event(choice))
 
     def usage(self) -> dict[str, Any]:
-        """The `usage` object, as far as the answers have come."""
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_completion_tokens,
@@ -160,8 +156,7 @@ async def prepare(
 ) -> list[TextRequest]:
     """The requests of all prompts of a body; `param` is the field of the prompt.
 
-    Raises:
-        InvalidRequestError: a value is not as it must be; names the field.
+    Raises InvalidRequestError: a value is not as it must be; names the field.
     """
     handoff = handoff_of(body, generator.endpoint.limits.role, is_router=context.service.is_router)
     if handoff != Handoff() and len(prompts) != 1:

@@ -91,7 +91,6 @@ def _replica(replica: ReplicaLoad) -> dict[str, Any]:
 
 
 async def tokenize(context: RequestContext) -> web.StreamResponse:
-    """The token ids of a text, or of a conversation as the model would see it."""
     body = await context.parse(TokenizeRequest)
     context.service.check_model(body.model)
     generator = context.service.ready_generator()
@@ -118,7 +117,7 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
         tools=body.tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        switches=body.chat_template_kwargs,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     return await generator.encode(
         text, add_special_tokens=bool(body.add_special_tokens), param="messages"
@@ -126,7 +125,6 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
 
 
 async def detokenize(context: RequestContext) -> web.StreamResponse:
-    """The text of token ids, special tokens included."""
     body = await context.parse(DetokenizeRequest)
     context.service.check_model(body.model)
     generator = context.service.ready_generator()

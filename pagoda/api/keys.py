@@ -20,8 +20,8 @@ class ApiKeys:
     def __init__(self, flags: Sequence[str] = ()) -> None:
         """`flags` are `KEY` or `NAME:=KEY`. A key without a name is named by its position: `key1`, `key2`, ...
 
-        Raises:
-            ConfigError: a key is empty or cannot be sent, a name is malformed, or two names or keys are the same.
+        Raises ConfigError: a key is empty or cannot be sent, a name is malformed, or two names or keys are the
+        same.
         """
         self._digests: dict[str, bytes] = {}
         for place, flag in enumerate(flags, start=1):
@@ -34,7 +34,6 @@ class ApiKeys:
             self._digests[name] = digest
 
     def __bool__(self) -> bool:
-        """True if clients must send a key."""
         return bool(self._digests)
 
     @property

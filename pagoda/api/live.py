@@ -38,7 +38,6 @@ async def live(context: RequestContext) -> web.StreamResponse:
 
 
 async def list_requests(context: RequestContext) -> web.StreamResponse:
-    """The running answers to requests with the client's API key, oldest first."""
     tracker, key_name = context.service.tracker, context.key_name or ""
     total = len(tracker.running_of(key_name))
     data = live_answers(tracker, key_name)

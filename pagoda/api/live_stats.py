@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from itertools import accumulate, islice
@@ -19,6 +19,7 @@ from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad
+from pagoda.telemetry.histogram import Histogram, total
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ MAX_STEP_BINS = 1024
 """Step bins in one snapshot, for all replicas together."""
 
 LiveSnapshot = dict[str, Any]
-"""One second of a server, as JSON."""
 
 
 class LiveStats:
@@ -68,7 +68,6 @@ class LiveStats:
                 await cancel_all([feed.task])
 
     def close(self) -> None:
-        """All watchers have seen enough: the server ends."""
         self._closed = True
         if self._feed is not None:
             self._feed.task.cancel()
@@ -81,7 +80,6 @@ class _Feed:
         loop = asyncio.get_running_loop()
         self.num_watchers = 0
         self.next: asyncio.Future[LiveSnapshot | None] = loop.create_future()
-        """The next snapshot; None at the end."""
         self._endpoint = endpoint
         self._tracker = tracker
         self._progress = progress
@@ -232,8 +230,8 @@ def _replica(replica: ReplicaLoad) -> dict[str, Any]:
     }
 
 
-_PER_DOUBLING = 16
-"""Counts for each doubling of a time, which is then known to 4 %."""
+_BOUNDS_MS = tuple(2 ** (i / 16) for i in range(-160, 352))
+"""Bounds from 1 µs to an hour, 4 % apart: a time is known as well as that."""
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -250,8 +248,8 @@ class Latencies:
     them until `close`."""
 
     def __init__(self, tracker: RequestTracker, num_windows: int) -> None:
-        self._ttft: deque[Counter[int]] = deque([Counter()], maxlen=num_windows)
-        self._itl: deque[Counter[int]] = deque([Counter()], maxlen=num_windows)
+        self._ttft = deque([Histogram(_BOUNDS_MS)], maxlen=num_windows)
+        self._itl = deque([Histogram(_BOUNDS_MS)], maxlen=num_windows)
         self.close = tracker.subscribe(on_tokens=self._on_tokens)
 
     def _on_tokens(
@@ -261,35 +259,25 @@ class Latencies:
         waited_ns: int,
         is_first: bool,
     ) -> None:
-        window = self._ttft[-1] if is_first else self._itl[-1]
-        window[round(math.log2(max(waited_ns, 1)) * _PER_DOUBLING)] += 1
+        (self._ttft if is_first else self._itl)[-1].observe(waited_ns / 1e6)
 
     def next_window(self) -> tuple[Percentiles | None, Percentiles | None]:
         """Returns TTFT and ITL of the windows that are kept, None without a token, and begins a new window."""
         answer = percentiles(self._ttft), percentiles(self._itl)
-        self._ttft.append(Counter())
-        self._itl.append(Counter())
+        for windows in (self._ttft, self._itl):
+            windows.append(Histogram(_BOUNDS_MS))
         return answer
 
 
-def percentiles(windows: Iterable[Counter[int]]) -> Percentiles | None:
-    """Percentiles of all windows together; a window counts times by `_PER_DOUBLING` · log2(nanoseconds)."""
-    counts: Counter[int] = Counter()
-    for window in windows:
-        counts.update(window)
-    count = counts.total()
+def percentiles(windows: Iterable[Histogram]) -> Percentiles | None:
+    """Percentiles of all windows together: the smallest bounds with so many times at or below them."""
+    below = list(accumulate(total(windows, _BOUNDS_MS).counts))
+    count, bounds = below[-1], (*_BOUNDS_MS, _BOUNDS_MS[-1])
     if count == 0:
         return None
-    ordered = sorted(counts.items())
-    p50, p90, p99 = (_quantile(ordered, share * count) for share in (0.5, 0.9, 0.99))
+    ranks = (share * count for share in (0.5, 0.9, 0.99))
+    p50, p90, p99 = (round(bounds[bisect_left(below, rank)], 3) for rank in ranks)
     return Percentiles(p50, p90, p99, count)
-
-
-def _quantile(ordered: list[tuple[int, int]], rank: float) -> float:
-    """The smallest time, in milliseconds, with `rank` times at or below it."""
-    seen = accumulate(count for _, count in ordered)
-    bucket = next(bucket for (bucket, _), below in zip(ordered, seen, strict=True) if below >= rank)
-    return round(math.exp2(bucket / _PER_DOUBLING) / 1e6, 3)
 
 
 _COUNTERS = ("num_prompt_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_worker_restarts")
@@ -310,7 +298,6 @@ class Progress:
         self._seen: dict[str, tuple[float, Counter[str]]] = {}
         """The time and the counters of the last report, by replica."""
         self._losses: Counter[str] = Counter()
-        """Engines lost, by replica."""
         self._totals: Counter[str] = Counter()
 
     @property

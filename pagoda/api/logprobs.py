@@ -51,7 +51,6 @@ class CompletionLogprobs:
     def format(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
     ) -> dict[str, list[Any]]:
-        """The log-probabilities of the next tokens."""
         tokens, offsets, top_logprobs = [], [], []
         for token_id, entry in zip(token_ids, entries, strict=True):
             token = token_text(self._tokenizer.token_bytes(token_id))

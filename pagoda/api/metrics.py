@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from copy import deepcopy
 from typing import NamedTuple
 
 from aiohttp import web
 
 from pagoda.api.request_context import RequestContext
-from pagoda.api.request_metrics import RequestFigures
+from pagoda.api.request_metrics import RequestMetrics
 from pagoda.api.service import Service
 from pagoda.errors import EngineDeadError
 from pagoda.ipc.machine import process_memory_bytes
@@ -20,12 +21,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Snapshot(NamedTuple):
-    """All that one scrape tells."""
-
     model_name: str
-    requests: RequestFigures
+    requests: RequestMetrics
     longest_wait_s: float
-    """The longest wait of a request that has no token yet."""
     own_memory: ProcessMemory | None
     report: LoadReport | None
     """None while there is nothing that could report."""
@@ -62,7 +60,7 @@ async def _snapshot(service: Service) -> Snapshot:
             pass  # what was counted of requests is still there
     return Snapshot(
         service.config.served_model_name,
-        service.request_metrics.figures(),
+        deepcopy(service.request_metrics),
         service.tracker.longest_wait_ns() / 1e9,
         own_memory(service),
         report,

@@ -42,7 +42,6 @@ class AnswerDelta(msgspec.Struct, frozen=True):
 
     @staticmethod
     def joined(deltas: Sequence[AnswerDelta]) -> AnswerDelta:
-        """Deltas that follow one another as one."""
         return AnswerDelta(
             "".join(delta.content for delta in deltas),
             "".join(delta.reasoning for delta in deltas),
@@ -74,7 +73,6 @@ class OutputParser:
         """`thinks`: reasoning may come first. `in_reasoning`: the prompt has already opened it."""
         self._calls_tools = calls_tools
         self.num_calls = 0
-        """Tool calls seen so far."""
         self._scanner = _ObjectScanner()
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -103,7 +101,6 @@ class OutputParser:
         return self._state is _State.CONTENT and not (self._calls_tools or self._skip_space)
 
     def push(self, text: str) -> AnswerDelta:
-        """The parts that `text` adds."""
         if self.transparent:
             return AnswerDelta(text)
         rest: str | None = text
@@ -112,7 +109,6 @@ class OutputParser:
         return self._drain()
 
     def flush(self) -> AnswerDelta:
-        """The text that was held back, once no more text follows."""
         text = "".join(self._held) + self._search.held
         self._held = []
         match self._state:
@@ -154,7 +150,6 @@ class OutputParser:
                 return behind
 
     def _enter(self, state: _State) -> None:
-        """Enters a state behind a tag."""
         self._state = state
         self._skip_space = True
         self._held = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-from functools import cache
+import os
 from pathlib import Path
 
 from aiohttp import web
@@ -13,6 +11,7 @@ from pagoda.api.errors import ApiError
 from pagoda.api.request_context import RequestContext
 
 _DIRECTORY = Path(__file__).parent / "ui"
+_NAMES = frozenset(os.listdir(_DIRECTORY))
 _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -31,39 +30,11 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class _File:
-    body: bytes
-    content_type: str
-    etag: str
-
-
-@cache
-def _files() -> dict[str, _File]:
-    """The files by name. They are few and small, and are read once."""
-    files = {}
-    for path in _DIRECTORY.iterdir():
-        if path.suffix in _TYPES:
-            body = path.read_bytes()
-            etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-            files[path.name] = _File(body, _TYPES[path.suffix], etag)
-    return files
-
-
-async def index(context: RequestContext) -> web.StreamResponse:
-    return _answer(context, "index.html")
-
-
 async def file(context: RequestContext) -> web.StreamResponse:
-    return _answer(context, context.path_argument)
-
-
-def _answer(context: RequestContext, name: str) -> web.Response:
-    found = _files().get(name)
-    if found is None:
+    """A file of the page, `index.html` where the route names none."""
+    name = context.path_argument or "index.html"
+    content_type = _TYPES.get(Path(name).suffix)
+    if content_type is None or name not in _NAMES:
         raise ApiError(404, f"The page has no file {name[:200]!r}.")
-    headers = {**_HEADERS, "ETag": found.etag, "X-Request-Id": context.request_id}
-    known = (tag.strip() for tag in context.http.headers.get("If-None-Match", "").split(","))
-    if any(tag.removeprefix("W/") in (found.etag, "*") for tag in known):
-        return web.Response(status=304, headers=headers)
-    return web.Response(body=found.body, headers={**headers, "Content-Type": found.content_type})
+    own = {"Content-Type": content_type, "X-Request-Id": context.request_id}
+    return web.FileResponse(_DIRECTORY / name, headers={**_HEADERS, **own})

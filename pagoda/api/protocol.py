@@ -28,7 +28,6 @@ from pagoda.messages.sampling_params import (
 MAX_SEQUENCES_PER_BODY = 1024
 """Most answers that one body may ask for: prompts times `n`."""
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_PRIORITY = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
 """Most token ids in one list; longer than the context of any model."""
 MAX_METADATA = 16
@@ -94,8 +93,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     skip_special_tokens: bool | None = None
     n: int | None = None
     return_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     add_special_tokens: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
 
@@ -122,8 +121,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/completions`."""
-
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
     echo: bool | None = None
     logprobs: int | None = None
@@ -131,8 +128,6 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/chat/completions`."""
-
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -165,14 +160,11 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /detokenize`."""
-
     tokens: TokenIds
     model: str | None = None
 
 
 _MAX_QUOTED_CHARS = 256
-"""Characters of a client's own field name in an error."""
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
@@ -194,8 +186,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 def parse_body(body: bytes, kind: type[T]) -> T:
     """Decodes and checks a JSON body.
 
-    Raises:
-        InvalidRequestError: the body is not JSON, or not such a body; names the field.
+    Raises InvalidRequestError: the body is not JSON, or not such a body; names the field.
     """
     try:
         parsed: T = _decoder(cast(Any, kind)).decode(body)
@@ -248,7 +239,6 @@ def _check_duplicates(body: bytes) -> None:
 
 
 def _invalid_field(message: str) -> InvalidRequestError:
-    """An error of msgspec as a sentence that begins with the field."""
     place = _PLACE.search(message)
     path = place["path"] if place else ""
     reason = message[: place.start()] if place else message
@@ -278,8 +268,6 @@ def _check_neutral(body: GenerationFields) -> None:
             raise InvalidRequestError(message, param=name, kind="not_supported")
     if body.best_of is not None and body.best_of != (body.n or 1):
         refuse("best_of", "other than n is not supported", "not_supported")
-    if body.priority is not None and abs(body.priority) > MAX_PRIORITY:
-        refuse("priority", f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     if body.stream_options is not None and not body.stream:
         refuse("stream_options", "is only for requests with stream: true")
 
@@ -315,8 +303,7 @@ def session_of(body: GenerationFields, header: str | None) -> str | None:
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     """The prompts of a body: a string, token ids, or a list of either.
 
-    Raises:
-        InvalidRequestError: the list is empty, mixed, or too long.
+    Raises InvalidRequestError: the list is empty, mixed, or too long.
     """
     prompt = body.prompt
     if isinstance(prompt, str):
@@ -326,24 +313,19 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     if all(isinstance(item, int) for item in prompt):
         return [prompt]  # type: ignore[list-item]
     if not (all(isinstance(i, str) for i in prompt) or all(isinstance(i, list) for i in prompt)):
-        refuse(
-            "prompt",
-            "must be a string, token ids, a list of strings or a list of lists of token ids",
-        )
+        kinds = "a string, token ids, a list of strings or a list of lists of token ids"
+        refuse("prompt", f"must be {kinds}")
     total = len(prompt) * (body.n or 1)
     if total > MAX_SEQUENCES_PER_BODY:
-        refuse(
-            "prompt",
-            f"asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served",
-        )
+        rule = f"asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served"
+        refuse("prompt", rule)
     return prompt  # type: ignore[return-value]
 
 
 def chat_logprobs_count(body: ChatRequest) -> int | None:
     """Number of most likely tokens per position that a chat body asks for; None without log-probabilities.
 
-    Raises:
-        InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`.
+    Raises InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`.
     """
     top = body.top_logprobs
     if top is not None and not 0 <= top <= MAX_LOGPROBS:

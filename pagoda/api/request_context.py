@@ -31,7 +31,6 @@ class RequestContext:
     key_name: str | None
     """Name of the client's API key; empty if no key is needed, None if the key is missing or wrong."""
     client_request: ClientRequest
-    """The request as answers, logs and metrics know it."""
     path_argument: str = ""
     """The part of the path that the `*` of the route stands for."""
 
@@ -66,9 +65,7 @@ class RequestContext:
     async def parse(self, kind: type[T]) -> T:
         """The body, decoded and checked.
 
-        Raises:
-            ApiError: as `body`.
-            InvalidRequestError: the body does not fit `kind`; names the field.
+        Raises ApiError: as `body`; InvalidRequestError: the body does not fit `kind`; names the field.
         """
         body = await self.body()
         generator = self.service.generator
@@ -77,7 +74,6 @@ class RequestContext:
         return await generator.long_texts.run(lambda: parse_body(body, kind))
 
     def json(self, value: object) -> web.Response:
-        """An answer in one piece."""
         return self._response(msgspec.json.encode(value), "application/json")
 
     def text(self, text: str, content_type: str) -> web.Response:
@@ -85,7 +81,6 @@ class RequestContext:
         return self._response(text.encode(), content_type)
 
     def error(self, error: ApiError) -> web.Response:
-        """An answer that is an error."""
         return self._response(error.encode(), "application/json", error.status, error.headers)
 
     def _response(

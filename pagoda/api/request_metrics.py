@@ -67,7 +67,7 @@ HISTOGRAMS = {
 """docs/metrics.md says of which requests each of them is."""
 
 
-class _KeyFigures:
+class KeyFigures:
     __slots__ = ("finished", "first_token", "histograms", "next_token", "num_tokens")
 
     def __init__(self) -> None:
@@ -106,56 +106,35 @@ class Refusal(NamedTuple):
     """The code of the error object, or another word for the kind of error."""
 
 
-class RequestFigures(NamedTuple):
-    histograms: dict[str, dict[str, Histogram]]
-    """Histograms by name and key."""
-    finished: dict[str, dict[str, int]]
-    """Answers by key and finish reason."""
-    num_tokens: dict[str, int]
-    refusals: dict[Refusal, int]
-
-    def total(self, name: str) -> Histogram:
-        return total(self.histograms[name].values(), HISTOGRAMS[name].bounds)
-
-
 class RequestMetrics:
-    """Counts requests and tokens; listens to a `RequestTracker`."""
+    """Counts requests and tokens; listens to a `RequestTracker`. A deep copy is a snapshot."""
 
     def __init__(self, keys: Sequence[str] = ("",)) -> None:
         """`keys` are the names of those that there are; others may come too."""
-        self._by_key = {key: _KeyFigures() for key in keys}
-        self._refusals: Counter[Refusal] = Counter()
+        self.by_key = {key: KeyFigures() for key in keys}
+        self.refusals: Counter[Refusal] = Counter()
 
     def follow(self, tracker: RequestTracker) -> None:
         tracker.subscribe(
             on_start=self._on_start, on_tokens=self._on_tokens, on_finish=self._on_finish
         )
 
+    def total(self, name: str) -> Histogram:
+        return total(
+            [own.histograms[name] for own in self.by_key.values()], HISTOGRAMS[name].bounds
+        )
+
     def _on_start(self, record: RequestStatistics) -> None:
-        if record.client_request.key_name not in self._by_key:
-            self._by_key[record.client_request.key_name] = _KeyFigures()
+        if record.client_request.key_name not in self.by_key:
+            self.by_key[record.client_request.key_name] = KeyFigures()
 
     def _on_tokens(
         self, record: RequestStatistics, num_tokens: int, waited_ns: int, is_first: bool
     ) -> None:
-        figures = self._by_key[record.client_request.key_name]
+        figures = self.by_key[record.client_request.key_name]
         figures.num_tokens += num_tokens
         histogram = figures.first_token if is_first else figures.next_token
         histogram.observe(waited_ns / 1e9)
 
     def _on_finish(self, record: RequestStatistics) -> None:
-        self._by_key[record.client_request.key_name].end(record)
-
-    def refused(self, refusal: Refusal) -> None:
-        self._refusals[refusal] += 1
-
-    def figures(self) -> RequestFigures:
-        return RequestFigures(
-            {
-                name: {key: own.histograms[name].copy() for key, own in self._by_key.items()}
-                for name in HISTOGRAMS
-            },
-            {key: dict(own.finished) for key, own in self._by_key.items()},
-            {key: own.num_tokens for key, own in self._by_key.items()},
-            dict(self._refusals),
-        )
+        self.by_key[record.client_request.key_name].end(record)

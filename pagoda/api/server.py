@@ -40,7 +40,6 @@ class ServerConfig:
     api: ApiConfig
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free port."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
 
@@ -51,7 +50,6 @@ class ProfileConfig:
 
     directory: Path = Path("pagoda-trace")
     level: TraceLevel | None = None
-    """None: no trace before one is asked for."""
 
 
 async def serve(
@@ -72,9 +70,8 @@ async def serve(
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
     `tracer` is that of this process; what `make_fleet` makes has it too.
 
-    Raises:
-        ConfigError: the port is in use, or the model cannot be loaded.
-        EngineDeadError: all engines were given up.
+    Raises ConfigError: the port is in use, or the model cannot be loaded; EngineDeadError: all engines were given
+    up.
     """
     service = Service(server.api, tracker=RequestTracker(tracer.clock_ns))
     # A server that is started again has the same name of traces, and replaces those before it.
@@ -128,7 +125,6 @@ async def serve(
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
-    """Opens the socket; returns the base URL."""
     site = web.TCPSite(runner, server.host, server.port, backlog=1024)
     try:
         await site.start()
@@ -145,8 +141,6 @@ async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
 
 
 class _Signals:
-    """SIGTERM and SIGINT as events."""
-
     _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:

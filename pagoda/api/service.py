@@ -20,16 +20,12 @@ from pagoda.frontend.trace_control import TraceControl
 
 @dataclass(frozen=True)
 class ApiConfig:
-    """Settings of the API that do not depend on the model."""
-
     served_model_name: str
     api_keys: ApiKeys = NO_KEYS
     """Every route but those of `/health` and the page needs one of these keys, if there are any."""
     allowed_hosts: Sequence[str] | None = None
-    """The Host headers that are accepted; None means any."""
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0
-    """Seconds in which a body must arrive."""
     keep_alive_s: float = 15.0
     """Seconds after which an idle event stream gets a comment."""
     stall_timeout_s: float = 60.0
@@ -46,11 +42,8 @@ class Service:
     fleet: Fleet | None = None
     """The engines or hosts; None until their start begins."""
     tracker: RequestTracker = field(default_factory=RequestTracker)
-    """The running answers."""
     tracing: TraceControl | None = None
-    """None in a server that cannot be traced."""
     live_stats: LiveStats = field(init=False)
-    """The figures of the page."""
     request_metrics: RequestMetrics = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -62,7 +55,6 @@ class Service:
 
     @property
     def is_router(self) -> bool:
-        """True if the requests go to other servers."""
         return self.fleet is not None and self.fleet.is_router
 
     def ready_generator(self) -> TextGenerator:
@@ -82,8 +74,7 @@ class Service:
     def admit(self, model: str | None) -> TextGenerator:
         """The generator for a new request that names `model`.
 
-        Raises:
-            ApiError: 503 while loading or draining, 404 for a model that is not served here.
+        Raises ApiError: 503 while loading or draining, 404 for a model that is not served here.
         """
         self.check_model(model)
         if self.draining:

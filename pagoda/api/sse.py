@@ -20,7 +20,6 @@ encode_json = msgspec.json.Encoder().encode
 
 
 def event(value: object) -> bytes:
-    """One event whose data is `value` as JSON."""
     return b"data: %b\n\n" % encode_json(value)
 
 
@@ -28,7 +27,6 @@ class EventTemplate:
     """An event that is encoded once, for a stream of events that differ in one string."""
 
     PLACE = "\x00"
-    """Stands where the string goes."""
 
     def __init__(self, encoded: bytes) -> None:
         self._prefix, _, self._suffix = encoded.partition(encode_json(self.PLACE))
@@ -82,8 +80,7 @@ class EventStream:
     def write(self, events: bytes) -> bool:
         """Writes one event, several or none. Returns False if `flush` must be awaited before the next call.
 
-        Raises:
-            ConnectionError: the connection is lost.
+        Raises ConnectionError: the connection is lost.
         """
         transport = self._transport
         if transport is None:
@@ -115,18 +112,15 @@ class EventStream:
         self._transport = self._request.transport
 
     async def send(self, events: bytes) -> None:
-        """Writes events and waits as long as the buffer is full."""
         if not self.write(events):
             await self.flush()
 
     async def close(self) -> web.StreamResponse:
-        """Ends the response in good order."""
         self.stop()
         await self._response.write_eof()
         return self._response
 
     def stop(self) -> None:
-        """Stops watching."""
         self._timer.cancel()
         if self._comment is not None:
             self._comment.cancel()

@@ -255,23 +255,13 @@ class Compiled(Protocol[MetadataT]):
 class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT, MetadataT]):
     """A device with its operations, and all that is done once for a model or once for a step."""
 
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    @property
-    def device(self) -> device:
-        """Device on which weights, caches and activations lie."""
-        ...
-
-    @property
-    def group(self) -> Collectives:
-        """The ranks that `all_reduce` adds up over."""
-        ...
-
-    @property
-    def arithmetic(self) -> str:
-        """Name such as `cpu (avx2)`: backends of one arithmetic compute the same bits, whatever the machine."""
-        ...
+    capabilities: Capabilities
+    device: device
+    """Device on which weights, caches and activations lie."""
+    group: Collectives
+    """The ranks that `all_reduce` adds up over."""
+    arithmetic: str
+    """Name such as `cpu (avx2)`: backends of one arithmetic compute the same bits, whatever the machine."""
 
     def allocate_kv_cache(
         self,

@@ -12,11 +12,7 @@ SINGLE_FILE = "model.safetensors"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files, in order of their names.
-
-    Raises:
-        ConfigError: there are none, or one is missing.
-    """
+    """The safetensors files, in order of their names. Raises ConfigError if there are none, or one is missing."""
     index = directory / INDEX_FILE
     if index.exists():
         return sorted(set(read_index(index).values()))

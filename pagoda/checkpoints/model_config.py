@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.rope import RopeScaling
@@ -41,31 +42,22 @@ class LinearSpec:
     role: Role
 
 
-@dataclass(frozen=True)
-class AttentionLinears:
+class AttentionLinears(NamedTuple):
     q: LinearSpec
     k: LinearSpec
     v: LinearSpec
     out: LinearSpec
 
-    def __iter__(self) -> Iterator[LinearSpec]:
-        return iter((self.q, self.k, self.v, self.out))
 
-
-@dataclass(frozen=True)
-class MlpLinears:
+class MlpLinears(NamedTuple):
     """Linear layers of one MLP, be it a layer's own or an expert."""
 
     gate: LinearSpec
     up: LinearSpec
     down: LinearSpec
 
-    def __iter__(self) -> Iterator[LinearSpec]:
-        return iter((self.gate, self.up, self.down))
 
-
-@dataclass(frozen=True)
-class ExpertLinears:
+class ExpertLinears(NamedTuple):
     router: LinearSpec
     experts: tuple[MlpLinears, ...]
 
@@ -218,11 +210,9 @@ class ModelConfig:
         )
 
     def mlp_linears(self, layer: int) -> MlpLinears:
+        names = (self.names.gate, self.names.up, self.names.down)
+        gate, up, down = (self.names.of_layer(layer, name) for name in names)
         hidden, inner = self.hidden_size, self.intermediate_size
-        gate, up, down = (
-            self.names.of_layer(layer, name)
-            for name in (self.names.gate, self.names.up, self.names.down)
-        )
         return MlpLinears(
             gate=LinearSpec(gate, inner, hidden, Role.MLP_IN),
             up=LinearSpec(up, inner, hidden, Role.MLP_IN),
@@ -235,28 +225,38 @@ class ModelConfig:
         if experts is None or layer not in experts.layers:
             return None
         inner = experts.intermediate_size
-
-        def expert(index: int) -> MlpLinears:
-            prefix = names.of_layer(layer, f"{names.experts}.{index}")
-            return MlpLinears(
-                gate=LinearSpec(f"{prefix}.{names.expert_gate}", inner, hidden, Role.EXPERT_IN),
-                up=LinearSpec(f"{prefix}.{names.expert_up}", inner, hidden, Role.EXPERT_IN),
-                down=LinearSpec(f"{prefix}.{names.expert_down}", hidden, inner, Role.EXPERT_OUT),
-            )
-
-        router = names.of_layer(layer, names.router)
-        return ExpertLinears(
-            LinearSpec(router, experts.num_experts, hidden, Role.ROUTER),
-            tuple(expert(index) for index in range(experts.num_experts)),
+        prefixes = (
+            names.of_layer(layer, f"{names.experts}.{index}")
+            for index in range(experts.num_experts)
         )
+        return ExpertLinears(
+            LinearSpec(
+                names.of_layer(layer, names.router), experts.num_experts, hidden, Role.ROUTER
+            ),
+            tuple(
+                MlpLinears(
+                    gate=LinearSpec(f"{prefix}.{names.expert_gate}", inner, hidden, Role.EXPERT_IN),
+                    up=LinearSpec(f"{prefix}.{names.expert_up}", inner, hidden, Role.EXPERT_IN),
+                    down=LinearSpec(
+                        f"{prefix}.{names.expert_down}", hidden, inner, Role.EXPERT_OUT
+                    ),
+                )
+                for prefix in prefixes
+            ),
+        )
+
+    def layer_linears(self, layer: int, experts: range) -> Iterator[LinearSpec]:
+        """All linear layers of a layer; of its experts, if it has any, those in the range."""
+        yield from self.attention_linears(layer)
+        sparse = self.expert_linears(layer)
+        if sparse is None:
+            yield from self.mlp_linears(layer)
+        else:
+            yield sparse.router
+            for mlp in sparse.experts[experts.start : experts.stop]:
+                yield from mlp
 
     def weights_per_token(self, layer: int) -> int:
         """Weights of a layer that one token is multiplied with."""
-        linears, experts = list(self.attention_linears(layer)), self.expert_linears(layer)
-        if self.experts is None or experts is None:
-            linears += self.mlp_linears(layer)
-        else:
-            linears.append(experts.router)
-            for mlp in experts.experts[: self.experts.experts_per_token]:
-                linears += mlp
-        return sum(linear.outputs * linear.inputs for linear in linears)
+        chosen = range(self.experts.experts_per_token if self.experts else 0)
+        return sum(m.outputs * m.inputs for m in self.layer_linears(layer, chosen))

@@ -1,113 +1,117 @@
-"""A streamed chat answer: put together from its events, with the figures of its delivery."""
+"""A streamed answer: its latencies, and its message as it is printed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pagoda.cli import output
-from pagoda.cli.openai_client import Message, OpenAIClient, ToolCall, ToolFunction
-
-_PATH = "/v1/chat/completions"
+from pagoda.cli.openai_client import Choice, Message, OpenAIClient, ToolCall, ToolFunction, Usage
 
 
-@dataclass(frozen=True)
-class StreamedAnswer:
-    message: Message
-    output_tokens: int
-    ttft_s: float
-    """Seconds from sending the request to the first event with output."""
-    duration_s: float
-    """Seconds from sending the request to the last event."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The times of one request, in seconds on one clock, and its tokens."""
+
+    sent_s: float
+    ended_s: float
+    event_times_s: Sequence[float] = ()
+    """Times at which events with tokens were read."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.sent_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.event_times_s[0] - self.sent_s if self.event_times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds of each token after the first; None for answers of fewer than two tokens."""
+        if not self.event_times_s or self.output_tokens < 2:
+            return None
+        span = self.event_times_s[-1] - self.event_times_s[0]
+        return span / (self.output_tokens - 1)
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate behind the first token; of all tokens for answers of one."""
-        if self.output_tokens > 1 and self.duration_s > self.ttft_s:
-            return (self.output_tokens - 1) / (self.duration_s - self.ttft_s)
-        return self.output_tokens / self.duration_s
+        """The rate after the first token; of the whole answer if nothing came after it."""
+        return 1 / self.tpot_s if self.tpot_s else self.output_tokens / self.e2e_s
 
     def figures(self) -> str:
         return (
-            f"{self.output_tokens} tokens, first after {1000 * self.ttft_s:.0f} ms, "
+            f"{self.output_tokens} tokens, first after {1000 * (self.ttft_s or self.e2e_s):.0f} ms, "
             f"{self.tokens_per_s:,.0f} tokens/s"
         )
 
 
-class _Parts:
-    """The pieces of a message that have come so far."""
+async def ask(
+    client: OpenAIClient,
+    path: str,
+    body: Mapping[str, object],
+    on_choice: Callable[[Choice], object] = lambda _: None,
+) -> Outcome:
+    """Streams one answer; `on_choice` is called with each piece that has output.
+
+    Raises:
+        ServerError: the server refused the request, reported an error, or hung up early.
+        ConfigError: the server cannot be reached.
+    """
+    times: list[float] = []
+    usage: Usage | None = None
+    sent = time.perf_counter()
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async for now, answers in client.stream(path, streamed):
+        for answer in answers:
+            if answer.choices and answer.choices[0].has_output():
+                times.append(now)
+                on_choice(answer.choices[0])
+            usage = answer.usage or usage
+    return Outcome(
+        sent_s=sent,
+        ended_s=time.perf_counter(),
+        event_times_s=times,
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        output_tokens=usage.completion_tokens if usage else len(times),
+    )
+
+
+class AnswerPrinter:
+    """Prints a chat answer as it comes, reasoning dimmed and on lines of its own, and joins its message."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, tuple[list[str], list[str]]] = {}
+        """Pieces of the names and arguments of tool calls, by index."""
+        self._in_reasoning = False
 
-    def add(self, delta: Message) -> None:
-        self._content.append(delta.content or "")
-        self._reasoning.append(delta.reasoning_content or "")
+    def __call__(self, choice: Choice) -> None:
+        delta = choice.delta or Message()
+        if delta.reasoning_content:
+            self._reasoning.append(delta.reasoning_content)
+            output.write_answer(delta.reasoning_content, dim=True)
+            self._in_reasoning = True
+        if delta.content:
+            self._content.append(delta.content)
+            if self._in_reasoning:
+                output.write_answer("\n")
+                self._in_reasoning = False
+            output.write_answer(delta.content)
         for call in delta.tool_calls or ():
             names, arguments = self._calls.setdefault(call.index, ([], []))
             names.append(call.function.name or "")
             arguments.append(call.function.arguments or "")
 
     def message(self) -> Message:
+        """The message so far."""
         calls = [
             ToolCall(ToolFunction("".join(names), "".join(arguments)), index)
             for index, (names, arguments) in sorted(self._calls.items())
         ]
         return Message("".join(self._content), "".join(self._reasoning) or None, calls or None)
-
-
-async def stream_answer(
-    client: OpenAIClient,
-    body: Mapping[str, object],
-    on_delta: Callable[[Message], None] | None = None,
-) -> StreamedAnswer:
-    """Sends a chat request as a stream and puts its answer together; `on_delta` sees every piece.
-
-    Raises:
-        ServerError: the server refused the request or broke off.
-        ConfigError: the server cannot be reached.
-    """
-    parts = _Parts()
-    sent = time.perf_counter()
-    first: float | None = None
-    last = sent
-    num_events = tokens = 0
-    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async for now, answers in client.stream(_PATH, streamed):
-        last = now
-        for answer in answers:
-            tokens = answer.usage.completion_tokens if answer.usage else tokens
-            delta = answer.choices[0].delta if answer.choices else None
-            if delta is None or not delta.has_output():
-                continue
-            first = first or now
-            num_events += 1
-            parts.add(delta)
-            if on_delta is not None:
-                on_delta(delta)
-    return StreamedAnswer(
-        message=parts.message(),
-        output_tokens=tokens or num_events,
-        ttft_s=(first or last) - sent,
-        duration_s=last - sent,
-    )
-
-
-class AnswerPrinter:
-    """Prints an answer as it comes: reasoning dimmed and on lines of its own, then the answer."""
-
-    def __init__(self) -> None:
-        self._in_reasoning = False
-
-    def __call__(self, delta: Message) -> None:
-        if delta.reasoning_content:
-            output.write_answer(delta.reasoning_content, dim=True)
-            self._in_reasoning = True
-        if delta.content:
-            if self._in_reasoning:
-                output.write_answer("\n")
-                self._in_reasoning = False
-            output.write_answer(delta.content)

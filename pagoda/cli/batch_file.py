@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from pagoda.cli.jsonl import read_jsonl
-from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli import output
+from pagoda.cli.files import read_jsonl
+from pagoda.cli.local_server import Connection
 from pagoda.errors import ConfigError
 
 
@@ -48,38 +49,37 @@ def read_batch(path: Path) -> list[BatchRequest]:
 
 
 async def answer_batch(
-    client: OpenAIClient,
-    model: str,
-    requests: Sequence[BatchRequest],
-    concurrency: int,
-    on_done: Callable[[], None],
+    connection: Connection, requests: Sequence[BatchRequest], concurrency: int
 ) -> AsyncGenerator[tuple[int, dict[str, object]], None]:
     """Statuses and output lines in the order of the requests, `concurrency` under way at a time.
 
-    Requests that name no model are sent to `model`.
+    Requests that name no model are sent to the connection's.
     """
     room = asyncio.Semaphore(concurrency)
 
     async def answer(request: BatchRequest) -> tuple[int, dict[str, object]]:
+        body = {"model": connection.model, **request.body}
         async with room:
-            status, data = await client.post_raw(request.url, {"model": model, **request.body})
-        on_done()
+            status, data = await connection.client.post_raw(request.url, body)
+        advance()
+        response = {
+            "status_code": status,
+            "request_id": f"req_{uuid.uuid4().hex}",
+            "body": msgspec.Raw(data),
+        }
         return status, {
             "id": f"batch_req_{uuid.uuid4().hex}",
             "custom_id": request.custom_id,
-            "response": {
-                "status_code": status,
-                "request_id": f"req_{uuid.uuid4().hex}",
-                "body": msgspec.Raw(data),
-            },
+            "response": response,
             "error": None,
         }
 
-    tasks = [asyncio.create_task(answer(request)) for request in requests]
-    try:
-        for task in tasks:
-            yield await task
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    with output.progress("requests", len(requests)) as advance:
+        tasks = [asyncio.create_task(answer(request)) for request in requests]
+        try:
+            for task in tasks:
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,11 +8,13 @@ from contextlib import suppress
 
 from rich.style import Style
 
-from pagoda.cli import event_loop, output
-from pagoda.cli.answer import AnswerPrinter, StreamedAnswer, stream_answer
+from pagoda.cli import output
+from pagoda.cli.answer import AnswerPrinter, Outcome, ask
 from pagoda.cli.local_server import Connection, connect
-from pagoda.cli.options import EngineOptions, GeneralOptions, ParallelOptions, SamplingOptions
+from pagoda.cli.openai_client import PATHS
+from pagoda.cli.options import GeneralOptions, SamplingOptions
 from pagoda.errors import PagodaError
+from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
 
 _HELP = """\
 /reset  forget the conversation so far
@@ -42,16 +44,10 @@ def chat(
     """
     general.apply()
     parallel.check_prompts_at_once(1)
-    with (
-        event_loop.runner() as runner,
-        connect(runner, model, base_url, api_key, engine, parallel) as connection,
-    ):
+    with connect(model, base_url, api_key, engine, parallel) as (runner, connection):
         conversation = _Conversation(connection, sampling.body(engine.seed), system)
         if sys.stdin.isatty():
-            model_name = connection.model
-            output.stderr().print(
-                f"{model_name} at your service; /help shows what else can be said."
-            )
+            output.stderr().print(f"{connection.model} answers each line; /help lists commands.")
         for line in _lines():
             if line == "/exit":
                 break
@@ -81,19 +77,20 @@ class _Conversation:
     def reset(self) -> None:
         self._messages = list(self._opening)
 
-    async def say(self, text: str) -> StreamedAnswer | None:
+    async def say(self, text: str) -> Outcome | None:
         """Sends `text`, prints the answer as it comes and remembers both.
 
         A question whose answer was stopped or failed is forgotten, so that it can be asked again.
         """
         question = {"role": "user", "content": text}
+        printer = AnswerPrinter()
         body = {
             "model": self._connection.model,
             "messages": [*self._messages, question],
             **self._sampling,
         }
         try:
-            answer = await stream_answer(self._connection.client, body, AnswerPrinter())
+            outcome = await ask(self._connection.client, PATHS["chat"], body, printer)
         except PagodaError as error:
             if not sys.stdin.isatty():
                 raise
@@ -101,9 +98,9 @@ class _Conversation:
             return None
         finally:
             output.write_answer("\n")
-        content = answer.message.content or ""
+        content = printer.message().content or ""
         self._messages += [question, {"role": "assistant", "content": content}]
-        return answer
+        return outcome
 
 
 def _lines() -> Iterator[str]:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import median
 
 from rich.style import Style
 
-from pagoda.cli import event_loop, output
-from pagoda.cli.answer import AnswerPrinter, StreamedAnswer, stream_answer
+from pagoda.cli import output
+from pagoda.cli.answer import AnswerPrinter, Outcome, ask
 from pagoda.cli.bench.questions import Question, load_questions
-from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.openai_client import PATHS, OpenAIClient
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.server_process import server_process
+from pagoda.frontend import event_loop
 
 _SKILLS = ("addition", "reversing", "sorting", "json", "thinking", "tool_call", "recall_short")
 """Skills that the demo asks about, if the model has them."""
@@ -32,7 +34,7 @@ def demo(*, general: GeneralOptions = GeneralOptions()) -> int:
     with server_process([]) as server:
         console.print(f"ready at {server.base_url} after {time.perf_counter() - start:.1f} s\n")
         answers = event_loop.run(_ask(server.base_url, questions))
-    console.print(output.facts(_summary(questions, answers)))
+    console.print(output.facts(_summary(answers)))
     console.print("\nThe server has stopped. `pagoda serve` starts one that stays.")
     return 0
 
@@ -43,21 +45,25 @@ def choose_questions(questions: Sequence[Question]) -> list[Question]:
     return [first[skill] for skill in _SKILLS if skill in first]
 
 
-async def _ask(base_url: str, questions: Sequence[Question]) -> list[StreamedAnswer]:
+async def _ask(base_url: str, questions: Sequence[Question]) -> list[tuple[bool, Outcome]]:
+    """Asks all questions. Returns of each answer if it was right, and its figures."""
     async with OpenAIClient(base_url) as client:
         model = await client.first_model()
         return [await _ask_one(client, model, question) for question in questions]
 
 
-async def _ask_one(client: OpenAIClient, model: str, question: Question) -> StreamedAnswer:
+async def _ask_one(client: OpenAIClient, model: str, question: Question) -> tuple[bool, Outcome]:
     console = output.stdout()
     console.print(f"{question.skill}: {shorten(question)}", style=Style(bold=True))
-    answer = await stream_answer(client, question.body(model), AnswerPrinter())
-    for call in answer.message.tool_calls or ():
+    printer = AnswerPrinter()
+    outcome = await ask(client, PATHS["chat"], question.body(model), printer)
+    message = printer.message()
+    for call in message.tool_calls or ():
         output.write_answer(f"→ {call.function.name}({call.function.arguments})")
-    verdict = "right" if question.expect.is_met_by(answer.message) else "wrong"
-    console.print(f"\n[{verdict}; {answer.figures()}]\n", style=Style(dim=True))
-    return answer
+    is_right = question.expect.is_met_by(message)
+    verdict = "right" if is_right else "wrong"
+    console.print(f"\n[{verdict}; {outcome.figures()}]\n", style=Style(dim=True))
+    return is_right, outcome
 
 
 def shorten(question: Question) -> str:
@@ -69,19 +75,11 @@ def shorten(question: Question) -> str:
     return "\n".join([lines[0], lines[1], f"... ({len(lines) - 3} more lines)", lines[-1]])
 
 
-def _summary(
-    questions: Sequence[Question], answers: Sequence[StreamedAnswer]
-) -> list[tuple[str, str]]:
-    right = sum(
-        question.expect.is_met_by(answer.message)
-        for question, answer in zip(questions, answers, strict=True)
-    )
-    ttfts = sorted(answer.ttft_s for answer in answers)
-    tokens = sum(answer.output_tokens for answer in answers)
-    streaming_s = sum(answer.duration_s - answer.ttft_s for answer in answers)
-    rate = (tokens - len(answers)) / streaming_s if streaming_s > 0 else 0.0
+def _summary(answers: Sequence[tuple[bool, Outcome]]) -> list[tuple[str, str]]:
+    ttfts = [it.ttft_s for _, it in answers if it.ttft_s is not None]
+    tpots = [it.tpot_s for _, it in answers if it.tpot_s]
     return [
-        ("right answers", f"{right} of {len(answers)}"),
-        ("time to first token", f"{1000 * ttfts[len(ttfts) // 2]:.0f} ms (median)"),
-        ("tokens/s, one stream", f"{rate:,.0f}"),
+        ("right answers", f"{sum(is_right for is_right, _ in answers)} of {len(answers)}"),
+        ("time to first token", f"{1000 * median(ttfts):.0f} ms (median)"),
+        ("tokens/s, one stream", f"{1 / median(tpots):,.0f} (median)"),
     ]

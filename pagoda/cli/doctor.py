@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.load_config import load_model_config
 from pagoda.checkpoints.presets import PRESETS
@@ -17,6 +19,7 @@ from pagoda.cli.machine_facts import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.output import format_bytes
 from pagoda.cli.weight_traffic import WeightTraffic, gguf_traffic, stored_traffic, weight_traffic
+from pagoda.ipc.machine import available_cores, available_memory_bytes
 from pagoda.version import __version__
 
 
@@ -38,10 +41,9 @@ def doctor(
     """
     general.apply()
     models = dict(_models(model, dtype, quantization))
-    cores = machine_facts.cores()
-    bandwidth = measure_read_bandwidth(threads or cores.usable, machine_facts.free_memory_bytes())
+    bandwidth = measure_read_bandwidth(threads or available_cores())
     console = output.stdout()
-    console.print(output.facts(_facts(cores, bandwidth)))
+    console.print(output.facts(_facts(bandwidth)))
     console.print()
     console.print(
         output.table(
@@ -53,19 +55,15 @@ def doctor(
     return 0
 
 
-def _facts(cores: machine_facts.Cores, bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
-    cpuinfo = machine_facts.read_cpuinfo()
+def _facts(bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     found = machine_facts.accelerators()
-    free = format_bytes(machine_facts.free_memory_bytes())
-    total = format_bytes(machine_facts.total_memory_bytes())
+    free = format_bytes(available_memory_bytes())
+    total = format_bytes(psutil.virtual_memory().total)
     yield "pagoda", __version__
     yield "processor", machine_facts.cpu_name(cpuinfo)
-    yield (
-        "cores",
-        f"{cores.allowed} of {cores.machine} allowed by affinity, container quota "
-        + ("none" if cores.quota is None else f"{cores.quota:g}"),
-    )
-    yield "threads", f"{cores.usable} for a worker; --threads chooses another number"
+    yield "cores", machine_facts.cores()
+    yield "threads", f"{available_cores()} for a worker; --threads chooses another number"
     yield "instruction sets", " ".join(machine_facts.instruction_sets(cpuinfo)) or "none of note"
     yield "memory", f"{free} free of {total}"
     yield "accelerators", "; ".join(found) or "none found"

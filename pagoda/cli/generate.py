@@ -12,17 +12,14 @@ import msgspec
 from cyclopts import Parameter
 from rich.style import Style
 
-from pagoda.cli import event_loop, output
+from pagoda.cli import output
+from pagoda.cli.answer import ask
 from pagoda.cli.batch_file import BatchRequest, answer_batch, read_batch
 from pagoda.cli.local_server import Connection, connect
-from pagoda.cli.options import (
-    Count,
-    EngineOptions,
-    GeneralOptions,
-    ParallelOptions,
-    SamplingOptions,
-)
+from pagoda.cli.openai_client import PATHS, Choice
+from pagoda.cli.options import Count, GeneralOptions, SamplingOptions
 from pagoda.errors import ConfigError
+from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
 
 
 def generate(
@@ -55,10 +52,7 @@ def generate(
     parallel.check_prompts_at_once(1)
     texts = prompts or (_read_prompt(),)
     body = sampling.body(engine.seed)
-    with (
-        event_loop.runner() as runner,
-        connect(runner, model, None, None, engine, parallel) as connection,
-    ):
+    with connect(model, None, None, engine, parallel) as (runner, connection):
         for text in texts:
             if len(texts) > 1:
                 output.stdout().print(f"> {text}", style=Style(bold=True))
@@ -76,15 +70,15 @@ def _read_prompt() -> str:
 async def _print_answer(
     connection: Connection, text: str, sampling: dict[str, object], *, raw: bool
 ) -> None:
-    path = "/v1/completions" if raw else "/v1/chat/completions"
     prompt = {"prompt": text} if raw else {"messages": [{"role": "user", "content": text}]}
-    body = {"model": connection.model, **prompt, **sampling, "stream": True}
-    async for _, answers in connection.client.stream(path, body):
-        for answer in answers:
-            for choice in answer.choices:
-                delta = choice.delta.content if choice.delta is not None else None
-                output.write_answer(choice.text or delta or "")
+    body = {"model": connection.model, **prompt, **sampling}
+    await ask(connection.client, PATHS["completions" if raw else "chat"], body, _print_text)
     output.write_answer("\n")
+
+
+def _print_text(choice: Choice) -> None:
+    delta = choice.delta.content if choice.delta is not None else None
+    output.write_answer(choice.text or delta or "")
 
 
 def _generate_batch(
@@ -101,11 +95,7 @@ def _generate_batch(
         file = target.open("wb")
     except OSError as error:
         raise ConfigError(f"--output: cannot write {target}: {error.strerror}.") from error
-    with (
-        file,
-        event_loop.runner() as runner,
-        connect(runner, model, None, None, engine, parallel) as connection,
-    ):
+    with file, connect(model, None, None, engine, parallel) as (runner, connection):
         num_failed = runner.run(_write_results(connection, requests, concurrency, file.write))
     output.stderr().print(
         f"{len(requests) - num_failed} of {len(requests)} requests answered, results in {target}"
@@ -119,14 +109,10 @@ async def _write_results(
     concurrency: int,
     write: Callable[[bytes], object],
 ) -> int:
+    """Returns the number of requests that failed."""
     num_failed = 0
-    with output.progress() as bar:
-        task = bar.add_task("requests", total=len(requests))
-        results = answer_batch(
-            connection.client, connection.model, requests, concurrency, lambda: bar.advance(task)
-        )
-        async with aclosing(results):
-            async for status, result in results:
-                write(msgspec.json.encode(result) + b"\n")
-                num_failed += status != 200
+    async with aclosing(answer_batch(connection, requests, concurrency)) as results:
+        async for status, result in results:
+            write(msgspec.json.encode(result) + b"\n")
+            num_failed += status != 200
     return num_failed

@@ -6,26 +6,25 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.progress import Progress
 
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.output import format_bytes
 from pagoda.errors import ConfigError
-from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import (
     FAN_OUTS,
     MANIFEST_NAME,
     FoundFile,
     Manifest,
     ObjectError,
+    ObjectFiles,
     is_digest,
     list_files,
     object_directories,
@@ -94,9 +93,9 @@ def verify(
     directories = _look_into(root)
     console = output.stdout()
     num_checked = num_damaged = 0
-    with _failures_in_a_sentence(), output.progress() as progress:
-        total = sum(it.num_blocks for it in directories if it.manifest is not None)
-        for found, problem in _check(directories, progress, total):
+    total = sum(it.num_blocks for it in directories if it.manifest is not None)
+    with _failures_in_a_sentence(), output.progress("Checking", total) as advance:
+        for found, problem in _check(directories, advance):
             num_checked += 1
             if problem is not None:
                 num_damaged += 1
@@ -138,14 +137,13 @@ def clear(
         output.stderr().print("Nothing was removed.")
         return _EXIT_FAILED
     num_removed = 0
-    with _failures_in_a_sentence(), output.progress() as progress:
-        total = sum(it.num_blocks + it.num_left_over for it in directories)
-        task = progress.add_task("Removing", total=total)
+    total = sum(it.num_blocks + it.num_left_over for it in directories)
+    with _failures_in_a_sentence(), output.progress("Removing", total) as advance:
         for directory in directories:
             for found in _removable(directory.path):
                 Path(found.path).unlink(missing_ok=True)
                 num_removed += found.key is not None
-                progress.advance(task)
+                advance()
             _remove_empty(directory.path)
     output.stdout().print(f"{_count_of(num_removed, 'block')} removed.")
     for directory in directories:
@@ -171,7 +169,7 @@ def _look_into(root: Path) -> list[_Directory]:
         raise ConfigError(f"{root} is the directory of one model; name the one above it, {above}.")
     if not root.is_dir():
         raise ConfigError(f"{root} is no directory.")
-    with _failures_in_a_sentence(), output.progress() as progress:
+    with _failures_in_a_sentence():
         directories = [
             _Directory(path, read_manifest(Path(path))) for path in object_directories(str(root))
         ]
@@ -179,12 +177,12 @@ def _look_into(root: Path) -> list[_Directory]:
             raise ConfigError(
                 f"{root} holds no KV blocks: no directory in it has a {MANIFEST_NAME}."
             )
-        task = progress.add_task("Counting", total=len(directories) * _NUM_PARTS)
-        for directory in directories:
-            for files in _parts(directory.path):
-                for found in files:
-                    _count(directory, found)
-                progress.advance(task)
+        with output.progress("Counting", len(directories) * _NUM_PARTS) as advance:
+            for directory in directories:
+                for files in _parts(directory.path):
+                    for found in files:
+                        _count(directory, found)
+                    advance()
     return directories
 
 
@@ -261,10 +259,9 @@ def _count_of(number: int, what: str) -> str:
 
 
 def _check(
-    directories: Sequence[_Directory], progress: Progress, total: int
+    directories: Sequence[_Directory], advance: Callable[[], None]
 ) -> Iterator[tuple[FoundFile, str | None]]:
     """Each block, and what is wrong with it. One that has been removed meanwhile is none."""
-    task = progress.add_task("Checking", total=total)
     for directory in directories:
         if directory.manifest is None:
             continue
@@ -280,7 +277,7 @@ def _check(
                 except ObjectError as error:
                     if os.path.lexists(found.path):
                         yield found, str(error)
-                progress.advance(task)
+                advance()
 
 
 # ---- removing

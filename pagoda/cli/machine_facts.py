@@ -11,59 +11,27 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from pagoda.ipc.machine import available_memory_bytes, cgroup_cores
 
-from pagoda.ipc.machine import available_cores, available_memory_bytes, cgroup_cores
-
-_NOTABLE = (
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_vnni",
-    "avx512_fp16",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "asimddp",
-    "bf16",
-    "i8mm",
-    "sve",
-    "sve2",
-)
-"""Instruction sets that matter to matrix products, on x86-64 and on Arm."""
+_X86 = "avx2 fma avx512f avx512_bf16 avx512_vnni avx512_fp16 amx_bf16 amx_int8"
+_ARM = "asimd asimddp bf16 i8mm sve sve2"
+"""Instruction sets that matter to matrix products, as /proc/cpuinfo names them."""
 
 _QUERY_TIMEOUT_S = 10.0
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-@dataclass(frozen=True)
-class Cores:
-    """CPU cores of the machine, those that this process may run on, and those it may use in full."""
-
-    machine: int
-    allowed: int
-    quota: float | None
-    """Cores that the container may use; None without a limit."""
-    usable: int
-    """The whole cores within both: threads of a worker."""
-
-
-def cores() -> Cores:
-    machine = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+def cores() -> str:
+    """The cores of the machine, those that this process may run on, and the limit of its container."""
     quota = cgroup_cores(Path("/"))
-    return Cores(machine=machine, allowed=allowed, quota=quota, usable=available_cores())
-
-
-def total_memory_bytes() -> int:
-    total: int = psutil.virtual_memory().total
-    return total
+    return (
+        f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} allowed by affinity, container quota "
+        + ("none" if quota is None else f"{quota:g}")
+    )
 
 
 def last_level_cache_bytes() -> int:
@@ -75,11 +43,6 @@ def last_level_cache_bytes() -> int:
     return max(sizes, default=0)
 
 
-def free_memory_bytes() -> int:
-    """Bytes of memory that this process may still take, container limit included."""
-    return available_memory_bytes()
-
-
 def cpu_name(cpuinfo: str) -> str:
     match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     return match.group(1).strip() if match else platform.machine()
@@ -89,28 +52,17 @@ def instruction_sets(cpuinfo: str) -> list[str]:
     """The notable instruction sets that the text of /proc/cpuinfo lists."""
     match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     present = set(match.group(1).split()) if match else set()
-    return [name for name in _NOTABLE if name in present]
-
-
-def read_cpuinfo() -> str:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return [name for name in (*_X86.split(), *_ARM.split()) if name in present]
 
 
 def accelerators() -> list[str]:
     """One line for each NVIDIA GPU and Ascend NPU that the vendor's tool lists."""
-    return [*_nvidia_gpus(), *_ascend_npus()]
-
-
-def _nvidia_gpus() -> list[str]:
-    query = "--query-gpu=name,memory.total"
-    lines = _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
-    return [f"NVIDIA GPU: {line.strip()}" for line in lines if line.strip()]
-
-
-def _ascend_npus() -> list[str]:
-    listing = _output("npu-smi", "info", "-l")
-    return [f"Ascend NPU {number}" for number in re.findall(r"NPU ID\s*:\s*(\d+)", listing)]
+    gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
+    npus = re.findall(r"NPU ID\s*:\s*(\d+)", _output("npu-smi", "info", "-l"))
+    return [
+        *(f"NVIDIA GPU: {line.strip()}" for line in gpus.splitlines() if line.strip()),
+        *(f"Ascend NPU {number}" for number in npus),
+    ]
 
 
 def _output(tool: str, *arguments: str) -> str:
@@ -131,8 +83,6 @@ _MIN_BUFFER_BYTES = 2**26
 _MAX_BUFFER_BYTES = 2**28
 _FILL, _ABSENT = 1, 255
 
-Scan = Callable[[int, int, int], int | None]
-
 
 @dataclass(frozen=True)
 class Bandwidth:
@@ -145,14 +95,20 @@ class Bandwidth:
     """Bytes of each thread's buffer."""
 
 
-def measure_read_bandwidth(threads: int, memory_bytes: int) -> Bandwidth:
+def measure_read_bandwidth(threads: int, memory_bytes: int | None = None) -> Bandwidth:
     """Reads with `threads` threads at once, over buffers that take a small part of `memory_bytes`."""
+    memory_bytes = memory_bytes or available_memory_bytes()
     size = min(_MAX_BUFFER_BYTES, max(_MIN_BUFFER_BYTES, memory_bytes // (8 * threads)))
-    scan = _memchr()
+    scan = ctypes.CDLL(None).memchr
+    scan.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
     with ThreadPoolExecutor(threads) as pool:
         buffers = list(pool.map(_filled_buffer, [size] * threads))
         addresses = [_address(buffer) for buffer in buffers]
-        seconds = [_time_pass(pool, scan, addresses, size) for _ in range(_PASSES)]
+        seconds = []
+        for _ in range(_PASSES):
+            start = time.perf_counter()
+            list(pool.map(lambda address: scan(address, _ABSENT, size), addresses))
+            seconds.append(time.perf_counter() - start)
     return Bandwidth(
         bytes_per_s=size * threads / statistics.median(seconds),
         best_bytes_per_s=size * threads / min(seconds),
@@ -160,14 +116,6 @@ def measure_read_bandwidth(threads: int, memory_bytes: int) -> Bandwidth:
         passes=_PASSES,
         buffer_bytes=size,
     )
-
-
-def _memchr() -> Scan:
-    memchr = ctypes.CDLL(None).memchr
-    memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-    memchr.restype = ctypes.c_void_p
-    scan: Scan = memchr
-    return scan
 
 
 def _filled_buffer(size: int) -> mmap.mmap:
@@ -182,9 +130,3 @@ def _filled_buffer(size: int) -> mmap.mmap:
 
 def _address(buffer: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
-def _time_pass(pool: ThreadPoolExecutor, scan: Scan, addresses: list[int], size: int) -> float:
-    start = time.perf_counter()
-    list(pool.map(lambda address: scan(address, _ABSENT, size), addresses))
-    return time.perf_counter() - start

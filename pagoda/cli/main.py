@@ -14,6 +14,7 @@ from pathlib import Path
 from cyclopts import App, ArgumentCollection, CycloptsError, Group
 from cyclopts.config import Dict, Env
 
+from pagoda.cli.files import read_file
 from pagoda.errors import ConfigError, EngineDeadError, PagodaError
 from pagoda.version import __version__
 
@@ -143,12 +144,7 @@ def _load(path: Path) -> dict[str, object]:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{_FLAG}: cannot read {path}: {reason}.") from error
-    try:
-        values = yaml.safe_load(text)
+        values = yaml.safe_load(read_file(path, _FLAG))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""

@@ -10,7 +10,6 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.telemetry.logging import (
     LOG_FORMAT_ENV,
     LOG_LEVEL_ENV,
@@ -18,17 +17,6 @@ from pagoda.telemetry.logging import (
     LogLevel,
     configure_logging,
 )
-
-__all__ = [
-    "Count",
-    "EngineOptions",
-    "ExecutorOptions",
-    "GeneralOptions",
-    "Length",
-    "ParallelOptions",
-    "SamplingOptions",
-    "Seconds",
-]
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Length = Annotated[int, Parameter(validator=Number(gte=0))]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
@@ -80,19 +81,19 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     return result
 
 
-def progress() -> Progress:
-    """A progress bar on standard error, shown on a terminal only."""
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error, shown on a terminal only; call what it yields for each thing done."""
     console = stderr()
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+    with Progress(
+        *(TextColumn(what), BarColumn(), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TimeRemainingColumn()),
         console=console,
         disable=not console.is_terminal,
         transient=True,
-    )
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
 
 
 def format_bytes(amount: float) -> str:

@@ -18,7 +18,7 @@ from pagoda.frontend.discovery.flags import discovering
 from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
 from pagoda.frontend.fleet import Fleet, RouterConfig
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
-from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
+from pagoda.frontend.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.tracer import Tracer

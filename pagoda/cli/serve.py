@@ -23,22 +23,22 @@ from pagoda.api.server import serve as serve_api
 from pagoda.api.service import ApiConfig
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import ModelFiles
-from pagoda.cli import event_loop, output
-from pagoda.cli.options import (
-    EngineOptions,
-    ExecutorOptions,
-    GeneralOptions,
-    ParallelOptions,
-    Seconds,
-)
+from pagoda.cli import output
+from pagoda.cli.options import GeneralOptions, Seconds
 from pagoda.cli.output import format_bytes
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.engine.config import KVTiersConfig
 from pagoda.errors import ConfigError
+from pagoda.frontend import event_loop
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
+from pagoda.frontend.engine_options import (
+    EngineOptions,
+    ExecutorOptions,
+    HandoffOptions,
+    ParallelOptions,
+)
 from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
-from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.request_tracker import RequestTracker

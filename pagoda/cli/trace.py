@@ -8,16 +8,16 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from pagoda.cli import machine_facts
 from pagoda.cli import output as out
+from pagoda.cli.files import write_file
 from pagoda.cli.machine_facts import measure_read_bandwidth
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.output import format_bytes
 from pagoda.cli.trace_page import alongside, page_of, tables_of
 from pagoda.errors import ConfigError
+from pagoda.ipc.machine import available_cores
 from pagoda.telemetry.merge.chrome import write_chrome_trace
 from pagoda.telemetry.merge.merging import merge_fragments
-from pagoda.telemetry.merge.model import Trace
 from pagoda.telemetry.report.data import Limits, Report, seconds
 from pagoda.telemetry.report.reporting import load_trace, report_of
 
@@ -46,20 +46,17 @@ def merge(
     path = output or directories[0] / _FILE_NAME
     num_flows = write_chrome_trace(trace, path)
     _tell(trace.notes)
-    out.stdout().print(f"{path}: {_describe(trace, num_flows, path)}.", soft_wrap=True)
+    sentence = (
+        f"{path}: {len(trace.processes)} processes, {num_flows:,} requests followed, "
+        f"{trace.end / 1e9:.3f} s, {format_bytes(path.stat().st_size)}."
+    )
+    out.stdout().print(sentence, soft_wrap=True)
     return 0
 
 
 def _tell(notes: tuple[str, ...]) -> None:
     for note in notes:
         out.stderr().print(note, soft_wrap=True)
-
-
-def _describe(trace: Trace, num_flows: int, path: Path) -> str:
-    return (
-        f"{len(trace.processes)} processes, {num_flows:,} requests followed, "
-        f"{trace.end / 1e9:.3f} s, {format_bytes(path.stat().st_size)}"
-    )
 
 
 def report(
@@ -87,12 +84,7 @@ def report(
     _tell(found.notes)
     _print(found, known)
     if html is not None:
-        try:
-            html.write_text(page_of(found, known), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--html: {html} cannot be written: {error.strerror or error}."
-            ) from error
+        write_file(html, page_of(found, known).encode(), "--html")
         out.stdout().print(f"{html}: the same as a page.", soft_wrap=True)
     return 0
 
@@ -101,9 +93,7 @@ def _limits(measure: bool, bandwidth: float | None, flops: float | None) -> Limi
     """The given rates; bandwidth is measured only if it is not given."""
     bytes_per_s = None if bandwidth is None else bandwidth * 1e9
     if measure and bytes_per_s is None:
-        cores = machine_facts.cores()
-        measured = measure_read_bandwidth(cores.usable, machine_facts.free_memory_bytes())
-        bytes_per_s = measured.bytes_per_s
+        bytes_per_s = measure_read_bandwidth(available_cores()).bytes_per_s
     return Limits(bytes_per_s, None if flops is None else flops * 1e12)
 
 

@@ -8,17 +8,16 @@ from typing import Protocol
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.prefix_cache_updates import CacheReporter
+from pagoda.engine.reports import CacheReporter
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import Clock
-from pagoda.kv.events import KVEventRecorder
+from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd.connector import RemoteKV
 from pagoda.pd.exporter import KVExporter
-from pagoda.pd.leases import LeaseBook
 from pagoda.pd.links import HandoffLinks
 from pagoda.pd.transfer_tokens import TransferTokens
 
@@ -48,7 +47,7 @@ class EngineParts:
     """The first one; its successors have the same KV cache."""
     scheduler: Scheduler
     cache_reporter: CacheReporter
-    kv_events: KVEventRecorder | None
+    cache_recorder: CacheRecorder
     remote: RemoteKV | None
     """None if no KV is fetched from other engines."""
 
@@ -71,15 +70,15 @@ def build_parts(
     links: HandoffLinks | None,
     build_tiers: TiersBuilder,
 ) -> EngineParts:
-    kv_events = None
-    if config.kv_events is not None:
-        has_disk = config.kv_tiers is not None and config.kv_tiers.disk_path is not None
-        kv_events = KVEventRecorder(worker.block_size, has_disk=has_disk)
+    recorder = CacheRecorder(
+        keeps_events=config.kv_events is not None,
+        has_disk=config.kv_tiers is not None and config.kv_tiers.disk_path is not None,
+    )
     kv = KVManager(
         worker.num_blocks,
         worker.block_size,
         prefix_caching=config.enable_prefix_caching,
-        events=kv_events,
+        recorder=recorder,
     )
     remote: RemoteKV | None = None
     exporter: KVExporter | None = None
@@ -103,10 +102,9 @@ def build_parts(
                 return remote
 
         if links.listener is not None:
-            leases = LeaseBook(kv.pool, clock, handoff.lease_s)
             tp_size = config.worker.parallel.tensor_parallel_size
             exporter = KVExporter(
-                links.listener, leases, tokens, engine_id, handoff.lease_s, tp_size
+                links.listener, kv.pool, clock, tokens, engine_id, handoff.lease_s, tp_size
             )
     tiers = None
     if config.kv_tiers is not None or open_remote is not None:
@@ -115,7 +113,7 @@ def build_parts(
             worker,
             kv.pool,
             clock,
-            kv_events,
+            recorder,
             open_remote,
             fail_on_load_failure=config.fail_on_load_failure,
         )
@@ -130,7 +128,7 @@ def build_parts(
     return EngineParts(
         worker=worker,
         scheduler=Scheduler(limits, kv, clock, tiers, exporter),
-        cache_reporter=CacheReporter([kv.pool, *near_pools], clock),
-        kv_events=kv_events,
+        cache_reporter=CacheReporter([kv.pool, *near_pools], recorder, clock),
+        cache_recorder=recorder,
         remote=remote,
     )

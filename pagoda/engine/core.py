@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from pagoda.engine.assembly import EngineParts, TiersBuilder, Timed, build_parts
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.reports import StepRecorder
 from pagoda.engine.scheduler import Scheduler
-from pagoda.engine.step_statistics import LoadReportSchedule, StepRecorder
 from pagoda.engine.tracing import EngineTracing
 from pagoda.engine.worker_restarts import WorkerRestarts
 from pagoda.errors import ConfigError, EngineDeadError
@@ -30,7 +30,7 @@ from pagoda.messages.tracing import StartTrace, TraceStopped
 from pagoda.messages.transfers import TransferEnd
 from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import Role
-from pagoda.parallel.config import expert_share
+from pagoda.parallel.config import even_share
 from pagoda.pd.connector import Arrived, Failed
 from pagoda.pd.links import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
@@ -59,13 +59,13 @@ class EngineCore:
         self._handoff = handoff
         self.parts: EngineParts | None = None
         """None until the first worker is ready."""
-        self._early_cache_followers: list[bytes] = []
-        """Frontends that subscribed to the cache before."""
+        self._follows_cache = False
         self.steps = StepRecorder(clock)
-        self._load_reports = LoadReportSchedule(clock)
         self._restarts = WorkerRestarts(clock)
         self.is_worker_ready = False
         """False while the first worker starts, and while a lost one is being replaced."""
+        self._was_worker_ready = True
+        """`is_worker_ready` of the last report; `EngineReady` counts as the first one."""
         self._step_time_s = 0.0
         self._expert_tokens: list[int] = []
         self._last_progress = clock.now()
@@ -179,9 +179,7 @@ class EngineCore:
         if parts.scheduler.tiers is None:
             return
         transfers = parts.scheduler.tiers.drain_transfers()
-        added, removed = (
-            ([], []) if parts.remote is None else parts.remote.peers.drain_peer_changes()
-        )
+        added, removed = ([], []) if parts.remote is None else parts.remote.drain_peer_changes()
         if transfers or added or removed:
             self.executor.submit_transfers(transfers, added, removed)
 
@@ -215,8 +213,8 @@ class EngineCore:
             parts = self.parts = build_parts(
                 self._config, worker, self._clock, self._handoff, self._build_tiers
             )
-            for frontend in self._early_cache_followers:
-                parts.cache_reporter.follow(frontend)
+            if self._follows_cache:
+                parts.cache_reporter.follow()
             if self._tracer.session is not None:
                 self.tracing.watch(parts.scheduler)
         if parts.scheduler.tiers is not None:
@@ -254,21 +252,18 @@ class EngineCore:
 
     def drain_kv_events(self) -> list[KVEvent]:
         """Events of cached blocks since the last call; none unless the configuration asks for them."""
-        if self.parts is None or self.parts.kv_events is None:
-            return []
-        return self.parts.kv_events.drain()
+        return [] if self.parts is None else self.parts.cache_recorder.drain()
 
-    def subscribe_cache(self, frontend: bytes) -> None:
-        """Sends updates of the prefix cache to `frontend`, as soon as there is one."""
-        if self.parts is None:
-            self._early_cache_followers.append(frontend)
-        else:
-            self.parts.cache_reporter.follow(frontend)
+    def follow_cache(self) -> None:
+        """Tells of the prefix cache, from its beginning, as soon as there is one."""
+        self._follows_cache = True
+        if self.parts is not None:
+            self.parts.cache_reporter.follow()
 
-    def drain_updates(self) -> list[tuple[bytes, PrefixCacheUpdate | StepStatistics]]:
+    def drain_updates(self) -> list[PrefixCacheUpdate | StepStatistics]:
         """Messages that are due to frontends which have subscribed."""
-        cache_updates = [] if self.parts is None else self.parts.cache_reporter.drain()
-        return [*cache_updates, *self.steps.drain()]
+        cache = None if self.parts is None else self.parts.cache_reporter.drain()
+        return [update for update in (cache, self.steps.drain()) if update is not None]
 
     def next_wakeup(self) -> float | None:
         """The next instant, on the clock, with something to do even if no event comes; None for never."""
@@ -276,7 +271,6 @@ class EngineCore:
             self._restarts,
             self.executor,
             self.steps,
-            self._load_reports,
             *(self.parts.timed if self.parts else ()),
         ]
         instants = (part.next_event_at() for part in timed)
@@ -284,10 +278,11 @@ class EngineCore:
 
     def drain_load_report(self) -> LoadReport | None:
         """The report that frontends are to be sent now without having asked; None if none is due."""
-        if self.parts is None or not self._load_reports.is_due(
-            self.parts.scheduler.counters.num_steps, is_worker_ready=self.is_worker_ready
-        ):
+        has_changed = self.is_worker_ready != self._was_worker_ready
+        if self.parts is None or not (has_changed or self.steps.is_report_due()):
             return None
+        self._was_worker_ready = self.is_worker_ready
+        self.steps.reported()
         return self.load()
 
     def load(self) -> LoadReport:
@@ -296,7 +291,6 @@ class EngineCore:
             return LoadReport(is_worker_ready=False)
         scheduler = self.parts.scheduler
         tiers, exporter = scheduler.tiers, scheduler.exporter
-        leases = None if exporter is None else exporter.leases
         return LoadReport(
             **dataclasses.asdict(scheduler.counters),
             num_running=len(scheduler.running),
@@ -315,10 +309,10 @@ class EngineCore:
             is_worker_ready=self.is_worker_ready,
             num_awaiting_kv=scheduler.loader.num_requests,
             tiers=() if tiers is None else tiers.load_report(),
-            num_leases=leases.num_leases if leases else 0,
-            num_wanted_leases=0 if exporter is None else exporter.num_wanted,
-            num_leased_blocks=leases.num_blocks if leases else 0,
-            num_leases_expired=leases.num_expired if leases else 0,
+            num_leases=len(exporter.leases) if exporter else 0,
+            num_wanted_leases=exporter.num_wanted if exporter else 0,
+            num_leased_blocks=exporter.num_leased_blocks if exporter else 0,
+            num_leases_expired=exporter.num_expired if exporter else 0,
             steps=self.steps.totals(),
         )
 
@@ -327,7 +321,7 @@ class EngineCore:
         if not parallel.expert_parallel or not self._expert_tokens:
             return []
         size = parallel.tensor_parallel_size
-        shares = (expert_share(len(self._expert_tokens), rank, size) for rank in range(size))
+        shares = (even_share(len(self._expert_tokens), rank, size) for rank in range(size))
         return [sum(self._expert_tokens[expert] for expert in share) for share in shares]
 
     def pollables(self) -> list[object]:

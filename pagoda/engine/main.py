@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -26,13 +27,12 @@ from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
-from pagoda.executor.launcher import Launcher
-from pagoda.executor.local import LocalLauncher
+from pagoda.executor.launcher import Launcher, LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
-from pagoda.ipc.machine import process_memory_bytes
+from pagoda.ipc.machine import memory_of
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
@@ -43,17 +43,18 @@ from pagoda.messages.frontend import (
     GenerateRequest,
     Hello,
     LoadQuery,
+    PrefixCacheUpdate,
     RequestRefused,
     Shutdown,
+    StepStatistics,
     SubscribeCache,
     SubscribeSteps,
     TokenChunk,
     TokenChunks,
     UnsubscribeSteps,
 )
-from pagoda.messages.load import ProcessMemory
 from pagoda.messages.tracing import StartTrace, StopTrace
-from pagoda.pd.links import SocketLinks
+from pagoda.pd.links import open_links
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
 
@@ -61,21 +62,17 @@ _log = logging.getLogger(__name__)
 
 
 class RequestRoutes:
-    """Maps ids of frontends to ids of the engine.
-
-    Frontends choose ids by themselves. Where two of them choose the same, the engine gives the second request
-    another id, and chunks go out under the id that their frontend knows.
-    """
+    """Maps wire ids of frontends to the engine's own: `GenerateRequest.request_id`, changed where it is taken."""
 
     def __init__(self) -> None:
         self._origins: dict[str, tuple[bytes, str]] = {}
-        """Frontend and its id, by the engine's id."""
+        """Frontend and wire id, by the engine's id."""
         self._engine_ids: dict[tuple[bytes, str], str] = {}
         self._num_renamed = 0
 
     def add(self, frontend: bytes, request: GenerateRequest) -> GenerateRequest | None:
-        """The request under the engine's id; None if the frontend has a running request with this id already."""
-        origin = frontend, request.request_id
+        """The request under the engine's id; None if the frontend has a running request with this wire id."""
+        origin = frontend, request.wire_id or request.request_id
         if origin in self._engine_ids:
             return None
         engine_id = request.request_id
@@ -87,22 +84,21 @@ class RequestRoutes:
             return request
         return msgspec.structs.replace(request, request_id=engine_id)
 
-    def remove(self, frontend: bytes, request_id: str) -> str | None:
+    def remove(self, frontend: bytes, wire_id: str) -> str | None:
         """Forgets a request; returns the engine's id of it, or None if the frontend has no such request."""
-        engine_id = self._engine_ids.pop((frontend, request_id), None)
+        engine_id = self._engine_ids.pop((frontend, wire_id), None)
         if engine_id is not None:
             del self._origins[engine_id]
         return engine_id
 
     def sort(self, chunks: Iterable[TokenChunk]) -> dict[bytes, list[TokenChunk]]:
-        """The chunks by frontend, under its ids. Forgets requests that have ended."""
+        """The chunks by frontend, under wire ids. Forgets requests that have ended."""
         by_frontend: dict[bytes, list[TokenChunk]] = {}
         for chunk in chunks:
-            frontend, request_id = self._origins[chunk.request_id]
+            frontend, wire_id = self._origins[chunk.request_id]
             if chunk.finish_reason is not None:
-                self.remove(frontend, request_id)
-            if chunk.request_id != request_id:
-                chunk = msgspec.structs.replace(chunk, request_id=request_id)
+                self.remove(frontend, wire_id)
+            msgspec.structs.force_setattr(chunk, "request_id", wire_id)
             by_frontend.setdefault(frontend, []).append(chunk)
         return by_frontend
 
@@ -128,6 +124,8 @@ class EngineProcess:
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
         self._routes = RequestRoutes()
+        self._followers: defaultdict[type, set[bytes]] = defaultdict(set)
+        """Frontends that subscribed to a kind of updates."""
         self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
         self._stopping = False
 
@@ -153,7 +151,7 @@ class EngineProcess:
                     )
                 )
             if config.handoff is not None:
-                links = stack.enter_context(closing(SocketLinks(config.handoff, replica))).links
+                links = stack.enter_context(closing(open_links(config.handoff, replica)))
             self._executor = _make_executor(config, self._directory, self._clock, self._tracer)
             self._core = stack.enter_context(
                 closing(
@@ -169,8 +167,9 @@ class EngineProcess:
                 self._greet()
                 # Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one.
                 self._send_all(self._core.drain_load_report())
-                for frontend, update in self._core.drain_updates():
-                    self._send(frontend, update)
+                for update in self._core.drain_updates():
+                    for frontend in self._followers[type(update)]:
+                        self._send(frontend, update)
                 self._send_all(self._core.tracing.drain_end())
                 if self._publisher is not None:
                     self._publisher.publish(self._core.drain_kv_events())
@@ -199,21 +198,27 @@ class EngineProcess:
             case GenerateRequest():
                 self._admit(frontend, message)
             case AbortRequests():
-                for request_id in message.request_ids:
-                    engine_id = self._routes.remove(frontend, request_id)
+                for wire_id in message.request_ids:
+                    engine_id = self._routes.remove(frontend, wire_id)
                     if engine_id is not None:
                         self._core.abort(engine_id)
             case LoadQuery():
                 report = msgspec.structs.replace(
-                    self._core.load(), query_id=message.query_id, processes=self._processes()
+                    self._core.load(),
+                    query_id=message.query_id,
+                    processes=memory_of({self._tracer.role: os.getpid(), **self._executor.pids()}),
                 )
                 self._send(frontend, report)
             case SubscribeCache():
-                self._core.subscribe_cache(frontend)
+                self._followers[PrefixCacheUpdate].add(frontend)
+                self._core.follow_cache()
             case SubscribeSteps():
-                self._core.steps.follow(frontend)
+                self._followers[StepStatistics].add(frontend)
+                self._core.steps.follow()
             case UnsubscribeSteps():
-                self._core.steps.unfollow(frontend)
+                self._followers[StepStatistics].discard(frontend)
+                if not self._followers[StepStatistics]:
+                    self._core.steps.unfollow()
             case Hello():
                 self._welcome(frontend, message)
             case StartTrace():
@@ -245,24 +250,16 @@ class EngineProcess:
         routed = self._routes.add(frontend, request)
         if routed is None:
             # Any answer would reach the stream of the first request, which goes on untouched.
-            error = "a frontend sent a second request with this id, which is ignored"
+            error = "a frontend sent a second request with this wire id, which is ignored"
             _log.error(error, extra={"request_id": request.request_id})
             return
         answer = self._core.add(routed)
         if isinstance(answer, RequestRefused):
-            self._routes.remove(frontend, request.request_id)
-            self._send(frontend, RequestRefused(request.request_id, answer.retry_after_s))
+            wire_id = request.wire_id or request.request_id
+            self._routes.remove(frontend, wire_id)
+            self._send(frontend, RequestRefused(wire_id, answer.retry_after_s))
             return
         self._send_chunks(answer)
-
-    def _processes(self) -> tuple[ProcessMemory, ...]:
-        """Processes on this host, with the memory that they take now."""
-        pids = {self._tracer.role: os.getpid(), **self._executor.pids()}
-        return tuple(
-            ProcessMemory(role, pid, resident_bytes)
-            for role, pid in pids.items()
-            if (resident_bytes := process_memory_bytes(pid)) is not None
-        )
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
         by_frontend = self._routes.sort(chunks)

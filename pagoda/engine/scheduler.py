@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from pagoda.engine.batching import Batcher, SchedulerLimits
-from pagoda.engine.kv_exports import KVExports, Unwanted
+from pagoda.engine.kv_exports import KVExports
 from pagoda.engine.kv_loading import KVLoader, LoadStart
 from pagoda.engine.places import Places
 from pagoda.engine.quarantine import Quarantine
@@ -30,7 +30,8 @@ from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 from pagoda.messages.worker import StepResult
 from pagoda.pd.connector import Arrived, Failed
-from pagoda.pd.exporter import FirstToken, KVExporter
+from pagoda.pd.exporter import KVExporter, Unwanted
+from pagoda.pd.messages import KVPrefilled
 
 
 class Scheduler:
@@ -271,7 +272,7 @@ class Scheduler:
             self.loader.prefetch_more()
         return chunks
 
-    def _apply_first_token(self, request: Request, token: FirstToken) -> list[TokenChunk]:
+    def _apply_first_token(self, request: Request, token: KVPrefilled) -> list[TokenChunk]:
         """Appends the token behind a request's prompt as if it had been sampled here.
 
         The token is ignored if the request has got further, is being computed and will sample it, or asks for

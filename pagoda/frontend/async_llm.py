@@ -28,7 +28,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
 
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages as OpenAI spells them."""
 
 
 class AsyncLLM:
@@ -54,8 +53,7 @@ class AsyncLLM:
         `options` are the fields of `EngineOptions`, `ParallelOptions` and `ExecutorOptions`: the flags of
         `pagoda serve`. A `configuration` replaces `model` and `options`.
 
-        Raises:
-            ConfigError: there is no such model or option, or an option has a value that is not allowed.
+        Raises ConfigError: there is no such model or option, or an option has a value that is not allowed.
         """
         self._files, self._engine, self._policy = configuration or configure(model, options)
         self._chat_template = None if chat_template is None else Path(chat_template)
@@ -118,9 +116,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to `prompt` as they grow; every item has all of the text so far.
 
-        Raises:
-            InvalidRequestError: the prompt or a parameter does not fit the model, or a request with this id runs.
-            OverloadedError: too many requests are waiting.
+        Raises InvalidRequestError: the prompt or a parameter does not fit the model, or a request with this id
+        runs; OverloadedError: too many requests are waiting.
         """
         prepare = partial(self.prepare, prompt, sampling_params, priority=priority)
         return self._growing(prepare, request_id)
@@ -191,8 +188,7 @@ class AsyncLLM:
     ) -> list[TextRequest]:
         """The requests of one prompt. An answer too long for the context is shortened to fit, as in vLLM.
 
-        Raises:
-            InvalidRequestError: the prompt or a parameter does not fit the model.
+        Raises InvalidRequestError: the prompt or a parameter does not fit the model.
         """
         params = sampling_params or self.get_default_sampling_params()
         return await self.generator.prepare(
@@ -212,11 +208,7 @@ class AsyncLLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt of a conversation.
-
-        Raises:
-            InvalidRequestError: a message, a tool or a switch is not as it should be.
-        """
+        """The prompt of a conversation. Raises InvalidRequestError: a message or an option is malformed."""
         try:
             checked = msgspec.convert(messages, Messages)
         except msgspec.ValidationError as error:
@@ -227,7 +219,7 @@ class AsyncLLM:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            switches=chat_template_kwargs,
+            chat_template_kwargs=chat_template_kwargs,
         )
 
     def _answers(self, requests: list[TextRequest]) -> list[GrowingAnswer]:

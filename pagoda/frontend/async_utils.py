@@ -74,7 +74,6 @@ class LongWork:
         self._places = asyncio.Semaphore(num_threads)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`, done in a thread."""
         await self._places.acquire()
         done = asyncio.get_running_loop().run_in_executor(self._executor, work)
         done.add_done_callback(self._leave)

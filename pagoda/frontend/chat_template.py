@@ -48,8 +48,6 @@ class TemplateError(Exception):
 
 
 class ChatTemplate:
-    """One compiled template, and what its source tells about the model."""
-
     def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
         """Raises ConfigError: the source is not a Jinja template."""
         environment = _environment()
@@ -66,11 +64,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_tools = "tools" in self._variables
-        """True if the template shows tools to the model."""
         self.hermes_tool_calls = "<tool_call>" in source
         """True if the model writes calls between `<tool_call>` tags (Hermes, Qwen)."""
         self.thinks = "</think>" in source
-        """True if the model writes its reasoning between `<think>` tags."""
 
     @property
     def switches(self) -> tuple[str, ...]:
@@ -82,25 +78,30 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        switches: Mapping[str, object] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt text of a conversation.
+        """The prompt text of a conversation. None means the default: a generation prompt, unless the final message
+        is continued.
 
         `messages` are dicts with `role`, `content` (a string) and, as they occur, `tool_calls` (with arguments as
         dicts), `tool_call_id`, `name` and `reasoning_content`.
 
-        Raises:
-            InvalidRequestError: a switch is not one of the template's, or the template refuses the conversation.
+        Raises InvalidRequestError: an option does not fit the template, or the template refuses the conversation.
         """
-        given = dict(switches or {})
+        if tools and not self.takes_tools:
+            refuse("tools", "are not in this model's chat template")
+        if continue_final_message and add_generation_prompt:
+            refuse("continue_final_message", "and add_generation_prompt exclude each other")
+        given = dict(chat_template_kwargs or {})
         self._check_switches(given)
         try:
             text = self._bounded(
                 messages=[self._with_known_role(message) for message in messages],
                 tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                add_generation_prompt=add_generation_prompt is not False
+                and not continue_final_message,
                 **self._special_tokens,
                 **given,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 from msgspec import Meta
@@ -28,23 +28,16 @@ _MESSAGE_CHARS = 32
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of a message's content."""
-
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The function that an assistant called."""
-
     name: str
     arguments: str
-    """A JSON object, as text."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One call in an assistant's message."""
-
     function: FunctionCall
     id: str | None = None
     type: Literal["function"] = "function"
@@ -69,12 +62,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Messages = Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
-"""A conversation."""
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function that the model may call."""
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -82,8 +72,6 @@ class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -92,29 +80,15 @@ def render_conversation(
     template: ChatTemplate,
     messages: Sequence[Message],
     *,
-    tools: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    switches: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **options: Any,
 ) -> str:
-    """The prompt of a conversation. None means the default.
+    """The prompt of a conversation; `options` are those of `ChatTemplate.render`.
 
-    Raises:
-        InvalidRequestError: a message, a tool or a switch is malformed.
+    Raises InvalidRequestError: a message, a tool or an option is malformed.
     """
-    if tools:
-        check_tools(tools)
-        if not template.takes_tools:
-            refuse("tools", "are not in this model's chat template")
-    if continue_final_message and add_generation_prompt:
-        refuse("continue_final_message", "and add_generation_prompt exclude each other")
-    return template.render(
-        template_messages(messages),
-        tools=tools,
-        add_generation_prompt=add_generation_prompt is not False,
-        continue_final_message=bool(continue_final_message),
-        switches=switches,
-    )
+    check_tools(tools or ())
+    return template.render(template_messages(messages), tools=tools, **options)
 
 
 def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
@@ -134,8 +108,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Text parts become one string, and the arguments of tool calls become objects.
 
-    Raises:
-        InvalidRequestError: a message lacks what its role needs.
+    Raises InvalidRequestError: a message lacks what its role needs.
     """
     if not messages:
         refuse("messages", "must hold at least one message")
@@ -177,8 +150,7 @@ def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Checks tool definitions before they reach a template.
 
-    Raises:
-        InvalidRequestError: there are too many, or one is malformed.
+    Raises InvalidRequestError: there are too many, or one is malformed.
     """
     if len(tools) > MAX_TOOLS:
         refuse("tools", f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
@@ -192,46 +164,34 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         if not _FUNCTION_NAME.fullmatch(tool.function.name):
             refuse(f"{where}.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
         if tool.function.parameters is not None:
-            _check_schema(tool.function.parameters, _Path(None, f"{where}.parameters"))
+            _check_schema(tool.function.parameters, f"{where}.parameters")
 
 
-def _check_schema(schema: object, path: _Path) -> None:
+def _check_schema(schema: object, *path: str, depth: int = 0) -> None:
     """Checks the form of a JSON schema as far as a template may rely on it; the work is linear in its size."""
+
+    def refuse_at(rule: str, *field: str) -> NoReturn:
+        refuse(".".join(part[:_MAX_NAME_CHARS] for part in (*path, *field)), rule)
+
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        refuse(str(path), "must be a JSON schema, that is, an object")
-    if path.depth > MAX_SCHEMA_DEPTH:
-        refuse(str(path), f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        refuse_at("must be a JSON schema, that is, an object")
+    if depth > MAX_SCHEMA_DEPTH:
+        refuse_at(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     types = schema.get("type", [])
     for name in types if isinstance(types, list) else [types]:
         if not isinstance(name, str) or name not in _SCHEMA_TYPES:
-            refuse(f"{path}.type", f"must be one of {', '.join(sorted(_SCHEMA_TYPES))}")
+            refuse_at(f"must be one of {', '.join(sorted(_SCHEMA_TYPES))}", "type")
     # Not compiled: that takes seconds for some patterns, and nothing here matches with them.
     pattern = schema.get("pattern", "")
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
         rule = f"must be a regular expression of at most {MAX_PATTERN_CHARS} characters"
-        refuse(f"{path}.pattern", rule)
+        refuse_at(rule, "pattern")
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
-        refuse(f"{path}.properties", "must be an object")
+        refuse_at("must be an object", "properties")
     for name, child in properties.items():
-        _check_schema(child, _Path(path, "properties.", name))
+        _check_schema(child, *path, "properties", name, depth=depth + 1)
     if "items" in schema:
-        _check_schema(schema["items"], _Path(path, "items"))
-
-
-class _Path:
-    """The position of a schema in its tool. The text is put together only for an error: names may be long."""
-
-    __slots__ = ("_name", "_parent", "_prefix", "depth")
-
-    def __init__(self, parent: _Path | None, prefix: str, name: str = "") -> None:
-        self._parent = parent
-        self._prefix = prefix
-        self._name = name
-        self.depth: int = 0 if parent is None else parent.depth + 1
-
-    def __str__(self) -> str:
-        own = self._prefix + self._name[:_MAX_NAME_CHARS]
-        return own if self._parent is None else f"{self._parent}.{own}"
+        _check_schema(schema["items"], *path, "items", depth=depth + 1)

@@ -23,8 +23,6 @@ _MAX_WINDOW = 16
 
 
 class IncrementalDecoder(Protocol):
-    """The text of one growing token sequence."""
-
     def push(self, token_id: int) -> str:
         """The text that became certain with this token; may be empty."""
         ...

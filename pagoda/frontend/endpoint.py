@@ -1,4 +1,4 @@
-"""The protocol between the layers: an engine, a host and a dispatcher are all `Endpoint`s."""
+"""The protocol between the layers: a replica and a dispatcher are `Endpoint`s."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Protocol
 
 import msgspec
 
-from pagoda.errors import EngineDeadError
 from pagoda.messages.frontend import (
     EngineReady,
     GenerateRequest,
@@ -109,26 +108,4 @@ class Endpoint(Protocol):
 
     async def close(self) -> None:
         """Ends everything behind this endpoint; nothing is left behind."""
-        ...
-
-
-class Replica(Endpoint, Protocol):
-    """An endpoint over one engine, which is started, may be lost and comes back with an empty KV cache."""
-
-    @property
-    def name(self) -> str:
-        """Name for operators, the same in all routers; empty: the dispatcher numbers the replica."""
-        ...
-
-    async def start(self) -> None:
-        """Returns when the replica is ready for the first time; a failed start leaves nothing behind.
-
-        Raises:
-            ConfigError: the replica cannot start, for a reason that the user can mend.
-            EngineDeadError: the replica cannot start for another reason.
-        """
-        ...
-
-    async def wait_failed(self) -> EngineDeadError:
-        """Returns the reason once the replica is given up or closed."""
         ...

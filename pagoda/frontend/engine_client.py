@@ -1,4 +1,4 @@
-"""An engine process as a `Replica`: started, watched, and started again when it dies or hangs.
+"""An engine process, the `Transport` of a replica: started, watched, and started again when it dies or hangs.
 
 Requests that were in an engine when it ended fail with EngineLostError; the `Dispatcher` holds their values.
 """
@@ -6,7 +6,6 @@ Requests that were in an engine when it ended fail with EngineLostError; the `Di
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
@@ -14,10 +13,10 @@ import msgspec
 import zmq
 
 from pagoda.engine.config import EngineConfig
-from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.engine_connection import PROBE, EngineConnection
+from pagoda.frontend.replica import PROBE, Replica
 from pagoda.frontend.watchdog import Watchdog
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.event_socket import EventSocket
@@ -31,7 +30,6 @@ from pagoda.messages.frontend import (
     Hello,
     LoadQuery,
     Shutdown,
-    TokenChunks,
 )
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.telemetry.tracer import Tracer
@@ -46,7 +44,6 @@ joining a Ray cluster takes its time."""
 _LAST_WORDS_S = 0.05
 """Seconds without a message after which nothing more is expected from an engine that has ended."""
 _STOP_S = 5.0
-_LEASES_POLL_S = 0.1
 _TRACE_END_S = 15.0
 """Seconds that an engine may take to close its fragment. Its workers close theirs first: each waits up to 5 s for
 a slow disk, and a step may be long."""
@@ -85,36 +82,19 @@ class EngineClient:
         self._ready_at: float | None = None
         self.num_deaths_in_row = 0
         """Engines that ended in a row, each within `STABLE_S` of being ready."""
-        self.connection = connection = EngineConnection(
+        self.replica = replica = Replica(
+            self,
             "the engine",
-            self._send,
-            self._tracer.clock_ns,
+            self._tracer,
             hang_timeout_s=config.engine_timeout_s,
             on_hang=lambda: self._on_hang(config.engine_timeout_s),
         )
         self._start_watchdog = Watchdog(
             start_timeout_s,
-            is_owed=lambda: self._engine is not None and not connection.is_open,
-            probe=lambda: self._send(LoadQuery(PROBE)),
+            is_owed=lambda: self._engine is not None and not replica.is_open,
+            probe=lambda: self.send(LoadQuery(PROBE)),
             on_silence=lambda: self._on_hang(start_timeout_s),
         )
-        self.watch = connection.watch
-        self.generate = connection.generate
-        self.abort = connection.abort
-        self.load = connection.load
-        self.health = connection.health
-        self.subscribe_cache = connection.subscribe_cache
-        self.subscribe_steps = connection.subscribe_steps
-        self.wait_failed = connection.wait_failed
-        self.name = ""
-
-    @property
-    def limits(self) -> EngineReady:
-        return self.connection.limits
-
-    @property
-    def state(self) -> ReplicaState:
-        return self.connection.state
 
     @property
     def engine_pid(self) -> int | None:
@@ -123,25 +103,13 @@ class EngineClient:
     async def start(self) -> None:
         self._supervisor = asyncio.create_task(self._supervise())
         try:
-            await self.connection.wait_open()
+            await self.replica.wait_open()
         except BaseException:
             await self.close()
             raise
 
-    async def drain(self, timeout_s: float) -> None:
-        """See `Endpoint.drain`; also waits until other hosts have read the KV that this engine holds for them."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + timeout_s
-        await self.connection.drain(timeout_s)
-        with contextlib.suppress(EngineDeadError, EngineLostError):
-            while loop.time() < end:
-                with contextlib.suppress(TimeoutError):  # one late answer says nothing about leases
-                    if not (await self.load()).num_wanted_leases:
-                        return
-                await asyncio.sleep(_LEASES_POLL_S)
-
     async def close(self) -> None:
-        """See `Endpoint.close`. When cancelled, kills the engine instead of waiting for it."""
+        """Ends the engine. When cancelled, kills the engine instead of waiting for it."""
         try:
             if self._supervisor is not None:
                 await cancel_all([self._supervisor])
@@ -165,7 +133,7 @@ class EngineClient:
         order = msgspec.structs.replace(order, session=session, number=self._num_traces)
         self._config = msgspec.structs.replace(self._config, trace=order)
         self._trace_end = asyncio.get_running_loop().create_future()
-        self._send(order)
+        self.send(order)
 
     async def stop_trace(self) -> list[str]:
         end = self._trace_end
@@ -175,7 +143,7 @@ class EngineClient:
         if self._engine is None:
             self._end_trace([])
         elif not end.done():
-            self._send(StopTrace())
+            self.send(StopTrace())
         try:
             async with asyncio.timeout(_TRACE_END_S):
                 return await asyncio.shield(end)
@@ -200,7 +168,7 @@ class EngineClient:
             while True:
                 self._ready_at = None
                 reason = await self._run_engine()
-                if self.connection.has_failed:
+                if self.replica.state is ReplicaState.FAILED:
                     return
                 if self._ready_at is not None and loop.time() - self._ready_at >= STABLE_S:
                     self.num_deaths_in_row = 0
@@ -227,7 +195,7 @@ class EngineClient:
             )
         except (OSError, zmq.ZMQError) as error:
             return f"could not be started ({error.strerror})"
-        self._send(Hello())
+        self.send(Hello())
         self._start_watchdog.expect()
         await asyncio.wait([engine.ended])
         engine.drop()
@@ -236,19 +204,18 @@ class EngineClient:
         self._tracer.instant("engine lost", {"engine": self._config.worker.place.dp})
         if self._config.trace is None:
             self._end_trace([])
-        self.connection.lose("The engine ended.")
+        self.replica.lose("The engine ended.")
         return engine.ended.result()
 
     def _on_hang(self, timeout_s: float) -> None:
         if self._engine is not None:
             self._engine.end(f"did not answer for {timeout_s:g} s")
 
-    def _send(self, message: FrontendMessage) -> None:
+    def send(self, message: FrontendMessage) -> None:
         if self._engine is not None:
             self._engine.socket.send(self._encode(message))
 
     def _receive(self, engine: _Engine, payload: bytes) -> None:
-        began = self._tracer.e2e()
         self._start_watchdog.heard()
         try:
             message = self._decode(payload)
@@ -266,15 +233,13 @@ class EngineClient:
                 worker = msgspec.structs.replace(self._config.worker, num_blocks=message.num_blocks)
                 self._config = msgspec.structs.replace(self._config, worker=worker)
                 self._ready_at = asyncio.get_running_loop().time()
-                self.connection.receive(message)
+                self.replica.receive(message)
             case _:
-                self.connection.receive(message)
-                if began and isinstance(message, TokenChunks):
-                    self._tracer.span("chunks", began, {"chunks": len(message.chunks)})
+                self.replica.receive(message)
 
     def _on_failed(self, engine: _Engine, failure: EngineFailed) -> None:
         """The reason of a first engine that never was ready ends everything; later, it is one more death."""
-        if self.connection.has_started:
+        if self.replica.has_started:
             engine.end(f"gave up ({failure.error.removesuffix('.')})")
             return
         error = ConfigError if failure.is_user_error else EngineDeadError
@@ -283,7 +248,7 @@ class EngineClient:
 
     def _fail(self, error: ConfigError | EngineDeadError) -> None:
         self._end_trace([])
-        self.connection.fail(error)
+        self.replica.fail(error)
 
 
 def _name(config: EngineConfig) -> str:
@@ -310,7 +275,6 @@ class _Engine:
         """End of the engine as a clause: `was killed by SIGKILL`."""
         self._num_messages = 0
         self._on_message = on_message
-        self._watched = False
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -325,7 +289,6 @@ class _Engine:
             self.socket.close()
             raise
         self._loop.add_reader(self.child.fileno(), self._on_hangup)
-        self._watched = True
 
     def end(self, reason: str) -> None:
         """Counts the engine as ended; the first reason holds."""
@@ -338,8 +301,8 @@ class _Engine:
         await asyncio.wait([self.ended], timeout=_STOP_S)
 
     def drop(self) -> None:
-        """Kills the engine if it still runs, and releases everything. May be called twice."""
-        self._stop_watching()
+        """Kills the engine if it still runs, and releases everything."""
+        self._loop.remove_reader(self.child.fileno())
         self.socket.close()
         self.child.kill()
 
@@ -348,20 +311,15 @@ class _Engine:
         self._on_message(self, frames[-1])
 
     def _on_hangup(self) -> None:
-        self._stop_watching()
-        self._await_last_words(self._num_messages)
+        self._loop.remove_reader(self.child.fileno())
+        self._await_last_words()
 
-    def _await_last_words(self, num_messages: int) -> None:
+    def _await_last_words(self) -> None:
         """Messages of an engine that has ended may still be in the socket."""
-        self._loop.call_later(_LAST_WORDS_S, self._check_last_words, num_messages)
+        self._loop.call_later(_LAST_WORDS_S, self._check_last_words, self._num_messages)
 
     def _check_last_words(self, num_messages: int) -> None:
         if self._num_messages != num_messages:
-            self._await_last_words(self._num_messages)
+            self._await_last_words()
         else:
             self.end(self.child.describe_end())
-
-    def _stop_watching(self) -> None:
-        if self._watched:
-            self._loop.remove_reader(self.child.fileno())
-            self._watched = False

@@ -7,10 +7,12 @@ and is checked when a configuration is made, wherever the values come from.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal, TypeVar, get_args, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 from cyclopts import Group, Parameter
@@ -18,7 +20,7 @@ from msgspec import Meta
 
 from pagoda.checkpoints.resolve import ModelFiles, resolve_model
 from pagoda.checkpoints.topology import check_topology
-from pagoda.devices import BackendName, check_devices, device_number
+from pagoda.devices import BackendName, check_devices_of_host
 from pagoda.engine.config import (
     EngineConfig,
     HandoffConfig,
@@ -27,13 +29,14 @@ from pagoda.engine.config import (
     SimConfig,
 )
 from pagoda.errors import ConfigError
-from pagoda.frontend.handoff_options import Handoff
-from pagoda.frontend.kv_directory import check_kv_directory
+from pagoda.frontend.fleet import read_cluster_secret
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
-from pagoda.frontend.sizes import parse_bytes
+from pagoda.ipc.curve import keys_of
 from pagoda.ipc.machine import available_memory_bytes
-from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.config import ParallelConfig, num_cpu_devices
+from pagoda.kv.disk_policy import check_quota
+from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
+from pagoda.parallel.config import ParallelConfig
+from pagoda.pd.transport.choose import TRANSPORTS
 
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -42,7 +45,14 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 AtLeastOne = Annotated[float, Meta(ge=1)]
 
-T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions")
+T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions", "HandoffOptions")
+
+
+class Handoff(NamedTuple):
+    """The parts of an engine and of its workers in prefill/decode handoff."""
+
+    engine: HandoffConfig
+    workers: KVHandoffConfig
 
 
 @Parameter(name="*", group=Group("Engine", sort_key=10))
@@ -117,26 +127,24 @@ class EngineOptions:
             ConfigError: a value is not allowed.
         """
         options = _checked(self)
-        if options.quantization_group_size is not None and options.quantization != "int4":
-            raise ConfigError("--quantization-group-size needs --quantization int4.")
+        options._check_needs(Role.NONE if handoff is None else handoff.engine.role)
+        tiers = KVTiersConfig(**_shared(options, KVTiersConfig, "kv_"))
+        if tiers.disk_path is not None:
+            path = check_kv_directory(tiers.disk_path, tiers.disk_bytes, model)
+            tiers = msgspec.structs.replace(tiers, disk_path=path)
+        worker = _shared(options, WorkerConfig) | {
+            "kv_disk_path": tiers.disk_path,
+            "kv_handoff": None if handoff is None else handoff.workers,
+            "model": model,
+            "num_blocks": options.num_kv_blocks,
+            "num_threads": options.threads,
+        }
         address = options.kv_events
-        if address is not None and not options.enable_prefix_caching:
-            raise ConfigError(
-                "--kv-events needs the prefix cache; leave --enable-prefix-caching on."
-            )
-        tiers = options._kv_tiers(model, fetches=handoff is not None)
-        worker = options._worker_config(model, tiers)
-        if handoff is not None:
-            options._check_handoff(handoff.engine)
-            worker = msgspec.structs.replace(worker, kv_handoff=handoff.workers)
+        events = None if address is None else KVEventsConfig.parse(address)
         return EngineConfig(
-            worker=worker,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_num_waiting=options.max_num_waiting,
-            enable_prefix_caching=options.enable_prefix_caching,
-            kv_events=None if address is None else KVEventsConfig.parse(address),
-            kv_tiers=tiers,
+            **_shared(options, EngineConfig) | {"kv_events": events},
+            worker=WorkerConfig(**worker),
+            kv_tiers=tiers if tiers.host_bytes or tiers.disk_path else None,
             handoff=None if handoff is None else handoff.engine,
             fail_on_load_failure=options.kv_load_failure == "fail",
             step_timeout_s=options.step_timeout,
@@ -144,78 +152,25 @@ class EngineOptions:
             engine_timeout_s=options.engine_timeout,
         )
 
-    def _check_handoff(self, config: HandoffConfig) -> None:
-        """
-        Raises:
-            ConfigError: a value does not go together with the role.
-        """
-        if not self.enable_prefix_caching:
-            raise ConfigError(
-                f"--role {config.role.value} needs the prefix cache; leave --enable-prefix-caching on."
-            )
-        fails = self.kv_load_failure == "fail"
-        if fails and not config.role.fetches_kv and self.kv_host_bytes is self.kv_disk_path is None:
-            raise ConfigError(
-                "--kv-load-failure needs --kv-host-bytes, --kv-disk-path, or --role decode or both."
-            )
-
-    def _worker_config(self, model: str, tiers: KVTiersConfig | None) -> WorkerConfig:
-        return WorkerConfig(
-            model=model,
-            load_format=self.load_format,
-            dtype=self.dtype,
-            quantization=self.quantization or "none",
-            quantization_group_size=self.quantization_group_size or 32,
-            kv_cache_dtype=self.kv_cache_dtype,
-            seed=self.seed or 0,
-            backend=self.backend,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            block_size=self.block_size,
-            num_blocks=self.num_kv_blocks,
-            kv_cache_memory_bytes=self._bytes("kv_cache_memory_bytes"),
-            memory_utilization=self.memory_utilization,
-            num_threads=self.threads,
-            pin_threads=self.pin_threads,
-            kv_host_bytes=tiers.host_bytes if tiers else 0,
-            kv_disk_path=tiers.disk_path if tiers else None,
+    def _check_needs(self, role: Role) -> None:
+        has_cache, has_disk = self.enable_prefix_caching, self.kv_disk_path is not None
+        has_source = has_disk or self.kv_host_bytes is not None or role.fetches_kv
+        cache = "the prefix cache; leave --enable-prefix-caching on"
+        _require(
+            self,
+            ("quantization_group_size", "--quantization int4", self.quantization == "int4"),
+            ("kv_disk_path", "--kv-disk-bytes, such as 100GiB", self.kv_disk_bytes is not None),
+            ("kv_disk_bytes", "--kv-disk-path", has_disk),
+            ("kv_disk_min_touches", "--kv-disk-path", has_disk),
+            (
+                "kv_load_failure",
+                "--kv-host-bytes, --kv-disk-path, or --role decode or both",
+                has_source,
+            ),
+            *((name, cache, has_cache) for name in ("kv_events", "kv_disk_path", "kv_host_bytes")),
         )
-
-    def _kv_tiers(self, model: str, *, fetches: bool) -> KVTiersConfig | None:
-        has_disk = self.kv_disk_path is not None
-        if has_disk != (self.kv_disk_bytes is not None):
-            raise ConfigError(
-                "--kv-disk-path needs --kv-disk-bytes, such as 100GiB."
-                if has_disk
-                else "--kv-disk-bytes needs --kv-disk-path."
-            )
-        if self.kv_disk_min_touches != _DEFAULT_ENGINE.kv_disk_min_touches and not has_disk:
-            raise ConfigError("--kv-disk-min-touches needs --kv-disk-path.")
-        if self.kv_host_bytes is None and not has_disk:
-            if self.kv_load_failure != _DEFAULT_ENGINE.kv_load_failure and not fetches:
-                raise ConfigError(
-                    "--kv-load-failure needs --kv-host-bytes, --kv-disk-path, or --role decode or both."
-                )
-            return None
-        if not self.enable_prefix_caching:
-            flag = "--kv-disk-path" if has_disk else "--kv-host-bytes"
-            raise ConfigError(f"{flag} needs the prefix cache; leave --enable-prefix-caching on.")
-        path, disk_bytes = self.kv_disk_path, self._bytes("kv_disk_bytes") or 0
-        return KVTiersConfig(
-            host_bytes=self._bytes("kv_host_bytes") or 0,
-            disk_path=None if path is None else check_kv_directory(path, disk_bytes, model),
-            disk_bytes=disk_bytes,
-            disk_min_touches=self.kv_disk_min_touches,
-        )
-
-    def _bytes(self, name: str) -> int | None:
-        given: int | str | None = getattr(self, name)
-        if not isinstance(given, str):
-            return given
-        try:
-            return parse_bytes(given)
-        except ValueError as error:
-            raise ConfigError(f"{_flag(name)} {error}, got {given!r}.") from None
+        if role is not Role.NONE and not has_cache:
+            raise ConfigError(f"--role {role.value} needs {cache}.")
 
 
 @Parameter(name="*", group=Group("Parallelism", sort_key=15))
@@ -246,15 +201,11 @@ class ParallelOptions:
         """
         options = _checked(self)
         given = options.devices or ()
-        config = ParallelConfig(
-            data_parallel_size=options.data_parallel_size,
-            tensor_parallel_size=options.tensor_parallel_size,
-            pipeline_parallel_size=options.pipeline_parallel_size,
-            devices=tuple(given.split(",")) if isinstance(given, str) else given,
+        devices = tuple(given.split(",")) if isinstance(given, str) else given
+        return ParallelConfig(
+            **_shared(options, ParallelConfig) | {"devices": devices},
             expert_parallel=options.enable_expert_parallel,
         )
-        check_devices(config.devices)
-        return config
 
     def check_prompts_at_once(self, count: int) -> None:
         """Refuses replicas that would have nothing to do, before anything starts.
@@ -272,32 +223,19 @@ class ParallelOptions:
 SYNTHETIC_MODEL = "synthetic"
 """Model name of the simulated executor when none is given."""
 
-_DEFAULT_ENGINE = EngineOptions()
-_DEFAULT_PARALLEL = ParallelOptions()
-_DEFAULT_SIM = SimConfig()
 _SIM_LIMITS = {"max_num_seqs": 2**16, "num_kv_blocks": 2**24}
 """The engine keeps a record of each, and no worker's memory bounds them."""
-_UNUSED_BY_SIM = (
-    "dtype",
-    "quantization",
-    "quantization_group_size",
-    "kv_cache_dtype",
-    "backend",
-    "kv_cache_memory_bytes",
-    "memory_utilization",
-    "kv_host_bytes",
-    "kv_disk_path",
-    "kv_disk_bytes",
-    "kv_disk_min_touches",
-    "threads",
-    "pin_threads",
-)
-
-
-_PARALLEL_UNUSED_BY_SIM = ("tensor_parallel_size", "devices")
-_UNUSED_BY_RAY = ("pin_threads",)
-_PARALLEL_UNUSED_BY_RAY = ("devices",)
-"""Ray chooses the cores of a rank, and counts them only."""
+_UNUSED = {
+    "local": (),
+    "ray": ("pin_threads", "devices"),  # Ray chooses the cores of a rank, and counts them only
+    "sim": (
+        *("dtype", "quantization", "quantization_group_size", "kv_cache_dtype", "backend"),
+        *("kv_cache_memory_bytes", "memory_utilization", "threads", "pin_threads"),
+        *("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "kv_disk_min_touches"),
+        *("tensor_parallel_size", "devices"),
+    ),
+}
+"""Flags that change nothing, by executor."""
 
 
 @Parameter(name="*", group=Group("Executor", sort_key=20))
@@ -321,7 +259,7 @@ class ExecutorOptions:
         self,
         engine: EngineOptions,
         model: str | None,
-        parallel: ParallelOptions = _DEFAULT_PARALLEL,
+        parallel: ParallelOptions = ParallelOptions(),
     ) -> ModelFiles:
         """The files of `model`; the simulated executor needs none and makes do with a name.
 
@@ -338,7 +276,7 @@ class ExecutorOptions:
         self,
         engine: EngineOptions,
         model: str,
-        parallel: ParallelOptions = _DEFAULT_PARALLEL,
+        parallel: ParallelOptions = ParallelOptions(),
         handoff: Handoff | None = None,
     ) -> EngineConfig:
         """The engine that `engine` describes, over the executor chosen here, for each of the replicas.
@@ -352,40 +290,39 @@ class ExecutorOptions:
         topology = parallel.config()
         if config.kv_events is not None:
             config.kv_events.check_ports(topology.data_parallel_size)
-        worker = _one_of_many(config.worker, topology)
+        # Each worker has its part of the memory that is given for all.
+        share = -(-config.worker.kv_host_bytes // topology.num_ranks)
+        worker = msgspec.structs.replace(config.worker, parallel=topology, kv_host_bytes=share)
+        config = msgspec.structs.replace(config, executor=self.executor, worker=worker)
+        if self.executor == "sim":
+            return msgspec.structs.replace(config, sim=self._sim_config(engine))
+        check_topology(model, engine.load_format, topology)
         if self.executor == "local":
-            check_topology(model, engine.load_format, topology)
-            return msgspec.structs.replace(config, worker=_shared_host(worker, topology))
-        if self.executor == "ray":
-            check_topology(model, engine.load_format, topology)
-            if handoff is not None and handoff.workers.transports == ("shm",):
-                raise ConfigError(
-                    "--kv-transports shm does not go with --executor ray, whose workers may be on other hosts; "
-                    "name tcp too."
-                )
-            return msgspec.structs.replace(
-                config, executor="ray", ray_address=self.ray_address, worker=worker
+            return msgspec.structs.replace(config, worker=_on_this_host(worker))
+        if handoff is not None and handoff.workers.transports == ("shm",):
+            raise ConfigError(
+                "--kv-transports shm does not go with --executor ray, whose workers may be on other hosts; "
+                "name tcp too."
             )
-        return msgspec.structs.replace(
-            config, executor="sim", sim=self._sim_config(engine), worker=worker
-        )
+        return msgspec.structs.replace(config, ray_address=self.ray_address)
 
     def _check(self, engine: EngineOptions, parallel: ParallelOptions) -> None:
         _checked(self)
         _checked(engine)
         parallel.config()
-        if self.ray_address is not None and self.executor != "ray":
-            raise ConfigError("--ray-address needs --executor ray.")
+        for name in (*_given(engine), *_given(parallel)):
+            if name in _UNUSED[self.executor]:
+                raise ConfigError(f"{_flag(name)} has no effect with --executor {self.executor}.")
+        for name, executor in (
+            ("ray_address", "ray"),
+            *((field.name, "sim") for field in fields(self) if field.name.startswith("sim_")),
+        ):
+            _require(self, (name, f"--executor {executor}", self.executor == executor))
         if self.executor == "sim":
             for name, limit in _SIM_LIMITS.items():
                 if (getattr(engine, name) or 0) > limit:
                     raise ConfigError(f"{_flag(name)} is at most {limit} with --executor sim.")
-            _refuse_unused(engine, _DEFAULT_ENGINE, _UNUSED_BY_SIM, "sim")
-            _refuse_unused(parallel, _DEFAULT_PARALLEL, _PARALLEL_UNUSED_BY_SIM, "sim")
-            return
         if self.executor == "ray":
-            _refuse_unused(engine, _DEFAULT_ENGINE, _UNUSED_BY_RAY, "ray")
-            _refuse_unused(parallel, _DEFAULT_PARALLEL, _PARALLEL_UNUSED_BY_RAY, "ray")
             if engine.kv_disk_path is not None:
                 raise ConfigError(
                     "--kv-disk-path does not go with --executor ray, whose workers may be on hosts where the "
@@ -393,62 +330,137 @@ class ExecutorOptions:
                 )
             if importlib.util.find_spec("ray") is None:
                 raise ConfigError("--executor ray needs Ray: pip install 'pagoda-llm[ray]'.")
-        for field in fields(self):
-            if field.name.startswith("sim_") and getattr(self, field.name) is not None:
-                raise ConfigError(f"{_flag(field.name)} needs --executor sim.")
 
     def _sim_config(self, engine: EngineOptions) -> SimConfig:
+        sizes = _shared(engine, SimConfig) | _shared(self, SimConfig, "sim_")
+        if engine.num_kv_blocks is not None:
+            sizes["num_blocks"] = engine.num_kv_blocks
         return SimConfig(
             base_s=(self.sim_base_ms or 0.0) / 1000,
             per_token_s=(self.sim_per_token_ms or 0.0) / 1000,
-            num_blocks=engine.num_kv_blocks or _DEFAULT_SIM.num_blocks,
-            block_size=engine.block_size or _DEFAULT_SIM.block_size,
-            max_model_len=engine.max_model_len or _DEFAULT_SIM.max_model_len,
-            vocab_size=self.sim_vocab_size or _DEFAULT_SIM.vocab_size,
+            **sizes,
         )
 
 
-def _refuse_unused(given: T, default: T, names: Sequence[str], executor: str) -> None:
-    for name in names:
-        if getattr(given, name) != getattr(default, name):
-            raise ConfigError(f"{_flag(name)} has no effect with --executor {executor}.")
+@Parameter(name="*", group=Group("Prefill and decode apart", sort_key=27))
+@dataclass(frozen=True, kw_only=True)
+class HandoffOptions:
+    """Options of prefill/decode handoff: the part that this host computes, and the way of KV between hosts."""
+
+    role: Literal["none", "prefill", "decode", "both"] = "none"
+    """prefill computes prompts and holds their KV for others; decode fetches it and generates; both does
+    either."""
+    kv_transports: Annotated[str, Parameter(metavar="LIST")] = "shm,tcp"
+    """Ways that KV may take between hosts, the best first: shm (within one machine), tcp, nixl, mooncake."""
+    kv_lease: Annotated[float, Meta(ge=1, le=3600)] = 30.0
+    """Seconds for which KV is held for a host that does not renew its request."""
+    kv_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port at which other hosts ask for KV, and the next ones for further replicas; 0 takes free ports."""
+    kv_encrypt: bool = False
+    """Encrypt KV between hosts; hosts that ask for KV must know the cluster's secret in any case."""
+
+    def config(
+        self, *, cluster_key_file: Path | None, advertise: str, num_replicas: int
+    ) -> Handoff | None:
+        """None without a role.
+
+        Raises:
+            ConfigError: a flag lacks another, or says what is not possible.
+        """
+        options, role = _checked(self), Role(self.role)
+        if role is Role.NONE:
+            for name in _given(options):
+                raise ConfigError(f"{_flag(name)} needs --role prefill, decode or both.")
+            return None
+        if cluster_key_file is None:
+            raise ConfigError(
+                f"--role {role} needs --cluster-key-file, a secret that all hosts have in common."
+            )
+        if self.kv_port + num_replicas - 1 > 65535:
+            raise ConfigError(
+                f"--kv-port {self.kv_port} leaves too few ports for {num_replicas} replicas."
+            )
+        if self.kv_port and not role.holds_kv:
+            raise ConfigError(
+                "--kv-port needs --role prefill or both: decode hosts ask, nobody asks them."
+            )
+        transports = tuple(name.strip() for name in self.kv_transports.split(","))
+        if len(set(transports)) < len(transports) or not set(transports) <= TRANSPORTS.keys():
+            raise ConfigError(
+                f"--kv-transports takes some of {', '.join(TRANSPORTS)}, each once, such as shm,tcp, "
+                f"got {self.kv_transports!r}."
+            )
+        secret = read_cluster_secret(cluster_key_file)
+        return Handoff(
+            HandoffConfig(
+                role=role,
+                host=advertise,
+                port=self.kv_port,
+                keys=keys_of(secret),
+                lease_s=self.kv_lease,
+            ),
+            KVHandoffConfig(
+                role=role,
+                transports=transports,
+                host=advertise,
+                secret=secret,
+                encrypts=self.kv_encrypt,
+            ),
+        )
 
 
-def _one_of_many(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig:
-    """One worker of a topology, with its part of the memory that is given for all."""
-    share = -(-worker.kv_host_bytes // parallel.num_ranks)
-    return msgspec.structs.replace(worker, parallel=parallel, kv_host_bytes=share)
-
-
-def _shared_host(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig:
+def _on_this_host(worker: WorkerConfig) -> WorkerConfig:
     """One worker of a topology whose ranks all share this host.
 
     Raises:
         ConfigError: a device is named that this host does not have.
     """
-    cores = len(os.sched_getaffinity(0))
-    count = num_cpu_devices(cores, parallel.num_ranks, worker.num_threads)
-    for device in parallel.devices:
-        if device_number(device) >= count:
-            known = "cpu:0" if count == 1 else f"cpu:0 to cpu:{count - 1}"
-            raise ConfigError(
-                f"--devices names {device}, but the {cores} cores of this host are {known} with "
-                f"{parallel.num_ranks} workers"
-                + (f" of {worker.num_threads} threads." if worker.num_threads else ".")
-            )
-    if parallel.num_ranks == 1:
+    num_ranks = worker.parallel.num_ranks
+    check_devices_of_host(worker.parallel.devices, num_ranks, worker.num_threads)
+    if num_ranks == 1:
         return worker
     return msgspec.structs.replace(
-        worker,
-        workers_on_host=parallel.num_ranks,
-        host_memory_bytes=available_memory_bytes(),
+        worker, workers_on_host=num_ranks, host_memory_bytes=available_memory_bytes()
     )
 
 
+def check_kv_directory(path: str, quota_bytes: int, model: str) -> str:
+    """The absolute path of `path`, which need not exist yet; `model` is that of a `WorkerConfig`.
+
+    Raises:
+        ConfigError: it is no place for KV blocks.
+    """
+    if not path or "\0" in path:
+        raise ConfigError(f"--kv-disk-path must be a directory, got {path!r}.")
+    directory = os.path.realpath(os.path.expanduser(path))
+    model_directory = os.path.realpath(model)
+    if os.path.isdir(model_directory) and Path(directory).is_relative_to(model_directory):
+        raise ConfigError(f"--kv-disk-path {path!r} lies in the model's directory; name another.")
+    existing = directory
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise ConfigError(f"--kv-disk-path {path!r} must be a directory, but {existing} is a file.")
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        raise ConfigError(
+            f"--kv-disk-path {path!r} cannot be used: this user may not read and write {existing}."
+        )
+    check_quota(Path(directory), quota_bytes)
+    return directory
+
+
+# ---- fields of options
+
+
 def _checked(options: T) -> T:
-    """The same options, with every value of the type that its field says."""
-    kind = type(options)
-    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    """The same options, with every value of the type that its field says, and amounts of memory in bytes."""
+    kind, given = type(options), dict(vars(options))
+    for name, value in given.items():
+        if name.endswith("_bytes") and isinstance(value, str):
+            try:
+                given[name] = parse_bytes(value)
+            except ValueError as error:
+                raise ConfigError(f"{_flag(name)} {error}, got {value!r}.") from None
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -469,5 +481,53 @@ def _choices(hint: object) -> list[str]:
     ]
 
 
+def _given(options: T) -> list[str]:
+    """The names of the fields that have another value than the default."""
+    return [
+        field.name for field in fields(options) if getattr(options, field.name) != field.default
+    ]
+
+
+def _require(options: T, *needs: tuple[str, str, bool]) -> None:
+    """Checks what fields need, each where it has another value than the default: (field, need, is it there).
+
+    Raises:
+        ConfigError: a need is not met.
+    """
+    given = _given(options)
+    for name, need, is_met in needs:
+        if name in given and not is_met:
+            raise ConfigError(f"{_flag(name)} needs {need}.")
+
+
+def _shared(options: T, config: type[msgspec.Struct], prefix: str = "") -> dict[str, Any]:
+    """The fields of a configuration that options have under the same names, less a prefix, and that are not
+    None."""
+    values = {name: getattr(options, prefix + name, None) for name in config.__struct_fields__}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+_AMOUNT = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes that `text` says: `2GiB`, `512MB`, `1073741824`.
+
+    Raises:
+        ValueError: not an amount above zero that fits in 64 bits; the message says what would be.
+    """
+    match = _AMOUNT.fullmatch(text.strip())
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    amount = math.floor(float(match.group(1)) * unit) if match and unit else 0
+    if not 1 <= amount < 2**63:
+        raise ValueError("takes an amount of memory such as 2GiB, 512MB or 1073741824")
+    return amount

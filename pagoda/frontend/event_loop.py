@@ -1,9 +1,13 @@
-"""The event loop that everything at the edge runs on."""
+"""The event loop of servers and commands."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Coroutine
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -14,3 +18,14 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
+
+
+def runner() -> asyncio.Runner:
+    """An event loop for several coroutines in turn. Ctrl-C cancels one and raises KeyboardInterrupt."""
+    return asyncio.Runner(loop_factory=new_event_loop)
+
+
+def run(work: Coroutine[object, object, T]) -> T:
+    """Runs `work` on an event loop of its own."""
+    with runner() as loop:
+        return loop.run(work)

@@ -21,8 +21,7 @@ from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
+from pagoda.frontend.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keys_of, start_authenticator
@@ -114,7 +113,8 @@ class Fleet:
             ConfigError: there is no place for their sockets.
         """
         engines = [EngineClient(config, tracer) for config in replicas_of(engine)]
-        dispatcher = Dispatcher(engines, POLICIES[policy], tracer=tracer)
+        replicas = [engine.replica for engine in engines]
+        dispatcher = Dispatcher(replicas, POLICIES[policy], tracer=tracer)
         return cls(dispatcher, engines, join=join, tracer=tracer)
 
     @property
@@ -227,9 +227,7 @@ def read_cluster_secret(path: Path) -> bytes:
 
 
 def replicas_of(engine: EngineConfig) -> list[EngineConfig]:
-    return [_replica(engine, index) for index in range(engine.worker.parallel.data_parallel_size)]
-
-
-def _replica(engine: EngineConfig, index: int) -> EngineConfig:
-    worker = msgspec.structs.replace(engine.worker, place=RankPlace(dp=index))
-    return msgspec.structs.replace(engine, worker=worker)
+    """The configuration of each replica."""
+    places = map(RankPlace, range(engine.worker.parallel.data_parallel_size))
+    workers = [msgspec.structs.replace(engine.worker, place=place) for place in places]
+    return [msgspec.structs.replace(engine, worker=worker) for worker in workers]

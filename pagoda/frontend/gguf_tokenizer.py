@@ -100,8 +100,6 @@ _SPLITS = {
 
 
 class Vocabulary:
-    """The tokens of a file, with what it says of each."""
-
     def __init__(self, metadata: Fields) -> None:
         """Raises ConfigError: a key is missing or wrong."""
         self.metadata = metadata
@@ -122,19 +120,16 @@ class Vocabulary:
         self._defaults = _SENTENCEPIECE_DEFAULTS if metadata.text(MODEL, "gpt2") == "llama" else {}
 
     def special_tokens(self) -> dict[str, str]:
-        """Texts of special tokens by role, for the chat template."""
         ids = {role: self.named(key) for role, key in _ROLES.items()}
         return {role: self.tokens[i] for role, i in ids.items() if i is not None}
 
     def end_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer, ascending."""
         named = map(self.named, _END_KEYS)
         spelled = (self.ids.get(token) for token in _END_TOKENS)
         controls = {i for i in spelled if i is not None and self.types[i] == _CONTROL}
         return tuple(sorted(controls.union(i for i in named if i is not None)))
 
     def named(self, key: str) -> int | None:
-        """The token id under a key, if there is one."""
         if key not in self.metadata:
             usual = self._defaults.get(key, len(self.tokens))
             return usual if usual < len(self.tokens) else None

@@ -1,4 +1,4 @@
-"""The router's end of the connection to one host, which the router sees as a `Replica`."""
+"""The router's end of the connection to one host: the `Transport` of a replica."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import msgspec
 import zmq
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
-from pagoda.frontend.endpoint import ReplicaState, StepListener, Unsubscribe
-from pagoda.frontend.engine_connection import EngineConnection
+from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.replica import Replica
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
 from pagoda.ipc.event_socket import EventSocket, host_socket
-from pagoda.messages.frontend import (
-    EngineFailed,
-    EngineReady,
-    Hello,
-    TokenChunks,
-)
-from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
-from pagoda.messages.tracing import ClockPing, ClockPong, TraceStopped
+from pagoda.messages.frontend import EngineFailed, Hello
+from pagoda.messages.hosts import HostMessage, RouterMessage
+from pagoda.messages.tracing import ClockPing, ClockPong
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.tracer import Tracer
 
@@ -59,42 +54,24 @@ class HostClient:
         Raises:
             zmq.ZMQError: there is no socket left.
         """
-        self.address = address
-        self.name = address.removeprefix("tcp://")
-        self.is_leaving = False
-        """The host has said that it takes no new requests."""
-        self._tracer = tracer or Tracer("router")
+        self._address = address
         self._router = router
+        self._tracer = tracer or Tracer("router")
         self._hello_timeout_s = hello_timeout_s
         self._encode = Codec[RouterMessage](RouterMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
         socket = host_socket(context, zmq.DEALER)
         encrypt_client(socket, keys)
         # The system notices at once when a process has gone; a cut line shows by missing heartbeats.
-        self._socket = EventSocket(socket, self._receive, lambda: self.lose("hung up"))
-        self.connection = connection = EngineConnection(
+        self._socket = EventSocket(socket, self._receive, lambda: self._lose("hung up"))
+        self.replica = Replica(
+            self,
             f"the host at {address}",
-            self._send,
-            self._tracer.clock_ns,
+            self._tracer,
+            name=address.removeprefix("tcp://"),
             hang_timeout_s=hang_timeout_s,
-            on_hang=lambda: self.lose(f"did not answer for {hang_timeout_s:g} s"),
+            on_hang=lambda: self._lose(f"did not answer for {hang_timeout_s:g} s"),
         )
-        self.watch = connection.watch
-        self.generate = connection.generate
-        self.abort = connection.abort
-        self.load = connection.load
-        self.health = connection.health
-        self.drain = connection.drain
-        self.subscribe_cache = connection.subscribe_cache
-        self.wait_failed = connection.wait_failed
-
-    @property
-    def limits(self) -> EngineReady:
-        return self.connection.limits
-
-    @property
-    def state(self) -> ReplicaState:
-        return self.connection.state
 
     async def start(self) -> None:
         """Returns when the host has said what its limits are.
@@ -104,16 +81,18 @@ class HostClient:
             ConfigError: the host refuses this router; says why.
         """
         try:
-            self._socket.connect(self.address)
+            self._socket.connect(self._address)
         except zmq.ZMQError:
-            raise ConfigError(f"{self.address!r} is not an address like tcp://HOST:PORT.") from None
-        self._send(Hello(model=self._router.model, model_digest=self._router.model_digest))
+            raise ConfigError(
+                f"{self._address!r} is not an address like tcp://HOST:PORT."
+            ) from None
+        self.send(Hello(model=self._router.model, model_digest=self._router.model_digest))
         try:
             async with asyncio.timeout(self._hello_timeout_s):
-                await self.connection.wait_open()
+                await self.replica.wait_open()
         except TimeoutError:
             raise EngineDeadError(
-                f"The host at {self.address} does not answer; it is not there, or has another "
+                f"The host at {self._address} does not answer; it is not there, or has another "
                 "--cluster-key-file, or a firewall is in between."
             ) from None
         except EngineLostError as loss:
@@ -122,42 +101,29 @@ class HostClient:
                 "--cluster-key-file, or is no host."
             ) from None
 
-    def subscribe_steps(self, listener: StepListener) -> Unsubscribe:
-        """Does nothing: each host shows its own steps, and a router may have thousands of hosts."""
-        del listener
-        return lambda: None
-
-    def lose(self, reason: str) -> None:
-        """Gives the host up: its requests continue at other hosts. `reason` is a clause. May be called twice."""
-        self.connection.fail(EngineLostError(f"The host at {self.address} {reason}."))
-
     async def close(self) -> None:
-        self.lose("was let go")
+        self._lose("was let go")
         self._socket.close()
 
+    def send(self, message: RouterMessage) -> None:
+        self._socket.send(self._encode(message))
+
+    def _lose(self, reason: str) -> None:
+        """Gives the host up: its requests continue at other hosts. `reason` is a clause. May be called twice."""
+        self.replica.fail(EngineLostError(f"The host at {self._address} {reason}."))
+
     def _receive(self, frames: list[bytes]) -> None:
-        if self.connection.has_failed:
+        if self.replica.state is ReplicaState.FAILED:
             return
-        began = self._tracer.e2e()
         try:
             message = self._decode(b"".join(frames))
         except msgspec.DecodeError as error:
-            self.lose(f"sent what is not a message ({error})")
+            self._lose(f"sent what is not a message ({error})")
             return
         match message:
-            case HostLeave():
-                self.is_leaving = True
-                self.connection.notify()
             case ClockPing(number):
-                self._send(ClockPong(number, self._tracer.process.uid, self._tracer.clock_ns()))
+                self.send(ClockPong(number, self._tracer.process.uid, self._tracer.clock_ns()))
             case EngineFailed(reason):
-                self.connection.fail(ConfigError(reason))
-            case TraceStopped():
-                pass  # hosts are not asked to trace
+                self.replica.fail(ConfigError(reason))
             case _:
-                self.connection.receive(message)
-        if began and isinstance(message, TokenChunks):
-            self._tracer.span("chunks", began, {"chunks": len(message.chunks)})
-
-    def _send(self, message: RouterMessage) -> None:
-        self._socket.send(self._encode(message))
+                self.replica.receive(message)

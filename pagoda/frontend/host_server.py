@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import cast
@@ -27,11 +27,11 @@ from pagoda.errors import (
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import Endpoint, ReplicaState, Unsubscribe
 from pagoda.frontend.host_client import Identity
-from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server
 from pagoda.ipc.event_socket import EventSocket, host_socket
-from pagoda.ipc.machine import process_memory_bytes
+from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
     AbortRequests,
@@ -47,7 +47,6 @@ from pagoda.messages.frontend import (
     TokenChunks,
 )
 from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
-from pagoda.messages.load import ProcessMemory
 from pagoda.messages.tracing import ClockPing, ClockPong
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.clocks import ClockComparison
@@ -65,6 +64,7 @@ class _Router:
         self.is_welcome = False
         """The router has said hello and fits this host."""
         self.requests: dict[str, asyncio.Task[None]] = {}
+        """Requests that run, by their wire ids."""
         self.chunks: list[TokenChunk] = []
         self.clocks: ClockComparison | None = None
         """The measurement of the router's clock, while it lasts."""
@@ -100,6 +100,9 @@ class HostServer:
         self._encode = Codec[HostMessage](HostMessage).encode
         self._decode = Codec[RouterMessage](RouterMessage).decode
         self._routers: dict[bytes, _Router] = {}
+        self._request_ids: set[str] = set()
+        """Ids of requests that run."""
+        self._num_renamed = 0
         self._leaves = False
         self._flushing: list[_Router] = []
         self._reports: set[asyncio.Task[None]] = set()
@@ -224,8 +227,8 @@ class HostServer:
             case GenerateRequest():
                 self._begin(router, message)
             case AbortRequests():
-                for request_id in message.request_ids:
-                    task = router.requests.get(request_id)
+                for wire_id in message.request_ids:
+                    task = router.requests.get(wire_id)
                     if task is not None:
                         task.cancel()
             case SubscribeCache():
@@ -271,75 +274,42 @@ class HostServer:
     def _report(self, router: _Router, query_id: int | None) -> None:
         task = asyncio.create_task(self._send_report(router, query_id))
         self._reports.add(task)
-        task.add_done_callback(self._on_reported)
-
-    def _on_reported(self, task: asyncio.Task[None]) -> None:
-        self._reports.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("a router cannot be answered", exc_info=task.exception())
+        task.add_done_callback(self._reports.discard)
 
     async def _send_report(self, router: _Router, query_id: int | None) -> None:
         with contextlib.suppress(EngineDeadError):  # this host ends, and the router will see that
             report = await self._endpoint.load()
+            role = "router" if self._identity.is_router else "frontend"
             report = msgspec.structs.replace(
                 report,
                 query_id=query_id,
                 is_worker_ready=self._is_ready,
-                processes=(*self._own_memory(), *report.processes),
+                processes=(*memory_of({role: os.getpid()}), *report.processes),
             )
             self._send(router, report)
 
-    def _own_memory(self) -> Iterator[ProcessMemory]:
-        resident_bytes = process_memory_bytes(os.getpid())
-        if resident_bytes is not None:
-            role = "router" if self._identity.is_router else "frontend"
-            yield ProcessMemory(role, os.getpid(), resident_bytes)
-
     def _begin(self, router: _Router, request: GenerateRequest) -> None:
-        before = router.requests.get(request.request_id)
-        if before is not None and not before.cancelling():
-            self._fail(router, request, "A request with this id is already running.")
+        wire_id = request.wire_id or request.request_id
+        if wire_id in router.requests:
+            error = "a router sent a second request with this wire id, which is ignored"
+            _log.error(error, extra={"request_id": request.request_id})
             return
-        router.requests[request.request_id] = asyncio.create_task(
-            self._generate(router, request, before)
-        )
+        # Another router may have the same request, or the same one before it lost its connection.
+        if request.request_id in self._request_ids:
+            self._num_renamed += 1
+            request_id = f"{request.request_id}#{self._num_renamed}"
+            request = msgspec.structs.replace(request, request_id=request_id)
+        self._request_ids.add(request.request_id)
+        task = asyncio.create_task(self._generate(router, wire_id, request))
+        router.requests[wire_id] = task
+        task.add_done_callback(partial(self._end, router, wire_id, request.request_id))
 
-    async def _generate(
-        self, router: _Router, request: GenerateRequest, before: asyncio.Task[None] | None
-    ) -> None:
-        """`before` has the same id and was aborted: chunks of the two could not be told apart."""
-        record = self._open(request)
-        reason, problem = str(FinishReason.ABORT), ""
-        try:
-            if before is not None:
-                await asyncio.wait([before])
-            value = record.with_span(request)
-            chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    self._tracker.on_chunk(record, chunk, len(chunk.token_ids))
-                    if chunk.finish_reason is not None:
-                        reason, problem = chunk.finish_reason, chunk.error or ""
-                    self._put(router, chunk)
-        except OverloadedError as error:
-            reason, problem = "refused", str(error)
-            self._send(router, RequestRefused(request.request_id, error.retry_after_s))
-        except InvalidRequestError as error:
-            reason, problem = str(FinishReason.ERROR), str(error)
-            self._fail(router, request, problem)
-        except EngineDeadError:
-            pass  # this host ends; when it has hung up, the request goes on elsewhere
-        except Exception:
-            reason, problem = str(FinishReason.ERROR), "The host failed with this request."
-            _log.exception("request failed", extra={"request_id": request.request_id})
-            self._fail(router, request, "The host failed with this request; its log says why.")
-        finally:
-            self._tracker.finish(record, reason, problem)
-            if router.requests.get(request.request_id) is asyncio.current_task():
-                del router.requests[request.request_id]
+    def _end(self, router: _Router, wire_id: str, request_id: str, _: asyncio.Task[None]) -> None:
+        del router.requests[wire_id]
+        self._request_ids.remove(request_id)
 
-    def _open(self, request: GenerateRequest) -> RequestStatistics:
-        return self._tracker.start(
+    async def _generate(self, router: _Router, wire_id: str, request: GenerateRequest) -> None:
+        record = self._tracker.start(
             request.request_id,
             ClientRequest(
                 id=request.request_id,
@@ -350,9 +320,32 @@ class HostServer:
             num_prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens or 0,
         )
-
-    def _fail(self, router: _Router, request: GenerateRequest, error: str) -> None:
-        self._put(router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=error))
+        reason, problem = str(FinishReason.ABORT), ""
+        try:
+            value = record.with_span(request)
+            chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    self._tracker.on_chunk(record, chunk, len(chunk.token_ids))
+                    if chunk.finish_reason is not None:
+                        reason, problem = chunk.finish_reason, chunk.error or ""
+                    msgspec.structs.force_setattr(chunk, "request_id", wire_id)
+                    self._put(router, chunk)
+        except OverloadedError as error:
+            reason, problem = "refused", str(error)
+            self._send(router, RequestRefused(wire_id, error.retry_after_s))
+        except InvalidRequestError as error:
+            reason, problem = str(FinishReason.ERROR), str(error)
+            self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=problem))
+        except EngineDeadError:
+            pass  # this host ends; when it has hung up, the request goes on elsewhere
+        except Exception:
+            reason, problem = str(FinishReason.ERROR), "The host failed with this request."
+            _log.exception("request failed", extra={"request_id": request.request_id})
+            error_there = "The host failed with this request; its log says why."
+            self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=error_there))
+        finally:
+            self._tracker.finish(record, reason, problem)
 
     def _put(self, router: _Router, chunk: TokenChunk) -> None:
         """Chunks of one turn of the event loop become one message."""

@@ -41,9 +41,8 @@ class LLM:
 
         `options` are those of `AsyncLLM`: the flags of `pagoda serve`.
 
-        Raises:
-            ConfigError: there is no such model or option, an option has a value that is not allowed, or the model
-                cannot be loaded.
+        Raises ConfigError: there is no such model or option, an option has a value that is not allowed, or the
+        model cannot be loaded.
         """
         self._llm = AsyncLLM(model, chat_template=chat_template, **options)
         self._thread = _LoopThread()
@@ -55,7 +54,6 @@ class LLM:
             raise
 
     def close(self) -> None:
-        """Ends the engines. A second call does nothing."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -68,7 +66,6 @@ class LLM:
         return self._llm.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own preferences, from its generation_config.json."""
         return self._llm.get_default_sampling_params()
 
     def generate(
@@ -86,9 +83,8 @@ class LLM:
         progress bar, where standard error is a terminal or a notebook. An answer that fails has `finish_reason`
         `error` and says why in `error`; the others are complete.
 
-        Raises:
-            InvalidRequestError: a prompt or a parameter does not fit the model, or there is one prompt for several
-                replicas; nothing was generated.
+        Raises InvalidRequestError: a prompt or a parameter does not fit the model, or there is one prompt for
+        several replicas; nothing was generated.
         """
         several = _prompt_list(prompts)
         self._check_prompts(len(several), "prompts")
@@ -105,9 +101,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or several in their order; `options` are those of `AsyncLLM.render`.
 
-        Raises:
-            InvalidRequestError: a conversation or a parameter does not fit the model, or there is one for several
-                replicas; nothing was generated.
+        Raises InvalidRequestError: a conversation or a parameter does not fit the model, or there is one for
+        several replicas; nothing was generated.
         """
         conversations = _conversation_list(messages)
         self._check_prompts(len(conversations), "messages")
@@ -169,8 +164,7 @@ class _LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`; Ctrl-C in the waiting thread cancels it.
 
-        Raises:
-            RuntimeError: the thread was stopped.
+        Raises RuntimeError: the thread was stopped.
         """
         if self._loop.is_closed():
             work.close()
@@ -211,7 +205,6 @@ def _conversation_list(messages: Conversation | Sequence[Conversation]) -> list[
 
 
 def _for_each(values: T | Sequence[T] | None, count: int, name: str) -> list[T | None]:
-    """One value for each of `count` prompts."""
     if not isinstance(values, Sequence):
         return [values] * count
     if len(values) != count:
@@ -221,13 +214,16 @@ def _for_each(values: T | Sequence[T] | None, count: int, name: str) -> list[T |
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Advance]:
-    """A progress bar over prompts on standard error."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     visible = shown and (console.is_terminal or console.is_jupyter)
-    with Progress(*_columns(), console=console, disable=not visible) as progress:
+    tokens_column = TextColumn("{task.fields[tokens]} tokens")
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), tokens_column)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not visible
+    ) as progress:
         task = progress.add_task("Prompts", total=total, tokens=0)
 
         def advance(output: RequestOutput) -> None:
@@ -236,10 +232,3 @@ def _progress(total: int, *, shown: bool) -> Iterator[Advance]:
             progress.update(task, advance=1, tokens=done)
 
         yield advance
-
-
-def _columns() -> list[Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    return [*columns, TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn()]

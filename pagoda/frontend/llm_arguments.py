@@ -43,8 +43,7 @@ def configure(model: str | None, arguments: Mapping[str, object]) -> Configurati
     An argument is named like a field of `EngineOptions`, `ExecutorOptions` or `ParallelOptions`, or like another
     name of its flag.
 
-    Raises:
-        ConfigError: there is no such model or argument, or an argument has a value that is not allowed.
+    Raises ConfigError: there is no such model or argument, or an argument has a value that is not allowed.
     """
     known = _known_names()
     given: dict[str, object] = {}

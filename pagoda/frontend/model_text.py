@@ -38,8 +38,6 @@ _CHATML = """\
 
 @dataclass(frozen=True)
 class ModelText:
-    """The text side of one model."""
-
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
@@ -59,8 +57,7 @@ class ModelText:
 def load_text(files: ModelFiles, *, simulated: bool, chat_template: Path | None) -> ModelText:
     """The text side of a model; that of a simulated engine does not depend on files.
 
-    Raises:
-        ConfigError: a file is missing, cannot be read, or does not hold what it should.
+    Raises ConfigError: a file is missing, cannot be read, or does not hold what it should.
     """
     if files.gguf is not None and not simulated:
         return load_gguf_text(files.gguf, chat_template=chat_template)
@@ -75,8 +72,7 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
     The chat template is taken from the first of: `chat_template` (the operator's file), `chat_template.jinja`,
     `chat_template.json`, `tokenizer_config.json`.
 
-    Raises:
-        ConfigError: a file is missing, cannot be read, or does not hold what it should.
+    Raises ConfigError: a file is missing, cannot be read, or does not hold what it should.
     """
     tokenizer = load_tokenizer(directory)
     config = _read_json(directory / "tokenizer_config.json")
@@ -98,8 +94,7 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
 def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelText:
     """Takes everything out of the metadata of a GGUF file, but for the chat template that the operator names.
 
-    Raises:
-        ConfigError: the file cannot be read, or its metadata does not say what it should.
+    Raises ConfigError: the file cannot be read, or its metadata does not say what it should.
     """
     metadata = read_gguf(path).metadata
     vocabulary = Vocabulary(metadata)

@@ -15,14 +15,11 @@ class Logprob:
 
     logprob: float
     rank: int
-    """1 is the most likely token."""
     decoded_token: str
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer, as far as it has grown."""
-
     index: int
     text: str
     token_ids: list[int]
@@ -33,15 +30,11 @@ class CompletionOutput:
     finish_reason: str | None = None
     """`stop`, `length`, `abort` or `error`; None while it grows."""
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it."""
     error: str | None = None
-    """One sentence, when `finish_reason` is `error`."""
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answers to one prompt."""
-
     request_id: str
     prompt: str | None
     """The text of the prompt; None if it was given as token ids."""
@@ -49,12 +42,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV came from the cache."""
 
 
 class GrowingAnswer:
-    """Collects the deltas of one answer."""
-
     def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
         self._request = request
         self._tokenizer = tokenizer
@@ -82,7 +72,6 @@ class GrowingAnswer:
         return self._last is not None and self._last.finish_reason is not None
 
     def output(self) -> CompletionOutput:
-        """The answer so far."""
         if self._output is not None:
             return self._output
         asked = self._request.sampling.logprobs is not None

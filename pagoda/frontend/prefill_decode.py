@@ -8,15 +8,32 @@ so nothing that happens to prefill hosts is an error.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import cast
 
+import msgspec
+
+from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.endpoint import Replica
 from pagoda.frontend.policies import POLICIES, Policy
-from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS, PrefillOffload
+from pagoda.frontend.replica import Replica
+from pagoda.frontend.tracked_request import Placement, TrackedRequest
+from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
+
+DEFAULT_MIN_TOKENS = 128
+"""Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
+PATIENCE_S = 1.0
+"""Seconds that a request waits to hear where its KV will be: a prefill host says so at once."""
+
+_log = logging.getLogger(__name__)
 
 
 class PrefillDecodeRouter:
@@ -35,7 +52,7 @@ class PrefillDecodeRouter:
         Prompts of which `min_tokens` or more are not cached where they are answered are computed by prefill hosts.
         `no_replica_timeout_s` is as in `Dispatcher`.
         """
-        # Decode hosts compute what no prefill host does, so all prefill hosts may be left out.
+        # Decode hosts compute what no prefill host does, so all prefill hosts may be ejected.
         by_work = POLICIES["least-pending-tokens"]
         self.prefill = Dispatcher([], by_work, keeps_half=False, tracer=tracer)
         self.dispatcher = Dispatcher(
@@ -46,48 +63,146 @@ class PrefillDecodeRouter:
             no_replica_timeout_s=no_replica_timeout_s,
         )
         self.prefill.watch(self.dispatcher.update_subscriptions)
-        self._homes: dict[Replica, list[Dispatcher]] = {}
         self._unwatch: dict[Replica, Callable[[], None]] = {}
+
+    def _homes(self, replica: Replica) -> list[Dispatcher]:
+        """The dispatchers that have a host."""
+        both = (self.dispatcher, self.prefill)
+        return [one for one in both if one.slots.get(replica) is not None]
 
     def add(self, replica: Replica) -> None:
         """Takes in a host that has started. A prefill host also answers, as long as nobody else does."""
-        self._homes[replica] = [self.dispatcher]
         self.dispatcher.add(replica)
         self._unwatch[replica] = replica.watch(lambda: self._sort(replica))
         self._sort(replica)
 
     def _sort(self, replica: Replica) -> None:
         """Follows the host's role: that of a router is the role of its hosts, which come and go."""
-        homes = self._homes.get(replica, [])
+        homes = self._homes(replica)
         is_prefill = replica.limits.role is Role.PREFILL
-        if homes and is_prefill and self.prefill not in homes:
-            homes.append(self.prefill)
+        if is_prefill and homes == [self.dispatcher]:
             self.prefill.add(replica)
-        elif self.prefill in homes and not is_prefill:
-            homes.remove(self.prefill)
+        elif not is_prefill:
             self.prefill.remove(replica)
 
     def set_leaving(self, replica: Replica, is_leaving: bool) -> None:
         """Gives a host that leaves nothing new; its requests go on there."""
-        for home in self._homes[replica]:
+        for home in self._homes(replica):
             home.set_leaving(replica, is_leaving)
 
     def num_requests(self, replica: Replica) -> int:
-        return sum(home.num_requests(replica) for home in self._homes[replica])
+        return sum(home.num_requests(replica) for home in self._homes(replica))
 
     async def emptied(self, replica: Replica) -> None:
         """Returns when a host that leaves has no requests any more."""
-        for home in self._homes[replica]:
+        for home in self._homes(replica):
             await home.emptied(replica)
 
     def remove(self, replica: Replica) -> None:
         """Forgets a host; may be called twice."""
-        if replica not in self._homes:
-            return
-        self._unwatch.pop(replica)()
-        for home in self._homes.pop(replica):
+        self._unwatch.pop(replica, lambda: None)()
+        for home in self._homes(replica):
             home.remove(replica)
 
     async def close(self) -> None:
         await self.dispatcher.close()
         await self.prefill.close()
+
+
+class PrefillOffload:
+    """Makes requests ready for the replicas that a `Dispatcher` chose."""
+
+    def __init__(
+        self, prefill: Dispatcher, min_tokens: int, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._prefill = prefill
+        self._min_tokens = min_tokens
+        self._patience_s = patience_s
+        self._numbers = itertools.count()
+
+    @property
+    def needs_prefixes(self) -> bool:
+        """True if it matters what replicas have cached, which costs a digest over each prompt."""
+        return len(self._prefill.slots) > 0
+
+    @asynccontextmanager
+    async def prepare(
+        self, tracked: TrackedRequest, placement: Placement
+    ) -> AsyncIterator[GenerateRequest]:
+        """The request as its replica is to be given it; what was done for it lasts until the context ends.
+
+        Never raises because something failed: then the request is as it was. Does not wait for long.
+        """
+        request = tracked.value()
+        if not self._is_worth_it(request, tracked, placement):
+            yield request
+            return
+        source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
+        copy = msgspec.structs.replace(
+            request, request_id=f"{request.request_id}/prefill{next(self._numbers)}", holds_kv=True
+        )
+        computing = asyncio.create_task(self._compute(copy, source))
+        try:
+            await asyncio.wait(
+                (source, computing),
+                timeout=self._patience_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if source.done():
+                yield msgspec.structs.replace(request, kv_source=source.result())
+            else:
+                self._prefill.complain(copy.request_id)
+                await cancel_all([computing])
+                yield request
+        finally:
+            await cancel_all([computing])
+
+    def _is_worth_it(
+        self, request: GenerateRequest, tracked: TrackedRequest, placement: Placement
+    ) -> bool:
+        if request.holds_kv or request.kv_source is not None:
+            return False  # somebody else has arranged it
+        slot = placement.slot
+        num_left = tracked.num_tokens - placement.num_told_tokens
+        if num_left < self._min_tokens or not slot.role.fetches_kv:
+            return False
+        pending_there = self._prefill.slots.least_pending_tokens()
+        return pending_there is not None and not is_better_here(
+            num_left,
+            pending_here=slot.work.pending_tokens - placement.work.pending_tokens,
+            num_streams=slot.num_streams,
+            pending_there=pending_there,
+        )
+
+    async def _compute(self, copy: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
+        """Sends `copy` to a prefill host, and sets `source` as soon as that is known."""
+        chunks = cast(AsyncGenerator[TokenChunk, None], self._prefill.generate(copy))
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.kv_source is None:
+                        continue
+                    if not source.done():
+                        source.set_result(chunk.kv_source)
+                    elif chunk.kv_source.transfer_id != source.result().transfer_id:
+                        return  # the host was lost, and at the next one nobody will ask
+        except (OverloadedError, InvalidRequestError, EngineDeadError) as error:
+            _log.info(
+                "the prompt is not computed by a prefill host: %s",
+                error,
+                extra={"request_id": copy.request_id},
+            )
+
+
+def is_better_here(
+    num_tokens: int, *, pending_here: int, num_streams: int, pending_there: int
+) -> bool:
+    """True if a prompt with `num_tokens` to compute is better computed at the replica that answers it, behind
+    `pending_here` tokens of others and beside `num_streams` answers, than behind `pending_there` at the prefill
+    host that has the fewest. Both are taken to be as fast.
+
+    Here the prompt waits for the replica's work, and every stream that runs here waits for the prompt. What its
+    own computing takes is the same at both, and counted only here: a prompt goes elsewhere unless that is clearly
+    worse.
+    """
+    return pending_there > pending_here + (1 + num_streams) * num_tokens

@@ -18,6 +18,7 @@ from pagoda.frontend.discovery.base import Context, Discovery
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HELLO_TIMEOUT_S, HostClient, Identity
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
+from pagoda.frontend.replica import Replica
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -54,7 +55,7 @@ class _Entry:
         self.record = record
         self.unnamed = asyncio.Event()
         """Set while no discovery names the host."""
-        self.host: HostClient | None = None
+        self.host: Replica | None = None
         """Connection to the host; None unless the host is used."""
         self.since: float | None = None
         self.problem = ""
@@ -183,7 +184,7 @@ class Registry:
                 self._router,
                 self._tracer,
                 hello_timeout_s=HELLO_TIMEOUT_S,
-            )
+            ).replica
         except zmq.ZMQError as error:
             self._set_problem(
                 entry,
@@ -194,13 +195,15 @@ class Registry:
         try:
             return await self._try(entry, host)
         except Exception:
-            _log.exception("the host at %s is lost to a failure of the router", host.address)
+            _log.exception(
+                "the host at %s is lost to a failure of the router", entry.record.address
+            )
             self._set_problem(entry, "The router failed with it; the router's log says why.")
             return _REFUSED_RETRY_S
         finally:
             await host.close()
 
-    async def _try(self, entry: _Entry, host: HostClient) -> float:
+    async def _try(self, entry: _Entry, host: Replica) -> float:
         """Uses the host as long as it can be; returns after how many seconds to try again."""
         try:
             if await first_of(host.start(), entry.unnamed.wait()) != 0:
@@ -218,7 +221,7 @@ class Registry:
         await first_of(host.wait_failed(), entry.unnamed.wait())
         return _RETRY_S
 
-    def _check(self, entry: _Entry, host: HostClient) -> None:
+    def _check(self, entry: _Entry, host: Replica) -> None:
         """
         Raises:
             ConfigError: the host cannot be used; says why.
@@ -226,14 +229,14 @@ class Registry:
         limits = host.limits
         if self._router.id in (limits.host_id, *limits.routers):
             raise ConfigError(
-                f"At {host.address} is this router itself, or a router that has it among its hosts: "
+                f"At {entry.record.address} is this router itself, or a router that has it among its hosts: "
                 "requests would go round in circles."
             )
         if limits.host_id in self._dismissed:
             self._discovery.dismiss(_identified(entry.record, limits.host_id), _DISMISSAL)
             raise ConfigError(_DISMISSAL)
         if entry.record.host_id not in ("", limits.host_id):
-            raise ConfigError(f"Another host is at {host.address} now.")
+            raise ConfigError(f"Another host is at {entry.record.address} now.")
         for block_size in self._block_sizes:
             if block_size != limits.block_size:
                 raise ConfigError(
@@ -241,7 +244,7 @@ class Registry:
                     f"{block_size}; give all the same --block-size."
                 )
 
-    async def _use(self, entry: _Entry, host: HostClient) -> None:
+    async def _use(self, entry: _Entry, host: Replica) -> None:
         """Uses the host until it is lost, or has finished and gets nothing more.
 
         Raises:
@@ -253,7 +256,7 @@ class Registry:
         block_size = host.limits.block_size
         self._block_sizes[block_size] += 1
         self._first.set()
-        _log.info("the host at %s has joined", host.address)
+        _log.info("the host at %s has joined", entry.record.address)
         try:
             while host.state is not ReplicaState.FAILED:
                 entry.changed.clear()
@@ -277,7 +280,7 @@ class Registry:
             self._block_sizes += Counter()  # drops block sizes that no host has any more
             self._members.remove(host)
 
-    def _is_wanted(self, entry: _Entry, host: HostClient) -> bool:
+    def _is_wanted(self, entry: _Entry, host: Replica) -> bool:
         is_dismissed = host.limits.host_id in self._dismissed
         return not (entry.unnamed.is_set() or host.is_leaving or is_dismissed)
 

@@ -41,8 +41,7 @@ class RequestSpans:
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint` takes OTLP over HTTP: the base URL of a collector, or the whole URL for traces.
 
-        Raises:
-            ConfigError: `endpoint` is not an HTTP URL, or the SDK is not installed.
+        Raises ConfigError: `endpoint` is not an HTTP URL, or the SDK is not installed.
         """
         url = _traces_url(endpoint)
         try:
@@ -77,7 +76,6 @@ class RequestSpans:
         """Spans of running answers, with the nanoseconds by which the wall clock is ahead of the tracker's."""
 
     def follow(self, tracker: RequestTracker) -> None:
-        """Makes a span of each answer that `tracker` records."""
         tracker.subscribe(on_start=self._start, on_finish=self._finish)
 
     def _start(self, record: RequestStatistics) -> None:
@@ -178,7 +176,6 @@ class CountingExporter:
         return False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends spans that leave the queue."""
         with self._lock:
             self._num_waiting -= len(spans)
         result = self._inner.export(spans)
@@ -194,7 +191,6 @@ class CountingExporter:
         return result
 
     def sum_up(self) -> None:
-        """Logs how many spans were lost when the server ends."""
         with self._lock:
             num_lost, self._num_lost = self._num_lost + self._num_waiting, 0
         if num_lost:

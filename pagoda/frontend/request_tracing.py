@@ -34,7 +34,6 @@ class AnswerRows:
         )
 
     def close(self) -> None:
-        """Ends all rows when tracing ends."""
         self._unsubscribe()
         for record in self._tracker.running.values():
             self._close_row(record, self._tracker.clock_ns())

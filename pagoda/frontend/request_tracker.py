@@ -29,7 +29,6 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     route: str = ""
     """The route of the API, such as `/v1/completions`; empty for a request of a router."""
     num_answers: int = 0
-    """Answers started so far; the tracker counts them."""
     refusal: str = ""
     """The reason why one answer was refused. The other answers are aborted then: the client gets an error."""
 
@@ -90,7 +89,6 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from the arrival of the request to the end of the answer."""
         return _seconds(self.client_request.arrived_ns, self.ended_ns)
 
     def with_span(self, request: GenerateRequest) -> GenerateRequest:
@@ -123,11 +121,8 @@ class RequestTracker:
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock_ns = clock_ns
         self.running: dict[str, RequestStatistics] = {}
-        """Running answers by id, oldest first."""
         self._running_of: dict[str, dict[str, RequestStatistics]] = {}
-        """The same, by name of the API key."""
         self.num_tokens = 0
-        """Tokens of all answers so far."""
         self.delivery_listeners: list[DeliveryListener] = []
         """Times of deliveries are measured only while this is not empty: they cost time with each token."""
         self._start_listeners: list[StatisticsListener] = []
@@ -182,7 +177,6 @@ class RequestTracker:
         num_prompt_tokens: int,
         max_tokens: int,
     ) -> RequestStatistics:
-        """Records that an answer goes to an engine."""
         record = RequestStatistics(
             request_id=request_id,
             client_request=client_request,

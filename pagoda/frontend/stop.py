@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StopHit:
-    """A stop string was completed."""
-
     text: str
     """The text before the stop string that has not been emitted yet."""
     stop: str
@@ -30,7 +28,6 @@ class _Node:
         self.depth = depth
         self.fallback = self
         self.match: str | None = None
-        """The longest stop string that ends here."""
 
 
 class StopStrings:
@@ -54,15 +51,12 @@ class StopStrings:
                 queue.append(child)
 
     def next(self, node: _Node, character: str) -> _Node:
-        """The state behind `node` and `character`."""
         while character not in node.children and node is not self.root:
             node = node.fallback
         return node.children.get(character, self.root)
 
 
 class StopMatcher:
-    """Looks for stop strings in one growing text."""
-
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
         self._node = stops.root

@@ -33,7 +33,6 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.sampling_params import SamplingParams
 
-MAX_CACHE_SALT_CHARS = 256
 T = TypeVar("T")
 
 LONG_TEXT_CHARS = 16384
@@ -47,8 +46,6 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """The part of an answer that one chunk of tokens adds."""
-
     text: str
     """Empty if the chunk holds part of a character, or if a stop string may begin in the text."""
     token_ids: list[int]
@@ -79,7 +76,6 @@ class TextRequest:
     sampling: SamplingParams
     """The user's parameters, with stop strings."""
     prompt: str | None
-    """The text of the prompt; None if token ids were given."""
     client_request: ClientRequest
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
@@ -96,8 +92,7 @@ async def start_generator(
 ) -> TextGenerator:
     """Starts the engines and, at the same time, loads the text side of their model.
 
-    Raises:
-        ConfigError: an engine cannot start, or the text side cannot be loaded; says why.
+    Raises ConfigError: an engine cannot start, or the text side cannot be loaded; says why.
     """
     starting = asyncio.create_task(fleet.start())
     try:
@@ -125,9 +120,8 @@ class TextGenerator:
     ) -> list[int]:
         """Token ids of `text`; `param` is the client's name for it in errors.
 
-        Raises:
-            PromptTooLongError: `text` is so long that no tokens that fit the context could spell it.
-            InvalidRequestError: `text` is not valid Unicode.
+        Raises PromptTooLongError: `text` is so long that no tokens that fit the context could spell it;
+        InvalidRequestError: `text` is not valid Unicode.
         """
         tokenizer = self.text.tokenizer
         context = self.endpoint.limits.max_model_len
@@ -144,8 +138,7 @@ class TextGenerator:
     async def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; `options` are those of `render_conversation`.
 
-        Raises:
-            InvalidRequestError: a message, a tool or a switch is not as it must be.
+        Raises InvalidRequestError: a message, a tool or a switch is not as it must be.
         """
         work = partial(render_conversation, self.text.require_template(), messages, **options)
         return await self._do(work, text_size(messages, options.get("tools")))
@@ -156,7 +149,6 @@ class TextGenerator:
         return await self._do(work, len(token_ids))
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
-        """The spelling of each token in the vocabulary."""
         spell = self.text.tokenizer.token
         return await self._do(lambda: list(map(spell, token_ids)), len(token_ids))
 
@@ -166,8 +158,7 @@ class TextGenerator:
     def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
 
-        Raises:
-            InvalidRequestError: a value is out of range or does not fit the model; names the field.
+        Raises InvalidRequestError: a value is out of range or does not fit the model; names the field.
         """
         sampling = sampling.checked()
         vocab_size = self.endpoint.limits.vocab_size
@@ -176,7 +167,6 @@ class TextGenerator:
         return sampling
 
     def _stops_of(self, sampling: SamplingParams) -> StopStrings:
-        """The automaton of the stop strings: one for all prompts of a body."""
         stops = self._stops.get(sampling.stop)
         if stops is None:
             stops = self._stops[sampling.stop] = StopStrings(sampling.stop)
@@ -208,8 +198,7 @@ class TextGenerator:
         `GenerateRequest`. Without a `client_request` one is made here. Token ids are not copied: the caller must
         not change them.
 
-        Raises:
-            InvalidRequestError: the prompt does not fit the model; names the field.
+        Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
         limits = self.endpoint.limits
         if client_request is None:
@@ -222,11 +211,6 @@ class TextGenerator:
             )
         token_ids = cast(list[int], token_ids)
         _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
-        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-            refuse(
-                "cache_salt",
-                f"must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(cache_salt)}",
-            )
         resolved = _resolve(sampling, limits.max_model_len - len(token_ids), clamp=clamp_max_tokens)
         stops = self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
@@ -258,8 +242,7 @@ class TextGenerator:
     async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         """The answer as it grows; the last delta has a finish reason. Closing the generator aborts the request.
 
-        Raises:
-            OverloadedError, EngineDeadError: as `Endpoint.generate`.
+        Raises OverloadedError, EngineDeadError: as `Endpoint.generate`.
         """
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
@@ -361,7 +344,6 @@ class TextAssembler:
         self._unsearched_tokens = sampling.min_tokens
 
     def push(self, chunk: TokenChunk) -> TextDelta:
-        """The delta of `chunk`."""
         token_ids = chunk.token_ids
         reason = chunk.finish_reason
         if reason is None and self._matcher is None and len(token_ids) == 1:

@@ -53,8 +53,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (such as BOS).
 
-        Raises:
-            InvalidRequestError: the text has half of a surrogate pair, so it is no Unicode text.
+        Raises InvalidRequestError: the text has half of a surrogate pair, so it is no Unicode text.
         """
         try:
             [encoding] = self._backend.encode_batch_fast(
@@ -68,7 +67,6 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of all the tokens at once."""
         if self._render_unknown is None:
             text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return text
@@ -78,7 +76,6 @@ class Tokenizer:
     def incremental(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
     ) -> IncrementalDecoder:
-        """A decoder for the tokens that follow `prompt_token_ids`."""
         if self._family == "byte_level":
             return ByteLevelDecoder(self._byte_pieces[skip_special_tokens])
         if self._family == "sentencepiece":
@@ -97,12 +94,10 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its spelling in the vocabulary."""
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
     def token(self, token_id: int) -> str:
-        """The spelling of a token in the vocabulary."""
         token: str | None = self._backend.id_to_token(token_id)
         if token is None:
             return self._render_unknown(token_id) if self._render_unknown else ""
@@ -146,8 +141,7 @@ def _decoder_kind(backend: Backend) -> tuple[str, bool]:
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Reads `tokenizer.json`; without one, transformers (an optional extra) makes it in a process of its own.
 
-    Raises:
-        ConfigError: there is no tokenizer, or its file cannot be read.
+    Raises ConfigError: there is no tokenizer, or its file cannot be read.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():

@@ -74,9 +74,7 @@ class TraceControl:
     ) -> TraceSession:
         """Traces until `stop`, until each engine has done `num_steps`, or for `seconds`.
 
-        Raises:
-            TraceStateError: tracing is on.
-            ConfigError: the directory cannot be written.
+        Raises TraceStateError: tracing is on; ConfigError: the directory cannot be written.
         """
         if self._order is not None or self._is_starting:
             raise TraceStateError("Tracing is on already.")
@@ -84,13 +82,12 @@ class TraceControl:
         self._is_starting = True
         try:
             async with asyncio.timeout(_PREPARE_S):
-                await _beside(partial(_probe, directory, self.run))
-                await _beside(partial(clear_fragments, directory, self.run))
-        except TimeoutError:
-            reason = f"it does not answer within {_PREPARE_S:g} s"
-            raise ConfigError(_unwritable(directory, reason)) from None
+                await _beside(partial(_prepare, directory, self.run))
         except OSError as error:
-            raise ConfigError(_unwritable(directory, error.strerror or str(error))) from None
+            reason = error.strerror or str(error)
+            if isinstance(error, TimeoutError):
+                reason = f"it does not answer within {_PREPARE_S:g} s"
+            raise ConfigError(f"--profile-dir {directory} cannot be written ({reason}).") from None
         finally:
             self._is_starting = False
         session = TraceSession(level=level, directory=str(directory), run=self.run)
@@ -120,8 +117,7 @@ class TraceControl:
     async def stop(self) -> EndedTrace:
         """Returns when all fragments are closed, or some seconds later. Tells once of one that ended by itself.
 
-        Raises:
-            TraceStateError: tracing is off.
+        Raises TraceStateError: tracing is off.
         """
         if self._order is not None:
             ended = await self._stop()
@@ -174,13 +170,10 @@ async def _beside(work: Callable[[], T]) -> T:
     return await waiting
 
 
-def _probe(directory: Path, run: str) -> None:
-    """Raises OSError if it cannot be written."""
+def _prepare(directory: Path, run: str) -> None:
+    """Removes the last trace of this name. Raises OSError: the directory cannot be written."""
     directory.mkdir(parents=True, exist_ok=True)
     probe = directory / f"{run_prefix(run)}{secrets.token_hex(8)}.probe"
     probe.touch(exist_ok=False)
     probe.unlink()
-
-
-def _unwritable(directory: Path, reason: str) -> str:
-    return f"--profile-dir {directory} cannot be written ({reason})."
+    clear_fragments(directory, run)

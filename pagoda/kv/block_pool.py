@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from pagoda.kv.events import KVEventRecorder, Medium
+from pagoda.kv.events import CacheRecorder, Medium
 
 
 class Block:
@@ -43,10 +43,9 @@ class BlockPool:
     """Allocates blocks, counts references and finds cached blocks by key."""
 
     def __init__(
-        self, num_blocks: int, events: KVEventRecorder | None = None, medium: Medium = Medium.DEVICE
+        self, num_blocks: int, recorder: CacheRecorder | None = None, medium: Medium = Medium.DEVICE
     ) -> None:
-        """`events` records which blocks of `medium` are removed; the caller of `publish` records those that are
-        stored."""
+        """`recorder` is told of the blocks of `medium` that are stored and removed."""
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
         self.num_blocks = num_blocks
@@ -54,9 +53,7 @@ class BlockPool:
         """Blocks that became findable since the start."""
         self.num_removed = 0
         """Blocks that can be found no longer; `num_cached` is the difference."""
-        self.changed: dict[bytes, None] | None = None
-        """Keys stored or removed since a subscriber put an empty dict here; None without one."""
-        self._events = events
+        self._recorder = recorder or CacheRecorder(keeps_events=False)
         self._medium = medium
         self._ends = Block(-1)
         """Sentinel of the ring of available blocks: its `next` is the head, its `previous` the tail."""
@@ -121,10 +118,16 @@ class BlockPool:
             if block.ref_count == 0:
                 self._link_before(self._ends if block.key else self._ends.next, block)
 
-    def publish(self, block: Block, key: bytes) -> bool:
-        """Makes a full, computed block findable; returns whether it was not, and no other, before.
+    def publish(
+        self,
+        block: Block,
+        key: bytes,
+        parent: bytes | None = None,
+        token_ids: Sequence[int] = (),
+    ) -> None:
+        """Makes a full, computed block findable, unless another is already: the first one under a key keeps it.
 
-        The first block published under a key keeps it.
+        `parent` is the key of the block in front of it, and `token_ids` are its own tokens.
 
         Raises:
             ValueError: the block is not referenced, or has another key.
@@ -132,12 +135,10 @@ class BlockPool:
         if block.ref_count < 1 or (block.key is not None and block.key != key):
             raise ValueError(f"{block} cannot be published.")
         if block.key is not None or self._by_key.setdefault(key, block) is not block:
-            return False
+            return
         block.key = key
         self.num_stored += 1
-        if self.changed is not None:
-            self.changed[key] = None
-        return True
+        self._recorder.store(key, parent, token_ids, self._medium)
 
     def discard(self, key: bytes) -> None:
         """Makes a block unfindable: its content is wrong."""
@@ -153,10 +154,7 @@ class BlockPool:
             block.key = None
         self.num_evictable = 0
         self.num_removed += len(self._by_key)
-        if self._events is not None:
-            self._events.lose(self._by_key, self._medium)
-        if self.changed is not None:
-            self.changed.update(dict.fromkeys(self._by_key))
+        self._recorder.lose(self._by_key, self._medium)
         self._by_key.clear()
 
     def _forget(self, block: Block) -> None:
@@ -169,10 +167,7 @@ class BlockPool:
         if self._by_key.get(key) is block:
             del self._by_key[key]
             self.num_removed += 1
-            if self._events is not None:
-                self._events.remove(key, self._medium)
-            if self.changed is not None:
-                self.changed[key] = None
+            self._recorder.remove(key, self._medium)
 
     def _link_before(self, successor: Block, block: Block) -> None:
         block.previous, block.next = successor.previous, successor

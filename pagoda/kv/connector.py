@@ -1,7 +1,7 @@
 """Connectors: one interface, in two halves, to places that keep KV besides the device.
 
 The engine's half (`KVConnector`) decides: it knows keys, blocks and transfers, but no bytes and no torch. The
-worker's half (`TransferWorker`) copies: it knows bytes and places, but no requests. The engine asks a worker for
+worker's half (`pagoda.worker.kv`) copies: it knows bytes and places, but no requests. The engine asks a worker for
 `Transfer`s (`pagoda.messages.transfers`).
 
 `on_queued` tells connectors of a request that may find KV elsewhere. Once `lookup` knows how many blocks there
@@ -12,17 +12,14 @@ like computed ones, and the request is then admitted as usual and finds them on 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from pagoda.kv.block_pool import Block
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import KVPeer, Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
-
-if TYPE_CHECKING:
-    from pagoda.kv.block_pool import Block  # workers, who import this module too, have no blocks
 
 
 class PrefixRequest(msgspec.Struct, frozen=True):
@@ -106,24 +103,3 @@ class KVConnector(Protocol):
     def load_report(self) -> TierLoad: ...
 
     def close(self) -> None: ...
-
-
-class TransferWorker(Protocol):
-    """The worker's half. Copies beside the steps, in threads of its own."""
-
-    def add_peers(self, peers: Sequence[KVPeer]) -> None:
-        """Transfers from now on may name these peers."""
-
-    def remove_peers(self, peer_ids: Sequence[str]) -> None:
-        """No transfer names these peers any more; transfers from them that are under way fail."""
-
-    def start(self, transfers: Sequence[Transfer]) -> None:
-        """Begins transfers; never waits for one."""
-
-    def step_done(self, step: int) -> None: ...
-
-    def poll(self) -> list[TransferEnd]:
-        """Transfers that have ended since the last call. A transfer ends when no thread touches its blocks."""
-
-    def close(self) -> None:
-        """Ends the threads, and waits for them."""

@@ -29,7 +29,7 @@ from pagoda.kv.disk_scanner import (
     Removed,
     ScanEnded,
 )
-from pagoda.kv.events import KVEventRecorder, Medium
+from pagoda.kv.events import CacheRecorder, Medium
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
@@ -68,7 +68,7 @@ class DiskTier:
         min_touches: int,
         epoch_s: float,
         host: HostTier | None = None,
-        events: KVEventRecorder | None = None,
+        recorder: CacheRecorder | None = None,
     ) -> None:
         """Prefetched blocks go to `host`. `epoch_s` is the time at which the clock read 0, in seconds since 1970.
 
@@ -81,7 +81,7 @@ class DiskTier:
         self._quota_bytes = quota_bytes
         self._epoch_s = epoch_s
         self._host = host
-        self._events = events
+        self._recorder = recorder or CacheRecorder(keeps_events=False)
         self._admission = AdmissionFilter(min_touches)
         self._backoff = WriteBackoff(clock)
         self._changed: set[str] = set()
@@ -219,8 +219,7 @@ class DiskTier:
     def _forget_object(self, directory: int, key: bytes) -> None:
         if self._index.remove(directory, key) and directory == OWN:
             self._num_removed += 1
-            if self._events is not None:
-                self._events.remove(key, Medium.DISK)
+            self._recorder.remove(key, Medium.DISK)
 
     def _use(self, keys: Sequence[bytes]) -> None:
         """Marks objects as used now; the end of a prefix is evicted before its beginning."""
@@ -269,9 +268,8 @@ class DiskTier:
             self._index.add(OWN, cached.key, now)
         self._num_stored += len(good)
         self._num_failed += len(failed)
-        if self._events is not None:
-            for cached in good:
-                self._events.store(cached.key, cached.parent, cached.token_ids, Medium.DISK)
+        for cached in good:
+            self._recorder.store(cached.key, cached.parent, cached.token_ids, Medium.DISK)
         if failed:
             self._warn_of_stores(end.error)
             if len(self._directories) > 1:  # some ranks may have written theirs

@@ -62,15 +62,18 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int
 
 
-class KVEventRecorder:
-    """Collects events until they are drained.
+class CacheRecorder:
+    """Records which blocks are stored and removed: as events in their order, and as the set of changed keys.
 
-    The lists of a tier's last event grow until then: blocks that follow each other, or that are evicted together,
-    are one event. So the events of one tier are in their order; which of two tiers changed first is not told.
+    The lists of a tier's last event grow until events are drained: blocks that follow each other, or that are
+    evicted together, are one event. So the events of one tier are in their order; which of two tiers changed first
+    is not told.
     """
 
-    def __init__(self, block_size: int, *, has_disk: bool = False) -> None:
-        self._block_size = block_size
+    def __init__(self, *, keeps_events: bool = True, has_disk: bool = False) -> None:
+        self.changed: dict[bytes, None] | None = None
+        """Keys stored or removed anywhere but on disk, oldest first, since a listener put a dict here."""
+        self._keeps_events = keeps_events
         self._has_disk = has_disk
         self._events: list[KVEvent] = []
         self._last: dict[Medium, BlockStored | BlockRemoved] = {}
@@ -83,16 +86,24 @@ class KVEventRecorder:
         medium: Medium = Medium.DEVICE,
     ) -> None:
         """A block can be found there from now on; `parent` is None for the first of a prefix."""
+        if self.changed is not None and medium is not Medium.DISK:
+            self.changed[key] = None
+        if not self._keeps_events:
+            return
         last = self._last.get(medium)
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
             last.block_hashes.append(key)
             last.token_ids.extend(token_ids)
             return
-        event = BlockStored([key], parent, list(token_ids), self._block_size, medium=medium)
+        event = BlockStored([key], parent, list(token_ids), len(token_ids), medium=medium)
         self._append(medium, event)
 
     def remove(self, key: bytes, medium: Medium = Medium.DEVICE) -> None:
         """A block can be found there no longer."""
+        if self.changed is not None and medium is not Medium.DISK:
+            self.changed[key] = None
+        if not self._keeps_events:
+            return
         last = self._last.get(medium)
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(key)
@@ -107,7 +118,12 @@ class KVEventRecorder:
         if self._has_disk:
             for key in keys:
                 self.remove(key, medium)
-        elif not (self._events and isinstance(self._events[-1], AllBlocksCleared)):
+            return
+        if self.changed is not None:
+            self.changed.update(dict.fromkeys(keys))
+        if self._keeps_events and not (
+            self._events and isinstance(self._events[-1], AllBlocksCleared)
+        ):
             self._events.append(AllBlocksCleared())
             self._last.clear()
 

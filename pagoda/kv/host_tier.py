@@ -12,7 +12,7 @@ from functools import partial
 
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
-from pagoda.kv.events import KVEventRecorder, Medium
+from pagoda.kv.events import CacheRecorder, Medium
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, TransferEnd
@@ -48,13 +48,12 @@ class HostTier:
         num_slots: int,
         block_size: int,
         ledger: TransferLedger,
-        events: KVEventRecorder | None = None,
+        recorder: CacheRecorder | None = None,
     ) -> None:
-        self.pool = BlockPool(num_slots, events, Medium.HOST)
+        self.pool = BlockPool(num_slots, recorder, Medium.HOST)
         """The slots, by the keys of the blocks that they hold."""
         self._block_size = block_size
         self._ledger = ledger
-        self._events = events
         self._max_reserved = max(1, num_slots // _PREFETCH_SHARE)
         self._reserved: dict[bytes, _Reservation] = {}
         self._refused: set[str] = set()
@@ -151,14 +150,8 @@ class HostTier:
             failed = set(end.failed)
             for index, cached in enumerate(saved):
                 if index not in failed:
-                    self._publish(slots[index], cached.key, cached.parent, cached.token_ids)
+                    self.pool.publish(slots[index], cached.key, cached.parent, cached.token_ids)
         self.pool.release(slots)
-
-    def _publish(
-        self, slot: Block, key: bytes, parent: bytes | None, token_ids: Sequence[int]
-    ) -> None:
-        if self.pool.publish(slot, key) and self._events is not None:
-            self._events.store(key, parent, token_ids, Medium.HOST)
 
     # ---- what a slower tier copies here before it is loaded
 
@@ -185,7 +178,7 @@ class HostTier:
         """The transfer into the slot that was reserved for `key` has ended."""
         reserved = self._reserved.pop(key)
         if is_good:
-            self._publish(reserved.slot, key, reserved.parent, reserved.token_ids)
+            self.pool.publish(reserved.slot, key, reserved.parent, reserved.token_ids)
         else:
             self._num_failed += 1
         self.pool.release([reserved.slot])

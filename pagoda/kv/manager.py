@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pagoda.kv.block_keys import block_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock
-from pagoda.kv.events import KVEventRecorder
+from pagoda.kv.events import CacheRecorder
 
 
 class BlockTable:
@@ -36,12 +36,11 @@ class KVManager:
         block_size: int,
         *,
         prefix_caching: bool = True,
-        events: KVEventRecorder | None = None,
+        recorder: CacheRecorder | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, events)
+        self.pool = BlockPool(num_blocks, recorder)
         self.block_size = block_size
         self._prefix_caching = prefix_caching
-        self._events = events
 
     def new_table(self, cache_salt: str | None = None) -> BlockTable:
         return BlockTable(root_key(self.block_size, cache_salt))
@@ -107,12 +106,11 @@ class KVManager:
             return
         for index in range(table.num_published, num_computed_tokens // self.block_size):
             key = self._key(table, token_ids, index)
-            is_new = self.pool.publish(table.blocks[index], key)
+            start = index * self.block_size
+            tokens = token_ids[start : start + self.block_size]
+            parent = table.keys[index] if index else None
+            self.pool.publish(table.blocks[index], key, parent, tokens)
             table.num_published = index + 1
-            if is_new and self._events is not None:
-                start = index * self.block_size
-                parent = table.keys[index] if index else None
-                self._events.store(key, parent, token_ids[start : start + self.block_size])
 
     def cached_blocks(
         self, table: BlockTable, token_ids: Sequence[int], first: int, end: int

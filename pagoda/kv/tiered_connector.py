@@ -70,26 +70,25 @@ class TierMatch(NamedTuple):
 
 @dataclass(eq=False)
 class _Part:
-    """One transfer of a load: its keys `first` to `end`."""
+    """One transfer of a load."""
 
     load: _Load
     connector: KVConnector
     first: int
-    end: int
+    """Index in the load of its first block."""
     is_overdue: bool = False
     """The load timed out while this transfer was under way."""
 
 
 @dataclass(eq=False)
 class _Load:
-    request_id: str | None
-    """None once no request waits for the load."""
+    request_id: str
     keys: Sequence[bytes]
     num_good: int
     """Leading blocks that have not failed."""
     error: str | None = None
-    parts: dict[int, _Part] = field(default_factory=dict)
-    """Transfers that have not ended, by id."""
+    parts: set[_Part] = field(default_factory=set)
+    """Transfers that have not ended."""
     waiters: set[str] = field(default_factory=set)
     """Other requests whose next block this load brings."""
 
@@ -140,7 +139,7 @@ class TieredKVConnector:
     def is_idle(self) -> bool:
         """No transfer is under way, no request waits and no block is to be saved."""
         books = (self.parts, self.loads, self._loading, self.deadlines, self.ended, *self.backlog)
-        return not (any(books) or any(self._num_overdue.values()) or self.ledger.num_open)
+        return not (any(books) or self._num_overdue.total() or self.ledger.num_open)
 
     # ---- requests that could use KV
 
@@ -210,7 +209,7 @@ class TieredKVConnector:
 
     def _wait_for(self, request_id: str, connectors: Iterable[KVConnector]) -> None:
         if all(connector.has_own_timeout for connector in connectors):
-            self.stop_waiting(request_id)
+            self.deadlines.pop(request_id, None)
         else:
             self.deadlines.setdefault(request_id, self._clock.now() + LOAD_TIMEOUT_S)
 
@@ -232,11 +231,11 @@ class TieredKVConnector:
             targets = blocks[first:end]
             after_step = max(block.used_by for block in targets)
             transfer_id = segment.connector.load(prefix, segment.start, targets, after_step)
-            part = _Part(load, segment.connector, first, end)
-            self.parts[transfer_id] = load.parts[transfer_id] = part
+            part = self.parts[transfer_id] = _Part(load, segment.connector, first)
+            load.parts.add(part)
             self._loading.update(dict.fromkeys(keys[first:end], part))
         self.loads[prefix.request_id] = load
-        self.stop_waiting(prefix.request_id)
+        self.deadlines.pop(prefix.request_id, None)
         self._wait_for(prefix.request_id, (segment.connector for segment in segments))
 
     def abandon(self, request_id: str) -> None:
@@ -244,18 +243,14 @@ class TieredKVConnector:
 
         Blocks under transfer stay referenced until their transfers have ended.
         """
-        self.stop_waiting(request_id)
+        self.deadlines.pop(request_id, None)
         self.ended.pop(request_id, None)
         load = self.loads.pop(request_id, None)
         if load is not None:
-            load.request_id = None
             for key in load.keys:
                 self._loading.pop(key, None)
             self._changed |= load.waiters
             self._changed.add(request_id)
-
-    def stop_waiting(self, request_id: str) -> None:
-        self.deadlines.pop(request_id, None)
 
     def drain_load_ends(self) -> list[LoadEnd]:
         """Ends of waits since the last call, without those of abandoned requests."""
@@ -276,24 +271,23 @@ class TieredKVConnector:
                 self.abandon(request_id)
                 self.ended[request_id] = LoadEnd(request_id, 0)
                 continue
-            missing = load.parts.values()
-            overdue = [part for part in missing if not part.connector.has_own_timeout]
+            overdue = [part for part in load.parts if not part.connector.has_own_timeout]
             if not overdue:
-                self.stop_waiting(request_id)
+                del self.deadlines[request_id]
                 continue
             for part in overdue:
                 part.is_overdue = True
                 self._num_overdue[part.connector] += 1
-            load.num_good = min(load.num_good, *(part.first for part in missing))
+            load.num_good = min(load.num_good, *(part.first for part in load.parts))
             load.error = load.error or f"it took longer than {LOAD_TIMEOUT_S:g} s"
-            self._end_load(request_id, load)
+            self._end_load(load)
 
-    def _end_load(self, request_id: str, load: _Load) -> None:
-        self.abandon(request_id)
+    def _end_load(self, load: _Load) -> None:
+        self.abandon(load.request_id)
         failure = None
         if load.error is not None and self._fail_on_load_failure:
             failure = f"KV that was found for this request could not be loaded: {load.error}."
-        self.ended[request_id] = LoadEnd(request_id, load.num_good, failure)
+        self.ended[load.request_id] = LoadEnd(load.request_id, load.num_good, failure)
 
     # ---- blocks to keep
 
@@ -327,19 +321,14 @@ class TieredKVConnector:
     def _apply_end(self, end: TransferEnd) -> None:
         part = self.parts.pop(end.transfer_id, None)
         if part is not None:
-            self._end_part(part, end)
+            load = part.load
+            self._num_overdue[part.connector] -= part.is_overdue
+            if end.failed and part.first + min(end.failed) < load.num_good:
+                load.num_good, load.error = part.first + min(end.failed), end.error
+            load.parts.remove(part)
+            if not load.parts and self.loads.get(load.request_id) is load:
+                self._end_load(load)
         self._save_backlog()
-
-    def _end_part(self, part: _Part, end: TransferEnd) -> None:
-        load = part.load
-        self._num_overdue[part.connector] -= part.is_overdue
-        if end.failed:
-            good = part.first + min(end.failed)
-            if good < load.num_good:
-                load.num_good, load.error = good, end.error
-        del load.parts[end.transfer_id]
-        if not load.parts and load.request_id is not None:
-            self._end_load(load.request_id, load)
 
     # ---- the workers, and the engine's loop
 
@@ -374,6 +363,8 @@ class TieredKVConnector:
         return [source for connector in self.connectors for source in connector.pollables()]
 
     def next_event_at(self) -> float | None:
+        if self.ledger.has_settled:  # since the ends of this turn were drained
+            return self._clock.now()
         return next(iter(self.deadlines.values()), None)
 
     def load_report(self) -> tuple[TierLoad, ...]:

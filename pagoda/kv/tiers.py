@@ -16,7 +16,7 @@ from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import KVConnector
 from pagoda.kv.disk_scanner import DiskScanner
 from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.events import KVEventRecorder
+from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.transfers import TransferLedger
@@ -32,7 +32,7 @@ class TierContext:
     ready: WorkerReady
     ledger: TransferLedger
     clock: Clock
-    events: KVEventRecorder | None
+    recorder: CacheRecorder | None
     open_scanner: Callable[[Sequence[KVDirectory], Clock], DiskScanner]
     epoch_s: float
     """Time at which the clock read 0, in seconds since 1970."""
@@ -42,7 +42,7 @@ def _host_tier(context: TierContext, _nearer: Sequence[KVConnector]) -> KVConnec
     ready = context.ready
     if not ready.kv_host_slots:
         return None
-    return HostTier(ready.kv_host_slots, ready.block_size, context.ledger, context.events)
+    return HostTier(ready.kv_host_slots, ready.block_size, context.ledger, context.recorder)
 
 
 def _disk_tier(context: TierContext, nearer: Sequence[KVConnector]) -> KVConnector | None:
@@ -58,7 +58,7 @@ def _disk_tier(context: TierContext, nearer: Sequence[KVConnector]) -> KVConnect
         min_touches=config.disk_min_touches,
         epoch_s=context.epoch_s,
         host=_host_of(nearer),
-        events=context.events,
+        recorder=context.recorder,
     )
 
 
@@ -79,7 +79,7 @@ def build_tiers(
     ready: WorkerReady,
     pool: BlockPool,
     clock: Clock,
-    events: KVEventRecorder | None = None,
+    recorder: CacheRecorder | None = None,
     open_remote: Callable[[TransferLedger], KVConnector] | None = None,
     *,
     fail_on_load_failure: bool = False,
@@ -94,7 +94,7 @@ def build_tiers(
     ledger = TransferLedger(pool)
     if epoch_s is None:
         epoch_s = time.time() - clock.now()
-    context = TierContext(config, ready, ledger, clock, events, open_scanner, epoch_s)
+    context = TierContext(config, ready, ledger, clock, recorder, open_scanner, epoch_s)
     connectors: list[KVConnector] = []
     for build in TIERS:
         tier = build(context, connectors)

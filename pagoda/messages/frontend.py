@@ -14,7 +14,7 @@ from pagoda.messages.sampling_params import SamplingParams, TokenId
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -53,6 +53,7 @@ class GenerateRequest(
     """
 
     request_id: str
+    """Id in logs and traces; the same in all processes."""
     prompt_token_ids: list[TokenId]
     sampling: SamplingParams
     output_token_ids: list[TokenId] = []
@@ -72,10 +73,12 @@ class GenerateRequest(
     traceparent: str | None = None
     """Parent span, as `tracestate` in the form of https://www.w3.org/TR/trace-context/."""
     tracestate: str | None = None
+    wire_id: str = ""
+    """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    """Forget these requests; unknown ids are ignored. No chunk follows for them."""
+    """Forget the requests with these wire ids; unknown ids are ignored. No chunk follows for them."""
 
     request_ids: list[str]
 

@@ -40,11 +40,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         backend: Backend[LinearT, MetadataT],
         caches: Sequence[KVCache],
     ) -> None:
-        """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
-
-        Raises:
-            ConfigError: a weight is missing or has the wrong shape.
-        """
+        """Loads the weights of the loader's shard; `caches` has one entry for each of its layers."""
         shard, config, tracer = loader.shard, loader.shard.config, loader.tracer
         self._tracer = tracer
         self._shard = shard
@@ -79,7 +75,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         """
         backend, tracer = self.backend, self._tracer
         began = tracer.e2e()
-        plan = backend.attention_metadata(batch, self._shard.num_heads, self.caches[0])
+        plan = backend.attention_metadata(batch, len(self._shard.heads), self.caches[0])
         table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
         step = StepInput(batch.token_ids, table, plan, hidden)
         planned = tracer.kernel()

@@ -124,7 +124,7 @@ class WeightLoader(Generic[LinearT]):
         return values[part.outputs.start : part.outputs.stop]
 
     def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
-        config, sparse = self.shard.config, self.shard.expert_linears(index)
+        config, sparse = self.shard.config, self.shard.config.expert_linears(index)
         experts = config.experts
         if experts is None or sparse is None:
             mlp = config.mlp_linears(index)
@@ -134,11 +134,12 @@ class WeightLoader(Generic[LinearT]):
             )
         router = self.linear([sparse.router])
         # One expert after the other, in the order in which a step will read them.
-        prepared = [[self.linear([spec]) for spec in expert] for expert in sparse.experts]
+        held = self.shard.experts
+        own = sparse.experts[held.start : held.stop]
+        prepared = [[self.linear([spec]) for spec in expert] for expert in own]
         gate, up, down = zip(*prepared, strict=True)
         routing = ExpertRouting(experts.num_experts, experts.experts_per_token, experts.renormalize)
-        first = self.shard.experts.start
-        return SparseMlp(router, Experts(routing, first, gate, up, down, self.expert_counts))
+        return SparseMlp(router, Experts(routing, held.start, gate, up, down, self.expert_counts))
 
     def _head_norms(self, index: int) -> HeadNorms:
         config = self.shard.config

@@ -6,8 +6,8 @@ ranks: behind attention and behind the MLP. Embedding and head are split by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -22,7 +22,7 @@ from pagoda.backend.weights import (
     weight_format,
     weight_shape,
 )
-from pagoda.checkpoints.model_config import ExpertLinears, LinearSpec, ModelConfig, Role
+from pagoda.checkpoints.model_config import LinearSpec, ModelConfig, Role
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (
     DenseFormat,
@@ -33,7 +33,10 @@ from pagoda.checkpoints.weight_formats import (
     part_format,
 )
 from pagoda.errors import ConfigError
-from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, expert_share
+from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, even_share
+
+_TABLES = {Role.EMBEDDING, Role.HEAD}
+_EXPERTS = {Role.EXPERT_IN, Role.EXPERT_OUT}
 
 
 @dataclass(frozen=True)
@@ -67,20 +70,16 @@ class Shard:
 
     @property
     def heads(self) -> range:
-        return _even_share(self.config.num_heads, self.tp_rank, self.tp_size)
+        return even_share(self.config.num_heads, self.tp_rank, self.tp_size)
 
     @property
     def kv_heads(self) -> range:
         """This rank's KV heads; with more ranks than KV heads, several ranks hold the same one."""
         heads = self.config.num_kv_heads
         if heads >= self.tp_size:
-            return _even_share(heads, self.tp_rank, self.tp_size)
+            return even_share(heads, self.tp_rank, self.tp_size)
         head = self.tp_rank * heads // self.tp_size
         return range(head, head + 1)
-
-    @property
-    def num_heads(self) -> int:
-        return len(self.heads)
 
     @property
     def num_kv_heads(self) -> int:
@@ -119,11 +118,6 @@ class Shard:
                 inputs = self.channels(linear.inputs)
         return Part(outputs, inputs)
 
-    def expert_linears(self, layer: int) -> ExpertLinears | None:
-        """Router and own experts of a layer; None where the layer is dense."""
-        maps = self.config.expert_linears(layer)
-        return maps and replace(maps, experts=maps.experts[self.experts.start : self.experts.stop])
-
     @property
     def experts(self) -> range:
         """The experts of each layer that this rank holds, whole or a part of every one."""
@@ -132,75 +126,56 @@ class Shard:
             return range(0)
         if not self.expert_parallel:
             return range(experts.num_experts)
-        return expert_share(experts.num_experts, self.tp_rank, self.tp_size)
+        return even_share(experts.num_experts, self.tp_rank, self.tp_size)
 
     def linears(self) -> Iterator[LinearSpec]:
         """Linear layers that this rank holds a part of."""
         config = self.config
         for layer in self.layers:
-            yield from config.attention_linears(layer)
-            experts = self.expert_linears(layer)
-            if experts is None:
-                yield from config.mlp_linears(layer)
-            else:
-                yield experts.router
-                for mlp in experts.experts:
-                    yield from mlp
+            yield from config.layer_linears(layer, self.experts)
         if self.is_first:
             yield config.embedding
         if self.is_last and not (self.is_first and config.tie_word_embeddings):
             yield config.head
 
     def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype.
-
-        Raises:
-            ConfigError: a linear layer cannot be quantized, or cut, so.
-        """
-        maps = (self._linear_bytes(m, quantization, itemsize) for m in self.linears())
-        return self._vector_bytes(itemsize) + sum(maps)
+        """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype."""
+        return self._vector_bytes(itemsize) + self._linear_bytes(set(Role), quantization, itemsize)
 
     def forward_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of weights that a forward pass reads, without the head and the embedding table."""
-        maps = (m for m in self.linears() if m.role not in (Role.EMBEDDING, Role.HEAD))
-        return self._vector_bytes(itemsize) + sum(
-            self._linear_bytes(m, quantization, itemsize) for m in maps
-        )
+        roles = set(Role) - _TABLES
+        return self._vector_bytes(itemsize) + self._linear_bytes(roles, quantization, itemsize)
 
     def expert_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of all experts that the rank holds, without routers."""
-        sparse = [maps for layer in self.layers if (maps := self.expert_linears(layer)) is not None]
-        return sum(
-            self._linear_bytes(m, quantization, itemsize)
-            for maps in sparse
-            for mlp in maps.experts
-            for m in mlp
-        )
+        return self._linear_bytes(_EXPERTS, quantization, itemsize)
 
     def flops_per_token(self) -> int:
         """Floating-point operations of products with weights, without the head, which few tokens reach."""
+        dense = held = 0
+        for linear in self.linears():
+            part = self.part_of(linear)
+            weights = len(part.outputs) * len(part.inputs)
+            if linear.role in _EXPERTS:
+                held += weights
+            elif linear.role not in _TABLES:
+                dense += weights
+        experts = self.config.experts
+        if experts is not None:
+            held = held * experts.experts_per_token // experts.num_experts
+        return 2 * (dense + held)
+
+    def _linear_bytes(
+        self, roles: Set[Role], quantization: Quantization | None, itemsize: int
+    ) -> int:
         total = 0
-        for layer in self.layers:
-            maps = [*self.config.attention_linears(layer)]
-            sparse = self.expert_linears(layer)
-            if self.config.experts is None or sparse is None:
-                maps += self.config.mlp_linears(layer)
-            else:
-                maps.append(sparse.router)
-                held = sum(self._num_weights(m) for mlp in sparse.experts for m in mlp)
-                experts = self.config.experts
-                total += held * experts.experts_per_token // experts.num_experts
-            total += sum(map(self._num_weights, maps))
-        return 2 * total
-
-    def _num_weights(self, linear: LinearSpec) -> int:
-        part = self.part_of(linear)
-        return len(part.outputs) * len(part.inputs)
-
-    def _linear_bytes(self, m: LinearSpec, quantization: Quantization | None, itemsize: int) -> int:
-        part = self.part_of(m)
-        held_as = format_of_part(m, _format_of(m, quantization), part.inputs)
-        return format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
+        for linear in self.linears():
+            if linear.role in roles:
+                part = self.part_of(linear)
+                held_as = format_of_part(linear, _format_of(linear, quantization), part.inputs)
+                total += format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
+        return total
 
     def _vector_bytes(self, itemsize: int) -> int:
         """Bytes of norms, and of this rank's parts of biases."""
@@ -222,11 +197,7 @@ def whole(config: ModelConfig) -> Shard:
 
 
 def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) -> Shard:
-    """The shard of the rank at `place`.
-
-    Raises:
-        ConfigError: the model cannot be split so.
-    """
+    """The shard of the rank at `place`. Raises ConfigError if the model cannot be split so."""
     check_shares("the model", config, parallel)
     return Shard(
         config,
@@ -383,11 +354,6 @@ def _part_of_groups(
 def _copied(part: Tensor) -> Tensor:
     """Copies a part, which otherwise would keep the memory of the whole alive."""
     return part.clone(memory_format=torch.contiguous_format)
-
-
-def _even_share(count: int, rank: int, ranks: int) -> range:
-    each = count // ranks
-    return range(rank * each, (rank + 1) * each)
 
 
 def _times(heads: range, head_dim: int) -> range:

@@ -94,11 +94,7 @@ class CheckpointWeights:
         return DenseWeight(values.to(dtype))
 
     def tensor(self, name: str, shape: tuple[int, ...], stored_as: Mapping[str, str]) -> Tensor:
-        """The tensor `name` in the mapped file, if it has this shape and is stored as one of the given types.
-
-        Raises:
-            ConfigError: there is no such tensor.
-        """
+        """The tensor `name` in the mapped file, if it has this shape and is stored as one of the given types."""
         path = self.path_of(name)
         with _readable(path):
             view = self._view(name)
@@ -117,11 +113,7 @@ class CheckpointWeights:
             return stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the tensor `name` in its file.
-
-        Raises:
-            ConfigError: there is no such tensor.
-        """
+        """Shape of the tensor `name` in its file. Raises ConfigError if there is no such tensor."""
         with _readable(self.path_of(name)):
             return tuple(self._view(name).get_shape())
 
@@ -129,11 +121,7 @@ class CheckpointWeights:
         return name in self._files
 
     def path_of(self, name: str) -> Path:
-        """The file that holds the tensor `name`.
-
-        Raises:
-            ConfigError: none does.
-        """
+        """The file that holds the tensor `name`. Raises ConfigError if none does."""
         path = self._files.get(name)
         if path is None:
             some = next(iter(self._files.values()), None)

@@ -7,23 +7,16 @@ of one stage, which talk most, sit next to each other.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import msgspec
 
-from pagoda.devices import default_device
+from pagoda.devices import check_devices, default_device
 from pagoda.errors import ConfigError
 
 MAX_RANKS = 4096
 _CHANNEL_UNITS = (128, 64, 32)
 """The sizes of groups of quantized weights."""
-_DEVICE = re.compile(r"(cpu|cuda|npu):(0|[1-9][0-9]{0,4})")
-
-
-def expert_share(num_experts: int, tp_rank: int, tp_size: int) -> range:
-    """The experts of each layer that a rank holds under expert parallelism; shares differ by one at most."""
-    return _even_share(num_experts, tp_rank, tp_size)
 
 
 def can_share_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> bool:
@@ -48,20 +41,13 @@ def channel_share(count: int, tp_rank: int, tp_size: int) -> range:
         ),
         units[-1] if units else 1,
     )
-    share = _even_share(count // unit, tp_rank, tp_size)
+    share = even_share(count // unit, tp_rank, tp_size)
     return range(share.start * unit, share.stop * unit)
 
 
-def _even_share(count: int, rank: int, ranks: int) -> range:
+def even_share(count: int, rank: int, ranks: int) -> range:
+    """A rank's part of heads, or of experts under expert parallelism; shares differ by one at most."""
     return range(count * rank // ranks, count * (rank + 1) // ranks)
-
-
-def num_cpu_devices(cores: int, workers: int, threads: int | None) -> int:
-    """Number of devices into which the cores of a host are divided: `cpu:i` is the i-th of so many equal parts.
-
-    One for each of the host's workers, or as many as have `threads` cores, if that is more.
-    """
-    return max(workers, cores // threads) if threads else workers
 
 
 class RankPlace(msgspec.Struct, frozen=True, order=True):
@@ -97,7 +83,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     """Stages, each with some of the layers."""
     devices: tuple[str, ...] = ()
-    """Names of devices, such as `cpu:0`; empty means the first devices there are. See `num_cpu_devices`."""
+    """Names of devices, such as `cpu:0`; empty takes the first ones. See `devices.num_cpu_devices`."""
     expert_parallel: bool = False
     """True if the tensor-parallel ranks share out whole experts instead of parts of every expert."""
 
@@ -116,25 +102,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "--enable-expert-parallel shares out experts among tensor-parallel ranks; "
                 "give --tensor-parallel-size 2 or more, or leave it out."
             )
-        self._check_devices()
-
-    def _check_devices(self) -> None:
-        if not self.devices:
-            return
-        for device in self.devices:
-            if not _DEVICE.fullmatch(device):
-                raise ConfigError(
-                    f"--devices takes names such as cpu:0, separated by commas, got {device!r}."
-                )
-        duplicates = sorted({d for d in self.devices if self.devices.count(d) > 1})
-        if duplicates:
-            raise ConfigError(
-                f"--devices names {', '.join(duplicates)} more than once; every rank needs a device of its own."
-            )
-        kinds = sorted({device.partition(":")[0] for device in self.devices})
-        if len(kinds) > 1:
-            raise ConfigError(f"--devices mixes {' and '.join(kinds)}; name devices of one kind.")
-        if len(self.devices) != self.num_ranks:
+        check_devices(self.devices)
+        if self.devices and len(self.devices) != self.num_ranks:
             raise ConfigError(
                 f"{self._product()} devices, {len(self.devices)} given (--devices {','.join(self.devices)}); "
                 f"name {self.num_ranks}, or change a size."

@@ -3,10 +3,9 @@
     messages         messages between the two engines
     transfer_tokens  transfer ids that only engines of the cluster can make
     links            an engine's connections to others
-    leases           prefill: KV that is held for others, and until when
     exporter         prefill: answers to engines that ask for KV
-    prefill_peers    decode: the engines that are asked, and time-outs
-    connector        decode: a `KVConnector` over them, which loads KV as it is computed
+    fetches          decode: what is known of KV that other engines are asked for
+    connector        decode: a `KVConnector` over these engines, which loads KV as it is computed
     transport/       in workers: how the bytes go
 
 The decode side pulls. The engines agree about which blocks and when; the workers copy them, each rank what it

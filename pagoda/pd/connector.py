@@ -5,11 +5,12 @@ load: blocks are allocated for all that will come, and read as they come, while 
 When everything is read, the other engine is asked whether it held the blocks all the time; only then they count.
 Whatever goes wrong before, none of them counts.
 
-`pagoda.pd.prefill_peers` decides which engine is asked, how often, and how long an answer may take.
+Every question is repeated until it is answered, and any answer may come late, twice or never.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -21,29 +22,19 @@ from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import DeviceBlocks, RemoteBlocks, TransferEnd
+from pagoda.messages.transfers import DeviceBlocks, KVPeer, RemoteBlocks, TransferEnd
 from pagoda.messages.worker import WorkerReady
-from pagoda.pd.exporter import FirstToken
-from pagoda.pd.links import Peers
-from pagoda.pd.messages import (
-    KVBlocks,
-    KVCheck,
-    KVCheckResult,
-    KVDropped,
-    KVPrefilled,
-    KVRelease,
-    digest_of,
-)
-from pagoda.pd.prefill_peers import (
-    MAX_PREFILL_PEERS,
-    Fetch,
-    FetchMessage,
-    Load,
-    PrefillPeer,
-    PrefillPeers,
-)
+from pagoda.pd import messages
+from pagoda.pd.fetches import Fetch, Load, PrefillPeer
+from pagoda.pd.links import PeerLost, Peers
 from pagoda.pd.transfer_tokens import TransferTokens
 
+SILENCE_S = 5.0
+"""Seconds of silence after which an engine that is asked counts as gone."""
+STALL_S = 30.0
+"""Seconds without news after which a fetch fails while its prompt is being computed. The other engine may lack
+room, which it holds for requests that wait here behind this one."""
+MAX_PREFILL_PEERS = 256
 _COMPLAINT_S = 60.0
 """Seconds for which a problem of an engine is not logged again."""
 _log = logging.getLogger(__name__)
@@ -53,7 +44,7 @@ class Arrived(NamedTuple):
     """The token behind a request's prompt has come."""
 
     request_id: str
-    token: FirstToken
+    token: messages.KVPrefilled
 
 
 class Failed(NamedTuple):
@@ -72,7 +63,7 @@ class RemoteKV:
 
     def __init__(
         self,
-        peers: Peers,
+        links: Peers,
         ledger: TransferLedger,
         clock: Clock,
         *,
@@ -81,21 +72,34 @@ class RemoteKV:
         also_holds: bool = False,
         fails: bool = False,
     ) -> None:
-        """`engine_id` is this engine's. `also_holds`: see `PrefillPeers`. With `fails`, requests whose KV
-        cannot be fetched fail; else they compute it.
+        """`engine_id` is this engine's. An engine that `also_holds` KV fails fetches for which there is no room
+        here for long: two such engines could wait for each other's room. With `fails`, requests whose KV cannot
+        be fetched fail; else they compute it.
         """
-        self.peers = PrefillPeers(peers, clock, self, also_holds=also_holds)
+        self._links = links
         self._ledger = ledger
         self._clock = clock
         self._tokens = tokens
         self._engine_id = engine_id
+        self._also_holds = also_holds
         self._fails = fails
         self._vocab_size = 0
+        self._digest = ""
+        self._has_workers = False
+        self.peers: dict[str, PrefillPeer] = {}
+        """Engines that are asked, by address."""
+        self._idle: dict[str, None] = {}
+        """Addresses of peers without fetches, idle for longest first."""
+        self._renewals: list[tuple[float, str]] = []
+        """Heap of times and addresses; an entry counts if it is the peer's `renew_at` and the peer has fetches."""
+        self._added_peers: list[KVPeer] = []
+        self._removed_peers: list[str] = []
         self.fetches: dict[str, Fetch] = {}
         """Fetches by request; each is in its peer's `fetches`, too."""
         self._events: dict[str, Arrived | Failed] = {}
         """The last event of each request, to be drained."""
         self._changed: set[str] = set()
+        """Requests whose lookups may have another answer now."""
         self.complaints: dict[tuple[str, str], float] = {}
         """Times of the last log of an engine and its problem, oldest first."""
         self._num_loaded = 0
@@ -104,44 +108,59 @@ class RemoteKV:
     # ---- requests that could use KV
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
-        source = prefix.source
-        if source is None or prefix.request_id in self.fetches:
+        source, request_id = prefix.source, prefix.request_id
+        if source is None or request_id in self.fetches:
             return
         if not self._tokens.has_made(source):
             problem = "no engine with the secret of this one has made it"
-            self._give_up(prefix.request_id, "the kv_source of a request", problem)
+            self._give_up(request_id, "the kv_source of a request", problem)
             return
         if source.engine_id == self._engine_id:  # what it has is found on the device
             self.release(source)
             return
-        peer = self.peers.at(source.address)
+        peer = self._connect(source.address)
         if peer is None:
             problem = f"{MAX_PREFILL_PEERS} other engines are asked"
-            self._give_up(prefix.request_id, source.address, problem)
+            self._give_up(request_id, source.address, problem)
             return
-        obstacle = self._obstacle(peer, source)
+        obstacle = peer.obstacle(source)
+        if source.transfer_id in peer.fetches:
+            obstacle = "another request fetches it already"
         if obstacle is not None:
             self.release(source)
-            self._give_up(prefix.request_id, source.address, obstacle)
+            self._give_up(request_id, source.address, obstacle)
             return
-        fetch = self.fetches[prefix.request_id] = Fetch(prefix, source, start, self._clock.now())
-        self.peers.begin(peer, fetch)
+        now = self._clock.now()
+        fetch = Fetch(prefix, source, peer, start >= len(prefix.keys), now)
+        if not peer.fetches:
+            self._idle.pop(peer.address, None)
+            peer.heard_at = now
+            self._schedule_renewal(peer)
+        self.fetches[request_id] = peer.fetches[source.transfer_id] = fetch
+        self._ask(fetch)
 
-    def _obstacle(self, peer: PrefillPeer, source: KVSource) -> str | None:
-        if peer.refusal:
-            return peer.refusal
-        if source.transfer_id in peer.fetches:
-            return "another request fetches it already"
-        return peer.staleness(source)
+    def _connect(self, address: str) -> PrefillPeer | None:
+        """Returns the peer at an address, newly connected if need be; None if there are too many busy ones."""
+        peer = self.peers.get(address)
+        if peer is None:
+            if len(self.peers) >= MAX_PREFILL_PEERS:
+                oldest = next(iter(self._idle), None)
+                if oldest is None:
+                    return None
+                self._lose(self.peers[oldest], "others are asked")
+            peer = self.peers[address] = PrefillPeer(address, self._clock.now())
+            self._idle[address] = None
+            self._greet(peer)
+        return peer
 
     def release(self, source: KVSource) -> None:
         """Releases the lease of a source that no request here fetches, if there is a connection; else it
         expires."""
-        peer = self.peers.by_address.get(source.address)
+        peer = self.peers.get(source.address)
         if peer is None or source.transfer_id in peer.fetches:
             return
         if self._tokens.has_made(source):
-            self.peers.send(peer, KVRelease([source.transfer_id]))
+            self._send(peer, messages.KVRelease([source.transfer_id]))
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         fetch = self.fetches.get(prefix.request_id)
@@ -149,13 +168,9 @@ class RemoteKV:
             return 0
         if start >= len(prefix.keys):  # all that is missing is the token
             return 0 if fetch.has_token else None
-        if fetch.num_blocks is None or (fetch.num_blocks > start and not self._is_open(fetch)):
+        if fetch.num_blocks is None or (fetch.num_blocks > start and not fetch.is_open):
             return None
         return max(0, fetch.num_blocks - start)
-
-    def _is_open(self, fetch: Fetch) -> bool:
-        """True if its known blocks can be read."""
-        return self.peers.of(fetch).has(fetch.peer_id)
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         """Fetched blocks go to the device alone."""
@@ -180,64 +195,66 @@ class RemoteKV:
 
     def _pull(self, fetch: Fetch, load: Load) -> None:
         """Begins to read blocks that are computed."""
-        first, end = load.next, min(len(fetch.block_ids), load.end)
+        first = load.start + load.num_begun
+        end = min(len(fetch.block_ids), load.start + len(load.blocks))
         if end <= first or fetch.peer_id is None:
             return
-        block_ids, peer = fetch.block_ids[first:end], self.peers.of(fetch)
-        if max(block_ids) >= peer.num_blocks() or min(block_ids) < 0:
-            self.fail(fetch, "it named blocks that it does not have")
+        block_ids = fetch.block_ids[first:end]
+        if max(block_ids) >= fetch.peer.num_blocks() or min(block_ids) < 0:
+            self._fail(fetch, "it named blocks that it does not have")
             return
-        piece = peer.piece()
+        piece = fetch.peer.piece()
         for start in range(first, end, piece):
-            load.next = min(start + piece, end)
-            blocks = load.blocks[start - load.start : load.next - load.start]
+            sources = fetch.block_ids[start : min(start + piece, end)]
+            blocks = load.blocks[load.num_begun : load.num_begun + len(sources)]
             self._ledger.open(
                 partial(self._read_ended, fetch, load),
-                RemoteBlocks(fetch.peer_id, fetch.block_ids[start : load.next]),
+                RemoteBlocks(fetch.peer_id, sources),
                 DeviceBlocks([block.block_id for block in blocks]),
                 blocks,
                 after_step=load.after_step,
             )
+            load.num_begun += len(sources)
             load.num_open += 1
 
     def _read_ended(self, fetch: Fetch, load: Load, end: TransferEnd | None) -> None:
         if end is None or fetch.load is not load:
             return  # nobody waits for it any more
         if end.failed:
-            self.fail(fetch, f"it could not be read ({end.error})")
+            self._fail(fetch, f"it could not be read ({end.error})")
             return
         load.num_open -= 1
         fetch.moved_at = self._clock.now()
-        if load.next == load.end and load.num_open == 0:
+        if load.num_begun == len(load.blocks) and load.num_open == 0:
             load.is_checking = True
-            self.peers.send(self.peers.of(fetch), KVCheck(fetch.source.transfer_id))
+            self._ask(fetch)
 
     def save(self, offers: Sequence[CachedBlock]) -> int:
         return len(offers)
 
-    def fail(self, fetch: Fetch, reason: str) -> None:
+    def _fail(self, fetch: Fetch, reason: str) -> None:
         """Ends a fetch; blocks that have come do not count. `reason` is a clause."""
-        request_id, load = fetch.prefix.request_id, fetch.load
-        if fetch.is_loaded:
-            self._close(fetch, reason)
-            return
+        load, address = fetch.load, fetch.source.address
+        self._close(fetch, reason)
         if load is not None:
             self._num_failed += len(load.blocks)
-        self._close(fetch, reason)
-        if load is None:
-            self._give_up(request_id, fetch.source.address, reason)
-        else:
-            self._complain(fetch.source.address, reason)
+            self._complain(address, reason)
+        elif not fetch.is_loaded:
+            self._give_up(fetch.prefix.request_id, address, reason)
 
     def _close(self, fetch: Fetch, reason: str) -> None:
-        """Ends the fetch and its lease; a load ends with all blocks failed."""
-        request_id = fetch.prefix.request_id
+        """Ends the fetch, and its lease if there is still a connection; a load ends with all blocks failed."""
+        request_id, peer = fetch.prefix.request_id, fetch.peer
         load, fetch.load = fetch.load, None
         if load is not None:
             self._ledger.settle(load.held_id, list(range(len(load.blocks))), reason)
         del self.fetches[request_id]
-        self.peers.end(fetch)
         self._changed.add(request_id)
+        if self.peers.get(peer.address) is peer:
+            del peer.fetches[fetch.source.transfer_id]
+            if not peer.fetches:
+                self._idle[peer.address] = None
+            self._send(peer, messages.KVRelease([fetch.source.transfer_id]))
 
     def _give_up(self, request_id: str, whom: str, reason: str) -> None:
         self._complain(whom, reason)
@@ -260,46 +277,80 @@ class RemoteKV:
 
     def step(self) -> None:
         """Applies messages that have come, and repeats questions that were not answered."""
-        self.peers.step()
+        for address, message in self._links.receive():
+            peer = self.peers.get(address)
+            if peer is not None:
+                self._apply(peer, message)
+        now = self._clock.now()
+        while (at := self.next_event_at()) is not None and at <= now:
+            _, address = heapq.heappop(self._renewals)
+            self._renew(self.peers[address], now)
 
-    def drain_events(self) -> list[Arrived | Failed]:
-        """First tokens and failures since the last call, one for each request."""
-        events, self._events = self._events, {}
-        return list(events.values())
-
-    def apply(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
-        """Applies what the peer says of a fetch."""
-        was_open, num_blocks = self._is_open(fetch), fetch.num_blocks
+    def _apply(self, peer: PrefillPeer, message: messages.PrefillMessage | PeerLost) -> None:
+        peer.heard_at = self._clock.now()
         match message:
-            case KVBlocks():
-                self._apply_blocks(peer, fetch, message)
-            case KVPrefilled():
+            case PeerLost():  # there may be another connection by now
+                self._lose(peer, message.reason)
+            case messages.KVWelcome():
+                self._apply_welcome(peer, message)
+            case messages.KVRefused():
+                peer.refusal = message.reason
+                for fetch in list(peer.fetches.values()):
+                    self._fail(fetch, message.reason)
+            case messages.KVRenewed():
+                pass
+            case _:
+                wanted = peer.fetches.get(message.transfer_id)
+                if wanted is not None:
+                    self._apply_news(wanted, message)
+
+    def _apply_welcome(self, peer: PrefillPeer, welcome: messages.KVWelcome) -> None:
+        if peer.has(welcome.peer.peer_id):
+            return
+        self._remove_workers(peer)
+        peer.welcome = welcome
+        if self._has_workers:
+            self._added_peers.append(welcome.peer)
+        for fetch in list(peer.fetches.values()):
+            self._changed.add(fetch.prefix.request_id)
+            obstacle = peer.obstacle(fetch.source)
+            if obstacle is not None:
+                self._fail(fetch, obstacle)
+            elif fetch.load is not None and not fetch.is_open:
+                self._fail(fetch, "its workers were replaced")
+
+    def _remove_workers(self, peer: PrefillPeer) -> None:
+        if peer.welcome is not None and self._has_workers:
+            self._removed_peers.append(peer.welcome.peer.peer_id)
+        peer.welcome = None
+
+    def _apply_news(self, fetch: Fetch, message: messages.FetchMessage) -> None:
+        was_open, num_blocks = fetch.is_open, fetch.num_blocks
+        match message:
+            case messages.KVBlocks():
+                self._apply_blocks(fetch, message)
+            case messages.KVPrefilled():
                 self._apply_token(fetch, message)
-            case KVCheckResult():
+            case messages.KVCheckResult():
                 self._apply_check_result(fetch, is_valid=message.is_valid)
-            case KVDropped():
-                self.fail(fetch, message.reason)
-        is_open = fetch.source.transfer_id in peer.fetches and self._is_open(fetch)
-        if is_open > was_open or fetch.num_blocks != num_blocks:
-            self.on_change(fetch)
+            case messages.KVDropped():
+                self._fail(fetch, message.reason)
+        if fetch.is_open > was_open or fetch.num_blocks != num_blocks:
+            self._changed.add(fetch.prefix.request_id)
 
-    def on_change(self, fetch: Fetch) -> None:
-        """The lookup of the request may have another answer now."""
-        self._changed.add(fetch.prefix.request_id)
-
-    def _apply_blocks(self, peer: PrefillPeer, fetch: Fetch, message: KVBlocks) -> None:
+    def _apply_blocks(self, fetch: Fetch, message: messages.KVBlocks) -> None:
         keys, num_known = fetch.prefix.keys, len(fetch.block_ids)
         end = message.first + len(message.block_ids)
         if not 0 <= message.first <= num_known < end <= len(keys):
             return  # known already, or there is a gap: it is asked for again
         if message.key != keys[end - 1]:
-            self.fail(fetch, "it is of other tokens than the request's")
+            self._fail(fetch, "it is of other tokens than the request's")
             return
         if fetch.peer_id not in (None, message.peer_id):
-            self.fail(fetch, "its workers were replaced")
+            self._fail(fetch, "its workers were replaced")
             return
-        if not peer.has(message.peer_id):
-            self.peers.greet(peer)
+        if not fetch.peer.has(message.peer_id):
+            self._greet(fetch.peer)
         fetch.peer_id = message.peer_id
         fetch.block_ids += message.block_ids[num_known - message.first :]
         self._expect(fetch, message.num_blocks)
@@ -311,18 +362,15 @@ class RemoteKV:
         if fetch.num_blocks is None:
             fetch.num_blocks = min(max(num_blocks, len(fetch.block_ids)), len(fetch.prefix.keys))
 
-    def _apply_token(self, fetch: Fetch, message: KVPrefilled) -> None:
+    def _apply_token(self, fetch: Fetch, message: messages.KVPrefilled) -> None:
         if fetch.has_token:
             return
         fetch.has_token = True
         self._expect(fetch, message.num_blocks)
-        self.on_change(fetch)
+        request_id = fetch.prefix.request_id
+        self._changed.add(request_id)
         if message.token_id < self._vocab_size:
-            token = FirstToken(
-                message.key, message.token_id, message.logprobs, message.num_cached_tokens
-            )
-            request_id = fetch.prefix.request_id
-            self._events[request_id] = Arrived(request_id, token)
+            self._events[request_id] = Arrived(request_id, message)
         if fetch.is_loaded or fetch.is_token_alone:
             self._close(fetch, "all has come")
 
@@ -331,7 +379,7 @@ class RemoteKV:
         if load is None or not load.is_checking:
             return
         if not is_valid:
-            self.fail(fetch, "it was not held all the time while it was read")
+            self._fail(fetch, "it was not held all the time while it was read")
             return
         self._num_loaded += len(load.blocks)
         self._ledger.settle(load.held_id, [])
@@ -340,29 +388,97 @@ class RemoteKV:
         if fetch.has_token:
             self._close(fetch, "all has come")
 
+    def drain_events(self) -> list[Arrived | Failed]:
+        """First tokens and failures since the last call, one for each request."""
+        events, self._events = self._events, {}
+        return list(events.values())
+
+    # ---- questions and time-outs
+
+    def _send(self, peer: PrefillPeer, message: messages.DecodeMessage) -> None:
+        self._links.send(peer.address, message)
+
+    def _greet(self, peer: PrefillPeer) -> None:
+        self._send(peer, messages.KVHello(digest=self._digest))
+
+    def _ask(self, fetch: Fetch) -> None:
+        question = fetch.question()
+        if question is not None:
+            self._send(fetch.peer, question)
+
+    def _schedule_renewal(self, peer: PrefillPeer) -> None:
+        peer.renew_at = self._clock.now() + peer.renewal_s
+        heapq.heappush(self._renewals, (peer.renew_at, peer.address))
+
+    def _renew(self, peer: PrefillPeer, now: float) -> None:
+        if now - peer.heard_at > SILENCE_S:
+            for fetch in list(peer.fetches.values()):
+                self._fail(fetch, "it does not answer")
+            self._lose(peer, "it does not answer")
+            return
+        self._schedule_renewal(peer)
+        self._send(peer, messages.KVRenew(list(peer.fetches)))
+        named = {fetch.peer_id for fetch in peer.fetches.values()} - {None}
+        if peer.welcome is None or not all(map(peer.has, named)):
+            self._greet(peer)
+        for fetch in list(peer.fetches.values()):
+            is_old = now - fetch.moved_at > STALL_S
+            if is_old and fetch.is_owed:
+                self._fail(fetch, f"nothing more of it came for {STALL_S:g} s")
+            elif is_old and self._also_holds and fetch.load is None:
+                self._fail(fetch, f"there was no room for it for {STALL_S:g} s")
+            elif fetch.moved_at < now - peer.renewal_s:
+                self._ask(fetch)  # the question or its answer may be lost
+
+    def _lose(self, peer: PrefillPeer, reason: str) -> None:
+        """Ends the connection to a peer; what is fetched there fails."""
+        self._links.hang_up(peer.address)
+        self._remove_workers(peer)
+        del self.peers[peer.address]
+        self._idle.pop(peer.address, None)
+        for fetch in list(peer.fetches.values()):
+            self._fail(fetch, reason)
+
     def next_event_at(self) -> float | None:
-        return self.peers.next_event_at()
+        while self._renewals:
+            at, address = self._renewals[0]
+            peer = self.peers.get(address)
+            if peer is not None and peer.fetches and peer.renew_at == at:
+                return at
+            heapq.heappop(self._renewals)
+        return None
 
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
         self._vocab_size = ready.vocab_size
-        self.peers.workers_ready(digest_of(ready))
+        self._digest = messages.digest_of(ready)
+        self._has_workers = True
+        welcomes = (peer.welcome for peer in self.peers.values())
+        self._added_peers += [welcome.peer for welcome in welcomes if welcome is not None]
 
     def workers_lost(self) -> None:
         """The ledger has dropped all loads."""
-        self.peers.workers_lost()
+        self._has_workers = False
+        self._added_peers.clear()
+        self._removed_peers.clear()
         for fetch in list(self.fetches.values()):
             if fetch.load is not None:
                 fetch.load = None
                 self._close(fetch, "the workers were lost")
+
+    def drain_peer_changes(self) -> tuple[list[KVPeer], list[str]]:
+        """Peers to announce to the workers, and ids of peers to withdraw, since the last call."""
+        added, self._added_peers = self._added_peers, []
+        removed, self._removed_peers = self._removed_peers, []
+        return added, removed
 
     def poll(self) -> Collection[str]:
         changed, self._changed = self._changed, set()
         return changed
 
     def pollables(self) -> list[object]:
-        return self.peers.pollables()
+        return self._links.pollables()
 
     def load_report(self) -> TierLoad:
         return TierLoad(

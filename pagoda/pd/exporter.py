@@ -10,29 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pagoda.kv.block_pool import Block
+from pagoda.ipc.clock import Clock
+from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.messages.frontend import KVSource, TokenLogprobs
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
-from pagoda.pd.leases import LeaseBook
+from pagoda.pd import messages
 from pagoda.pd.links import Listener
-from pagoda.pd.messages import (
-    PROTOCOL_VERSION,
-    DecodeMessage,
-    KVBlocks,
-    KVCheck,
-    KVCheckResult,
-    KVDropped,
-    KVHello,
-    KVPrefilled,
-    KVRefused,
-    KVRelease,
-    KVRenew,
-    KVRenewed,
-    KVSubscribe,
-    KVWelcome,
-    digest_of,
-)
 from pagoda.pd.transfer_tokens import TransferTokens
 
 _MAX_EARLY = 4096
@@ -41,31 +25,30 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Held:
-    """KV that is held for one request."""
+class Lease:
+    """KV that is held for one request: one reference to each of its blocks.
+
+    It runs out `lease_s` after the prompt was computed or it was last renewed, and never before the prompt is
+    computed.
+    """
 
     request_id: str
     num_blocks: int
+    """Number of blocks of the whole prompt."""
+    blocks: list[Block] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     asker: bytes | None = None
     """Sender of the last subscription, which is told of further blocks."""
     end: int = 0
     """Index up to which the sender wants blocks."""
-    prefilled: KVPrefilled | None = None
-
-
-class FirstToken(NamedTuple):
-    key: bytes
-    token_id: int
-    logprobs: TokenLogprobs | None
-    num_cached_tokens: int
+    prefilled: messages.KVPrefilled | None = None
+    """None while the prompt is being computed."""
 
 
 class Unwanted(NamedTuple):
     """A request whose prompt no engine needs any more, though it is not computed yet."""
 
     request_id: str
-    transfer_id: str
 
 
 class KVExporter:
@@ -74,15 +57,17 @@ class KVExporter:
     def __init__(
         self,
         listener: Listener,
-        leases: LeaseBook,
+        pool: BlockPool,
+        clock: Clock,
         tokens: TransferTokens,
         engine_id: str,
         lease_s: float,
         tp_size: int = 1,
     ) -> None:
-        self.leases = leases
-        self._tokens = tokens
         self._listener = listener
+        self._pool = pool
+        self._clock = clock
+        self._tokens = tokens
         self.engine_id = engine_id
         self._lease_s = lease_s
         self._tp_size = tp_size
@@ -90,14 +75,20 @@ class KVExporter:
         self.peer: KVPeer | None = None
         """This engine's workers, as other engines reach them; None while there are none."""
         self._digest = ""
-        self.held: dict[str, _Held] = {}
-        """Held KV by transfer; the same transfers as in `leases`."""
-        self._unwanted: list[Unwanted] = []
+        self.leases: dict[str, Lease] = {}
+        """Leases by transfer. Ended ones are not in it."""
+        self._ends: dict[str, float] = {}
+        """Times at which leases of computed prompts run out, earliest first: all leases have one length."""
+        self.num_leased_blocks = 0
+        """References of all leases; a block of two leases counts twice."""
+        self.num_expired = 0
         self.num_wanted = 0
-        """Transfers that another engine has asked for."""
+        """Leases that another engine has asked for."""
         self._reclaimable: dict[str, None] = {}
         """Computed transfers that no engine has asked for, oldest first."""
-        self.early: dict[bytes, KVHello] = {}
+        self._unwanted: dict[str, None] = {}
+        """Requests to be drained."""
+        self.early: dict[bytes, messages.KVHello] = {}
         """Senders that said hello while there were no workers, and what they said."""
 
     # ---- what the scheduler says
@@ -105,68 +96,95 @@ class KVExporter:
     def open(self, request_id: str, num_blocks: int) -> KVSource:
         """A request is queued whose prompt fills `num_blocks`. Returns where its KV will be."""
         transfer_id = self._tokens.new_id(self._listener.address, self.engine_id)
-        self.leases.open(transfer_id)
-        self.held[transfer_id] = _Held(request_id, num_blocks)
+        self.leases[transfer_id] = Lease(request_id, num_blocks)
         return self._source(transfer_id)
 
     def num_held(self, transfer_id: str) -> int:
         """Number of leading blocks of its prompt that are held."""
-        return len(self.leases.blocks(transfer_id))
+        lease = self.leases.get(transfer_id)
+        return 0 if lease is None else len(lease.blocks)
 
     def hold(self, transfer_id: str, blocks: Sequence[Block], keys: Sequence[bytes]) -> None:
         """Further blocks of the prompt are computed."""
-        held = self.held.get(transfer_id)
-        if held is None:
+        lease = self.leases.get(transfer_id)
+        if lease is None:
             return
-        first = self.num_held(transfer_id)
-        self.leases.hold(transfer_id, blocks)
-        held.keys += keys
-        if held.asker is not None:
-            self._send_blocks(held.asker, transfer_id, held, first)
+        first = len(lease.blocks)
+        self._pool.share(blocks)
+        self.num_leased_blocks += len(blocks)
+        lease.blocks += blocks
+        lease.keys += keys
+        self._send_blocks(transfer_id, lease, first)
 
-    def finish(self, transfer_id: str, token: FirstToken) -> KVSource | None:
-        """The prompt is computed, and the request ends. Returns where its KV is; None if it is no longer held."""
-        held = self.held.get(transfer_id)
-        if held is None:
+    def finish(
+        self,
+        transfer_id: str,
+        key: bytes,
+        token_id: int,
+        logprobs: TokenLogprobs | None = None,
+        num_cached_tokens: int = 0,
+    ) -> KVSource | None:
+        """The prompt is computed, and the request ends; the other arguments are those of `KVPrefilled`.
+
+        Returns where its KV is; None if it is no longer held.
+        """
+        lease = self.leases.get(transfer_id)
+        if lease is None:
             return None
-        self.leases.finish(transfer_id)
-        held.prefilled = KVPrefilled(
-            transfer_id,
-            token.key,
-            held.num_blocks,
-            token.token_id,
-            token.logprobs,
-            token.num_cached_tokens,
+        self._ends[transfer_id] = self._clock.now() + self._lease_s
+        lease.prefilled = messages.KVPrefilled(
+            transfer_id, key, lease.num_blocks, token_id, logprobs, num_cached_tokens
         )
-        if held.asker is None:
+        if lease.asker is None:
             self._reclaimable[transfer_id] = None
         else:
-            self._listener.send(held.asker, held.prefilled)
-        return self._source(transfer_id, self.leases.blocks(transfer_id))
+            self._listener.send(lease.asker, lease.prefilled)
+        return self._source(transfer_id, lease.blocks)
 
     def drop(self, transfer_id: str, reason: str) -> None:
-        """Ends a transfer and tells the engine that asked for it; `reason` is a clause."""
-        held = self._end(transfer_id)
-        if held is not None and held.asker is not None:
-            self._listener.send(held.asker, KVDropped(transfer_id, reason))
+        """Ends a lease and tells the engine that asked for it; `reason` is a clause."""
+        lease = self._end(transfer_id)
+        if lease is not None and lease.asker is not None:
+            self._listener.send(lease.asker, messages.KVDropped(transfer_id, reason))
 
-    def _end(self, transfer_id: str) -> _Held | None:
-        """Ends the lease; returns what was held, None if it had ended before."""
-        held = self.held.pop(transfer_id, None)
-        self.leases.end(transfer_id)
+    def drop_lost(self, transfer_id: str, reason: str) -> None:
+        """Drops KV of a request that goes on: from now on the engine that asked for it computes it, too."""
+        lease = self.leases.get(transfer_id)
+        if lease is not None and lease.asker is not None:
+            self._note_unwanted(lease)
+        self.drop(transfer_id, reason)
+
+    def _end(self, transfer_id: str) -> Lease | None:
+        """Ends a lease and releases its blocks; returns None if it had ended before."""
+        lease = self.leases.pop(transfer_id, None)
+        if lease is None:
+            return None
+        self._ends.pop(transfer_id, None)
         self._reclaimable.pop(transfer_id, None)
-        if held is not None and held.asker is not None:
+        self._pool.release(lease.blocks)
+        self.num_leased_blocks -= len(lease.blocks)
+        if lease.asker is not None:
             self.num_wanted -= 1
-        return held
+        return lease
 
-    def is_asked_for(self, transfer_id: str) -> bool:
-        held = self.held.get(transfer_id)
-        return held is not None and held.asker is not None
+    def _renew(self, transfer_id: str) -> bool:
+        """Returns False if the lease has ended."""
+        if self._ends.pop(transfer_id, None) is not None:
+            self._ends[transfer_id] = self._clock.now() + self._lease_s
+        return transfer_id in self.leases
+
+    def _note_unwanted(self, lease: Lease) -> None:
+        if lease.prefilled is None:
+            self._unwanted[lease.request_id] = None
+
+    def request_ended(self, request_id: str) -> None:
+        """Forgets what was to be said of it: another request may have the id next."""
+        self._unwanted.pop(request_id, None)
 
     def drain_unwanted(self) -> list[Unwanted]:
         """Requests, since the last call, that need not be computed further."""
-        unwanted, self._unwanted = self._unwanted, []
-        return unwanted
+        unwanted, self._unwanted = self._unwanted, {}
+        return [Unwanted(request_id) for request_id in unwanted]
 
     def make_room(self) -> bool:
         """Drops the oldest computed prompt that no engine has asked for; False if there is none."""
@@ -174,7 +192,7 @@ class KVExporter:
         if transfer_id is None:
             return False
         _log.info("KV of transfer %s gives its room to others", transfer_id)
-        self.leases.num_expired += 1
+        self.num_expired += 1
         self.drop(transfer_id, "there was no room for it any more")
         return True
 
@@ -191,7 +209,7 @@ class KVExporter:
 
     def workers_ready(self, ready: WorkerReady) -> None:
         self._num_starts += 1
-        self._digest = digest_of(ready)
+        self._digest = messages.digest_of(ready)
         self.peer = KVPeer(
             peer_id=f"{self.engine_id}-{self._num_starts}", ranks=tuple(ready.kv_ranks)
         )
@@ -201,56 +219,58 @@ class KVExporter:
 
     def workers_lost(self) -> None:
         self.peer = None
-        for transfer_id in list(self.held):
-            self.drop(transfer_id, "the workers that held it were lost")
+        for transfer_id in list(self.leases):
+            self.drop_lost(transfer_id, "the workers that held it were lost")
 
     def step(self) -> None:
         """Answers messages that have come, and drops KV whose lease has run out."""
         for asker, message in self._listener.receive():
             self._answer(asker, message)
-        for transfer_id in self.leases.expire():
+        now = self._clock.now()
+        while (at := self.next_event_at()) is not None and at <= now:
+            transfer_id = next(iter(self._ends))
             _log.info("nobody fetched KV of transfer %s; it is not held any more", transfer_id)
+            self.num_expired += 1
             self.drop(transfer_id, "its lease has run out")
 
     def next_event_at(self) -> float | None:
-        return self.leases.next_end
+        """Time at which the next lease runs out; None if none will."""
+        return next(iter(self._ends.values()), None)
 
     def pollables(self) -> list[object]:
         return self._listener.pollables()
 
     def close(self) -> None:
-        for transfer_id in list(self.held):
+        for transfer_id in list(self.leases):
             self.drop(transfer_id, "the engine that held it has ended")
 
     # ---- what others ask
 
-    def _answer(self, asker: bytes, message: DecodeMessage) -> None:
+    def _answer(self, asker: bytes, message: messages.DecodeMessage) -> None:
         match message:
-            case KVHello():
+            case messages.KVHello():
                 self._greet(asker, message)
-            case KVSubscribe():
+            case messages.KVSubscribe():
                 self._subscribe(asker, message)
-            case KVRenew():
+            case messages.KVRenew():
                 for transfer_id in message.transfer_ids:
-                    if not self.leases.renew(transfer_id):
+                    if not self._renew(transfer_id):
                         self._listener.send(asker, _unknown(transfer_id))
-                self._listener.send(asker, KVRenewed())
-            case KVCheck():
-                is_valid = self.leases.renew(message.transfer_id)
-                self._listener.send(asker, KVCheckResult(message.transfer_id, is_valid))
-            case KVRelease():
+                self._listener.send(asker, messages.KVRenewed())
+            case messages.KVCheck():
+                is_valid = self._renew(message.transfer_id)
+                self._listener.send(asker, messages.KVCheckResult(message.transfer_id, is_valid))
+            case messages.KVRelease():
                 for transfer_id in message.transfer_ids:
-                    self._release(transfer_id)
+                    lease = self._end(transfer_id)
+                    if lease is not None:
+                        self._note_unwanted(lease)
 
-    def _release(self, transfer_id: str) -> None:
-        held = self._end(transfer_id)
-        if held is not None and held.prefilled is None:
-            self._unwanted.append(Unwanted(held.request_id, transfer_id))
-
-    def _greet(self, asker: bytes, hello: KVHello) -> None:
-        if hello.protocol_version != PROTOCOL_VERSION:
-            reason = f"it speaks protocol {PROTOCOL_VERSION}, this engine {hello.protocol_version}"
-            self._listener.send(asker, KVRefused(reason))
+    def _greet(self, asker: bytes, hello: messages.KVHello) -> None:
+        version = messages.PROTOCOL_VERSION
+        if hello.protocol_version != version:
+            reason = f"it speaks protocol {version}, this engine {hello.protocol_version}"
+            self._listener.send(asker, messages.KVRefused(reason))
         elif self.peer is None:
             if len(self.early) < _MAX_EARLY:  # others say it again
                 self.early[asker] = hello
@@ -258,36 +278,39 @@ class KVExporter:
             reason = (
                 "its KV is of another model, laid out in another way, or computed in another way"
             )
-            self._listener.send(asker, KVRefused(reason))
+            self._listener.send(asker, messages.KVRefused(reason))
         else:
-            welcome = KVWelcome(engine_id=self.engine_id, peer=self.peer, lease_s=self._lease_s)
+            welcome = messages.KVWelcome(
+                engine_id=self.engine_id, peer=self.peer, lease_s=self._lease_s
+            )
             self._listener.send(asker, welcome)
 
-    def _subscribe(self, asker: bytes, message: KVSubscribe) -> None:
+    def _subscribe(self, asker: bytes, message: messages.KVSubscribe) -> None:
         transfer_id = message.transfer_id
-        held = self.held.get(transfer_id)
-        if held is None:
+        lease = self.leases.get(transfer_id)
+        if lease is None:
             self._listener.send(asker, _unknown(transfer_id))
             return
-        self.leases.renew(transfer_id)
-        if held.asker is None:
+        self._renew(transfer_id)
+        if lease.asker is None:
             self.num_wanted += 1
             self._reclaimable.pop(transfer_id, None)
-        held.asker, held.end = asker, message.end
-        self._send_blocks(asker, transfer_id, held, max(0, message.start))
-        if held.prefilled is not None:
-            self._listener.send(asker, held.prefilled)
+        lease.asker, lease.end = asker, message.end
+        self._send_blocks(transfer_id, lease, max(0, message.start))
+        if lease.prefilled is not None:
+            self._listener.send(asker, lease.prefilled)
 
-    def _send_blocks(self, asker: bytes, transfer_id: str, held: _Held, first: int) -> None:
-        end = min(held.end, len(held.keys))
-        if self.peer is None or end <= first:
+    def _send_blocks(self, transfer_id: str, lease: Lease, first: int) -> None:
+        """Tells the sender of the last subscription of the blocks that it wants, from index `first` on."""
+        end = min(lease.end, len(lease.keys))
+        if lease.asker is None or self.peer is None or end <= first:
             return
-        block_ids = [block.block_id for block in self.leases.blocks(transfer_id)[first:end]]
-        message = KVBlocks(
-            transfer_id, self.peer.peer_id, first, block_ids, held.keys[end - 1], held.num_blocks
+        block_ids = [block.block_id for block in lease.blocks[first:end]]
+        message = messages.KVBlocks(
+            transfer_id, self.peer.peer_id, first, block_ids, lease.keys[end - 1], lease.num_blocks
         )
-        self._listener.send(asker, message)
+        self._listener.send(lease.asker, message)
 
 
-def _unknown(transfer_id: str) -> KVDropped:
-    return KVDropped(transfer_id, "it is not held, or not any more")
+def _unknown(transfer_id: str) -> messages.KVDropped:
+    return messages.KVDropped(transfer_id, "it is not held, or not any more")

@@ -85,40 +85,37 @@ class HandoffLinks:
     engine_id: str
     listener: Listener | None = None
     peers: Peers | None = None
-
-    def close(self) -> None:
-        if self.listener is not None:
-            self.listener.close()
-        if self.peers is not None:
-            self.peers.close()
-
-
-class SocketLinks:
-    """Links over ZeroMQ, in a context of their own."""
-
-    def __init__(self, config: HandoffConfig, replica: int) -> None:
-        """
-        Raises:
-            ConfigError: the listener's port is taken, or the host has no such address.
-        """
-        self._context: Context = zmq.Context()
-        start_authenticator(self._context, config.keys)
-        listener = peers = None
-        try:
-            if config.role.holds_kv:
-                port = config.port + replica if config.port else 0
-                listener = SocketListener(self._context, config.host, port, config.keys)
-            if config.role.fetches_kv:
-                peers = SocketPeers(self._context, config.keys)
-        except BaseException:
-            self._context.term()
-            raise
-        self.links = HandoffLinks(secrets.token_hex(8), listener, peers)
+    context: Context | None = None
+    """Context of the sockets; None if the links have none."""
 
     def close(self) -> None:
         """Closes the links, and waits up to `_LINGER_MS` until what was sent is out."""
-        self.links.close()
-        self._context.term()
+        for link in (self.listener, self.peers):
+            if link is not None:
+                link.close()
+        if self.context is not None:
+            self.context.term()
+
+
+def open_links(config: HandoffConfig, replica: int) -> HandoffLinks:
+    """Returns links over ZeroMQ.
+
+    Raises:
+        ConfigError: the listener's port is taken, or the host has no such address.
+    """
+    context: Context = zmq.Context()
+    start_authenticator(context, config.keys)
+    listener = peers = None
+    try:
+        if config.role.holds_kv:
+            port = config.port + replica if config.port else 0
+            listener = SocketListener(context, config.host, port, config.keys)
+        if config.role.fetches_kv:
+            peers = SocketPeers(context, config.keys)
+    except BaseException:
+        context.term()
+        raise
+    return HandoffLinks(secrets.token_hex(8), listener, peers, context)
 
 
 class SocketListener:

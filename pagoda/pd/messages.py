@@ -122,6 +122,6 @@ def digest_of(ready: WorkerReady) -> str:
 
 
 DecodeMessage = KVHello | KVSubscribe | KVRenew | KVCheck | KVRelease
-PrefillMessage = (
-    KVWelcome | KVRefused | KVBlocks | KVPrefilled | KVCheckResult | KVDropped | KVRenewed
-)
+FetchMessage = KVBlocks | KVPrefilled | KVCheckResult | KVDropped
+"""Messages of the prefill side about one transfer."""
+PrefillMessage = KVWelcome | KVRefused | KVRenewed | FetchMessage

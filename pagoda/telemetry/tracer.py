@@ -201,13 +201,8 @@ class Tracer:
         if not began or self.session is None:
             return
         end = self.clock_ns() if ended is None else ended
-        event = {
-            "ph": "X",
-            "name": name,
-            "ts": began / 1000,
-            "dur": max(0, end - began) / 1000,
-            "tid": row,
-        }
+        duration = max(0, end - began) / 1000
+        event = {"ph": "X", "name": name, "ts": began / 1000, "dur": duration, "tid": row}
         if args:
             event["args"] = args
         self._emit(event)
@@ -215,13 +210,8 @@ class Tracer:
     def instant(self, name: str, args: Args | None = None, *, row: int = MAIN_ROW) -> None:
         if self.session is None:
             return
-        event: dict[str, Any] = {
-            "ph": "i",
-            "name": name,
-            "ts": self.clock_ns() / 1000,
-            "tid": row,
-            "s": "t",
-        }
+        at = self.clock_ns() / 1000
+        event: dict[str, Any] = {"ph": "i", "name": name, "ts": at, "tid": row, "s": "t"}
         if args:
             event["args"] = args
         self._emit(event)

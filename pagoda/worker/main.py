@@ -116,7 +116,7 @@ def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -
             tracer.span("await stage", began)
     output = runner.step(plan, before)
     if worker.transfers is not None:
-        worker.transfers.half.step_done(plan.step)
+        worker.transfers.jobs.step_done(plan.step)
     if isinstance(output, StepResult):
         if worker.answers:
             engine.send(output)
@@ -197,21 +197,20 @@ def _start_transfers(
     tracer: Tracer,
 ) -> None:
     """Starts the KV tiers, and the part in handoff, that the worker is to have."""
-    from pagoda.worker.kv.handoff import open_handoff
+    from pagoda.worker.kv.handoff import KVHandoff
     from pagoda.worker.kv.tiers import open_tiers
-    from pagoda.worker.kv.transfer_link import TransferThread
-    from pagoda.worker.kv.transfer_router import TransferRouter
-    from pagoda.worker.kv.transfer_spans import TransferSpans
+    from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
+    from pagoda.worker.kv.transfers import TransferWorker
 
     tiers = open_tiers(plan, worker.loaded)
     worker.ready = tiers.described(worker.ready)
     handoff = None
     if plan.config.kv_handoff is not None:
-        handoff = open_handoff(plan, worker.loaded)
+        handoff = KVHandoff(plan.config.kv_handoff, plan, worker.loaded)
         worker.ready = handoff.described(worker.ready)
     spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
-    open_half = partial(TransferRouter, tiers, handoff)
-    worker.transfers = TransferThread(context, address, plan.config, open_half, spans)
+    open_transfers = partial(TransferWorker, tiers, handoff)
+    worker.transfers = TransferThread(context, address, plan.config, open_transfers, spans)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.worker.kv.host_arena import slot_bytes
+from pagoda.worker.kv.memory import slot_bytes
 
 
 def left_for_kv_cache(
@@ -42,10 +42,7 @@ def left_for_kv_cache(
 
 
 def check_arena(config: WorkerConfig, bytes_per_block: int) -> None:
-    """
-    Raises:
-        ConfigError: the arena in host memory is to be there, but would not hold one block.
-    """
+    """Raises ConfigError if the arena in host memory is to be there, but would not hold one block."""
     wanted = slot_bytes(bytes_per_block)
     if 0 < config.kv_host_bytes < wanted:
         raise ConfigError(

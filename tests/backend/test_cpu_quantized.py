@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
-from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
+from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     DenseWeight,
     GroupedWeight,
@@ -125,6 +125,8 @@ def _check(
         exact, bound = exact + bias.double(), bound + bias.double().abs()
     error = (actual.double() - exact).abs()
     assert bool((error <= 4e-6 * bound + ROUNDING[dtype] * exact.abs() + 1e-6).all())
+    if len(prepared.segments) > 1:
+        return  # no table of embeddings
     rows = torch.cat([dequantize(part) for part in parts]).to(dtype)
     ids = torch.randint(len(rows), (9,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(ops.embedding(ids, prepared), rows[ids])
@@ -272,8 +274,6 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     weight = ops.prepare_linear(parts, None, torch.float32)
     with pytest.raises(ValueError, match="3 do not fit a weight of 32 inputs"):
         ops.linear(torch.zeros(2, 3), weight)
-    with pytest.raises(IndexError, match="not from 0 to 15"):
-        ops.embedding(torch.tensor([16]), weight)
 
 
 kinds = st.sampled_from(["normal", "ties", "zeros", "tiny", "large"])

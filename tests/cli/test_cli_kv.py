@@ -14,11 +14,11 @@ import pytest
 
 from pagoda.cli import kv
 from pagoda.cli import main as command
-from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import (
     MANIFEST_NAME,
     Manifest,
     ObjectError,
+    ObjectFiles,
     object_name,
     open_directory,
     read_manifest,

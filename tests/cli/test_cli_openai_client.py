@@ -13,16 +13,17 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pagoda.cli.answer import AnswerPrinter, StreamedAnswer, stream_answer
+from pagoda.cli.answer import AnswerPrinter, Outcome, ask
 from pagoda.cli.bench.datasets import Sample
-from pagoda.cli.bench.load import LoadOptions, arrival_times, ask, run_load
-from pagoda.cli.openai_client import Message, OpenAIClient, ServerError
+from pagoda.cli.bench.load import LoadOptions, arrival_times, run_load
+from pagoda.cli.openai_client import PATHS, Choice, Message, OpenAIClient, ServerError
 from pagoda.errors import ConfigError
 
 HELLO = b'data: {"choices":[{"index":0,"text":"hello"}]}\n\n'
 EMPTY = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n'
 DONE = b"data: [DONE]\n\n"
+ERROR = b'event: error\ndata: {"error":{"message":"the worker broke"}}\n\n'
 
 
 @asynccontextmanager
@@ -66,16 +67,17 @@ async def test_events_are_found_however_they_are_cut() -> None:
             assert await texts(client) == ["hello"] * 4
 
 
-async def test_a_stream_without_done_is_an_error() -> None:
-    async with streaming(HELLO) as client:
-        with pytest.raises(ServerError, match="without \\[DONE\\]"):
-            await texts(client)
-
-
-async def test_an_error_event_is_raised_with_its_message() -> None:
-    error = b'event: error\ndata: {"error":{"message":"the worker broke"}}\n\n'
-    async with streaming(HELLO, error, DONE) as client:
-        with pytest.raises(ServerError, match="the worker broke"):
+@pytest.mark.parametrize(
+    ("pieces", "sentence"),
+    [
+        ([HELLO], r"without \[DONE\]"),
+        ([HELLO, ERROR, DONE], "the worker broke"),
+        ([b"data: <html>\n\n"], "not in the OpenAI format"),
+    ],
+)
+async def test_a_stream_that_breaks_off_is_an_error(pieces: list[bytes], sentence: str) -> None:
+    async with streaming(*pieces) as client:
+        with pytest.raises(ServerError, match=sentence):
             await texts(client)
 
 
@@ -88,15 +90,6 @@ async def test_a_refusal_carries_status_and_message() -> None:
             await client.post("/v1/chat/completions", {})
         with pytest.raises(ServerError, match="status 404"):
             await client.first_model()
-
-
-async def test_what_is_not_the_openai_format_is_an_error() -> None:
-    async def handle(_: web.Request) -> web.Response:
-        return web.Response(text="<html>")
-
-    async with client_of(handle) as client:
-        with pytest.raises(ServerError, match="not in the OpenAI format"):
-            await client.post("/v1/completions", {})
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
@@ -129,7 +122,7 @@ async def test_the_api_key_is_sent_and_v1_is_not_doubled() -> None:
 
 async def test_an_outcome_counts_tokens_by_usage_and_times_events_with_output() -> None:
     async with streaming(EMPTY, HELLO, HELLO, USAGE, DONE) as client:
-        outcome = await ask(client, Sample("completions", {"prompt": "x"}), {"model": "m"})
+        outcome = await ask(client, PATHS["completions"], {"model": "m", "prompt": "x"})
     assert outcome.error is None
     assert len(outcome.event_times_s) == 2
     assert (outcome.prompt_tokens, outcome.output_tokens) == (3, 2)
@@ -154,22 +147,16 @@ async def test_load_keeps_to_its_concurrency_and_reports_failures() -> None:
     done = []
     schedule = LoadOptions(max_concurrency=3)
     async with client_of(handle) as client:
-        outcomes, _ = await run_load(
-            client, [Sample("completions", {})] * 10, {}, schedule, lambda: done.append(1)
-        )
+        samples = [Sample("completions", {})] * 10
+        outcomes, _ = await run_load(client, samples, {}, schedule, lambda: done.append(1))
     assert len(outcomes) == len(done) == 10
     assert peak <= 3
     assert [outcome.error for outcome in outcomes].count(None) == 9
 
 
-async def test_a_request_that_cannot_be_sent_raises_by_itself_and_counts_as_failed_in_a_load() -> (
-    None
-):
-    sample = Sample("completions", {})
+async def test_a_request_that_cannot_be_sent_counts_as_failed_in_a_load() -> None:
     async with OpenAIClient("http://127.0.0.1:1") as client:
-        with pytest.raises(ConfigError, match="Cannot reach a server"):
-            await ask(client, sample, {})
-        outcomes, _ = await run_load(client, [sample] * 2, {}, LoadOptions(), lambda: None)
+        outcomes, _ = await run_load(client, [Sample("completions", {})] * 2, {}, LoadOptions())
     assert [str(outcome.error)[:12] for outcome in outcomes] == ["Cannot reach"] * 2
 
 
@@ -209,11 +196,13 @@ def event(usage: dict[str, int] | None = None, **delta: object) -> bytes:
     return b"data: " + json.dumps({"choices": choices, "usage": usage}).encode() + b"\n\n"
 
 
-async def test_content_reasoning_and_tool_calls_are_joined() -> None:
+async def test_content_reasoning_and_tool_calls_are_joined(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     call = {"index": 0, "function": {"name": "add", "arguments": '{"a"'}}
     rest = {"index": 0, "function": {"arguments": ": 1}"}}
     other = {"index": 1, "function": {"name": "sub", "arguments": "{}"}}
-    seen: list[Message] = []
+    printer = AnswerPrinter()
     async with streaming(
         event(role="assistant", content=""),
         event(reasoning_content="let me "),
@@ -225,45 +214,34 @@ async def test_content_reasoning_and_tool_calls_are_joined() -> None:
         event(usage={"prompt_tokens": 3, "completion_tokens": 9}),
         DONE,
     ) as client:
-        answer = await stream_answer(client, {"model": "m"}, seen.append)
-    message = answer.message
+        outcome = await ask(client, PATHS["chat"], {"model": "m"}, printer)
+    message = printer.message()
     assert (message.content, message.reasoning_content) == ("ab", "let me see")
     calls = [(c.function.name, c.function.arguments) for c in message.tool_calls or ()]
     assert calls == [("add", '{"a": 1}'), ("sub", "{}")]
-    assert answer.output_tokens == 9
-    assert len(seen) == 6
-    assert 0 < answer.ttft_s <= answer.duration_s
+    assert (outcome.output_tokens, len(outcome.event_times_s)) == (9, 6)
+    assert 0 < (outcome.ttft_s or 0) <= outcome.e2e_s
+    assert capsys.readouterr().out == "let me see\nab"
 
 
-async def test_events_count_where_the_server_reports_no_usage() -> None:
-    async with streaming(event(content="a"), event(content="b"), DONE) as client:
-        answer = await stream_answer(client, {"model": "m"})
-    assert answer.output_tokens == 2
+@pytest.mark.parametrize("contents", [["a", "b"], [""]])
+async def test_events_count_where_the_server_reports_no_usage(contents: list[str]) -> None:
+    async with streaming(*(event(content=content) for content in contents), DONE) as client:
+        outcome = await ask(client, PATHS["chat"], {"model": "m"})
+    assert outcome.output_tokens == len("".join(contents))
+    assert (outcome.tokens_per_s > 0) == (outcome.output_tokens > 0)
 
 
-async def test_an_empty_answer_has_figures_too() -> None:
-    async with streaming(event(role="assistant", content=""), DONE) as client:
-        answer = await stream_answer(client, {"model": "m"})
-    assert answer.message == Message("")
-    assert answer.output_tokens == 0
-    assert answer.tokens_per_s == 0
-
-
-def test_the_rate_is_that_behind_the_first_token() -> None:
-    answer = StreamedAnswer(Message("x"), output_tokens=11, ttft_s=1.0, duration_s=3.0)
-    assert answer.tokens_per_s == pytest.approx(5.0)
-    assert answer.figures() == "11 tokens, first after 1000 ms, 5 tokens/s"
+def test_the_rate_is_that_after_the_first_token() -> None:
+    outcome = Outcome(0.0, 3.0, event_times_s=[1.0, 3.0], output_tokens=11)
+    assert outcome.tokens_per_s == pytest.approx(5.0)
+    assert outcome.figures() == "11 tokens, first after 1000 ms, 5 tokens/s"
 
 
 def test_reasoning_and_answer_are_printed_on_lines_of_their_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show = AnswerPrinter()
-    for delta in (
-        Message(None, "1 + 2 ="),
-        Message(None, " 3"),
-        Message("3", None),
-        Message(" it is", None),
-    ):
-        show(delta)
+    for reasoning, content in (("1 + 2 =", None), (" 3", None), (None, "3"), (None, " it is")):
+        show(Choice(delta=Message(content, reasoning)))
     assert capsys.readouterr().out == "1 + 2 = 3\n3 it is"

@@ -64,7 +64,7 @@ def test_report_measures_the_limits_of_this_machine(
     from pagoda.cli.machine_facts import Bandwidth
 
     measured = Bandwidth(15e9, 16e9, threads=2, passes=1, buffer_bytes=1)
-    monkeypatch.setattr(trace, "measure_read_bandwidth", lambda _threads, _memory: measured)
+    monkeypatch.setattr(trace, "measure_read_bandwidth", lambda _threads: measured)
     assert main(["trace", "report", str(fragments), "--limits"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["linear", "16", "ms", "50.0%", "1.5", "10%", "25.1"] in lines
@@ -102,21 +102,6 @@ def test_the_page_needs_nothing_else_and_escapes_what_clients_say(
     assert "@import" not in source
     assert HOSTILE in page.text
     assert "preempted once: 30 ms until it ran again" in page.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["merge"], "Name a directory"),
-        (["merge", "nowhere"], "nowhere is no directory"),
-        (["report", "nowhere"], "nowhere cannot be read"),
-    ],
-)
-def test_mistakes_are_a_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", *arguments]) == 2
-    assert sentence in capsys.readouterr().err
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(

@@ -13,7 +13,7 @@ import yaml
 from pagoda.cli.main import build_app
 from pagoda.frontend.discovery.addresses import Advertised, parse_address
 from pagoda.frontend.discovery.flags import registering
-from pagoda.frontend.handoff_options import HandoffOptions
+from pagoda.frontend.engine_options import HandoffOptions
 from pagoda.ipc.curve import keys_of
 
 MANIFESTS = sorted((Path(__file__).parents[2] / "deploy" / "kubernetes").glob("*.yaml"))

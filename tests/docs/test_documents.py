@@ -33,13 +33,9 @@ def test_paths_exist(document: Path) -> None:
 def test_every_flag_of_serve_is_documented() -> None:
     from dataclasses import fields
 
-    from pagoda.cli.options import (
-        EngineOptions,
-        ExecutorOptions,
-        GeneralOptions,
-        ParallelOptions,
-    )
+    from pagoda.cli.options import GeneralOptions
     from pagoda.cli.serve import ServerOptions
+    from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     groups = (ServerOptions, EngineOptions, ParallelOptions, ExecutorOptions, GeneralOptions)

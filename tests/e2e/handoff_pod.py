@@ -15,12 +15,16 @@ import msgspec
 import pagoda
 from pagoda.engine.config import EngineConfig
 from pagoda.frontend.endpoint import Endpoint
-from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.frontend.handoff_options import HandoffOptions
+from pagoda.frontend.engine_options import (
+    EngineOptions,
+    ExecutorOptions,
+    HandoffOptions,
+    ParallelOptions,
+)
 from pagoda.frontend.model_text import load_model_text
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
+from pagoda.frontend.replica import Replica
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs
 from pagoda.messages.load import TierLoad
 from pagoda.messages.sampling_params import SamplingParams
@@ -58,7 +62,7 @@ def engine_config(key: Path, role: str, **options: object) -> EngineConfig:
 
 
 @asynccontextmanager
-async def pod_of(engines: Sequence[EngineClient]) -> AsyncIterator[PrefillDecodeRouter]:
+async def pod_of(engines: Sequence[Replica]) -> AsyncIterator[PrefillDecodeRouter]:
     """A pod over engines that have started, and go on."""
     pod = PrefillDecodeRouter(POLICIES["round-robin"], MIN_TOKENS)
     for engine in engines:
@@ -157,12 +161,12 @@ def rounded(answers: Sequence[Answer]) -> list[object]:
 # ---- what is left
 
 
-async def fetched(engine: EngineClient) -> TierLoad:
+async def fetched(engine: Replica) -> TierLoad:
     """What came from other engines, so far."""
     return (await engine.load()).tiers[-1]
 
 
-async def until_free(engines: Sequence[EngineClient]) -> None:
+async def until_free(engines: Sequence[Replica]) -> None:
     """Returns when none of them runs or holds anything, with every block free."""
     for engine in engines:
         while True:

@@ -21,7 +21,7 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.policies import POLICIES
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.engine import SimEngine
 
 VOCAB_SIZE = 512
 NUM_BLOCKS = 512
@@ -46,7 +46,7 @@ async def start_host(join: str, key_file: Path, *, step_s: float = 0.005) -> Fle
         max_num_seqs=64,
     )
     host = Fleet(
-        Dispatcher([SimEndpoint(config)], POLICIES["round-robin"]),
+        Dispatcher([SimEngine(config).replica], POLICIES["round-robin"]),
         join=JoinConfig(
             register=registering(join, keys),
             keys=keys,

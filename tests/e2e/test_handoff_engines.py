@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from typing import cast
 
 import psutil
 import pytest
@@ -27,6 +28,7 @@ from handoff_pod import (
 
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.replica import Replica
 from pagoda.messages.frontend import GenerateRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -45,7 +47,7 @@ ENGINES: dict[str, dict[str, object]] = {
 }
 NUM_REQUESTS = 16
 
-Engines = dict[str, EngineClient]
+Engines = dict[str, Replica]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -55,7 +57,8 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
     started: Engines = {}
     for name, fields in ENGINES.items():
         options = dict(fields)
-        started[name] = EngineClient(engine_config(key, str(options.pop("role")), **options))
+        config = engine_config(key, str(options.pop("role")), **options)
+        started[name] = EngineClient(config).replica
     try:
         names = list(started)
         for pair in zip(names[::2], names[1::2], strict=True):
@@ -156,9 +159,14 @@ async def test_prefixes_that_one_side_has(
     await until_free(members)
 
 
-def worker_pid(engine: EngineClient) -> int:
-    assert engine.engine_pid is not None
-    [worker] = psutil.Process(engine.engine_pid).children()
+def engine_pid(engine: Replica) -> int:
+    pid = cast(EngineClient, engine.transport).engine_pid
+    assert pid is not None
+    return pid
+
+
+def worker_pid(engine: Replica) -> int:
+    [worker] = psutil.Process(engine_pid(engine)).children()
     return worker.pid
 
 
@@ -194,7 +202,7 @@ async def test_a_death_on_either_side_changes_no_token(
         while (await fetched(engines["D"])).num_loaded < before + wanted:
             await asyncio.sleep(0.001)
         assert not asking.done()
-        victim = engines[name].engine_pid if process == "engine" else worker_pid(engines[name])
+        victim = (engine_pid if process == "engine" else worker_pid)(engines[name])
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
         assert await asking == expected

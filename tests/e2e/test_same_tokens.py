@@ -172,8 +172,8 @@ async def test_worker_and_engine_killed(
     large: Dispatcher, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
     [replica] = large.replicas
-    assert isinstance(replica, EngineClient)
-    engine_pid = replica.engine_pid
+    assert isinstance(replica.transport, EngineClient)
+    engine_pid = replica.transport.engine_pid
     assert engine_pid is not None
     states: list[ReplicaState] = []
     settled = asyncio.Event()
@@ -201,8 +201,8 @@ async def test_an_engine_that_stands_still_is_replaced(
         pytest.skip("the watchdog knows nothing of formats")
     async with engine(worker, engine_timeout_s=2.0) as dispatcher:
         [replica] = dispatcher.replicas
-        assert isinstance(replica, EngineClient)
-        stopped = replica.engine_pid
+        assert isinstance(replica.transport, EngineClient)
+        stopped = replica.transport.engine_pid
         assert stopped is not None
         [worker_process] = psutil.Process(stopped).children()
         streams = asyncio.gather(*(answer(dispatcher, request, "stopped") for request in requests))
@@ -211,6 +211,6 @@ async def test_an_engine_that_stands_still_is_replaced(
         os.kill(stopped, signal.SIGSTOP)
         later = await answer(dispatcher, requests[0], "later")  # which the stopped engine owes
         assert [*await streams, later] == [*alone, alone[0]]
-        assert replica.engine_pid not in (None, stopped)
+        assert replica.transport.engine_pid not in (None, stopped)
         while worker_process.is_running():
             await asyncio.sleep(0.01)

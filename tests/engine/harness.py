@@ -272,7 +272,8 @@ def check_books(scheduler: Scheduler) -> None:
     )
     held.update(block.block_id for block in tiers.ledger.held_blocks())
     if scheduler.exporter is not None:
-        held.update(block.block_id for block in scheduler.exporter.leases.held_blocks())
+        leases = scheduler.exporter.leases.values()
+        held.update(block.block_id for lease in leases for block in lease.blocks)
     pool = scheduler.kv.pool
     pool.check()
     assert pool.references() == held

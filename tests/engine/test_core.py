@@ -12,7 +12,7 @@ from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
-from pagoda.messages.frontend import RequestRefused
+from pagoda.messages.frontend import PrefixCacheUpdate, RequestRefused
 from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -102,11 +102,11 @@ def test_an_engine_whose_worker_still_starts_refuses_requests_and_answers_querie
     assert core.ready is None
     assert not core.load().is_worker_ready
     assert isinstance(core.add(make_request("a", [1])), RequestRefused)
-    core.subscribe_cache(b"frontend")
+    core.follow_cache()
     core.step()
     assert core.ready is not None
     assert core.load().is_worker_ready
-    assert [frontend for frontend, _ in core.drain_updates()] == [b"frontend"]
+    assert core.drain_updates() == [PrefixCacheUpdate(b"", b"", starts_anew=True)]
 
 
 def test_stalling_is_measured_from_the_last_finished_step() -> None:

@@ -155,7 +155,7 @@ async def test_the_next_engine_begins_with_nothing_cached(
     async with running(config(port)) as dispatcher:
         await answer(dispatcher, "a", PROMPT)
         await until(subscriber, 4)
-        pid = cast(EngineClient, dispatcher.replicas[0]).engine_pid
+        pid = cast(EngineClient, dispatcher.replicas[0].transport).engine_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await answer(dispatcher, "b", [1, *PROMPT[:8]])

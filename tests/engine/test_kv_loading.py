@@ -12,7 +12,7 @@ from pagoda.engine.request import RequestState
 from pagoda.executor.base import ExecutorEvent
 from pagoda.messages.frontend import FinishReason
 from pagoda.pd.connector import Arrived, Failed
-from pagoda.pd.exporter import FirstToken
+from pagoda.pd.messages import KVPrefilled
 
 PROMPT = [1] * 40
 
@@ -42,7 +42,7 @@ def abort(harness: Harness) -> list[FinishReason | None]:
 def last_token(harness: Harness) -> list[FinishReason | None]:
     request = harness.scheduler.requests["r"]
     key = harness.scheduler.kv.sequence_key(request.table, request.token_ids)
-    arrived = Arrived("r", FirstToken(key, 7, None, 0))
+    arrived = Arrived("r", KVPrefilled("t", key, 1, 7))
     return [chunk.finish_reason for chunk in harness.scheduler.apply_kv_events([arrived])]
 
 

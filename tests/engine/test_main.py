@@ -102,6 +102,17 @@ def test_a_second_request_of_the_same_id_leaves_the_first_untouched(
     assert frontend.answer(request) == expected_tokens(request)
 
 
+def test_requests_of_one_id_are_told_apart_by_their_wire_ids(make_frontend: type[Frontend]) -> None:
+    frontend = make_frontend()  # type: ignore[call-arg]
+    gone, asked = (
+        msgspec.structs.replace(make_request("a", [number], max_tokens=30), wire_id=f"w{number}")
+        for number in (1, 2)
+    )
+    frontend.send(gone, AbortRequests(["w1"]), asked)
+    answered = msgspec.structs.replace(asked, request_id="w2")
+    assert frontend.answer(answered) == expected_tokens(asked)
+
+
 def test_frontends_may_choose_the_same_id(make_frontend: type[Frontend]) -> None:
     first, second = make_frontend(), make_frontend()  # type: ignore[call-arg]
     requests = [make_request("a", [1, 2, 3], max_tokens=30), make_request("a", [4], max_tokens=20)]

@@ -15,7 +15,7 @@ from pagoda.engine.config import SimConfig
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.events import KVEventBatch, KVEventRecorder
+from pagoda.kv.events import CacheRecorder, KVEventBatch
 from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
@@ -53,9 +53,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages=num_stages,
         )
         self.sim = SimConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE)
-        self.events = KVEventRecorder(BLOCK_SIZE)
+        self.events = CacheRecorder()
         self.cached = CacheView()
-        kv = KVManager(num_blocks, BLOCK_SIZE, events=self.events)
+        kv = KVManager(num_blocks, BLOCK_SIZE, recorder=self.events)
         self.scheduler = Scheduler(self.limits, kv, VirtualClock())
         self.worker = SimWorker(self.sim, check_kv=True, num_stages=self.limits.num_stages)
         self.results: deque[StepResult] = deque()

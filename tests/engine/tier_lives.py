@@ -72,7 +72,7 @@ class FaultyTransfers:
                 continue
             del self.open[event.transfer_id]
             part = self.tiers.parts.get(event.transfer_id)
-            if part is not None and part.load.request_id is None:
+            if part is not None and self.tiers.loads.get(part.load.request_id) is not part.load:
                 self._met["loads that ended after their request"] += 1
             self._told.append(event)
             if self._rng.random() < self._repeated:

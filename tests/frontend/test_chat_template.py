@@ -92,7 +92,7 @@ def test_renders_as_transformers_does(
         CONVERSATION, tools=tools, add_generation_prompt=prompt, tokenize=False, **switches
     )
     rendered = template(QWEN).render(
-        CONVERSATION, tools=tools, add_generation_prompt=prompt, switches=switches
+        CONVERSATION, tools=tools, add_generation_prompt=prompt, chat_template_kwargs=switches
     )
     assert rendered == expected
 
@@ -114,14 +114,14 @@ def test_tells_what_the_model_can_do() -> None:
 )
 def test_only_the_templates_own_switches_can_be_set(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="it has: enable_thinking") as caught:
-        template(QWEN).render(USER, switches={name: True})
+        template(QWEN).render(USER, chat_template_kwargs={name: True})
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
 @pytest.mark.parametrize("value", [None, [], {}, "x" * 1025])
 def test_switches_are_small_plain_values(value: object) -> None:
     with pytest.raises(InvalidRequestError, match="enable_thinking"):
-        template(QWEN).render(USER, switches={"enable_thinking": value})
+        template(QWEN).render(USER, chat_template_kwargs={"enable_thinking": value})
 
 
 def test_a_developer_is_a_system_to_templates_that_know_none() -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 from operations import assert_constant, assert_linear, count_operations
 
-from benchmarks.dispatch_scale import StaticReplica, begin, fleet, place_one, request
+from benchmarks.dispatch_scale import StaticPeer, begin, fleet, place_one, request
 from pagoda.errors import OverloadedError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
@@ -28,12 +28,12 @@ def loops() -> Iterator[Callable[[], asyncio.Runner]]:
 
 async def built(
     size: int, policy: PolicyName, num_requests: int = 0
-) -> tuple[Dispatcher, list[StaticReplica]]:
+) -> tuple[Dispatcher, list[StaticPeer]]:
     """A fleet with requests that wait for their tokens."""
-    dispatcher, replicas = fleet(size, policy)
+    dispatcher, peers = fleet(size, policy)
     for number in range(num_requests):
         await begin(dispatcher, request(10**6 + number, 64))
-    return dispatcher, replicas
+    return dispatcher, peers
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -99,10 +99,10 @@ def test_joins_take_work_in_proportion_to_the_fleet(loops) -> None:
 def test_losing_a_replica_looks_at_its_own_requests_alone(loops) -> None:
     def make(size: int) -> Callable[[], object]:
         runner = loops()
-        _, replicas = runner.run(built(size, "round-robin", num_requests=2 * size))
+        _, peers = runner.run(built(size, "round-robin", num_requests=2 * size))
 
         async def lose() -> None:
-            replicas[3].enter(ReplicaState.DEGRADED)
+            peers[3].enter(ReplicaState.DEGRADED)
 
         return lambda: runner.run(lose())
 
@@ -112,20 +112,20 @@ def test_losing_a_replica_looks_at_its_own_requests_alone(loops) -> None:
 def test_what_waits_is_woken_once_when_replicas_come(loops) -> None:
     def make(size: int) -> Callable[[], object]:
         runner = loops()
-        dispatcher, replicas = runner.run(built(4, "least-pending-tokens"))
+        dispatcher, peers = runner.run(built(4, "least-pending-tokens"))
 
         async def wait() -> None:
-            for replica in replicas:
-                replica.enter(ReplicaState.STARTING)
+            for peer in peers:
+                peer.enter(ReplicaState.STARTING)
             for number in range(size):
                 await begin(dispatcher, request(number, 64))
 
         async def come() -> None:
-            for replica in replicas:
-                replica.enter(ReplicaState.READY)
+            for peer in peers:
+                peer.enter(ReplicaState.READY)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert sum(len(replica.streams) for replica in replicas) == size
+            assert sum(len(peer.requests) for peer in peers) == size
 
         runner.run(wait())
         return lambda: runner.run(come())
@@ -136,8 +136,8 @@ def test_what_waits_is_woken_once_when_replicas_come(loops) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_requests_spread_over_a_large_fleet(policy: PolicyName) -> None:
     size = 100
-    _, replicas = await built(size, policy, num_requests=4 * size)
-    counts = Counter(len(replica.streams) for replica in replicas)
+    _, peers = await built(size, policy, num_requests=4 * size)
+    counts = Counter(len(peer.requests) for peer in peers)
     if policy in ("round-robin", "least-pending-tokens"):
         assert counts == {4: size}
     else:
@@ -146,33 +146,37 @@ async def test_requests_spread_over_a_large_fleet(policy: PolicyName) -> None:
 
 
 async def test_a_prefix_is_found_in_a_large_fleet() -> None:
-    dispatcher, replicas = await built(100, "prefix-affinity")
+    dispatcher, peers = await built(100, "prefix-affinity")
     await begin(dispatcher, request(5, 512))
-    [first] = [replica for replica in replicas if replica.streams]
+    [first] = [peer for peer in peers if peer.requests]
     await begin(dispatcher, request(5 + 64, 512))
-    assert len(first.streams) == 2
+    assert len(first.requests) == 2
 
 
 async def test_sessions_stay_where_they_are_in_a_large_fleet() -> None:
     async def homes(dispatcher: Dispatcher) -> dict[str, str]:
         readings = [await begin(dispatcher, request(number, 64)) for number in range(200)]
-        found = {name: replica.name for replica in replicas for name in replica.streams}
+        found = {
+            asked.request_id: peer.replica.name
+            for peer in peers
+            for asked in peer.requests.values()
+        }
         await cancel_all(readings)
         return found
 
-    dispatcher, replicas = fleet(60, "session-affinity")
+    dispatcher, peers = fleet(60, "session-affinity")
     before = await homes(dispatcher)
     assert len(set(before.values())) > 40
-    gone = replicas[7]
+    gone = peers[7]
     gone.enter(ReplicaState.STARTING)
     without = await homes(dispatcher)
     moved = {name for name in before if without[name] != before[name]}
-    assert moved == {name for name in before if before[name] == gone.name}
+    assert moved == {name for name in before if before[name] == gone.replica.name}
     gone.enter(ReplicaState.READY)
     assert await homes(dispatcher) == before
     backwards = Dispatcher([], POLICIES["session-affinity"])
-    for replica in reversed(replicas):
-        backwards.add(replica)
+    for peer in reversed(peers):
+        backwards.add(peer.replica)
     assert await homes(backwards) == before
 
 
@@ -180,21 +184,14 @@ async def test_sessions_stay_where_they_are_in_a_large_fleet() -> None:
 async def test_a_full_fleet_is_asked_once_and_a_replica_with_room_is_found(
     policy: PolicyName,
 ) -> None:
-    dispatcher, replicas = fleet(100, policy)
-    tries = []
-
-    def refuse(asked: object) -> None:
-        tries.append(asked)
-        raise OverloadedError("The waiting queue is full.", retry_after_s=3)
-
-    for replica in replicas:
-        if replica is not replicas[77]:
-            replica.generate = refuse  # type: ignore[method-assign, assignment]
+    dispatcher, peers = fleet(100, policy)
+    for peer in peers:
+        peer.refuses = peer is not peers[77]
     await begin(dispatcher, request(0))
-    assert len(replicas[77].streams) == 1
-    replicas[77].generate = refuse  # type: ignore[method-assign, assignment]
+    assert len(peers[77].requests) == 1
+    peers[77].refuses = True
     for number in (1, 2):
         with pytest.raises(OverloadedError) as refusal:
             await anext(dispatcher.generate(request(number)))
         assert refusal.value.retry_after_s == 3
-    assert len(tries) <= 100 + 2 * 16
+    assert sum(peer.num_refused for peer in peers) <= 100 + 2 * 16

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from pagoda.pd.messages import KVRelease, KVSubscribe
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 VOCAB_SIZE = 100
+Answer = tuple[list[int], TokenChunk]
 
 
 def sim_config(**fields: object) -> EngineConfig:
@@ -48,12 +50,49 @@ def tracer() -> Tracer:
     return Tracer("frontend")
 
 
+@asynccontextmanager
+async def started(
+    tracer: Tracer | None = None, *, start_timeout_s: float = 300.0, **fields: object
+) -> AsyncIterator[EngineClient]:
+    client = EngineClient(sim_config(**fields), tracer, start_timeout_s=start_timeout_s)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+
+
 @pytest.fixture
 async def client(tracer: Tracer) -> AsyncIterator[EngineClient]:
-    client = EngineClient(sim_config(), tracer)
-    await client.start()
-    yield client
-    await client.close()
+    async with started(tracer) as client:
+        yield client
+
+
+def kill(client: EngineClient, fault: signal.Signals = signal.SIGKILL) -> int:
+    """Returns the process id."""
+    pid = client.engine_pid
+    assert pid is not None
+    os.kill(pid, fault)
+    return pid
+
+
+async def until_ready(client: EngineClient) -> None:
+    async with asyncio.timeout(20):
+        while client.replica.state is not ReplicaState.READY:
+            await asyncio.sleep(0.001)
+
+
+async def asking(client: EngineClient, max_tokens: int = 100_000) -> asyncio.Task[Answer]:
+    """A request that the engine is computing."""
+    running = asyncio.create_task(collect(client, make_request(1, max_tokens)))
+    while (await client.replica.load()).num_running == 0:
+        await asyncio.sleep(0)
+    return running
+
+
+def assert_gone(pid: int) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def make_request(index: int, max_tokens: int = 40) -> GenerateRequest:
@@ -71,9 +110,9 @@ def expected(request: GenerateRequest) -> list[int]:
     return tokens[1:]
 
 
-async def collect(client: EngineClient, request: GenerateRequest) -> tuple[list[int], TokenChunk]:
+async def collect(client: EngineClient, request: GenerateRequest) -> Answer:
     tokens: list[int] = []
-    async for chunk in client.generate(request):
+    async for chunk in client.replica.generate(request):
         tokens += chunk.token_ids
         last = chunk
     return tokens, last
@@ -84,92 +123,70 @@ async def test_many_requests_at_once(client: EngineClient) -> None:
     answers = await asyncio.gather(*(collect(client, request) for request in requests))
     assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
     assert {last.finish_reason for _, last in answers} == {FinishReason.LENGTH}
-    assert (await client.load()).num_running == 0
+    assert (await client.replica.load()).num_running == 0
 
 
 async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_comes(
     client: EngineClient,
 ) -> None:
+    replica = client.replica
     states: list[ReplicaState] = []
-    client.watch(lambda: states.append(client.state))
+    replica.watch(lambda: states.append(replica.state))
     request = make_request(1, max_tokens=100_000)
     tokens: list[int] = []
-    first = client.engine_pid
-    assert first is not None
-    stream = client.generate(request)
+    stream = replica.generate(request)
     while len(tokens) < 10:
         tokens += (await anext(stream)).token_ids
-    counted = (await client.load()).num_generated_tokens
+    counted = (await replica.load()).num_generated_tokens
     assert counted >= 10
-    os.kill(first, signal.SIGKILL)
+    kill(client)
 
     async def rest() -> None:
         async for chunk in stream:
             tokens.extend(chunk.token_ids)
 
-    with pytest.raises(EngineLostError):
-        await rest()
+    for lost in (rest(), replica.load(), collect(client, request)):
+        with pytest.raises(EngineLostError):
+            await lost
     assert tokens == expected(make_request(1, max_tokens=len(tokens)))
     assert states == [ReplicaState.STARTING]
-    with pytest.raises(EngineLostError):
-        await client.load()
-    with pytest.raises(EngineLostError):
-        await collect(client, request)
-    assert (await client.health()).reason == "the engine is restarting"
-    while client.state is not ReplicaState.READY:
-        await asyncio.sleep(0.001)
+    assert (await replica.health()).reason == "the engine is restarting"
+    await until_ready(client)
     moved = msgspec.structs.replace(
         make_request(1, max_tokens=len(tokens) + 5), output_token_ids=tokens, returns=True
     )
     assert (await collect(client, moved))[0] == expected(moved)[-5:]
     # The counters of the first engine, as far as it has reported them, go on.
-    assert (await client.load()).num_generated_tokens >= counted + 5
+    assert (await replica.load()).num_generated_tokens >= counted + 5
 
 
 async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 1)
-    client = EngineClient(sim_config())
-    await client.start()
-    failed = asyncio.create_task(client.wait_failed())
+    failed = asyncio.create_task(client.replica.wait_failed())
     for _ in range(2):
-        while client.state is not ReplicaState.READY:
-            await asyncio.sleep(0.001)
-        running = asyncio.create_task(collect(client, make_request(1, max_tokens=100_000)))
-        while (await client.load()).num_running == 0:
-            await asyncio.sleep(0)
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
+        await until_ready(client)
+        running = await asking(client)
+        kill(client)
         with pytest.raises(EngineLostError):
             await running
     assert "2 times in a row" in str(await failed)
     with pytest.raises(EngineDeadError, match="2 times in a row"):
         await collect(client, make_request(1))
-    assert client.state is ReplicaState.FAILED
-    assert not (await client.health()).ready
-    await client.close()
+    assert client.replica.state is ReplicaState.FAILED
+    assert not (await client.replica.health()).ready
 
 
 async def test_an_engine_that_is_stopped_is_killed_and_replaced() -> None:
-    client = EngineClient(sim_config(engine_timeout_s=0.8))
-    await client.start()
-    try:
-        stopped = client.engine_pid
-        assert stopped is not None
-        running = asyncio.create_task(collect(client, make_request(1, max_tokens=100_000)))
-        while (await client.load()).num_running == 0:
-            await asyncio.sleep(0)
-        os.kill(stopped, signal.SIGSTOP)
+    async with started(engine_timeout_s=0.8) as client:
+        running = await asking(client)
+        stopped = kill(client, signal.SIGSTOP)
         with pytest.raises(EngineLostError):
             await running
-        with pytest.raises(ProcessLookupError):
-            os.kill(stopped, 0)
-        while client.state is not ReplicaState.READY:
-            await asyncio.sleep(0.001)
+        assert_gone(stopped)
+        await until_ready(client)
         assert (await collect(client, make_request(2)))[0] == expected(make_request(2))
-    finally:
-        await client.close()
 
 
 async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
@@ -179,7 +196,7 @@ async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
     starting = asyncio.create_task(client.start())
     while client.engine_pid is None:
         await asyncio.sleep(0)
-    os.kill(client.engine_pid, signal.SIGSTOP)
+    kill(client, signal.SIGSTOP)
     try:
         await starting
         assert "the engine did not answer for 3 s; starting it again" in caplog.text
@@ -191,16 +208,13 @@ async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
 async def test_a_caller_that_is_cancelled_in_close_learns_of_it_and_nothing_is_left(
     client: EngineClient,
 ) -> None:
-    pid = client.engine_pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # the engine does not end when it is asked to
+    pid = kill(client, signal.SIGSTOP)  # the engine does not end when it is asked to
     closing = asyncio.create_task(client.close())
     await asyncio.sleep(0)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert_gone(pid)
 
 
 async def test_an_engine_without_a_socket_leaves_no_process(
@@ -216,30 +230,30 @@ async def test_an_engine_without_a_socket_leaves_no_process(
 
 
 async def test_a_reader_that_leaves_aborts_its_request(client: EngineClient) -> None:
-    stream = client.generate(make_request(1, max_tokens=100_000))
+    stream = client.replica.generate(make_request(1, max_tokens=100_000))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
     async with asyncio.timeout(10):
-        while (await client.load()).num_running:
+        while (await client.replica.load()).num_running:
             await asyncio.sleep(0)
 
 
 async def test_abort_ends_the_stream(client: EngineClient) -> None:
-    stream = client.generate(make_request(1, max_tokens=100_000))
+    stream = client.replica.generate(make_request(1, max_tokens=100_000))
     await anext(stream)
-    await client.abort("r1")
-    await client.abort("unknown")
+    await client.replica.abort("r1")
+    await client.replica.abort("unknown")
     assert [chunk async for chunk in stream][-1].finish_reason is FinishReason.ABORT
 
 
 async def test_draining_finishes_what_runs_and_takes_nothing_new(client: EngineClient) -> None:
     running = asyncio.create_task(collect(client, make_request(1)))
     await asyncio.sleep(0)
-    draining = asyncio.create_task(client.drain(30))
+    draining = asyncio.create_task(client.replica.drain(30))
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError, match="shutting down"):
         await collect(client, make_request(2))
-    assert (await client.health()).reason == "the server is shutting down"
+    assert (await client.replica.health()).reason == "the server is shutting down"
     await draining
     assert (await running)[0] == expected(make_request(1))
 
@@ -247,46 +261,43 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(client: EngineC
 async def test_draining_waits_for_who_reads_kv() -> None:
     keys = keys_of(b"a secret")
     handoff = HandoffConfig(role=Role.PREFILL, host="127.0.0.1", keys=keys)
-    client = EngineClient(sim_config(handoff=handoff))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers = SocketPeers(context, keys)
-    await client.start()
     try:
-        request = msgspec.structs.replace(make_request(1), holds_kv=True)
-        source = [chunk async for chunk in client.generate(request)][-1].kv_source
-        assert source is not None
-        assert (await client.load()).num_wanted_leases == 0, "nobody has asked"
-        peers.send(source.address, KVSubscribe(source.transfer_id, 0, 0))
-        while not (await client.load()).num_wanted_leases:
-            await asyncio.sleep(0.01)
-        draining = asyncio.create_task(client.drain(60))
-        for _ in range(3):
-            assert (await client.load()).num_wanted_leases == 1
-        assert not draining.done()
-        peers.send(source.address, KVRelease([source.transfer_id]))
-        await draining
-        assert (await client.load()).num_leases == 0
+        async with started(handoff=handoff) as client:
+            replica = client.replica
+            request = msgspec.structs.replace(make_request(1), holds_kv=True)
+            source = [chunk async for chunk in replica.generate(request)][-1].kv_source
+            assert source is not None
+            assert (await replica.load()).num_wanted_leases == 0, "nobody has asked"
+            peers.send(source.address, KVSubscribe(source.transfer_id, 0, 0))
+            while not (await replica.load()).num_wanted_leases:
+                await asyncio.sleep(0.01)
+            draining = asyncio.create_task(replica.drain(60))
+            for _ in range(3):
+                assert (await replica.load()).num_wanted_leases == 1
+            assert not draining.done()
+            peers.send(source.address, KVRelease([source.transfer_id]))
+            await draining
+            assert (await replica.load()).num_leases == 0
     finally:
         peers.close()
         context.term()
-        await client.close()
 
 
 async def test_draining_ends_stragglers(client: EngineClient) -> None:
     running = asyncio.create_task(collect(client, make_request(1, max_tokens=100_000)))
     await asyncio.sleep(0)
-    await client.drain(0.01)
+    await client.replica.drain(0.01)
     assert (await running)[1].finish_reason is FinishReason.ABORT
 
 
 async def test_a_full_queue_refuses() -> None:
-    client = EngineClient(sim_config(max_num_seqs=1, max_num_waiting=1, sim=SimConfig(base_s=0.02)))
-    await client.start()
-    answers = await asyncio.gather(
-        *(collect(client, make_request(i, max_tokens=3)) for i in range(6)), return_exceptions=True
-    )
+    sim = SimConfig(base_s=0.02)
+    async with started(max_num_seqs=1, max_num_waiting=1, sim=sim) as client:
+        asked = [collect(client, make_request(i, max_tokens=3)) for i in range(6)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(answer) for answer in answers] == [tuple] * 2 + [OverloadedError] * 4
-    await client.close()
 
 
 async def test_too_long_a_directory_for_sockets_is_refused(
@@ -307,17 +318,14 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
     assert client.engine_pid is None
 
 
-async def test_after_closing_requests_are_refused_with_the_reason() -> None:
-    client = EngineClient(sim_config())
-    await client.start()
+async def test_after_closing_requests_are_refused_with_the_reason(client: EngineClient) -> None:
     pid = client.engine_pid
     assert pid is not None
     await client.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert_gone(pid)
     with pytest.raises(EngineDeadError, match="closed"):
         await collect(client, make_request(1))
-    assert not (await client.health()).ready
+    assert not (await client.replica.health()).ready
 
 
 # ---- traces
@@ -363,13 +371,10 @@ async def test_the_next_engine_traces_too(client: EngineClient, tmp_path: Path) 
     client.start_trace(start_order(tmp_path))
     running = asyncio.create_task(collect(client, make_request(0, max_tokens=4000)))
     await until_traced(tmp_path)
-    assert client.engine_pid is not None
-    os.kill(client.engine_pid, signal.SIGKILL)
+    kill(client)
     with pytest.raises(EngineLostError):
         await running
-    async with asyncio.timeout(20):
-        while client.state is not ReplicaState.READY:
-            await asyncio.sleep(0.01)
+    await until_ready(client)
     await collect(client, make_request(1))
     assert await client.stop_trace() == []
     killed, successor = read_fragments(tmp_path)
@@ -405,11 +410,10 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(engine_client, "_TRACE_END_S", 0.05)
     client.start_trace(start_order(tmp_path))
-    assert client.engine_pid is not None
-    os.kill(client.engine_pid, signal.SIGSTOP)
+    pid = kill(client, signal.SIGSTOP)
     try:
         assert await client.stop_trace() == [
             "the engine has not closed its fragment within 0.05 s."
         ]
     finally:
-        os.kill(client.engine_pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)

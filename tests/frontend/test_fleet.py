@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 from test_engine_client import VOCAB_SIZE, expected, make_request, sim_config
+from test_engine_client import kill as kill_engine
 
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
@@ -45,13 +45,11 @@ async def fleet(count: int, **fields: object) -> AsyncIterator[Dispatcher]:
 
 
 def client_of(dispatcher: Dispatcher, index: int) -> EngineClient:
-    return cast(EngineClient, dispatcher.replicas[index])
+    return cast(EngineClient, dispatcher.replicas[index].transport)
 
 
 def kill(dispatcher: Dispatcher, index: int, fault: signal.Signals = signal.SIGKILL) -> None:
-    pid = client_of(dispatcher, index).engine_pid
-    assert pid is not None
-    os.kill(pid, fault)
+    kill_engine(client_of(dispatcher, index), fault)
 
 
 async def collect(dispatcher: Dispatcher, request: GenerateRequest) -> Answer:
@@ -71,7 +69,7 @@ async def until_running(dispatcher: Dispatcher, count: int = 1) -> None:
 def assert_settled(dispatcher: Dispatcher) -> None:
     count = len(dispatcher.replicas)
     assert [slot.work.pending_tokens for slot in dispatcher.slots] == [0] * count
-    assert [slot.work.num_requests for slot in dispatcher.slots] == [0] * count
+    assert not any(slot.requests for slot in dispatcher.slots)
 
 
 def test_each_replica_knows_its_place() -> None:
@@ -116,7 +114,7 @@ async def test_streams_survive_an_engine_that_dies_or_hangs(
         kill(dispatcher, 0, fault)
         assert await answers == [(expected(request), FinishReason.LENGTH) for request in requests]
         assert_settled(dispatcher)
-        while client_of(dispatcher, 0).state is not ReplicaState.READY:
+        while dispatcher.replicas[0].state is not ReplicaState.READY:
             await asyncio.sleep(0.001)
         assert (await dispatcher.health()).ready
 
@@ -124,7 +122,7 @@ async def test_streams_survive_an_engine_that_dies_or_hangs(
 async def test_the_others_serve_while_a_replica_restarts() -> None:
     async with fleet(2) as dispatcher:
         kill(dispatcher, 1)
-        while client_of(dispatcher, 1).state is ReplicaState.READY:
+        while dispatcher.replicas[1].state is ReplicaState.READY:
             await asyncio.sleep(0)
         assert (await dispatcher.health()).ready
         load = await dispatcher.load()
@@ -161,7 +159,7 @@ async def test_only_when_all_replicas_are_full_a_request_is_refused() -> None:
 async def test_while_no_engine_runs_only_so_many_requests_wait() -> None:
     async with fleet(1, max_num_seqs=1, max_num_waiting=1) as dispatcher:
         kill(dispatcher, 0)
-        while client_of(dispatcher, 0).state is ReplicaState.READY:
+        while dispatcher.replicas[0].state is ReplicaState.READY:
             await asyncio.sleep(0)
         answers = await asyncio.gather(
             *(collect(dispatcher, make_request(i, max_tokens=3)) for i in range(4)),
@@ -176,7 +174,7 @@ async def test_a_replica_that_is_given_up_leaves_the_others_and_the_last_one_end
     monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 0)
     async with fleet(2) as dispatcher:
         kill(dispatcher, 0)
-        while client_of(dispatcher, 0).state is not ReplicaState.FAILED:
+        while dispatcher.replicas[0].state is not ReplicaState.FAILED:
             await asyncio.sleep(0.001)
         request = make_request(1)
         assert (await collect(dispatcher, request))[0] == expected(request)
@@ -216,7 +214,9 @@ async def test_one_of_four_that_cannot_start_ends_all() -> None:
     )
     configs[1] = EngineConfig(worker=broken)
     before = _children()
-    dispatcher = Dispatcher([EngineClient(config) for config in configs], POLICIES["round-robin"])
+    dispatcher = Dispatcher(
+        [EngineClient(config).replica for config in configs], POLICIES["round-robin"]
+    )
     with pytest.raises(ConfigError, match=r"^replica 1: .*/no/such/directory"):
         await dispatcher.start()
     assert _children() == before

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
-from pagoda.frontend.handoff_options import Handoff, HandoffOptions
+from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, Handoff, HandoffOptions
 from pagoda.ipc.curve import keys_of
 from pagoda.messages.worker_config import Role
 

@@ -61,11 +61,11 @@ async def test_a_host_that_hangs_is_lost_though_its_sockets_answer_heartbeats() 
         request = GenerateRequest(
             request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2)
         )
-        stream = peer.client.generate(request)
+        stream = peer.client.replica.generate(request)
         with pytest.raises(EngineLostError, match=r"host at .* did not answer for 0.4 s"):
             await anext(stream)
-        assert peer.client.state is ReplicaState.FAILED
-        assert "did not answer" in str(await peer.client.wait_failed())
+        assert peer.client.replica.state is ReplicaState.FAILED
+        assert "did not answer" in str(await peer.client.replica.wait_failed())
 
 
 async def test_a_host_that_does_not_say_hello_is_given_up() -> None:

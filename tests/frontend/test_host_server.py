@@ -16,6 +16,7 @@ from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
@@ -32,7 +33,7 @@ from pagoda.messages.frontend import (
 from pagoda.messages.hosts import HostMessage
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.engine import SimEngine
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 KEYS = keys_of(b"a secret of all hosts and routers")
@@ -45,10 +46,10 @@ async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
     """A router's dispatcher over one host, whose own is over one engine."""
     context = zmq.Context()
     start_authenticator(context, KEYS)
-    host = Dispatcher([SimEndpoint(config)], POLICIES["round-robin"])
+    host = Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])
     await host.start()
     door = HostServer(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
-    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER)
+    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER).replica
     router = Dispatcher([remote], POLICIES["round-robin"])
     try:
         await router.start()
@@ -61,12 +62,7 @@ async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
 
 
 async def test_a_router_sees_how_far_a_prompt_is() -> None:
-    config = EngineConfig(
-        worker=WorkerConfig(model="sim"),
-        executor="sim",
-        sim=SimConfig(base_s=0.001, vocab_size=100),
-        max_num_batched_tokens=32,
-    )
+    config = sim_config(max_num_batched_tokens=32)
     request = GenerateRequest(
         request_id="r",
         prompt_token_ids=list(range(100)),
@@ -85,23 +81,28 @@ async def test_a_router_sees_how_far_a_prompt_is() -> None:
 class Door:
     """A host's door, and a router's socket at it that says whatever a test wants."""
 
-    def __init__(self, endpoint: ScriptedEndpoint) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.context = zmq.Context()
         start_authenticator(self.context, KEYS)
         self.door = HostServer(endpoint, self.context, "tcp://127.0.0.1:*", KEYS, HOST)
-        self.socket = zmq.asyncio.Socket(self.context, zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        encrypt_client(self.socket, KEYS)
-        self.socket.connect(f"tcp://127.0.0.1:{self.door.port}")
+        self.socket = self.connect()
+
+    def connect(self) -> zmq.asyncio.Socket:
+        socket = zmq.asyncio.Socket(self.context, zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        encrypt_client(socket, KEYS)
+        socket.connect(f"tcp://127.0.0.1:{self.door.port}")
+        return socket
 
     async def say(self, message: FrontendMessage) -> None:
         await self.socket.send(msgspec.msgpack.encode(message))
 
-    async def last_chunk(self) -> TokenChunk:
+    async def last_chunk(self, socket: zmq.asyncio.Socket | None = None) -> TokenChunk:
         """Of the request that ends next."""
+        socket = socket or self.socket
         async with asyncio.timeout(20):
             while True:
-                said = msgspec.msgpack.decode(await self.socket.recv(), type=HostMessage)
+                said = msgspec.msgpack.decode(await socket.recv(), type=HostMessage)
                 for chunk in said.chunks if isinstance(said, TokenChunks) else ():
                     if chunk.finish_reason is not None:
                         return chunk
@@ -113,7 +114,7 @@ class Door:
 
 
 @asynccontextmanager
-async def doored(endpoint: ScriptedEndpoint) -> AsyncIterator[Door]:
+async def doored(endpoint: Endpoint) -> AsyncIterator[Door]:
     door = Door(endpoint)
     try:
         yield door
@@ -121,9 +122,22 @@ async def doored(endpoint: ScriptedEndpoint) -> AsyncIterator[Door]:
         await door.close()
 
 
-def request(request_id: str) -> GenerateRequest:
+def request(request_id: str, wire_id: str = "1", max_tokens: int = 9) -> GenerateRequest:
     return GenerateRequest(
-        request_id=request_id, prompt_token_ids=[65], sampling=SamplingParams(max_tokens=9)
+        request_id=request_id,
+        prompt_token_ids=[65],
+        sampling=SamplingParams(seed=1, max_tokens=max_tokens),
+        wire_id=wire_id,
+    )
+
+
+def sim_config(**fields: object) -> EngineConfig:
+    sim = SimConfig(base_s=0.001, vocab_size=100)
+    return EngineConfig(
+        worker=WorkerConfig(model="sim"),
+        executor="sim",
+        sim=sim,
+        **fields,  # type: ignore[arg-type]
     )
 
 
@@ -152,27 +166,45 @@ async def test_an_id_may_be_used_again_at_once_when_its_request_was_aborted() ->
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
     async with doored(endpoint) as door:
-        await door.say(request("r"))
+        await door.say(request("r", "1"))
         await endpoint.paused.wait()
         endpoint.pause_after = None
         # The host reads both in one turn: the first request has not ended when the second one begins.
-        door.socket.send(msgspec.msgpack.encode(AbortRequests(["r"])))
-        await door.say(request("r"))
-        assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
+        door.socket.send(msgspec.msgpack.encode(AbortRequests(["1"])))
+        await door.say(request("r", "2"))
+        chunk = await door.last_chunk()
+        assert (chunk.request_id, chunk.finish_reason) == ("2", FinishReason.LENGTH)
         assert endpoint.aborted == ["r"]
-        assert door.door.num_requests == 0
+        await until(lambda: door.door.num_requests == 0)
 
 
-async def test_an_id_that_is_taken_is_refused() -> None:
+async def test_routers_may_have_the_same_request_also_one_that_has_connected_anew() -> None:
+    """The host need not have noticed that the router's first connection is no more."""
+    config = sim_config(max_num_seqs=8)
+    engine = Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])
+    await engine.start()
+    asked = request("r", "7", max_tokens=100)
+    async with doored(engine) as door:
+        await door.say(asked)
+        await until(lambda: door.door.num_requests == 1)
+        first, door.socket = door.socket, door.connect()
+        await door.say(asked)
+        both = [await door.last_chunk(), await door.last_chunk(first)]
+        assert [(chunk.request_id, chunk.error) for chunk in both] == [("7", None)] * 2
+        first.close()
+    await engine.close()
+
+
+async def test_a_wire_id_that_is_taken_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
     async with doored(endpoint) as door:
-        await door.say(request("r"))
-        await door.say(request("r"))
-        chunk = await door.last_chunk()
-        assert chunk.error == "A request with this id is already running."
+        for name in ("first", "second"):
+            await door.say(request(name, "1"))
+        await until(lambda: "a second request with this wire id" in caplog.text)
         endpoint.go_on.set()
         assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
+        assert [asked.request_id for asked in endpoint.requests] == ["first"]
 
 
 async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
@@ -235,7 +267,7 @@ async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
         await remote.start()
         sampling = SamplingParams(seed=1, max_tokens=3)
         request = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
-        assert [chunk async for chunk in remote.generate(request)]
+        assert [chunk async for chunk in remote.replica.generate(request)]
     finally:
         await remote.close()
         await door.close()

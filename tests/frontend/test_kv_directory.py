@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.kv_directory import check_kv_directory
+from pagoda.frontend.engine_options import check_kv_directory
 
 NOBODY = 65534
 

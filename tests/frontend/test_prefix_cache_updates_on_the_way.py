@@ -20,6 +20,7 @@ from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
+from pagoda.frontend.replica import Replica
 from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.messages.frontend import GenerateRequest
@@ -49,8 +50,9 @@ class Pair:
         self.door = door
         self.context = context
 
-    async def dial(self) -> HostClient:
-        remote = HostClient(self.context, f"tcp://127.0.0.1:{self.door.port}", KEYS, ROUTER)
+    async def dial(self) -> Replica:
+        address = f"tcp://127.0.0.1:{self.door.port}"
+        remote = HostClient(self.context, address, KEYS, ROUTER).replica
         await remote.start()
         return remote
 
@@ -101,7 +103,7 @@ async def test_a_router_sees_a_host_of_two_replicas_as_one() -> None:
         await until(lambda: index.told == blocks_of(first))
         await ask(router, second)
         await until(lambda: index.told == blocks_of(first) | blocks_of(second))
-        one = cast(EngineClient, it.host.replicas[0])
+        one = cast(EngineClient, it.host.replicas[0].transport)
         assert one.engine_pid is not None
         os.kill(one.engine_pid, signal.SIGKILL)
         await until(lambda: index.told == blocks_of(second))

@@ -142,10 +142,7 @@ async def test_a_join_without_the_key_is_not_heard(
 async def test_nonsense_is_ignored() -> None:
     async with routed() as router, joined(router, "hello"):
         await router.until_hosts(1)
-        for address in (
-            router.address,
-            router.dispatcher.replicas[0].address.removeprefix("tcp://"),
-        ):  # type: ignore[attr-defined]
+        for address in (router.address, router.dispatcher.replicas[0].name):
             stranger = router.context.socket(zmq.DEALER)
             encrypt_client(stranger, KEYS)
             stranger.connect(f"tcp://{address}")
@@ -358,7 +355,7 @@ async def test_joins_cost_the_same_however_many_hosts_there_are() -> None:
         routers.append(router)
         discovery = router.discovery
         assert isinstance(discovery, JoinDiscovery)
-        discovery.listen(router.registry)
+        discovery.hosts.listen(router.registry)
         hosts = [HostRecord(host_id=f"{i}", address="tcp://127.0.0.1:1") for i in range(num_hosts)]
         return lambda: [discovery.answer(host) for host in hosts]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.frontend.sizes import parse_bytes
+from pagoda.frontend.engine_options import parse_bytes
 
 
 @pytest.mark.parametrize(

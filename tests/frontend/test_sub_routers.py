@@ -12,7 +12,6 @@ from linked_hosts import Host, Router, ScriptedHost, joined, routed, until, unti
 
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.host_client import HostClient
 from pagoda.messages.frontend import EngineReady, FinishReason
 from pagoda.messages.worker_config import Role
 
@@ -174,7 +173,7 @@ async def test_two_that_join_each_other_at_the_same_time_do_not_ask_each_other()
         def is_open(router: Router, other: Router) -> bool:
             hosts = router.dispatcher.replicas
             return any(
-                isinstance(host, HostClient) and host.limits.host_id == other.identity.id
+                host.state is not ReplicaState.FAILED and host.limits.host_id == other.identity.id
                 for host in hosts
             )
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import Manifest, open_directory
+from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 
 
 @pytest.fixture

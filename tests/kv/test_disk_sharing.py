@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import Manifest, open_directory, parse_name
+from pagoda.kv.objects import Manifest, ObjectFiles, open_directory, parse_name
 
 QUOTA_BLOCKS = 40
 SERVER = """
@@ -27,7 +26,7 @@ from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest, CachedBlock
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.disk_scanner import DiskScanner
-from pagoda.kv.object_files import ObjectFiles
+from pagoda.kv.objects import ObjectFiles
 from pagoda.kv.objects import Manifest, ObjectError
 from pagoda.kv.transfers import TransferLedger
 

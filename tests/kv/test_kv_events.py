@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventRecorder, Medium
+from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheRecorder, Medium
 from pagoda.kv.manager import BlockTable, KVManager
 
 SIZE = 4
 SALTS = (None, "tenant-a")
 
 
-def recorded(num_blocks: int = 8) -> tuple[KVManager, KVEventRecorder]:
-    events = KVEventRecorder(SIZE)
-    return KVManager(num_blocks, SIZE, events=events), events
+def recorded(num_blocks: int = 8) -> tuple[KVManager, CacheRecorder]:
+    events = CacheRecorder()
+    return KVManager(num_blocks, SIZE, recorder=events), events
 
 
 def fill(kv: KVManager, token_ids: list[int], salt: str | None = None) -> BlockTable:
@@ -51,14 +51,14 @@ def test_a_lost_device_is_one_event() -> None:
 
 
 def test_all_tiers_that_are_lost_with_the_workers_are_one_event() -> None:
-    events = KVEventRecorder(SIZE)
+    events = CacheRecorder()
     for medium in (Medium.DEVICE, Medium.HOST):
         events.lose([b"key"], medium)
     assert events.drain() == [AllBlocksCleared()]
 
 
 def test_events_of_a_tier_grow_beside_those_of_another() -> None:
-    events = KVEventRecorder(2)
+    events = CacheRecorder()
     for index, medium in enumerate([Medium.DEVICE, Medium.HOST, Medium.DISK] * 2):
         step = index // 3
         events.store(b"%d" % step, b"0" if step else None, [step, step], medium)
@@ -75,8 +75,8 @@ def test_events_of_a_tier_grow_beside_those_of_another() -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_recorded() -> None:
-    events = KVEventRecorder(SIZE)
-    kv = KVManager(8, SIZE, prefix_caching=False, events=events)
+    events = CacheRecorder()
+    kv = KVManager(8, SIZE, prefix_caching=False, recorder=events)
     kv.free(fill(kv, list(range(9))))
     fill(kv, list(range(32)))
     assert events.drain() == []
@@ -101,7 +101,7 @@ def test_whoever_applies_all_events_knows_what_each_tier_holds(
     has_disk: bool, changes: list[tuple[str, int, Medium]]
 ) -> None:
     """Blocks of one chain go in and out of tiers in any order."""
-    events = KVEventRecorder(1, has_disk=has_disk)
+    events = CacheRecorder(has_disk=has_disk)
     held: set[tuple[bytes, str]] = set()
     known: set[tuple[bytes, str]] = set()
     tiers = set(Medium) if has_disk else {Medium.DEVICE, Medium.HOST}
@@ -122,7 +122,7 @@ def test_whoever_applies_all_events_knows_what_each_tier_holds(
             held.add((key, medium))
 
 
-def apply(events: KVEventRecorder, known: set[tuple[bytes, str]]) -> None:
+def apply(events: CacheRecorder, known: set[tuple[bytes, str]]) -> None:
     for event in events.drain():
         match event:
             case BlockStored():

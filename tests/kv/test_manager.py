@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagoda.kv.block_keys import block_key, prefix_keys, root_key
-from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventRecorder
+from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheRecorder
 from pagoda.kv.manager import BlockTable, KVManager
 
 SALTS = (None, "tenant-a")
@@ -109,8 +109,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events = KVEventRecorder(4)
-        self.kv = KVManager(10, 4, events=self.events)
+        self.events = CacheRecorder()
+        self.kv = KVManager(10, 4, recorder=self.events)
         self.live: list[tuple[BlockTable, list[int], list[int]]] = []
         """(table, tokens, [computed])"""
         self.contents: dict[int, list[int]] = {}

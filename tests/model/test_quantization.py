@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
-from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
+from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     DenseWeight,
     GroupedWeight,

@@ -20,8 +20,8 @@ from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource
 from pagoda.messages.transfers import RemoteBlocks, Transfer
 from pagoda.messages.worker_config import Role
+from pagoda.pd.connector import SILENCE_S
 from pagoda.pd.messages import KVCheck, KVCheckResult, KVRelease
-from pagoda.pd.prefill_peers import SILENCE_S
 from pagoda.pd.transfer_tokens import TransferTokens
 
 SEEDS_PER_TEST = 25

@@ -7,27 +7,39 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import kv_tiers
 import msgspec
 from harness import Harness, assert_complete, check_books, in_state, make_request
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.block_pool import BlockPool
 from pagoda.messages.frontend import GenerateRequest, KVSource, RequestRefused, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.connector import RemoteKV
 from pagoda.pd.exporter import KVExporter
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.pd.transfer_tokens import TransferTokens
 from pagoda.sim.network import SimListener, SimNetwork, SimPeers
 
 LEASE_S = 30.0
 NO_KEYS = CurveKeys("", "", "", "")
+READY = msgspec.structs.replace(kv_tiers.READY, kv_digest="digest", arithmetic="arithmetic")
 
 Message = DecodeMessage | PrefillMessage
 
 
 def handoff(role: Role, *, lease_s: float = LEASE_S) -> HandoffConfig:
     return HandoffConfig(role=role, host="p", keys=NO_KEYS, lease_s=lease_s)
+
+
+def make_exporter(num_blocks: int) -> tuple[KVExporter, SimListener, BlockPool, VirtualClock]:
+    """An exporter without an engine, and what it works with."""
+    clock, pool = VirtualClock(), BlockPool(num_blocks)
+    listener = SimNetwork(clock).listener("tcp://p:1")
+    tokens = TransferTokens(NO_KEYS)
+    return KVExporter(listener, pool, clock, tokens, "e", LEASE_S), listener, pool, clock
 
 
 class Engine:
@@ -87,13 +99,15 @@ class Engine:
         else:
             tables = [request.table.blocks for request in scheduler.requests.values()]
             wanted = Counter(block.block_id for blocks in tables for block in blocks)
-            wanted.update(block.block_id for block in self.exporter.leases.held_blocks())
+            leases = self.exporter.leases.values()
+            wanted.update(block.block_id for lease in leases for block in lease.blocks)
             pool = scheduler.kv.pool
             pool.check()
             assert pool.references() == wanted
-        if self.harness.core.parts.scheduler.exporter is not None:
-            assert len(self.exporter.held) == self.exporter.leases.num_leases
-            assert all(transfer in self.exporter.leases for transfer in self.exporter.held)
+        if scheduler.exporter is not None:
+            leases = scheduler.exporter.leases.values()
+            assert scheduler.exporter.num_leased_blocks == sum(len(it.blocks) for it in leases)
+            assert scheduler.exporter.num_wanted == sum(it.asker is not None for it in leases)
         if self.harness.core.parts.remote is not None:
             assert_consistent(self.remote)
 
@@ -101,11 +115,11 @@ class Engine:
         self.check_books()
         self.harness.check_nothing_left()
         if self.harness.core.parts.scheduler.exporter is not None:
-            assert self.exporter.leases.num_leases == self.exporter.leases.num_blocks == 0
+            assert not self.exporter.leases
             assert not self.exporter.early
         if self.harness.core.parts.remote is not None:
             assert not self.remote.fetches
-            assert not any(peer.fetches for peer in self.remote.peers.by_address.values())
+            assert not any(peer.fetches for peer in self.remote.peers.values())
 
 
 class Pair:
@@ -249,9 +263,7 @@ def earliest(instants: Sequence[float | None]) -> float | None:
 
 def assert_consistent(remote: RemoteKV) -> None:
     """Every fetch is in both lists, once."""
-    of_peers = [
-        fetch for peer in remote.peers.by_address.values() for fetch in peer.fetches.values()
-    ]
+    of_peers = [fetch for peer in remote.peers.values() for fetch in peer.fetches.values()]
     assert len(of_peers) == len(remote.fetches)
     for fetch in of_peers:
         assert remote.fetches[fetch.prefix.request_id] is fetch
@@ -285,4 +297,4 @@ def is_awaiting(pair: Pair) -> bool:
 
 
 def has_leases(pair: Pair) -> bool:
-    return pair.prefill.exporter.leases.num_leases > 0
+    return bool(pair.prefill.exporter.leases)

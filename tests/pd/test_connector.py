@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import kv_tiers
 import msgspec
 import pytest
+from pair import READY
 
 from pagoda.ipc.clock import VirtualClock
 from pagoda.ipc.curve import keys_of
@@ -21,7 +21,7 @@ from pagoda.messages.transfers import (
     Transfer,
     TransferEnd,
 )
-from pagoda.pd.connector import Arrived, Failed, RemoteKV
+from pagoda.pd.connector import SILENCE_S, Arrived, Failed, RemoteKV
 from pagoda.pd.links import PeerLost
 from pagoda.pd.messages import (
     DecodeMessage,
@@ -39,7 +39,6 @@ from pagoda.pd.messages import (
     KVWelcome,
     PrefillMessage,
 )
-from pagoda.pd.prefill_peers import SILENCE_S
 from pagoda.pd.transfer_tokens import TransferTokens
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
@@ -48,7 +47,6 @@ TOKENS = TransferTokens(keys_of(b"the cluster's secret"))
 T, U, V = (TOKENS.id_of(ADDRESS, "e", token) for token in "tuv")
 """Transfers."""
 HELLO = KVHello(digest="digest arithmetic")
-READY = msgspec.structs.replace(kv_tiers.READY, kv_digest="digest", arithmetic="arithmetic")
 
 
 def source(token: str = "t", address: str = ADDRESS, engine_id: str = "e") -> KVSource:
@@ -153,7 +151,7 @@ def test_a_whole_fetch(rig: Rig) -> None:
     assert rig.drain_sent() == [HELLO, KVSubscribe(T, 0, 8)]
     assert rig.remote.lookup(prefix(), 2) is None
     rig.hear(welcome())
-    assert rig.remote.peers.drain_peer_changes() == ([welcome().peer], [])
+    assert rig.remote.drain_peer_changes() == ([welcome().peer], [])
     assert rig.remote.lookup(prefix(), 2) is None
     rig.hear(blocks(0, [10, 11, 12]))
     assert rig.remote.poll()
@@ -228,11 +226,11 @@ def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
 def test_what_is_repeated_late_or_unknown_changes_nothing(message: PrefillMessage) -> None:
     rig = open_rig(blocks(0, [1, 2]))
     [transfer] = rig.load()
-    rig.remote.peers.drain_peer_changes()
+    rig.remote.drain_peer_changes()
     rig.hear(message)
     assert rig.drain_sent() == rig.ledger.drain() == rig.remote.drain_events() == []
     assert rig.settled() is None
-    assert rig.remote.peers.drain_peer_changes() == ([], [])
+    assert rig.remote.drain_peer_changes() == ([], [])
     rig.hear(blocks(2, [3, 4, 5, 6, 7, 8]))
     [rest] = rig.ledger.drain()
     rig.end(transfer)
@@ -355,7 +353,7 @@ def test_nobody_is_called_to_be_told_that_he_is_not_needed(rig: Rig) -> None:
 def test_connections_that_rest_make_room_for_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.pd.prefill_peers.MAX_PREFILL_PEERS", 2)
+    monkeypatch.setattr("pagoda.pd.connector.MAX_PREFILL_PEERS", 2)
     for number in (1, 2, 3):
         rig.remote.on_queued(prefix(str(number), address=f"tcp://127.0.0.1:{number}"), 0)
     assert rig.remote.lookup(prefix("2"), 0) is None
@@ -436,7 +434,7 @@ def test_a_request_that_comes_after_a_long_rest_finds_patience() -> None:
 
 def test_workers_are_told_of_peers_and_again_when_they_are_started_anew() -> None:
     rig = open_rig(blocks(0, [1, 2]))
-    rig.remote.peers.drain_peer_changes()
+    rig.remote.drain_peer_changes()
     rig.load()
     rig.ledger.drop_all()
     rig.remote.workers_lost()
@@ -444,11 +442,11 @@ def test_workers_are_told_of_peers_and_again_when_they_are_started_anew() -> Non
     rig.pool.release(rig.blocks)
     assert rig.pool.num_available == 64
     rig.hear(welcome(2))
-    assert rig.remote.peers.drain_peer_changes() == ([], []), "there are no workers"
+    assert rig.remote.drain_peer_changes() == ([], []), "there are no workers"
     rig.remote.workers_ready(READY)
-    assert rig.remote.peers.drain_peer_changes() == ([welcome(2).peer], [])
+    assert rig.remote.drain_peer_changes() == ([welcome(2).peer], [])
     rig.hear(PeerLost("it hung up"))
-    assert rig.remote.peers.drain_peer_changes() == ([], ["e-2"])
+    assert rig.remote.drain_peer_changes() == ([], ["e-2"])
 
 
 def test_an_abort_ends_the_load_and_the_lease() -> None:

@@ -15,8 +15,8 @@ from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason, TokenChunk
 from pagoda.messages.transfers import HostSlots, Transfer
 from pagoda.messages.worker_config import Role
+from pagoda.pd.connector import STALL_S
 from pagoda.pd.messages import KVBlocks, KVPrefilled, KVRelease
-from pagoda.pd.prefill_peers import STALL_S
 
 PROMPT = [token % 50 for token in range(3, 45)]
 
@@ -127,7 +127,7 @@ def test_the_last_chunk_of_prefill_names_the_blocks() -> None:
     last = pair.prefill.harness.finished["r"].kv_source
     assert last is not None
     assert msgspec.structs.replace(last, block_ids=()) == source
-    leased = pair.prefill.exporter.leases.blocks(source.transfer_id)
+    leased = pair.prefill.exporter.leases[source.transfer_id].blocks
     assert last.block_ids == tuple(block.block_id for block in leased)
     assert len(last.block_ids) == len(PROMPT) // 4
     load = pair.prefill.harness.core.load()

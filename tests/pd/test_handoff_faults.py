@@ -25,7 +25,7 @@ from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason, KVSource
 from pagoda.messages.transfers import RemoteBlocks, Transfer, TransferEnd
-from pagoda.pd.connector import Failed
+from pagoda.pd.connector import SILENCE_S, Failed
 from pagoda.pd.messages import (
     KVBlocks,
     KVCheck,
@@ -38,7 +38,6 @@ from pagoda.pd.messages import (
     KVSubscribe,
     KVWelcome,
 )
-from pagoda.pd.prefill_peers import SILENCE_S
 from pagoda.pd.transfer_tokens import TransferTokens
 
 # ---- D aborts, P holds blocks for ever (vllm#46283, #41269)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from operations import assert_linear
-from pair import LEASE_S, NO_KEYS
-from test_connector import KEYS, READY
+from pair import LEASE_S, NO_KEYS, READY, make_exporter
+from test_connector import KEYS
 
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
@@ -14,8 +14,6 @@ from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import KVSource
 from pagoda.pd.connector import RemoteKV
-from pagoda.pd.exporter import FirstToken, KVExporter
-from pagoda.pd.leases import LeaseBook
 from pagoda.pd.messages import KVRelease, KVSubscribe
 from pagoda.pd.transfer_tokens import TransferTokens
 from pagoda.sim.network import SimNetwork
@@ -25,12 +23,7 @@ SIZES = (512, 1024, 4096)
 
 def exports(count: int) -> Callable[[], None]:
     """A burst of prompts: half are fetched and released, half make room one after the other or expire."""
-    clock, pool = VirtualClock(), BlockPool(count)
-    network = SimNetwork(clock)
-    listener = network.listener("tcp://p:1")
-    exporter = KVExporter(
-        listener, LeaseBook(pool, clock, LEASE_S), TransferTokens(NO_KEYS), "e", LEASE_S
-    )
+    exporter, listener, pool, clock = make_exporter(count)
     exporter.workers_ready(READY)
     blocks = pool.allocate(count)
 
@@ -42,7 +35,7 @@ def exports(count: int) -> Callable[[], None]:
             listener.inbox.put((b"asker", KVSubscribe(source.transfer_id, 0, 1)), 0.0)
         exporter.step()
         for source in sources:
-            exporter.finish(source.transfer_id, FirstToken(b"key", 1, None, 0))
+            exporter.finish(source.transfer_id, b"key", 1)
         for _ in range(count // 4):
             assert exporter.make_room()
             assert exporter.num_wanted == count // 2
@@ -51,7 +44,7 @@ def exports(count: int) -> Callable[[], None]:
             exporter.step()
         clock.advance_to(clock.now() + LEASE_S + 1)
         exporter.step()
-        assert not exporter.held
+        assert not exporter.leases
 
     return live
 

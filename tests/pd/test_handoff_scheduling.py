@@ -14,6 +14,7 @@ from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.ipc.codec import Codec
 from pagoda.messages.frontend import FinishReason
+from pagoda.pd.connector import SILENCE_S
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -24,7 +25,6 @@ from pagoda.pd.messages import (
     KVSubscribe,
     KVWelcome,
 )
-from pagoda.pd.prefill_peers import SILENCE_S
 
 # ---- D samples the first token again; P's was thrown away (ATOM #253, reversed in #690)
 
@@ -176,7 +176,7 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
     is_silent = True
     pair.run_until(lambda: "r0" in pair.decode.harness.finished)
     assert pair.clock.now() < SILENCE_S + 2.5
-    assert pair.decode.remote.peers.by_address == {}
+    assert pair.decode.remote.peers == {}
     is_silent = False
     pair.submit(second)
     pair.finish(first, second)

@@ -7,15 +7,14 @@ from collections import Counter
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from pair import LEASE_S, READY, make_exporter
 
-from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.pd.leases import LeaseBook
+from pagoda.kv.block_pool import Block
+from pagoda.pd.exporter import Lease
+from pagoda.pd.messages import DecodeMessage, KVCheck, KVRelease, KVRenew, KVSubscribe
 
-LEASE_S = 30.0
-NUM_BLOCKS = 32
-
-IDS = st.sampled_from([f"t{number}" for number in range(6)])
+NUMBERS = st.integers(0, 5)
+"""Transfers, by the order in which they were opened; the last of them are the ones that there are."""
 
 
 class Leases(RuleBasedStateMachine):
@@ -23,66 +22,81 @@ class Leases(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = VirtualClock()
-        self.pool = BlockPool(NUM_BLOCKS)
-        self.book = LeaseBook(self.pool, self.clock, LEASE_S)
+        self.exporter, self.listener, self.pool, self.clock = make_exporter(num_blocks=32)
+        self.exporter.workers_ready(READY)
+        self.transfers = [""]
         self.held: dict[str, list[Block]] = {}
         self.ends: dict[str, float | None] = {}
         """None while the prompt is being computed."""
         self.num_expired = 0
 
-    @rule(transfer_id=IDS)
-    def open(self, transfer_id: str) -> None:
-        if transfer_id not in self.held:  # ids are never given twice
-            self.book.open(transfer_id)
-            self.held[transfer_id], self.ends[transfer_id] = [], None
+    def pick(self, number: int) -> str:
+        return self.transfers[-1 - number % len(self.transfers)]
 
-    @rule(transfer_id=IDS, count=st.integers(0, 4), shared=st.booleans())
-    def hold(self, transfer_id: str, count: int, shared: bool) -> None:
+    def ask(self, message: DecodeMessage) -> None:
+        self.listener.inbox.put((b"asker", message), 0.0)
+        self.exporter.step()
+
+    @rule()
+    def open(self) -> None:
+        transfer_id = self.exporter.open("r", 4).transfer_id
+        self.transfers.append(transfer_id)
+        self.held[transfer_id], self.ends[transfer_id] = [], None
+
+    @rule(number=NUMBERS, count=st.integers(0, 4), shared=st.booleans())
+    def hold(self, number: int, count: int, shared: bool) -> None:
         """Blocks of a request that ends soon after; or those that another lease holds already."""
+        transfer_id = self.pick(number)
         others = [block for blocks in self.held.values() for block in blocks]
         mine = self.held.get(transfer_id, [])
-        if shared:
-            blocks = [block for block in dict.fromkeys(others) if block not in mine][:count]
-            assert self.book.hold(transfer_id, blocks) == (transfer_id in self.held)
-        else:
+        blocks = [block for block in dict.fromkeys(others) if block not in mine][:count]
+        if not shared:
             blocks = self.pool.allocate(min(count, self.pool.num_available))
-            assert self.book.hold(transfer_id, blocks) == (transfer_id in self.held)
+        self.exporter.hold(transfer_id, blocks, [b"key"] * len(blocks))
+        if not shared:
             self.pool.release(blocks)
         mine.extend(blocks)
 
-    @rule(transfer_id=IDS)
-    def finish(self, transfer_id: str) -> None:
-        assert self.book.finish(transfer_id) == (transfer_id in self.held)
-        if transfer_id in self.held and self.ends[transfer_id] is None:
-            self.ends[transfer_id] = self.clock.now() + LEASE_S
+    @rule(number=NUMBERS)
+    def finish(self, number: int) -> None:
+        transfer_id = self.pick(number)
+        if transfer_id not in self.held or self.ends[transfer_id] is None:  # requests end once
+            source = self.exporter.finish(transfer_id, b"key", 1)
+            assert (source is not None) == (transfer_id in self.held)
+            if source is not None:
+                self.ends[transfer_id] = self.clock.now() + LEASE_S
 
-    @rule(transfer_id=IDS)
-    def renew(self, transfer_id: str) -> None:
-        assert self.book.renew(transfer_id) == (transfer_id in self.held)
+    @rule(number=NUMBERS, kind=st.sampled_from([KVSubscribe, KVRenew, KVCheck]))
+    def renew(self, number: int, kind: type[KVSubscribe | KVRenew | KVCheck]) -> None:
+        transfer_id = self.pick(number)
+        if kind is KVSubscribe:
+            self.ask(KVSubscribe(transfer_id, 0, 4))
+        else:
+            self.ask(KVRenew([transfer_id]) if kind is KVRenew else KVCheck(transfer_id))
         if self.ends.get(transfer_id) is not None:
             self.ends[transfer_id] = self.clock.now() + LEASE_S
 
-    @rule(transfer_id=IDS)
-    def end(self, transfer_id: str) -> None:
-        assert self.book.end(transfer_id) == (transfer_id in self.held)
+    @rule(number=NUMBERS, by_message=st.booleans())
+    def end(self, number: int, by_message: bool) -> None:
+        transfer_id = self.pick(number)
+        if by_message:
+            self.ask(KVRelease([transfer_id, transfer_id]))
+        else:
+            self.exporter.drop(transfer_id, "why")
         self._forget(transfer_id)
 
     @rule()
-    def lose_all(self) -> None:
-        for transfer_id in list(self.held):
-            assert self.book.end(transfer_id)
+    def lose_workers(self) -> None:
+        self.exporter.workers_lost()
+        self.exporter.workers_ready(READY)
         self.held.clear()
         self.ends.clear()
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 12.0, LEASE_S, 2 * LEASE_S]))
     def pass_time(self, seconds: float) -> None:
         self.clock.advance_to(self.clock.now() + seconds)
-        due = {it for it, at in self.ends.items() if at is not None and at <= self.clock.now()}
-        expired = self.book.expire()
-        assert len(expired) == len(set(expired))
-        assert set(expired) == due
-        assert self.book.expire() == []
+        due = [it for it, at in self.ends.items() if at is not None and at <= self.clock.now()]
+        self.exporter.step()
         self.num_expired += len(due)
         for transfer_id in due:
             self._forget(transfer_id)
@@ -95,18 +109,17 @@ class Leases(RuleBasedStateMachine):
     def references_are_those_of_leases(self) -> None:
         self.pool.check()
         wanted = Counter(block.block_id for blocks in self.held.values() for block in blocks)
-        given = self.pool.references()
-        assert given == wanted
+        assert self.pool.references() == wanted
 
     @invariant()
-    def what_it_says_is_so(self) -> None:
-        assert self.book.num_leases == len(self.held)
-        assert self.book.num_blocks == sum(map(len, self.held.values()))
-        assert self.book.num_expired == self.num_expired
-        assert self.book.next_end == min((at for at in self.ends.values() if at), default=None)
-        for transfer_id in ("t0", "t1", "t2"):
-            assert list(self.book.blocks(transfer_id)) == self.held.get(transfer_id, [])
-            assert (transfer_id in self.book) == (transfer_id in self.held)
+    def leases_are_those_of_the_model(self) -> None:
+        leases: dict[str, Lease] = self.exporter.leases
+        assert {it: lease.blocks for it, lease in leases.items()} == self.held
+        assert self.exporter.num_leased_blocks == sum(map(len, self.held.values()))
+        assert self.exporter.num_wanted == sum(it.asker is not None for it in leases.values())
+        assert self.exporter.num_expired == self.num_expired
+        ends = [at for at in self.ends.values() if at is not None]
+        assert self.exporter.next_event_at() == min(ends, default=None)
 
 
 Leases.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -14,7 +14,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import CurveKeys, Role
-from pagoda.pd.links import PeerLost, SocketLinks
+from pagoda.pd.links import HandoffLinks, PeerLost, open_links
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -33,9 +33,9 @@ NO_TEXT = b"\x82\xa4type\xaakv_dropped\xabtransfer_id\xa2\xff\xfe"
 DEEP = b"\x82\xa4type\xaakv_dropped\xa4more" + b"\x91" * 100_000
 
 
-def links_of(role: Role, keys: CurveKeys = KEYS, port: int = 0) -> SocketLinks:
+def links_of(role: Role, keys: CurveKeys = KEYS, port: int = 0) -> HandoffLinks:
     config = HandoffConfig(role=role, host="127.0.0.1", port=port, keys=keys)
-    return SocketLinks(config, replica=0)
+    return open_links(config, replica=0)
 
 
 class PrefillPeer:
@@ -43,9 +43,9 @@ class PrefillPeer:
 
     def __init__(self, port: int = 0) -> None:
         self.links = links_of(Role.PREFILL, port=port)
-        assert self.links.links.listener is not None
-        assert self.links.links.peers is None
-        self.listener = self.links.links.listener
+        assert self.links.listener is not None
+        assert self.links.peers is None
+        self.listener = self.links.listener
 
     @property
     def address(self) -> str:
@@ -68,9 +68,9 @@ class Asker:
 
     def __init__(self, keys: CurveKeys = KEYS) -> None:
         self.links = links_of(Role.DECODE, keys)
-        assert self.links.links.peers is not None
-        assert self.links.links.listener is None
-        self.peers = self.links.links.peers
+        assert self.links.peers is not None
+        assert self.links.listener is None
+        self.peers = self.links.peers
 
     def receive(self) -> list[tuple[str, PrefillMessage | PeerLost]]:
         """Waits for messages and returns them."""
@@ -245,14 +245,14 @@ def test_a_port_that_is_taken_is_refused_in_a_sentence(exporter: PrefillPeer) ->
 
 def test_a_name_is_looked_up_by_who_has_it() -> None:
     config = HandoffConfig(role=Role.PREFILL, host="localhost", keys=KEYS)
-    with closing(SocketLinks(config, replica=0)) as links:
-        assert links.links.listener is not None
-        assert links.links.listener.address.startswith("tcp://127.0.0.1:")
+    with closing(open_links(config, replica=0)) as links:
+        assert links.listener is not None
+        assert links.listener.address.startswith("tcp://127.0.0.1:")
     with pytest.raises(ConfigError, match=r"host\.invalid has no address"):
-        SocketLinks(HandoffConfig(role=Role.PREFILL, host="host.invalid", keys=KEYS), replica=0)
+        open_links(HandoffConfig(role=Role.PREFILL, host="host.invalid", keys=KEYS), replica=0)
 
 
 def test_replicas_have_ports_of_their_own(exporter: PrefillPeer) -> None:
     config = HandoffConfig(role=Role.PREFILL, host="127.0.0.1", port=exporter.port - 1, keys=KEYS)
     with pytest.raises(ConfigError, match=f":{exporter.port} "):
-        SocketLinks(config, replica=1)
+        open_links(config, replica=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -16,54 +17,72 @@ from pagoda.pd.transport import mooncake, nixl
 from pagoda.pd.transport.base import Region, Span, TransportError
 from pagoda.pd.transport.mooncake import MooncakeDescriptor, MooncakeLink
 from pagoda.pd.transport.nixl import NixlDescriptor, NixlLink
-from pagoda.pd.transport.remote_memory import Readers
+from pagoda.pd.transport.remote_memory import BatchedLink
 
 REGION = Region(4096, 4096)
 FAR = 1000.0
 
 
+class Link(BatchedLink):
+    """A link whose every read does what `during` says."""
+
+    most_bytes = 64
+
+    def __init__(self, during: Callable[[], None] = lambda: None) -> None:
+        super().__init__([REGION])
+        self.during = during
+        self.num_releases = 0
+
+    def _read(self, *_: object) -> None:
+        self.during()
+
+    def _release(self) -> None:
+        self.num_releases += 1
+
+    def read_some(self) -> None:
+        self.read([Span(0, 0, 8, 0)], time.monotonic() + FAR)
+
+
 def test_the_last_who_reads_lets_go_and_only_once() -> None:
-    let_go: list[int] = []
-    readers = Readers(lambda: let_go.append(1))
+    begun, is_closed = threading.Event(), threading.Event()
 
-    def read(closes: bool) -> None:
-        with readers.reading():
-            if closes:
-                readers.close()
-                readers.close()
+    def read() -> None:
+        begun.set()
+        assert is_closed.wait(20)
 
-    def read_twice() -> None:
-        with readers.reading():
-            with pytest.raises(TransportError):
-                read(closes=True)
-            assert not let_go, "somebody reads still"
-
-    with pytest.raises(TransportError):
-        read_twice()
-    assert let_go == [1]
-    with pytest.raises(TransportError):
-        read(closes=False)
-    readers.close()
-    assert let_go == [1]
+    link = Link(read)
+    with ThreadPoolExecutor(2) as pool:
+        readings = [pool.submit(link.read_some) for _ in range(2)]
+        assert begun.wait(20)
+        link.close()
+        link.close()
+        assert link.num_releases == 0, "somebody reads still"
+        is_closed.set()
+        for reading in readings:
+            with pytest.raises(TransportError, match="closed"):
+                reading.result(20)
+    assert link.num_releases == 1
+    with pytest.raises(TransportError, match="closed"):
+        link.read_some()
+    link.close()
+    assert link.num_releases == 1
 
 
 def test_who_closes_what_nobody_reads_lets_go() -> None:
-    let_go: list[int] = []
-    readers = Readers(lambda: let_go.append(1))
-    with readers.reading():
-        pass
-    readers.close()
-    readers.close()
-    assert let_go == [1]
+    link = Link()
+    link.read_some()
+    link.close()
+    link.close()
+    assert link.num_releases == 1
 
 
 def test_closing_shortens_patience_and_never_lengthens_it() -> None:
-    readers = Readers(lambda: None)
-    assert readers.deadline(FAR, 3) == FAR
-    readers.close()
+    link = Link()
+    assert link.shortened(FAR, 3) == FAR
+    link.close()
     now = time.monotonic()
-    assert now - 1 < readers.deadline(now + FAR, 3) <= now + 3
-    assert readers.deadline(now - FAR, 3) == now - FAR
+    assert now - 1 < link.shortened(now + FAR, 3) <= now + 3
+    assert link.shortened(now - FAR, 3) == now - FAR
 
 
 class Agent:

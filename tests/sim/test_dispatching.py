@@ -20,7 +20,7 @@ from virtual_fleet import (
     ask,
     assert_caches_are_known,
     assert_nothing_left,
-    engine,
+    engine_config,
     expected,
     lateness,
     request,
@@ -30,7 +30,7 @@ from virtual_fleet import (
     virtual,
 )
 
-from pagoda.engine.step_statistics import REPORT_INTERVAL_S
+from pagoda.engine.reports import REPORT_INTERVAL_S
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
@@ -38,7 +38,7 @@ from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.load import LoadReport, TierLoad
-from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.engine import SimEngine
 
 NUM_SEEDS = 300
 SEEDS_PER_TEST = 50
@@ -49,9 +49,9 @@ SEEDS_PER_TEST = 50
 
 async def live(seed: int) -> list[Answer]:
     rng = random.Random(seed)
-    endpoints = [
-        SimEndpoint(
-            engine(
+    engines = [
+        SimEngine(
+            engine_config(
                 base_s=rng.choice([0.005, 0.01, 0.1]),
                 num_blocks=rng.choice([40, 64, 200]),
                 max_num_seqs=rng.choice([1, 4, 8]),
@@ -62,7 +62,7 @@ async def live(seed: int) -> list[Answer]:
         for _ in range(rng.randint(1, 5))
     ]
     policy = rng.choice(list(POLICIES))
-    dispatcher = await start_fleet(endpoints, policy)
+    dispatcher = await start_fleet(engines, policy)
     loop = asyncio.get_running_loop()
     asking: list[asyncio.Task[Answer]] = []
     aborted: set[str] = set()
@@ -80,9 +80,9 @@ async def live(seed: int) -> list[Answer]:
             aborted.add(victim)
             await dispatcher.abort(victim)
         if rng.random() < mortal:
-            rng.choice(endpoints).kill(restart_s=rng.choice([0.05, 1.0, 5.0]))
+            rng.choice(engines).kill(restart_s=rng.choice([0.05, 1.0, 5.0]))
         if rng.random() < mortal / 20:
-            rng.choice(endpoints).give_up("It was broken.")
+            rng.choice(engines).give_up("It was broken.")
         if rng.random() < 0.05:
             with suppress(EngineDeadError):
                 await dispatcher.load()
@@ -90,9 +90,9 @@ async def live(seed: int) -> list[Answer]:
     await asyncio.sleep(1)
     assert loop.time() < 1000
     assert_nothing_left(dispatcher)
-    if POLICIES[policy].uses_prefixes and len(endpoints) > 1:
+    if POLICIES[policy].uses_prefixes and len(engines) > 1:
         assert_caches_are_known(dispatcher)
-    alive = any(endpoint.state is not ReplicaState.FAILED for endpoint in endpoints)
+    alive = any(engine.replica.state is not ReplicaState.FAILED for engine in engines)
     for answer in answers:
         whole = expected(answer.request)
         assert answer.tokens == whole[: len(answer.tokens)]
@@ -125,23 +125,23 @@ def test_the_same_seed_is_the_same_life() -> None:
 
 @virtual
 async def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
-    dispatcher, endpoints = await start(3)
+    dispatcher, engines = await start(3)
     asked = [request(f"r{i}", [i, 1], max_tokens=60) for i in range(12)]
     answers = [asyncio.create_task(ask(dispatcher, one)) for one in asked]
     await asyncio.sleep(0.1)
-    lost = endpoints[1]
-    assert dispatcher.num_requests(lost) == 4
+    lost = engines[1]
+    assert dispatcher.num_requests(lost.replica) == 4
     lost.lose_worker(restart_s=1000)
     await asyncio.sleep(0.1)
-    assert dispatcher.num_requests(lost) == 0
+    assert dispatcher.num_requests(lost.replica) == 0
     assert all(answer.complete for answer in await asyncio.gather(*answers))
     assert asyncio.get_running_loop().time() < 1000
 
 
 @virtual
 async def test_what_is_closed_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
-    dispatcher, endpoints = await start(2)
-    endpoints[1].kill(restart_s=0.1)
+    dispatcher, engines = await start(2)
+    engines[1].kill(restart_s=0.1)
     await asyncio.sleep(0.2)
     await dispatcher.close()
     assert [slot.num_losses for slot in dispatcher.slots] == [0, 1]
@@ -150,11 +150,11 @@ async def test_what_is_closed_is_not_lost(caplog: pytest.LogCaptureFixture) -> N
 
 @virtual
 async def test_time_without_a_replica_is_time_in_the_queue() -> None:
-    dispatcher, (endpoint,) = await start(1)
-    endpoint.kill(restart_s=3.0)
+    dispatcher, (engine,) = await start(1)
+    engine.kill(restart_s=3.0)
     answer = asyncio.create_task(ask(dispatcher, request("r")))
     await asyncio.sleep(3.001)  # its prompt is being computed
-    endpoint.kill(restart_s=2.0)
+    engine.kill(restart_s=2.0)
     chunks = (await answer).chunks
     told = [chunk.queue_time_s for chunk in chunks if chunk.queue_time_s is not None]
     assert told == [pytest.approx(5.001)]
@@ -163,9 +163,9 @@ async def test_time_without_a_replica_is_time_in_the_queue() -> None:
 
 @virtual
 async def test_lost_engines_are_counted_beyond_their_ends() -> None:
-    dispatcher, endpoints = await start(2)
+    dispatcher, engines = await start(2)
     for _ in range(2):
-        endpoints[1].kill(restart_s=0.1)
+        engines[1].kill(restart_s=0.1)
         assert (await dispatcher.load()).replicas[1].report is None
         await asyncio.sleep(0.2)
     report = await dispatcher.load()
@@ -175,7 +175,7 @@ async def test_lost_engines_are_counted_beyond_their_ends() -> None:
 
 @virtual
 async def test_counters_of_an_engine_that_dies_between_two_reports_are_not_lost() -> None:
-    dispatcher, (endpoint,) = await start(1)
+    dispatcher, (engine,) = await start(1)
 
     async def generated() -> int:
         """Tokens counted until now, as the replica and the whole report them."""
@@ -189,13 +189,13 @@ async def test_counters_of_an_engine_that_dies_between_two_reports_are_not_lost(
     assert await generated() == 3
     await ask(dispatcher, request("r1", max_tokens=20))
     await asyncio.sleep(REPORT_INTERVAL_S)
-    endpoint.kill(restart_s=0.1)
+    engine.kill(restart_s=0.1)
     # The next engine makes more steps than any report has said of the first.
     await ask(dispatcher, request("r2", max_tokens=30))
     assert await generated() == 3 + 20 + 30
     # What is lost is at most what was counted within the interval.
     await ask(dispatcher, request("r3", max_tokens=5))
-    endpoint.kill(restart_s=0.1)
+    engine.kill(restart_s=0.1)
     assert await generated() == 53
     await asyncio.sleep(0.2)
     assert await generated() == 53
@@ -213,10 +213,10 @@ async def test_a_request_without_anywhere_to_go_waits_for_the_worker() -> None:
 @virtual
 async def test_what_a_replica_ends_unasked_goes_on_elsewhere() -> None:
     """A host that ends aborts what it still has then."""
-    dispatcher, endpoints = await start(2)
+    dispatcher, engines = await start(2)
     asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
     await asyncio.sleep(0.1)
-    await endpoints[0].drain(0)
+    await engines[0].replica.drain(0)
     assert (await asking).complete
 
 
@@ -225,7 +225,7 @@ async def test_what_the_only_replica_ends_unasked_waits() -> None:
     dispatcher, (only,) = await start(1)
     asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
     await asyncio.sleep(0.1)
-    await only.abort("r")
+    await only.replica.abort("r")
     await asyncio.sleep(0.1)
     assert not asking.done()
     assert (await asking).complete
@@ -233,13 +233,13 @@ async def test_what_the_only_replica_ends_unasked_waits() -> None:
 
 @virtual
 async def test_the_client_is_told_what_the_first_engine_had_cached() -> None:
-    dispatcher, endpoints = await start(2, "round-robin")
+    dispatcher, engines = await start(2, "round-robin")
     prompt = list(range(30))
     await ask(dispatcher, request("first", prompt))
     await ask(dispatcher, request("other", prompt[::-1]))
     asking = asyncio.create_task(ask(dispatcher, request("second", prompt)))
     await asyncio.sleep(0.1)
-    endpoints[0].kill(restart_s=1)
+    engines[0].kill(restart_s=1)
     answer = await asking
     assert answer.complete
     assert {chunk.num_cached_tokens for chunk in answer.chunks} == {28}
@@ -247,53 +247,53 @@ async def test_the_client_is_told_what_the_first_engine_had_cached() -> None:
 
 @virtual
 async def test_prefixes_are_forgotten_with_the_engine_that_had_them() -> None:
-    dispatcher, endpoints = await start(2, "prefix-affinity")
+    dispatcher, engines = await start(2, "prefix-affinity")
     prompt = list(range(60))
     await ask(dispatcher, request("first", prompt))
     [home] = [slot for slot in dispatcher.slots if len(slot.prefixes)]
     for i in range(5):
         await ask(dispatcher, request(f"again{i}", prompt))
     assert [len(slot.prefixes) > 0 for slot in dispatcher.slots].count(True) == 1
-    endpoints[home.number].kill(restart_s=0.01)
+    engines[home.number].kill(restart_s=0.01)
     assert len(home.prefixes) == 0
 
 
 @virtual
 async def test_who_comes_late_and_sees_many_replicas_as_one_knows_what_all_of_them_have() -> None:
-    dispatcher, endpoints = await start(3, "round-robin")
+    dispatcher, engines = await start(3, "round-robin")
     asked = [request(f"r{i}", [i] * 9) for i in range(6)]
     await asyncio.gather(*(ask(dispatcher, one) for one in asked))
     above = PrefixIndex(1000)
     unfollow = dispatcher.subscribe_cache(above.apply)
     await asyncio.sleep(0.1)
-    assert above.told == cached_by(endpoints)
+    assert above.told == cached_by(engines)
     await asyncio.gather(*(ask(dispatcher, request(f"s{i}", [i, 1] * 8)) for i in range(6)))
-    endpoints[0].kill(restart_s=0.5)
+    engines[0].kill(restart_s=0.5)
     await asyncio.sleep(0.1)
-    assert above.told == cached_by(endpoints)
+    assert above.told == cached_by(engines)
     await asyncio.sleep(1)
     await asyncio.gather(*(ask(dispatcher, request(f"t{i}", [i, 2] * 8)) for i in range(6)))
-    dispatcher.remove(endpoints[2])
+    dispatcher.remove(engines[2].replica)
     await asyncio.sleep(0.1)
-    assert above.told == cached_by(endpoints[:2])
+    assert above.told == cached_by(engines[:2])
     assert len(above) > 10
     unfollow()
     await asyncio.gather(*(ask(dispatcher, request(f"u{i}", [i, 3] * 8)) for i in range(6)))
-    assert above.told != cached_by(endpoints[:2])
-    await endpoints[2].close()
+    assert above.told != cached_by(engines[:2])
+    await engines[2].close()
 
 
-def cached_by(endpoints: Sequence[SimEndpoint]) -> set[int]:
-    return set().union(*(endpoint.cached_keys() for endpoint in endpoints))
+def cached_by(engines: Sequence[SimEngine]) -> set[int]:
+    return set().union(*(engine.cached_keys() for engine in engines))
 
 
 @virtual
 async def test_an_idle_fleet_whose_caches_are_followed_has_nothing_to_do() -> None:
-    dispatcher, endpoints = await start(2, "prefix-affinity")
+    dispatcher, engines = await start(2, "prefix-affinity")
     await asyncio.gather(*(ask(dispatcher, request(f"r{i}", [i] * 9)) for i in range(6)))
     await asyncio.sleep(REPORT_INTERVAL_S + 0.1)
     assert_caches_are_known(dispatcher)
-    assert [endpoint.next_wakeup() for endpoint in endpoints] == [None] * 2
+    assert [engine.next_wakeup() for engine in engines] == [None] * 2
 
 
 @virtual
@@ -301,13 +301,13 @@ async def test_tiers_of_replicas_add_up_and_their_directory_counts_once() -> Non
     async def answered(report: LoadReport) -> LoadReport:
         return report
 
-    dispatcher, endpoints = await start(2)
+    dispatcher, engines = await start(2)
     shared = TierLoad(name="disk", num_total_blocks=50, num_stored=3, is_shared=True)
-    for index, endpoint in enumerate(endpoints):
+    for index, engine in enumerate(engines):
         host = TierLoad(name="host", num_blocks=2, num_total_blocks=5, num_loaded=1)
         disk = replace(shared, num_blocks=7 + index, is_indexed=index == 0)
-        report = replace(await endpoint.load(), num_awaiting_kv=1, tiers=(host, disk))
-        endpoint.load = partial(answered, report)  # type: ignore[method-assign]
+        report = replace(await engine.replica.load(), num_awaiting_kv=1, tiers=(host, disk))
+        engine.replica.load = partial(answered, report)  # type: ignore[method-assign]
     load = await dispatcher.load()
     assert load.num_awaiting_kv == 2
     assert load.tiers == (
@@ -318,22 +318,22 @@ async def test_tiers_of_replicas_add_up_and_their_directory_counts_once() -> Non
 
 @virtual
 async def test_a_degraded_replica_is_avoided_but_better_than_none() -> None:
-    dispatcher, endpoints = await start(2)
-    endpoints[0].lose_worker(restart_s=8)
+    dispatcher, engines = await start(2)
+    engines[0].lose_worker(restart_s=8)
     await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
     load = await dispatcher.load()
     assert [r.state for r in load.replicas] == ["degraded", "ready"]
     assert [r.report and r.report.num_prompt_tokens for r in load.replicas] == [0, 18]
-    endpoints[1].kill(restart_s=100)
+    engines[1].kill(restart_s=100)
     assert (await ask(dispatcher, request("last"))).complete
     assert asyncio.get_running_loop().time() < 10
 
 
 @virtual
 async def test_requests_wait_for_the_first_replica_that_is_back() -> None:
-    dispatcher, endpoints = await start(2)
-    endpoints[0].kill(restart_s=30)
-    endpoints[1].kill(restart_s=5)
+    dispatcher, engines = await start(2)
+    engines[0].kill(restart_s=30)
+    engines[1].kill(restart_s=5)
     waiting = asyncio.create_task(ask(dispatcher, request("waits")))
     leaves = asyncio.create_task(ask(dispatcher, request("leaves")))
     await asyncio.sleep(1)
@@ -380,13 +380,13 @@ async def test_an_id_that_is_in_use_is_refused() -> None:
 
 @virtual
 async def test_the_last_replica_that_is_given_up_ends_what_waits() -> None:
-    dispatcher, endpoints = await start(2)
-    endpoints[0].kill(restart_s=50)
+    dispatcher, engines = await start(2)
+    engines[0].kill(restart_s=50)
     asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=100)))
     await asyncio.sleep(0.1)
-    endpoints[1].give_up("It was broken.")
+    engines[1].give_up("It was broken.")
     await asyncio.sleep(0.1)
-    endpoints[0].give_up("It was broken too.")
+    engines[0].give_up("It was broken too.")
     refusal = (await asking).refusal
     assert isinstance(refusal, EngineDeadError)
     assert str(refusal) == "replica 0: It was broken too."
@@ -395,13 +395,13 @@ async def test_the_last_replica_that_is_given_up_ends_what_waits() -> None:
 @pytest.mark.parametrize("count", [16, 64])
 @virtual
 async def test_many_replicas_share_the_work(count: int) -> None:
-    dispatcher, endpoints = await start(count)
+    dispatcher, engines = await start(count)
     asking = [ask(dispatcher, request(f"r{i}")) for i in range(count * 4)]
     asking_all = asyncio.gather(*asking)
     await asyncio.sleep(0.1)
     assert [len(slot.requests) for slot in dispatcher.slots] == [4] * count
-    for endpoint in endpoints[::3]:
-        endpoint.kill(restart_s=1)
+    for engine in engines[::3]:
+        engine.kill(restart_s=1)
     assert all(answer.complete for answer in await asking_all)
 
 
@@ -410,17 +410,17 @@ async def test_many_replicas_share_the_work(count: int) -> None:
 
 @virtual
 async def test_a_request_is_refused_when_no_replica_comes_in_time() -> None:
-    endpoint = SimEndpoint(engine())
-    await endpoint.start()
+    engine = SimEngine(engine_config())
+    await engine.start()
     dispatcher = Dispatcher([], POLICIES["round-robin"], no_replica_timeout_s=30)
-    dispatcher.add(endpoint)
+    dispatcher.add(engine.replica)
     begun = asyncio.create_task(ask(dispatcher, request("begun", max_tokens=100)))
     await asyncio.sleep(0.5)
-    endpoint.kill(restart_s=20)
+    engine.kill(restart_s=20)
     early = asyncio.create_task(ask(dispatcher, request("early", max_tokens=100)))
     await asyncio.sleep(20.5)
-    dispatcher.remove(endpoint)
-    await endpoint.close()
+    dispatcher.remove(engine.replica)
+    await engine.close()
     late = asyncio.create_task(ask(dispatcher, request("late")))
     loop = asyncio.get_running_loop()
     for answer in (await begun, await early):
@@ -434,15 +434,15 @@ async def test_a_request_is_refused_when_no_replica_comes_in_time() -> None:
 
 @partial(virtual, lateness_s=lateness(0))
 async def test_a_thousand_replicas_share_the_work_and_lose_a_tenth_of_them() -> None:
-    dispatcher, endpoints = await start(1000, "prefix-affinity")
+    dispatcher, engines = await start(1000, "prefix-affinity")
     prompts = [[group] * 24 + [group, number] for group in range(40) for number in range(30)]
     asking = [
         asyncio.create_task(ask(dispatcher, request(f"r{i}", prompt, max_tokens=6)))
         for i, prompt in enumerate(prompts)
     ]
     await asyncio.sleep(0.03)
-    for endpoint in endpoints[::10]:
-        endpoint.kill(restart_s=0.2)
+    for engine in engines[::10]:
+        engine.kill(restart_s=0.2)
     assert all(answer.complete for answer in await asyncio.gather(*asking))
     assert sum(slot.num_losses for slot in dispatcher.slots) == 100
     await asyncio.sleep(0.5)

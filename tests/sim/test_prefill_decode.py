@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ from virtual_fleet import (
     ask,
     assert_nothing_left,
     at_end,
-    engine,
+    engine_config,
     request,
     run_seeds,
     virtual,
@@ -26,12 +25,18 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.outliers import SILENCE_S
 from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.frontend.prefill_decode import PrefillDecodeRouter
-from pagoda.frontend.prefill_offload import PATIENCE_S, is_better_here
+from pagoda.frontend.prefill_decode import PATIENCE_S, PrefillDecodeRouter, is_better_here
 from pagoda.ipc.clock import LoopClock
-from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource, TokenChunk
+from pagoda.messages.frontend import (
+    FinishReason,
+    FrontendMessage,
+    GenerateRequest,
+    KVSource,
+    RequestRefused,
+    TokenChunk,
+)
 from pagoda.messages.worker_config import CurveKeys, Role
-from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.engine import SimEngine
 from pagoda.sim.network import SimNetwork
 
 P, D, NONE = Role.PREFILL, Role.DECODE, Role.NONE
@@ -43,7 +48,7 @@ KEYS = CurveKeys(server_key="", public_key="", secret_key="", server_secret_key=
 LEASE_S = 5.0
 
 
-class Host(SimEndpoint):
+class Host(SimEngine):
     """An engine with a role, which remembers what it was given, and which can be made to misbehave."""
 
     def __init__(self, role: Role, network: SimNetwork, index: int, **fields: object) -> None:
@@ -51,7 +56,7 @@ class Host(SimEndpoint):
         if role is not NONE:
             handoff = HandoffConfig(role=role, host="sim", keys=KEYS, lease_s=LEASE_S)
         super().__init__(
-            engine(handoff=handoff, **fields),
+            engine_config(handoff=handoff, **fields),
             check_kv=True,
             network=network,
             address=f"tcp://host{index}:1",
@@ -62,20 +67,20 @@ class Host(SimEndpoint):
         """Of where KV will be."""
         self.is_full = False
         self.is_deaf = False
-        self._engine_generate = self.generate
-        self.generate = self._generate
 
-    async def _generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        self.taken.append(request)
-        if self.is_full:
-            raise OverloadedError("The waiting queue is full.")
-        if self.is_deaf:
-            await asyncio.Event().wait()
-        async with aclosing(self._engine_generate(request)) as chunks:
-            async for chunk in chunks:
-                if self.says_nothing and chunk.kv_source is not None:
-                    chunk = msgspec.structs.replace(chunk, kv_source=None)
-                yield chunk
+    def send(self, message: FrontendMessage) -> None:
+        if isinstance(message, GenerateRequest):
+            self.taken.append(msgspec.structs.replace(message, wire_id=""))
+            if self.is_full:
+                self.replica.receive(RequestRefused(message.wire_id, retry_after_s=1))
+            if self.is_full or self.is_deaf:
+                return
+        super().send(message)
+
+    def deliver(self, chunks: list[TokenChunk]) -> None:
+        if self.says_nothing:
+            chunks = [msgspec.structs.replace(chunk, kv_source=None) for chunk in chunks]
+        super().deliver(chunks)
 
     @property
     def num_prefills(self) -> int:
@@ -83,7 +88,7 @@ class Host(SimEndpoint):
 
     async def num_fetched(self) -> int:
         """Tokens whose KV came from other engines."""
-        return (await self.load()).tiers[-1].num_loaded * 4
+        return (await self.replica.load()).tiers[-1].num_loaded * 4
 
 
 async def start(
@@ -94,7 +99,7 @@ async def start(
     hosts = [Host(role, network, index, **fields) for index, role in enumerate(roles)]
     for host in hosts:
         await host.start()
-        pod.add(host)
+        pod.add(host.replica)
     at_end(end, pod, hosts)
     return pod, hosts
 
@@ -105,9 +110,9 @@ async def end(pod: PrefillDecodeRouter, hosts: Sequence[Host]) -> None:
     assert_nothing_left(pod.dispatcher)
     assert_nothing_left(pod.prefill)
     for host in hosts:
-        if host.state is ReplicaState.READY:
-            assert (await host.load()).num_leases == 0
-        pod.remove(host)
+        if host.replica.state is ReplicaState.READY:
+            assert (await host.replica.load()).num_leases == 0
+        pod.remove(host.replica)
         await host.close()
     await pod.close()
 
@@ -298,7 +303,7 @@ async def test_whatever_happens_to_prefill_is_no_error(fault: str) -> None:
         p.kill(restart_s=100)
     elif fault == "given up":
         p.give_up("It was broken.")
-        pod.remove(p)
+        pod.remove(p.replica)
     answer = await asking
     assert answer.complete
     assert asyncio.get_running_loop().time() - began < PATIENCE_S + 0.5
@@ -311,7 +316,7 @@ async def test_a_prompt_is_not_computed_for_an_answer_that_has_ended() -> None:
     pod, hosts = await start([P, D], base_s=0.05)
     answer = await ask(pod.dispatcher, request("r", LONG, max_tokens=2), leave_after=1)
     assert answer.left
-    assert pod.prefill.num_requests(hosts[0]) == 0
+    assert pod.prefill.num_requests(hosts[0].replica) == 0
     await asyncio.sleep(6)
 
 
@@ -364,7 +369,7 @@ async def test_prefill_hosts_answer_when_there_is_nobody_else() -> None:
     assert (await ask(pod.dispatcher, request("r", LONG))).complete
     late = Host(D, hosts[0].network, 2)
     await late.start()
-    pod.add(late)
+    pod.add(late.replica)
     hosts.append(late)
     assert (await ask(pod.dispatcher, request("s", LONG))).complete
     assert [r.request_id for r in late.taken] == ["s"]
@@ -386,16 +391,16 @@ async def test_caches_are_followed_only_while_there_are_prefill_hosts() -> None:
     pod, hosts = await start([D, D], "round-robin")
 
     def are_followed() -> set[bool]:
-        return {bool(host.connection.num_subscribers) for host in hosts}
+        return {bool(host.replica.num_subscribers) for host in hosts}
 
     assert are_followed() == {False}
     p = Host(P, hosts[0].network, 2)
     await p.start()
-    pod.add(p)
+    pod.add(p.replica)
     assert are_followed() == {True}
-    pod.remove(p)
+    pod.remove(p.replica)
     assert are_followed() == {False}
-    pod.add(p)
+    pod.add(p.replica)
     assert (await ask(pod.dispatcher, request("r", LONG))).complete
     assert p.num_prefills == 1
     hosts.append(p)
@@ -406,16 +411,16 @@ def test_routers_agree_on_the_host_of_a_session_however_hosts_have_joined() -> N
     async def homes(names: Sequence[str]) -> dict[str, str]:
         pod, hosts = await start([NONE] * 3)
         for host in hosts:
-            pod.remove(host)
+            pod.remove(host.replica)
         pod.dispatcher.slots.policy = POLICIES["session-affinity"]
         for name, host in zip(names, hosts, strict=True):
-            host.name = name
-            pod.add(host)
+            host.replica.name = name
+            pod.add(host.replica)
         assert [replica.name for replica in (await pod.dispatcher.load()).replicas] == names
         for index in range(20):
             asked = msgspec.structs.replace(request(f"r{index}"), session=str(index))
             assert (await ask(pod.dispatcher, asked)).complete
-        return {taken.session or "": host.name for host in hosts for taken in host.taken}
+        return {taken.session or "": host.replica.name for host in hosts for taken in host.taken}
 
     mine, theirs = homes(["a:1", "b:1", "c:1"]), homes(["c:1", "a:1", "b:1"])
     assert mine == theirs

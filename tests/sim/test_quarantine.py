@@ -9,7 +9,7 @@ import pytest
 from virtual_fleet import (
     POISON,
     ask,
-    engine,
+    engine_config,
     poisoned,
     request,
     start,
@@ -19,14 +19,14 @@ from virtual_fleet import (
 )
 
 from pagoda.messages.frontend import FinishReason
-from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.engine import SimEngine
 
 
 @virtual
 async def test_a_request_that_is_moved_often_kills_no_engines() -> None:
-    dispatcher, endpoints = await start(2)
-    for endpoint in endpoints:
-        endpoint.hang(10)
+    dispatcher, engines = await start(2)
+    for engine in engines:
+        engine.hang(10)
     asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
     for _ in range(5):
         await asyncio.sleep(1.1)
@@ -38,10 +38,10 @@ async def test_a_request_that_is_moved_often_kills_no_engines() -> None:
 @pytest.mark.parametrize("kills", [poisoned, worker_breaking])
 @virtual
 async def test_a_request_that_kills_engines_or_workers_fails_alone(
-    kills: Callable[[SimEndpoint], SimEndpoint],
+    kills: Callable[[SimEngine], SimEngine],
 ) -> None:
-    endpoints = [kills(SimEndpoint(engine(), check_kv=True)) for _ in range(3)]
-    dispatcher = await start_fleet(endpoints, "round-robin")
+    engines = [kills(SimEngine(engine_config(), check_kv=True)) for _ in range(3)]
+    dispatcher = await start_fleet(engines, "round-robin")
     good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
     bad = request("bad", [POISON])
     *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))

@@ -6,12 +6,12 @@ import asyncio
 from collections import Counter
 
 import pytest
-from virtual_fleet import ask, engine, request, start, start_fleet, virtual
+from virtual_fleet import ask, engine_config, request, start, start_fleet, virtual
 
 from pagoda.frontend import outliers
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.policies import PolicyName
-from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.engine import SimEngine
 
 
 class Traffic:
@@ -51,10 +51,10 @@ class Traffic:
 @pytest.mark.parametrize("policy", ["round-robin", "least-pending-tokens", "prefix-affinity"])
 @virtual
 async def test_a_replica_that_hangs(policy: PolicyName) -> None:
-    dispatcher, endpoints = await start(4, policy)
+    dispatcher, engines = await start(4, policy)
     traffic = Traffic(dispatcher)
     await traffic.come(2)
-    endpoints[2].hang(25)
+    engines[2].hang(25)
     await traffic.come(outliers.SILENCE_S + 2)
     assert [r.state for r in (await dispatcher.load()).replicas][2] == "ejected"
     assert (await traffic.come(2))[2] == 0
@@ -68,8 +68,8 @@ async def test_a_replica_that_hangs(policy: PolicyName) -> None:
 
 @virtual
 async def test_a_replica_that_is_slow() -> None:
-    endpoints = [SimEndpoint(engine(base_s=base_s)) for base_s in (0.02, 0.02, 0.02, 0.2)]
-    dispatcher = await start_fleet(endpoints, "round-robin")
+    engines = [SimEngine(engine_config(base_s=base_s)) for base_s in (0.02, 0.02, 0.02, 0.2)]
+    dispatcher = await start_fleet(engines, "round-robin")
     traffic = Traffic(dispatcher)
     placed = await traffic.come(30)
     share = placed[3] / sum(placed.values())
@@ -79,13 +79,13 @@ async def test_a_replica_that_is_slow() -> None:
 
 @virtual
 async def test_a_replica_that_flaps() -> None:
-    dispatcher, endpoints = await start(3, "round-robin")
+    dispatcher, engines = await start(3, "round-robin")
     traffic = Traffic(dispatcher, per_s=10)
     shares = []
     for _ in range(8):
         placed = await traffic.come(8)
         shares.append(placed[1] / sum(placed.values()))
-        endpoints[1].kill(restart_s=0.1)
+        engines[1].kill(restart_s=0.1)
     assert shares[0] == pytest.approx(1 / 3, abs=0.02)
     assert max(shares[3:]) < 0.1
     await traffic.come(50)
@@ -96,12 +96,12 @@ async def test_a_replica_that_flaps() -> None:
 
 @virtual
 async def test_the_last_one_is_never_left_out() -> None:
-    dispatcher, endpoints = await start(2, "round-robin")
+    dispatcher, engines = await start(2, "round-robin")
     traffic = Traffic(dispatcher)
     for _ in range(3):
         await traffic.come(4)
-        for endpoint in endpoints:
-            endpoint.kill(restart_s=0.1)
+        for engine in engines:
+            engine.kill(restart_s=0.1)
     placed = await traffic.come(2)
     assert sum(placed.values()) >= 2 * traffic.per_s
     durations = await traffic.end()

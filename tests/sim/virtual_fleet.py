@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.executor.sim import sim_token
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.frontend.replica_slot import ReplicaSlot
+from pagoda.messages.frontend import FinishReason, FrontendMessage, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.engine import SimEngine
 from pagoda.sim.event_loop import run
 
 VOCAB_SIZE = 100
@@ -63,7 +64,7 @@ def run_seeds(life: Callable[[int], Coroutine[Any, Any, T]], seeds: Sequence[int
     return results
 
 
-def engine(**fields: object) -> EngineConfig:
+def engine_config(**fields: object) -> EngineConfig:
     sim = {"base_s": 0.01, "per_token_s": 0.0002, "num_blocks": 64, "block_size": 4}
     sim |= {"max_model_len": 128, "vocab_size": VOCAB_SIZE}
     names = SimConfig.__struct_fields__
@@ -139,58 +140,57 @@ def lateness(seed: int) -> Callable[[], float]:
     return lambda: rng.choice([0.0, 0.0, 0.0, 0.003, 0.03])
 
 
-def poisoned(endpoint: SimEndpoint) -> SimEndpoint:
-    """An endpoint whose engine dies a little after it has taken a prompt with a `POISON` token."""
-    return _after_poison(endpoint, lambda: endpoint.kill(restart_s=0.5))
+def poisoned(engine: SimEngine) -> SimEngine:
+    """The engine, which from now on dies a little after it has taken a prompt with a `POISON` token."""
+    return _after_poison(engine, lambda: engine.kill(restart_s=0.5))
 
 
-def worker_breaking(endpoint: SimEndpoint) -> SimEndpoint:
-    """An endpoint whose worker dies a little after it has taken a prompt with a `POISON` token; the engine goes
-    on."""
-    return _after_poison(endpoint, lambda: endpoint.lose_worker(restart_s=0.5))
+def worker_breaking(engine: SimEngine) -> SimEngine:
+    """The engine, whose worker dies a little after it has taken a prompt with a `POISON` token."""
+    return _after_poison(engine, lambda: engine.lose_worker(restart_s=0.5))
 
 
-def _after_poison(endpoint: SimEndpoint, fault: Callable[[], None]) -> SimEndpoint:
-    inner = endpoint.generate
+def _after_poison(engine: SimEngine, fault: Callable[[], None]) -> SimEngine:
+    take = engine.send
 
-    async def generate(asked: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        if POISON in asked.prompt_token_ids:
+    def send(message: FrontendMessage) -> None:
+        take(message)
+        if isinstance(message, GenerateRequest) and POISON in message.prompt_token_ids:
             asyncio.get_running_loop().call_later(0.005, fault)
-        async with aclosing(inner(asked)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                yield chunk
 
-    endpoint.generate = generate  # type: ignore[method-assign]
-    return endpoint
+    engine.send = send  # type: ignore[method-assign]
+    return engine
+
+
+def engine_of(slot: ReplicaSlot) -> SimEngine:
+    return cast(SimEngine, slot.replica.transport)
 
 
 def assert_nothing_left(dispatcher: Dispatcher) -> None:
     assert not dispatcher.requests
     assert dispatcher.quarantine.suspect is None
     for slot in dispatcher.slots:
-        assert (slot.work.pending_tokens, slot.work.num_requests) == (0, 0)
+        assert slot.work.pending_tokens == 0
         assert not slot.requests
         assert slot.num_streams == 0
-        assert isinstance(slot.replica, SimEndpoint)
-        slot.replica.check_idle()
+        engine_of(slot).check_idle()
 
 
 def assert_caches_are_known(dispatcher: Dispatcher) -> None:
     for slot in dispatcher.slots:
-        assert isinstance(slot.replica, SimEndpoint)
-        assert slot.prefixes.told == slot.replica.cached_keys()
+        assert slot.prefixes.told == engine_of(slot).cached_keys()
 
 
 async def start(
     count: int, policy: PolicyName = "least-pending-tokens", **fields: object
-) -> tuple[Dispatcher, list[SimEndpoint]]:
-    endpoints = [poisoned(SimEndpoint(engine(**fields), check_kv=True)) for _ in range(count)]
-    return await start_fleet(endpoints, policy), endpoints
+) -> tuple[Dispatcher, list[SimEngine]]:
+    engines = [poisoned(SimEngine(engine_config(**fields), check_kv=True)) for _ in range(count)]
+    return await start_fleet(engines, policy), engines
 
 
-async def start_fleet(endpoints: Sequence[SimEndpoint], policy: PolicyName) -> Dispatcher:
+async def start_fleet(engines: Sequence[SimEngine], policy: PolicyName) -> Dispatcher:
     """A dispatcher that the end of the test closes, when all requests have left nothing behind."""
-    dispatcher = Dispatcher(endpoints, POLICIES[policy])
+    dispatcher = Dispatcher([engine.replica for engine in engines], POLICIES[policy])
     await dispatcher.start()
     at_end(_end, dispatcher)
     return dispatcher

@@ -291,7 +291,7 @@ def test_what_cannot_be_merged_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no directory"):
         merge_fragments([tmp_path / "nowhere"])
     write(tmp_path, serve(LIVES))
-    with pytest.raises(ConfigError, match=r"--output: .* cannot be written"):
+    with pytest.raises(ConfigError, match=r"--output: cannot write"):
         write_chrome_trace(merge_fragments([tmp_path]), tmp_path / "no" / "trace.json")
 
 

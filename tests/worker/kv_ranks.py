@@ -25,9 +25,11 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv.connector import KVConnectorWorker
-from pagoda.worker.kv.handoff import KVHandoff, open_handoff
-from pagoda.worker.kv.shared_memory import SharedKVMemory, shares_kv
+from pagoda.worker.kv.handoff import KVHandoff
+from pagoda.worker.kv.jobs import Jobs
+from pagoda.worker.kv.memory import KVMemory, SharedKVMemory, shares_kv
+from pagoda.worker.kv.tiers import KVTiers
+from pagoda.worker.kv.transfers import TransferWorker
 from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
 
 NUM_BLOCKS = 12
@@ -87,8 +89,11 @@ class Engine:
         configs = [WorkerConfig(**_fields(config) | {"place": place}) for place in places]
         self.ranks = [_make_rank(one, role) for one in configs]
         self._ended = threading.Semaphore(0)
-        exchanges = [rank.handoff.exchange(self._ended.release) for rank in self.ranks]
-        self.exchanges: list[KVConnectorWorker] = [e for e in exchanges if e is not None]
+        self.jobs = [Jobs(self._ended.release) for _ in self.ranks]
+        self.workers = [
+            TransferWorker(KVTiers(KVMemory(rank.caches), None, None), rank.handoff, jobs)
+            for rank, jobs in zip(self.ranks, self.jobs, strict=True)
+        ]
         self._next_id = 0
 
     def peer(self, peer_id: str = "prefill-1") -> KVPeer:
@@ -102,16 +107,16 @@ class Engine:
         return {rank.handoff.digest for rank in self.ranks}
 
     def add_peer(self, peer: KVPeer) -> None:
-        for exchange in self.exchanges:
-            exchange.add_peers([peer])
+        for worker in self.workers:
+            worker.add_peers([peer])
 
     def remove_peer(self, peer_id: str) -> None:
-        for exchange in self.exchanges:
-            exchange.remove_peers([peer_id])
+        for worker in self.workers:
+            worker.remove_peers([peer_id])
 
     def step_done(self, step: int) -> None:
-        for exchange in self.exchanges:
-            exchange.step_done(step)
+        for jobs in self.jobs:
+            jobs.step_done(step)
 
     def begin(
         self,
@@ -123,17 +128,17 @@ class Engine:
         remote, local = RemoteBlocks(peer_id, list(sources)), DeviceBlocks(list(targets))
         transfer = Transfer(self._next_id, 3, remote, local, after_step)
         self._next_id += 1
-        for exchange in self.exchanges:
-            exchange.start([transfer])
+        for worker in self.workers:
+            worker.start([transfer])
         return transfer.transfer_id
 
     def wait(self, num_transfers: int = 1) -> dict[int, list[TransferEnd]]:
         """The ends of so many transfers, of all ranks."""
         ends: dict[int, list[TransferEnd]] = {}
-        for _ in range(num_transfers * len(self.exchanges)):
+        for _ in range(num_transfers * len(self.workers)):
             assert self._ended.acquire(timeout=20)
-        for exchange in self.exchanges:
-            for end in exchange.poll():
+        for jobs in self.jobs:
+            for end in jobs.poll():
                 assert end.generation == 3
                 ends.setdefault(end.transfer_id, []).append(end)
         return ends
@@ -146,7 +151,7 @@ class Engine:
         return self.wait()[transfer_id]
 
     def read_and_check(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        assert [end.failed for end in self.read(sources, targets)] == [[]] * len(self.exchanges)
+        assert [end.failed for end in self.read(sources, targets)] == [[]] * len(self.workers)
         self.check(sources, targets)
 
     def check(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -163,9 +168,8 @@ class Engine:
             rank.handoff.close()
 
     def close(self) -> None:
-        self.close_exports()
-        for exchange in self.exchanges:
-            exchange.close()
+        for worker in self.workers:
+            worker.close()
 
 
 def _make_rank(config: WorkerConfig, role: Role) -> Rank:
@@ -179,7 +183,7 @@ def _make_rank(config: WorkerConfig, role: Role) -> Rank:
         backend.allocate_kv_cache(*shape, plan.dtype, plan.kv_dtype, *new)
         for _ in plan.shard.layers
     ]
-    handoff = open_handoff(plan, LoadedWorker(None, READY, caches, None, shared))  # type: ignore[arg-type]
+    handoff = KVHandoff(config.kv_handoff, plan, LoadedWorker(None, READY, caches, None, shared))  # type: ignore[arg-type]
     rank = Rank(plan, caches, handoff)
     for layer, kind, tensor in rank.tensors():
         if role.holds_kv:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,8 +17,10 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
 from pagoda.messages.transfers import (
     DeviceBlocks,
+    DiskObjects,
     HostSlots,
     KVPeer,
+    RemoteBlocks,
     Transfer,
     TransferEnd,
     TransferLink,
@@ -23,9 +29,9 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
-from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.kv.transfer_link import TransferThread
-from pagoda.worker.kv.transfer_spans import TransferSpans
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
+from pagoda.worker.kv.jobs import Jobs
+from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
 
 PARALLEL = ParallelConfig(tensor_parallel_size=2)
 FIRST, SECOND = (Transfer(n, 3, DeviceBlocks([n]), HostSlots([n])) for n in (7, 8))
@@ -34,9 +40,8 @@ FIRST, SECOND = (Transfer(n, 3, DeviceBlocks([n]), HostSlots([n])) for n in (7, 
 class Half:
     """Ends what it is told to end."""
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-        self._ends: list[TransferEnd] = []
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
         self.begun: list[Transfer] = []
         self.told: list[tuple[str, str]] = []
         self.has_parted = threading.Event()
@@ -57,15 +62,8 @@ class Half:
             self.has_parted.set()
 
     def end(self, *ids: int) -> None:
-        self._ends += [TransferEnd(transfer_id, 3) for transfer_id in ids]
-        self._on_end()
-
-    def step_done(self, step: int) -> None:
-        pass
-
-    def poll(self) -> list[TransferEnd]:
-        ends, self._ends = self._ends, []
-        return ends
+        for transfer_id in ids:
+            self._jobs.begin(Transfer(transfer_id, 3, DeviceBlocks([]), HostSlots([])), 0)
 
     def close(self) -> None:
         self.is_closed = True
@@ -126,8 +124,8 @@ def link(engine: Engine, keys: CurveKeys | None) -> Iterator[TransferThread]:
 
 
 def half(link: TransferThread) -> Half:
-    assert isinstance(link.half, Half)
-    return link.half
+    assert isinstance(link.transfers, Half)
+    return link.transfers
 
 
 def test_it_says_first_that_it_is_there(engine: Engine, link: TransferThread) -> None:  # noqa: ARG001
@@ -168,3 +166,58 @@ def test_closing_it_closes_the_workers_half(engine: Engine, link: TransferThread
     link.close()
     assert half(link).is_closed
     assert "kv-link" not in [thread.name for thread in threading.enumerate()]
+
+
+# ---- spans of traces
+
+STORE = Transfer(1, 0, DeviceBlocks([4, 5]), HostSlots([0, 1]))
+LOAD = Transfer(2, 0, DiskObjects([b"key"]), DeviceBlocks([6]))
+FETCH = Transfer(3, 0, RemoteBlocks("peer", [9]), DeviceBlocks([7]))
+
+
+class _Trace:
+    def __init__(self, directory: Path) -> None:
+        ticks = itertools.count(1000, 1000)
+        self._directory = directory
+        self.tracer = Tracer("worker", clock_ns=lambda: next(ticks))
+        self.spans = TransferSpans(self.tracer, 100)
+
+    def start(self) -> None:
+        session = TraceSession(level=TraceLevel.E2E, directory=str(self._directory), run="run")
+        self.tracer.start(session)
+
+    def events(self) -> list[dict[str, Any]]:
+        self.tracer.stop()
+        (fragment,) = self._directory.iterdir()
+        return [json.loads(line) for line in fragment.read_bytes().splitlines()]
+
+
+def test_each_transfer_is_a_span(tmp_path: Path) -> None:
+    trace = _Trace(tmp_path)
+    trace.start()
+    trace.spans.begin([STORE, LOAD])
+    trace.spans.end(TransferEnd(1, 0))
+    trace.spans.begin([FETCH])
+    trace.spans.end(TransferEnd(3, 0, [0], "it is gone"))
+    trace.spans.end(TransferEnd(2, 0))
+    events = trace.events()
+    rows = [e["tid"] for e in events if e.get("ph") == "M" and e["args"]["name"] == "kv transfers"]
+    assert len(rows) == 2
+    spans = [e for e in events if e.get("ph") == "X"]
+    assert [(span["tid"], span["args"]) for span in spans] == [
+        (rows[0], {"blocks": 2, "source": "device", "target": "host", "bytes": 200}),
+        (rows[0], {"blocks": 1, "source": "remote", "target": "device", "bytes": 100, "failed": 1}),
+        (rows[1], {"blocks": 1, "source": "disk", "target": "device", "bytes": 100}),
+    ]
+    first, second, beside = ((span["ts"], span["ts"] + span["dur"]) for span in spans)
+    assert first[1] < second[0]  # in a row that was free again
+    assert beside[0] == first[0]
+    assert beside[1] > second[1]
+
+
+def test_transfers_that_began_before_are_left_out(tmp_path: Path) -> None:
+    trace = _Trace(tmp_path)
+    trace.spans.begin([STORE])
+    trace.start()
+    trace.spans.end(TransferEnd(1, 0))
+    assert [e for e in trace.events() if e.get("ph") == "X"] == []

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import Manifest, object_name, open_directory
+from pagoda.kv.objects import Manifest, ObjectFiles, object_name, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
@@ -23,8 +22,10 @@ from pagoda.messages.transfers import (
     TransferPlace,
 )
 from pagoda.worker.kv import transfers
-from pagoda.worker.kv.host_arena import HostArena
-from pagoda.worker.kv.transfers import Transfers
+from pagoda.worker.kv.jobs import Jobs
+from pagoda.worker.kv.memory import HostArena
+from pagoda.worker.kv.tiers import KVTiers
+from pagoda.worker.kv.transfers import TransferWorker
 
 BLOCK_BYTES = 5000
 NUM_BLOCKS = 8
@@ -71,12 +72,10 @@ class Rig:
         )
         self.directory = open_directory(root, manifest)
         self._ended = threading.Semaphore(0)
-        self.transfers = Transfers(
-            self.memory,
-            HostArena(4 * 5056, BLOCK_BYTES),
-            ObjectFiles(self.directory, manifest),
-            self._ended.release,
-        )
+        files = ObjectFiles(self.directory, manifest)
+        tiers = KVTiers(self.memory, HostArena(4 * 5056, BLOCK_BYTES), files)
+        self.jobs = Jobs(self._ended.release)
+        self.transfers = TransferWorker(tiers, None, self.jobs)
         self._next_id = 0
 
     def begin(self, source: TransferPlace, target: TransferPlace, after_step: int = -1) -> int:
@@ -87,7 +86,7 @@ class Rig:
 
     def wait(self) -> TransferEnd:
         assert self._ended.acquire(timeout=20)
-        (end,) = self.transfers.poll()
+        (end,) = self.jobs.poll()
         assert end.generation == 3
         return end
 
@@ -101,7 +100,7 @@ class Rig:
         order: list[int] = []
         while len(order) < count:
             assert self._ended.acquire(timeout=20)
-            order += [end.transfer_id for end in self.transfers.poll()]
+            order += [end.transfer_id for end in self.jobs.poll()]
         return order
 
     def path(self, key: bytes) -> Path:
@@ -241,16 +240,16 @@ def test_a_directory_that_was_removed_is_made_again(rig: Rig) -> None:
 @pytest.mark.parametrize("place", [HostSlots([0]), objects(1)])
 def test_a_block_is_written_only_when_no_step_does_any_more(rig: Rig, place: TransferPlace) -> None:
     rig.run(blocks(0), place)
-    rig.transfers.step_done(6)
+    rig.jobs.step_done(6)
     slow = rig.begin(place, blocks(5), after_step=7)
     if isinstance(place, DiskObjects):  # what another thread does meanwhile
         other = rig.begin(place, blocks(6), after_step=6)
     else:
         other = rig.begin(blocks(2), objects(9))
     assert rig.wait().transfer_id == other
-    assert rig.transfers.poll() == []
+    assert rig.jobs.poll() == []
     assert rig.memory.blocks[5] == b"F" * BLOCK_BYTES
-    rig.transfers.step_done(7)
+    rig.jobs.step_done(7)
     assert rig.wait().transfer_id == slow
     assert rig.memory.blocks[5] == b"A" * BLOCK_BYTES
 
@@ -260,7 +259,7 @@ def test_reads_go_before_writes(rig: Rig) -> None:
     load = rig.begin(objects(1), blocks(4), after_step=5)
     store = rig.begin(blocks(2, 3), objects(2, 3))
     rig.run(blocks(1), HostSlots([0]))  # time for the writers, which do not use it
-    rig.transfers.step_done(5)
+    rig.jobs.step_done(5)
     assert rig.order_of_ends(2) == [load, store]
     touched = rig.memory.touched
     assert touched.index(("write", 4)) < min(touched.index(("read", n)) for n in (2, 3))
@@ -295,7 +294,7 @@ def test_what_a_request_waits_for_goes_before_what_one_will(
     first = rig.begin(objects(1), blocks(1), after_step=9)  # the reader does not go on before that
     later = rig.begin(objects(1), HostSlots([0]))
     urgent = rig.begin(objects(1), blocks(3))
-    rig.transfers.step_done(9)
+    rig.jobs.step_done(9)
     assert rig.order_of_ends(3) == [first, urgent, later]
     rig.transfers.close()
 
@@ -332,11 +331,11 @@ def test_each_of_many_transfers_ends_once(rig: Rig, seed: int) -> None:
     for _ in range(30):
         number = rng.randrange(len(kinds))
         begun[rig.begin(*kinds[number](), after_step=rng.choice((-1, 3)))] = number
-    rig.transfers.step_done(3)
+    rig.jobs.step_done(3)
     ends: list[TransferEnd] = []
     while len(ends) < len(begun):
         assert rig._ended.acquire(timeout=20)
-        ends += rig.transfers.poll()
+        ends += rig.jobs.poll()
     assert sorted(end.transfer_id for end in ends) == sorted(begun)
     failures = [[1, 2], [], [1], [2], []]
     assert all(end.failed == failures[begun[end.transfer_id]] for end in ends)
@@ -345,7 +344,7 @@ def test_each_of_many_transfers_ends_once(rig: Rig, seed: int) -> None:
         assert rig.memory.blocks[7] == b"B" * BLOCK_BYTES
     assert rig.memory.blocks[5] == b"F" * BLOCK_BYTES
     assert rig.memory.blocks[6] == b"G" * BLOCK_BYTES
-    assert rig.transfers.poll() == []
+    assert rig.jobs.poll() == []
 
 
 def test_places_that_are_not_here_are_refused(rig: Rig) -> None:

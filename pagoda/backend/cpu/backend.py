@@ -21,12 +21,9 @@ from pagoda.backend.base import (
     ForwardPass,
     HeadNorms,
     KVCache,
-    NewTensor,
     TokenBatch,
-    new_tensor,
 )
 from pagoda.backend.cpu.collectives import SharedMemoryCollectives
-from pagoda.backend.cpu.memory import WeightMemory
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.program import CompiledForward
 from pagoda.backend.cpu.weights import (
@@ -36,12 +33,12 @@ from pagoda.backend.cpu.weights import (
     AttentionMetadata,
     PackedLinear,
     Segment,
+    WeightMemory,
     address,
     check_experts,
 )
-from pagoda.backend.direct import DirectForward
+from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
 from pagoda.backend.operation import WeightNames
-from pagoda.backend.reference.backend import ReferenceBackend, argmax_of, check_token_ids
 from pagoda.backend.weights import (
     DenseWeight,
     GroupedWeight,
@@ -51,8 +48,7 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.errors import ConfigError
-from pagoda.messages.worker import Capabilities
-from pagoda.parallel.collectives import Alone, Collectives
+from pagoda.parallel.collectives import Collectives
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
@@ -62,50 +58,38 @@ MAX_INT8_INPUTS = 65536
 
 
 def open_backend(group: Collectives | None) -> CpuBackend:
-    """The backend with this CPU's best instruction set.
-
-    Raises:
-        BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
-    """
+    """The backend with this CPU's best instruction set."""
     return CpuBackend(choose_instruction_set(), group)
 
 
-class CpuBackend:
+class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
     """Native kernels of one instruction set."""
 
     def __init__(self, instruction_set: str, group: Collectives | None = None) -> None:
         """Loads the kernels; without a group the backend computes alone.
 
         Raises:
-        BackendUnavailableError: the kernels are not installed.
-        ValueError: the CPU does not have the instruction set.
+            BackendUnavailableError: the kernels are not installed.
+            ValueError: the CPU does not have the instruction set.
         """
+        super().__init__(f"cpu ({instruction_set})", group)
         self._native = load_native()
         self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
-        self.arithmetic = f"cpu ({instruction_set})"
-        self._reference = ReferenceBackend()
         self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
             WeakKeyDictionary()
         )
         self._memory = WeightMemory(self._native.advise_large_pages)
-        self.device = torch.device("cpu")
-        self.group = group or Alone()
-        self.capabilities: Capabilities = self._reference.capabilities
 
-    def allocate_kv_cache(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype | None = None,
-        new: NewTensor = new_tensor,
-    ) -> KVCache:
-        """Keys are [num_blocks, num_kv_heads, head_dim / p, block_size, p]: vectors hold an element of many keys.
+    def advise(self, *cached: Tensor) -> None:
+        for part in cached:
+            self._native.advise_large_pages(part.data_ptr(), part.nbytes)
 
-        Values are [num_blocks, num_kv_heads, block_size / q, head_dim, q]. p and q are 2 where one instruction
-        multiplies pairs, else 1.
+    def block_shapes(
+        self, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Keys are [head_dim / p, block_size, p], so that vectors hold an element of many keys.
+
+        Values are [block_size / q, head_dim, q]. p and q are 2 where one instruction multiplies pairs, else 1.
 
         Raises:
             ConfigError: no kernel takes heads of this size.
@@ -115,19 +99,9 @@ class CpuBackend:
                 f"the cpu backend takes even head sizes up to {self._native.MAX_HEAD_DIM}, "
                 f"not {head_dim}; --backend reference takes any."
             )
-        kv_dtype = kv_dtype or dtype
-        dtypes = DTYPES[dtype], KV_DTYPES[kv_dtype]
-        p = self._kernels.key_pair(*dtypes)
-        q = self._kernels.value_pair(*dtypes, block_size)
-        blocks = (num_blocks, num_kv_heads)
-        keys = new((*blocks, head_dim // p, block_size, p), kv_dtype)
-        values = new((*blocks, block_size // q, head_dim, q), kv_dtype)
-        for part in (keys, values):
-            self._native.advise_large_pages(part.data_ptr(), part.nbytes)
-        if kv_dtype != torch.int8:
-            return KVCache(keys, values)
-        scales = (new((*blocks, block_size), torch.float32) for _ in range(2))
-        return KVCache(keys, values, *scales)
+        p = self._kernels.key_pair(DTYPES[dtype], KV_DTYPES[kv_dtype])
+        q = self._kernels.value_pair(DTYPES[dtype], KV_DTYPES[kv_dtype], block_size)
+        return (head_dim // p, block_size, p), (block_size // q, head_dim, q)
 
     # ---- token by token
 
@@ -180,45 +154,32 @@ class CpuBackend:
         """Parts of one format."""
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -len(bias) % 32))
-        first = parts[0]
+        first, outputs, inputs = parts[0], total_outputs(parts), weight_shape(parts[0])[1]
+        number, order, offsets = DTYPES[dtype], None, None
         if isinstance(first, DenseWeight):
             weight = _join(parts, "values").to(dtype)
-            outputs, inputs = weight.shape
-            dense = (DTYPES[dtype], outputs, inputs)
-            panels = self._memory.take(self._native.packed_bytes(*dense))
-            self._kernels.pack_weight(*dense, weight.data_ptr(), panels.data_ptr())
-            return Segment(panels, bias, outputs, dense)
+            panels = self._memory.take(self._native.packed_bytes(number, outputs, inputs))
+            self._kernels.pack_weight(number, outputs, inputs, weight.data_ptr(), panels.data_ptr())
+            return Segment(panels, bias, outputs, (number, outputs, inputs))
+        shapes, scales = self._native.QuantizedShape, _join(parts, "scales")
         if isinstance(first, Int8Weight):
-            return self._pack_int8(_join(parts, "values"), _join(parts, "scales"), bias, dtype)
-        codes, scales = _join(parts, "codes"), _join(parts, "scales")
-        offsets = None if first.offsets is None else _join(parts, "offsets")
-        outputs, inputs = codes.shape
-        shape = self._native.QuantizedShape.grouped(
-            DTYPES[dtype], outputs, inputs, first.bits, first.group_size, offsets is not None
-        )
-        order = None if first.act_order is None else first.act_order.contiguous()
-        panels = self._pack_codes(shape, codes, scales, offsets)
-        return Segment(panels, bias, outputs, shape, order)
-
-    def _pack_int8(
-        self, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Segment:
-        outputs, inputs = values.shape
-        if inputs > MAX_INT8_INPUTS:
-            raise ValueError(
-                f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
+            if inputs > MAX_INT8_INPUTS:
+                raise ValueError(
+                    f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
+                )
+            codes, shape = _join(parts, "values"), shapes.int8(number, outputs, inputs)
+        else:
+            codes = _join(parts, "codes")
+            offsets = None if first.offsets is None else _join(parts, "offsets")
+            order = None if first.act_order is None else first.act_order.contiguous()
+            shape = shapes.grouped(
+                number, outputs, inputs, first.bits, first.group_size, offsets is not None
             )
-        shape = self._native.QuantizedShape.int8(DTYPES[dtype], outputs, inputs)
-        return Segment(self._pack_codes(shape, values, scales, None), bias, outputs, shape)
-
-    def _pack_codes(
-        self, shape: _native.QuantizedShape, codes: Tensor, scales: Tensor, offsets: Tensor | None
-    ) -> Tensor:
         panels = self._memory.take(shape.bytes)
         self._native.pack_quantized(
             shape, codes.data_ptr(), scales.data_ptr(), address(offsets), panels.data_ptr()
         )
-        return panels
+        return Segment(panels, bias, outputs, shape, order)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         return self._linear(x, weight, weight.dtype)
@@ -254,30 +215,13 @@ class CpuBackend:
         vocab_size: int | None = None,
     ) -> Tensor:
         check_token_ids(token_ids, first_id + weight.outputs if vocab_size is None else vocab_size)
-        if len(weight.segments) == 1:
-            return self._rows(token_ids, first_id, weight.segments[0], weight)
-        out = torch.zeros((len(token_ids), weight.inputs), dtype=weight.dtype)
-        for segment in weight.segments:
-            own = (token_ids >= first_id) & (token_ids < first_id + segment.outputs)
-            out[own] = self._rows(token_ids[own], first_id, segment, weight)
-            first_id += segment.outputs
-        return out
-
-    def _rows(
-        self, token_ids: Tensor, first_id: int, segment: Segment, weight: PackedLinear
-    ) -> Tensor:
-        ids = token_ids.contiguous()
+        ids, (segment,) = token_ids.contiguous(), weight.segments
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
         look_up = segment.bind(self._kernels.embedding, self._kernels.quantized_embedding)
         look_up(first_id, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(x)
-
     def argmax(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor, Tensor]:
-        if len(weight.segments) > 1:
-            return argmax_of(self.logits(x, weight))
         x = self._fitting(x, weight)
         columns = torch.empty(len(x), dtype=torch.int64)
         values, finite = torch.empty(len(x)), torch.empty(len(x), dtype=torch.bool)
@@ -317,11 +261,6 @@ class CpuBackend:
         self._kernels.add_rms_norm(dtype, x.data_ptr(), address(delta), *norm, sums, out.data_ptr())
         return total, out
 
-    def rotary_table(
-        self, positions: Tensor, frequencies: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._reference.rotary_table(positions, frequencies, scale)
-
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         dtype, gate_up = self._checked(gate_up, gate_up.dtype), gate_up.contiguous()
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -336,7 +275,7 @@ class CpuBackend:
             raise ValueError(f"Logits of {list(logits.shape)} are not of {len(x)} tokens.")
         logits, out = logits.contiguous(), x.new_empty(x.shape)
         self._kernels.experts(
-            self._native_experts(experts),
+            self.native_experts(experts),
             x.data_ptr(),
             x.stride(0),
             logits.data_ptr(),
@@ -345,7 +284,7 @@ class CpuBackend:
         )
         return out
 
-    def _native_experts(self, experts: Experts[PackedLinear]) -> _native.Experts:
+    def native_experts(self, experts: Experts[PackedLinear]) -> _native.Experts:
         known = self._known_experts.get(experts)
         if known is not None:
             return known
@@ -394,7 +333,7 @@ class CpuBackend:
         )
         return AttentionMetadata(native, num_heads, head_dim)
 
-    def _native_cache(self, cache: KVCache) -> _native.Cache:
+    def native_cache(self, cache: KVCache) -> _native.Cache:
         tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
         native: _native.Cache = self._native.Cache(
             KV_DTYPES[cache.keys.dtype], *map(address, tensors)
@@ -416,7 +355,7 @@ class CpuBackend:
         self._kernels.rotate_and_cache(
             plan.native,
             self._checked_for(cache, qkv),
-            self._native_cache(cache),
+            self.native_cache(cache),
             qkv.data_ptr(),
             norms.queries.data_ptr() if norms else 0,
             norms.keys.data_ptr() if norms else 0,
@@ -442,7 +381,7 @@ class CpuBackend:
         self._kernels.attention(
             plan.native,
             self._checked_for(cache, queries),
-            self._native_cache(cache),
+            self.native_cache(cache),
             queries.data_ptr(),
             scale,
             UNLIMITED if window is None else window,
@@ -463,9 +402,7 @@ class CpuBackend:
         if native is None and self.group.size > 1:
             return DirectForward(self, forward, names)
         program = self._native.Program(self._kernels)
-        return CompiledForward(
-            program, self._native_cache, self._native_experts, native, forward, hidden, names
-        )
+        return CompiledForward(self, program, native, forward, hidden, names)
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""

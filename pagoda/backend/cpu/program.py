@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +22,7 @@ from pagoda.telemetry.tracer import Tracer
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
+    from pagoda.backend.cpu.backend import CpuBackend
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,14 @@ class _Recorder:
 
     def __init__(
         self,
+        ops: CpuBackend,
         program: _native.Program,
-        native_cache: Callable[[KVCache], _native.Cache],
-        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
         group: _native.Collectives | None,
         names: WeightNames,
     ) -> None:
+        self._ops = ops
         self._program = program
         self._group = group
-        self._make_native_cache = native_cache
-        self._native_experts = native_experts
         self._namer = OperationNamer(names)
         self.operations: list[Operation] = []
         """One for each of the program's."""
@@ -134,7 +133,7 @@ class _Recorder:
         _expect(x, weight.dtype, weight.inputs)
         _expect(logits, weight.dtype, experts.routing.num_experts)
         self.kept.append(experts)
-        index = self._program.experts(x.index, logits.index, self._native_experts(experts))
+        index = self._program.experts(x.index, logits.index, self._ops.native_experts(experts))
         maps = [m for part in (experts.gate, experts.up, experts.down) for m in part]
         flops = sum(2 * m.outputs * m.inputs for m in maps) * experts.routing.experts_per_token
         num_bytes = sum(segment.num_bytes for m in maps for segment in m.segments)
@@ -195,7 +194,7 @@ class _Recorder:
 
     def _native_cache(self, cache: KVCache) -> _native.Cache:
         self.kept.append(cache)
-        return self._make_native_cache(cache)
+        return self._ops.native_cache(cache)
 
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor that must stay where it is."""
@@ -215,9 +214,8 @@ def _expect(x: Value, dtype: torch.dtype, width: int) -> None:
 class CompiledForward:
     def __init__(
         self,
+        ops: CpuBackend,
         program: _native.Program,
-        native_cache: Callable[[KVCache], _native.Cache],
-        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
         group: _native.Collectives | None,
         forward: ForwardPass[PackedLinear, AttentionMetadata],
         hidden: tuple[int, torch.dtype] | None,
@@ -228,7 +226,7 @@ class CompiledForward:
         `hidden` and `names` are as in `Backend.compile`.
         """
         self._program = program
-        recorder = _Recorder(program, native_cache, native_experts, group, names)
+        recorder = _Recorder(ops, program, group, names)
         self._hidden = None if hidden is None else recorder.input(*hidden)
         no_plan = cast("AttentionMetadata", None)
         step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden)

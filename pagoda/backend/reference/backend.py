@@ -24,22 +24,20 @@ from pagoda.backend.base import (
     ForwardPass,
     HeadNorms,
     KVCache,
-    NewTensor,
     TokenBatch,
-    new_tensor,
 )
-from pagoda.backend.direct import DirectForward
+from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.quantized import (
     PackedGroups,
     embedding_rows,
     num_rows,
+    quantize_int4,
+    quantize_int8,
     quantized_product,
 )
-from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
-from pagoda.messages.worker import Capabilities
-from pagoda.parallel.collectives import Alone, Collectives
+from pagoda.parallel.collectives import Collectives
 
 ROWS = 16
 """Rows of a matrix product; fewer waste less on a single sequence, more waste less on many."""
@@ -93,38 +91,18 @@ def open_backend(group: Collectives | None) -> ReferenceBackend:
     return ReferenceBackend(group)
 
 
-class ReferenceBackend:
+class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
     def __init__(self, group: Collectives | None = None) -> None:
-        """Creates a backend for one rank of the group; without a group it computes alone."""
-        self.arithmetic = "reference on cpu"
-        self.device = torch.device("cpu")
-        self.group = group or Alone()
-        self.capabilities = Capabilities(
-            block_sizes=(16, 1, 2, 4, 8, 32, 64, 128),
-            max_batch_tokens=65536,
-            max_batch_seqs=4096,
-            max_model_len=2**20,
-            weight_formats=("float32", "bfloat16", "float16", "int8", "int4"),
-            kv_cache_dtypes=("float32", "bfloat16", "float16", "int8"),
-        )
+        super().__init__("reference on cpu", group)
 
-    def allocate_kv_cache(
+    def block_shapes(
         self,
-        num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
         head_dim: int,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype | None = None,
-        new: NewTensor = new_tensor,
-    ) -> KVCache:
-        """K and V are [num_blocks, num_kv_heads, block_size, head_dim]."""
-        # Left unwritten: memory is taken from the machine as blocks come into use.
-        shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        keys, values = (new(shape, kv_dtype or dtype) for _ in range(2))
-        if keys.dtype != torch.int8:
-            return KVCache(keys, values)
-        return KVCache(keys, values, *(new(shape[:3], torch.float32) for _ in range(2)))
+        dtype: torch.dtype,  # noqa: ARG002
+        kv_dtype: torch.dtype,  # noqa: ARG002
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (block_size, head_dim), (block_size, head_dim)
 
     # ---- token by token
 
@@ -166,9 +144,6 @@ class ReferenceBackend:
             rows = embedding_rows(own, table).to(weight.dtype)
         return rows.masked_fill(foreign[:, None], 0)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(x)
-
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         return x + delta
 
@@ -182,7 +157,10 @@ class ReferenceBackend:
         return out if weight.bias is None else out.add_(weight.bias)
 
     def argmax(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor, Tensor]:
-        return argmax_of(self.logits(x, weight))
+        logits = self.logits(x, weight)
+        columns = logits.argmax(dim=1)
+        values = logits.gather(1, columns[:, None]).flatten()
+        return columns, values, logits.isfinite().all(dim=1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -194,12 +172,6 @@ class ReferenceBackend:
     ) -> tuple[Tensor, Tensor]:
         total = x + delta
         return total, self.rms_norm(total, weight, eps)
-
-    def rotary_table(
-        self, positions: Tensor, frequencies: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        angles = positions.float()[:, None] * frequencies
-        return angles.cos() * scale, angles.sin() * scale
 
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         """Rotates the pairs (i, i + d/2) of every head of x [n, heads, d]."""
@@ -342,21 +314,6 @@ class ReferenceBackend:
             tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, window)
         out = tiles.view(-1, head_dim).index_select(0, plan.rows)
         return out.view_as(queries).to(queries.dtype)
-
-
-def check_token_ids(token_ids: Tensor, vocab_size: int) -> None:
-    """Raises:
-    IndexError: one is not from 0 to `vocab_size - 1`.
-    """
-    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
-        raise IndexError(f"A token id is not from 0 to {vocab_size - 1}.")
-
-
-def argmax_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Result of `Backend.argmax` for logits [m, out] float32."""
-    columns = logits.argmax(dim=1)
-    values = logits.gather(1, columns[:, None]).flatten()
-    return columns, values, logits.isfinite().all(dim=1)
 
 
 def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | PackedGroups:

@@ -121,10 +121,7 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
     def tensor(self, name: str) -> GgufTensor:
-        """
-        Raises:
-            ConfigError: there is no such tensor.
-        """
+        """Raises ConfigError if there is no such tensor."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ConfigError(f"{self.path} lacks the tensor {name}.")

@@ -11,12 +11,14 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from pagoda.cli import event_loop, output
+from pagoda.cli import output
 from pagoda.cli.bench.questions import Question, load_questions
-from pagoda.cli.bench.serve import write_json
+from pagoda.cli.files import write_json
 from pagoda.cli.local_server import Connection, connect
-from pagoda.cli.options import Count, EngineOptions, GeneralOptions, ParallelOptions
+from pagoda.cli.openai_client import PATHS
+from pagoda.cli.options import Count, GeneralOptions
 from pagoda.errors import PagodaError
+from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +68,16 @@ def accuracy(
     general.apply()
     asked = load_questions(questions, skill)
     parallel.check_prompts_at_once(min(concurrency, len(asked)))
-    with (
-        event_loop.runner() as runner,
-        connect(runner, model, base_url, api_key, engine, parallel) as connection,
-    ):
+    with connect(model, base_url, api_key, engine, parallel) as (runner, connection):
         grades = runner.run(grade_all(connection, asked, concurrency))
     scores = score_by_skill(grades)
     overall = Score(sum(grade.correct for grade in grades), len(grades))
-    rows = [*scores.items(), ("all", overall)]
-    output.stdout().print(
-        output.table(
-            "Accuracy",
-            ("skill", "right", "asked", "accuracy"),
-            (
-                (name, str(score.correct), str(score.asked), f"{score.accuracy:.1%}")
-                for name, score in rows
-            ),
-        )
+    rows = (
+        (name, str(score.correct), str(score.asked), f"{score.accuracy:.1%}")
+        for name, score in [*scores.items(), ("all", overall)]
     )
+    columns = ("skill", "right", "asked", "accuracy")
+    output.stdout().print(output.table("Accuracy", columns, rows))
     failed = [grade for grade in grades if grade.error is not None]
     if failed:
         output.stderr().print(f"{len(failed)} questions failed, the first: {failed[0].error}")
@@ -97,24 +91,20 @@ async def grade_all(
 ) -> list[Grade]:
     """Asks every question, `concurrency` at a time, and grades the answers in order."""
     room = asyncio.Semaphore(concurrency)
-    with output.progress() as bar:
-        done = bar.add_task("questions", total=len(questions))
 
-        async def grade(question: Question) -> Grade:
-            async with room:
-                result = await _grade(connection, question)
-            bar.advance(done)
-            return result
+    async def grade(question: Question) -> Grade:
+        async with room:
+            result = await _grade(connection, question)
+        advance()
+        return result
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(grade(question)) for question in questions]
-    return [task.result() for task in tasks]
+    with output.progress("questions", len(questions)) as advance:
+        return await asyncio.gather(*map(grade, questions))
 
 
 async def _grade(connection: Connection, question: Question) -> Grade:
-    path, body = "/v1/chat/completions", question.body(connection.model)
     try:
-        answer = await connection.client.post(path, body)
+        answer = await connection.client.post(PATHS["chat"], question.body(connection.model))
     except PagodaError as error:
         return Grade(question, "", correct=False, error=str(error))
     message = answer.choices[0].message if answer.choices else None
@@ -125,12 +115,10 @@ async def _grade(connection: Connection, question: Question) -> Grade:
 
 def score_by_skill(grades: Sequence[Grade]) -> dict[str, Score]:
     """Scores in the order in which skills were first asked about."""
-    scores: dict[str, Score] = {}
+    correct: dict[str, list[bool]] = {}
     for grade in grades:
-        name = grade.question.skill
-        before = scores.get(name, Score(0, 0))
-        scores[name] = Score(before.correct + grade.correct, before.asked + 1)
-    return scores
+        correct.setdefault(grade.question.skill, []).append(grade.correct)
+    return {name: Score(sum(of), len(of)) for name, of in correct.items()}
 
 
 def _record(

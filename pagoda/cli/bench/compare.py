@@ -20,14 +20,15 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 from rich.console import RenderableType
 
-from pagoda.cli import event_loop, output
+from pagoda.cli import output
 from pagoda.cli.bench.datasets import RandomLengths, Sample, random_samples
-from pagoda.cli.bench.load import LoadOptions, ask, run_load
+from pagoda.cli.bench.load import LoadOptions, ask_sample, run_load
 from pagoda.cli.bench.metrics import Report, summarize
-from pagoda.cli.bench.serve import write_json
+from pagoda.cli.files import write_json
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, GeneralOptions, Length
 from pagoda.errors import ConfigError, PagodaError
+from pagoda.frontend import event_loop
 
 _MIN_PROMPTS = 4
 _LETTERS = string.ascii_uppercase
@@ -169,14 +170,13 @@ async def _measure(
         for url, name in zip(base_urls, names, strict=True)
     ]
     runs = []
-    with output.progress() as bar:
-        task = bar.add_task("runs", total=len(concurrencies) * load.repeats * len(servers))
+    with output.progress("runs", len(concurrencies) * load.repeats * len(servers)) as advance:
         for concurrency in concurrencies:
             for _ in range(load.repeats):
                 samples = load.samples(load.prompts_at(concurrency), rng)
                 for server in servers:
                     runs.append(await measure_server(server, concurrency, samples, load))
-                    bar.advance(task)
+                    advance()
     return servers, runs
 
 
@@ -192,7 +192,7 @@ async def prepare_server(
         async with OpenAIClient(base_url) as client:
             server = Server(base_url, model or await client.first_model())
             for sample in load.samples(load.num_warmups, rng):
-                await ask(client, sample, load.fields(server))
+                await ask_sample(client, sample, load.fields(server))
     except PagodaError as error:
         said = str(error)
         raise ConfigError(said if base_url in said else f"{base_url}: {said}") from error
@@ -205,9 +205,7 @@ async def measure_server(
     """One run: `samples`, `concurrency` of them under way at once."""
     at_once = LoadOptions(max_concurrency=concurrency)
     async with OpenAIClient(server.base_url) as client:
-        outcomes, duration_s = await run_load(
-            client, samples, load.fields(server), at_once, lambda: None
-        )
+        outcomes, duration_s = await run_load(client, samples, load.fields(server), at_once)
     lengths = [(it.prompt_tokens, it.output_tokens) for it in outcomes if it.error is None]
     report = summarize(outcomes, duration_s, None)
     return Measured(server.base_url, concurrency, report, lengths)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from pagoda.cli.jsonl import read_file, read_jsonl
+from pagoda.cli.files import read_file, read_jsonl
 from pagoda.errors import ConfigError
 
 Endpoint = Literal["completions", "chat"]

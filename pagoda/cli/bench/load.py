@@ -18,13 +18,11 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from pagoda.cli.answer import Outcome, ask
 from pagoda.cli.bench.datasets import Sample
-from pagoda.cli.bench.metrics import Outcome
-from pagoda.cli.openai_client import OpenAIClient, Usage
+from pagoda.cli.openai_client import PATHS, OpenAIClient
 from pagoda.cli.options import Count, Length
 from pagoda.errors import PagodaError
-
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @Parameter(name="*", group=Group("Load", sort_key=20))
@@ -55,7 +53,7 @@ async def run_load(
     samples: Sequence[Sample],
     common: Mapping[str, object],
     load: LoadOptions,
-    on_done: Callable[[], None],
+    on_done: Callable[[], None] = lambda: None,
 ) -> tuple[list[Outcome], float]:
     """Sends every sample, with the body fields `common` added; returns how all fared, and the seconds it took."""
     limit = load.max_concurrency
@@ -65,7 +63,11 @@ async def run_load(
 
     async def send(sample: Sample) -> Outcome:
         async with room:
-            outcome = await _try(client, sample, common)
+            sent = time.perf_counter()
+            try:
+                outcome = await ask_sample(client, sample, common)
+            except PagodaError as error:
+                outcome = Outcome(sent, time.perf_counter(), error=str(error))
         on_done()
         return outcome
 
@@ -77,6 +79,11 @@ async def run_load(
                 await asyncio.sleep(wait)
             tasks.append(group.create_task(send(sample)))
     return [task.result() for task in tasks], time.perf_counter() - started
+
+
+async def ask_sample(client: OpenAIClient, sample: Sample, common: Mapping[str, object]) -> Outcome:
+    """Raises what `ask` raises."""
+    return await ask(client, PATHS[sample.endpoint], {**common, **sample.fields})
 
 
 def arrival_times(count: int, load: LoadOptions) -> list[float]:
@@ -91,38 +98,3 @@ def arrival_times(count: int, load: LoadOptions) -> list[float]:
         times.append(now)
         now += rng.gammavariate(load.burstiness, mean_s / load.burstiness)
     return times
-
-
-async def _try(client: OpenAIClient, sample: Sample, common: Mapping[str, object]) -> Outcome:
-    """Like `ask`, but returns a failure as an outcome."""
-    sent = time.perf_counter()
-    try:
-        return await ask(client, sample, common)
-    except PagodaError as error:
-        return Outcome(sent, time.perf_counter(), error=str(error))
-
-
-async def ask(client: OpenAIClient, sample: Sample, common: Mapping[str, object]) -> Outcome:
-    """Streams one answer and notes when its tokens came.
-
-    Raises:
-        ServerError: the server refused the request, reported an error, or hung up early.
-        ConfigError: the server cannot be reached.
-    """
-    streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    body = {**common, **sample.fields, **streamed}
-    times: list[float] = []
-    usage: Usage | None = None
-    sent = time.perf_counter()
-    async for now, answers in client.stream(PATHS[sample.endpoint], body):
-        for answer in answers:
-            if answer.choices and answer.choices[0].has_output():
-                times.append(now)
-            usage = answer.usage or usage
-    return Outcome(
-        sent_s=sent,
-        ended_s=time.perf_counter(),
-        event_times_s=times,
-        prompt_tokens=usage.prompt_tokens if usage else 0,
-        output_tokens=usage.completion_tokens if usage else len(times),
-    )

@@ -13,15 +13,9 @@ from cyclopts import Parameter
 
 from pagoda.cli import output
 from pagoda.cli.bench.datasets import RandomLengths, random_prompts
-from pagoda.cli.bench.serve import write_json
-from pagoda.cli.options import (
-    Count,
-    EngineOptions,
-    ExecutorOptions,
-    GeneralOptions,
-    Length,
-    ParallelOptions,
-)
+from pagoda.cli.files import write_json
+from pagoda.cli.options import Count, GeneralOptions, Length
+from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.frontend.llm import LLM
 from pagoda.frontend.outputs import RequestOutput
 from pagoda.messages.frontend import FinishReason
@@ -38,14 +32,6 @@ class OfflineReport:
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
     output_tokens: int
-
-    @property
-    def output_token_rate(self) -> float:
-        return self.output_tokens / self.duration_s
-
-    @property
-    def total_token_rate(self) -> float:
-        return (self.prompt_tokens + self.output_tokens) / self.duration_s
 
 
 def offline(
@@ -108,6 +94,7 @@ def summarize(outputs: Sequence[RequestOutput], duration_s: float) -> OfflineRep
 
 
 def _rows(model: str, report: OfflineReport) -> list[tuple[str, str]]:
+    num_tokens = report.prompt_tokens + report.output_tokens
     return [
         ("model", model),
         ("requests", f"{report.requests} in {report.duration_s:.2f} s"),
@@ -116,6 +103,6 @@ def _rows(model: str, report: OfflineReport) -> list[tuple[str, str]]:
             f"{report.prompt_tokens:,} in ({report.cached_tokens:,} from the prefix cache), "
             f"{report.output_tokens:,} out",
         ),
-        ("output throughput", f"{report.output_token_rate:,.1f} tokens/s"),
-        ("total throughput", f"{report.total_token_rate:,.1f} tokens/s"),
+        ("output throughput", f"{report.output_tokens / report.duration_s:,.1f} tokens/s"),
+        ("total throughput", f"{num_tokens / report.duration_s:,.1f} tokens/s"),
     ]

@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.cli.jsonl import read_jsonl
+from pagoda.cli.files import read_jsonl
 from pagoda.cli.openai_client import Message
 from pagoda.errors import ConfigError
 
 _EMBEDDED_FILE = "heldout.jsonl"
+_BODY_FIELDS = ("messages", "max_tokens", "tools", "chat_template_kwargs")
 
 
 class ExpectedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,17 +64,9 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def body(self, model: str) -> dict[str, object]:
         """The chat request that asks it, greedily."""
-        fields: dict[str, object] = {
-            "model": model,
-            "messages": self.messages,
-            "max_tokens": self.max_tokens,
-            "temperature": 0,
-        }
-        if self.tools is not None:
-            fields["tools"] = self.tools
-        if self.chat_template_kwargs is not None:
-            fields["chat_template_kwargs"] = self.chat_template_kwargs
-        return fields
+        asked = {field: getattr(self, field) for field in _BODY_FIELDS}
+        sent = {field: value for field, value in asked.items() if value is not None}
+        return {"model": model, "temperature": 0, **sent}
 
 
 def load_questions(path: Path | None, skills: Sequence[str]) -> list[Question]:

@@ -6,17 +6,16 @@ The server may be any that speaks the OpenAI API. Nothing of Pagoda's engine is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 from rich.console import Group as Stack
 
-from pagoda.cli import event_loop, output
+from pagoda.cli import output
 from pagoda.cli.bench.datasets import (
     Endpoint,
     RandomLengths,
@@ -25,11 +24,13 @@ from pagoda.cli.bench.datasets import (
     random_samples,
     sharegpt_samples,
 )
-from pagoda.cli.bench.load import LoadOptions, ask, run_load
+from pagoda.cli.bench.load import LoadOptions, ask_sample, run_load
 from pagoda.cli.bench.metrics import Distribution, Goal, Report, parse_goal, summarize
+from pagoda.cli.files import write_json
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, GeneralOptions, Length
 from pagoda.errors import ConfigError
+from pagoda.frontend import event_loop
 
 
 @Parameter(name="*", group=Group("Requests", sort_key=10))
@@ -86,13 +87,9 @@ class RequestOptions:
 
     def common_fields(self) -> dict[str, object]:
         """Body fields that every request carries."""
-        fields: dict[str, object] = {}
-        ignore_eos = self.dataset == "random" if self.ignore_eos is None else self.ignore_eos
-        if ignore_eos:
-            fields["ignore_eos"] = True
-        if self.temperature is not None:
-            fields["temperature"] = self.temperature
-        return fields
+        ignores = self.dataset == "random" if self.ignore_eos is None else self.ignore_eos
+        fields = {"ignore_eos": ignores or None, "temperature": self.temperature}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def serve(
@@ -143,10 +140,9 @@ async def _measure(
     async with connection as client:
         common = {"model": model or await client.first_model(), **requests.common_fields()}
         for _ in range(load.num_warmups):
-            await ask(client, samples[0], common)
-        with output.progress() as bar:
-            task = bar.add_task("requests", total=len(samples))
-            measured = await run_load(client, samples, common, load, lambda: bar.advance(task))
+            await ask_sample(client, samples[0], common)
+        with output.progress("requests", len(samples)) as advance:
+            measured = await run_load(client, samples, common, load, advance)
     return summarize(*measured, goal)
 
 
@@ -184,16 +180,3 @@ def _count_rows(report: Report) -> Iterable[tuple[str, str]]:
 def _cells(values: Distribution) -> list[str]:
     numbers = (values.mean, values.median, values.p90, values.p99)
     return ["–" if number is None else f"{number:,.2f}" for number in numbers]
-
-
-def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Writes `value` as indented JSON.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2)
-    try:
-        path.write_bytes(text + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {path}: {error.strerror}.") from error

@@ -8,7 +8,6 @@ with one copy more.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import mmap
 import os
 import threading
@@ -21,11 +20,9 @@ from typing import Any
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.remote_memory import Piece, Readers, batches, read_descriptor
+from pagoda.pd.transport.remote_memory import BatchedLink, Piece, load_library, read_descriptor
 
 _STAGING_BYTES = 2**24
-_BATCH_SPANS = 2**9
-"""Spans of a batch. Mooncake queues some thousands for one host, of all batches together."""
 LATE_WRITES_S = 120.0
 """Seconds for which Mooncake may write to staging memory after a failure."""
 
@@ -47,7 +44,12 @@ class MooncakeTransport:
             raise TransportError("Mooncake does not encrypt")
         self._memory = memory
         self._host = access.host
-        self._kind = _load()
+        os.environ.setdefault("MC_FORCE_TCP", "1")
+        os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
+        remedy = (
+            "pip install 'pagoda-llm[mooncake]', and on Debian apt install libibverbs1 librdmacm1"
+        )
+        self._kind = load_library("mooncake.engine", "Mooncake", remedy).TransferEngine
         self._engine = _new_engine(self._kind, access.host)
         self._abandoned = AbandonedStaging()
 
@@ -109,17 +111,18 @@ class AbandonedStaging:
                 self._since.popleft()[1].close()
 
 
-class MooncakeLink:
+class MooncakeLink(BatchedLink):
+    most_bytes = _STAGING_BYTES
+    most_spans = 2**9
+    """Mooncake queues some thousands for one host, of all batches together."""
+
     def __init__(self, engine: Any, descriptor: bytes, abandoned: AbandonedStaging) -> None:
         remote = read_descriptor(descriptor, MooncakeDescriptor)
+        super().__init__(remote.regions)
         self._engine = engine
         self._session = remote.session
-        self._regions = remote.regions
         self._abandoned = abandoned
         self._staging = _Staging(engine)
-        self._may_be_written = False
-        """Mooncake may still write to the staging memory after an error."""
-        self._readers = Readers(self._release)
 
     def probe(self, deadline: float) -> None:
         """Reads a byte, to find out whether somebody is there.
@@ -134,41 +137,21 @@ class MooncakeLink:
             self.close()
             raise
 
-    def read(self, spans: Sequence[Span], deadline: float) -> None:
-        parts = batches(spans, _STAGING_BYTES, _BATCH_SPANS)
-        self._readers.read_batches(self._read, parts, self._regions, deadline)
-
-    def _read(self, batch: list[Piece]) -> None:
-        sizes = [piece.num_bytes for piece in batch]
+    def _read(self, pieces: list[Piece], deadline: float) -> None:
+        del deadline  # Mooncake has time limits of its own
+        sizes = [piece.num_bytes for piece in pieces]
         places = list(accumulate(sizes[:-1], initial=self._staging.address))
-        sources = [piece.source for piece in batch]
+        sources = [piece.source for piece in pieces]
         if self._engine.batch_transfer_sync_read(self._session, places, sources, sizes):
-            self._may_be_written = True
-            self.close()
             raise TransportError(f"Mooncake could not read from {self._session}")
-        for place, piece in zip(places, batch, strict=True):
+        for place, piece in zip(places, pieces, strict=True):
             ctypes.memmove(piece.target, place, piece.num_bytes)
 
     def _release(self) -> None:
-        if self._may_be_written:
+        if self.has_failed:
             self._abandoned.add(self._staging, time.monotonic())
         else:
             self._staging.close()
-
-    def close(self) -> None:
-        self._readers.close()
-
-
-def _load() -> Any:
-    os.environ.setdefault("MC_FORCE_TCP", "1")
-    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
-    try:
-        return importlib.import_module("mooncake.engine").TransferEngine
-    except ImportError as error:
-        raise TransportError(
-            f"Mooncake cannot be loaded ({error}): pip install 'pagoda-llm[mooncake]', and on Debian apt install "
-            "libibverbs1 librdmacm1"
-        ) from None
 
 
 def _new_engine(kind: Any, host: str) -> Any:

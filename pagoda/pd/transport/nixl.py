@@ -6,22 +6,24 @@ engine over authenticated, encrypted connections; the network below must be trus
 
 from __future__ import annotations
 
-import importlib
 import os
 import secrets
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.remote_memory import Piece, Readers, batches, check_time, read_descriptor
+from pagoda.pd.transport.base import Access, OwnMemory, Region, TransportError
+from pagoda.pd.transport.remote_memory import (
+    BatchedLink,
+    Piece,
+    check_time,
+    load_library,
+    read_descriptor,
+)
 
-_BATCH_BYTES = 2**26
-_BATCH_SPANS = 2**14
 _PAUSE_S = 50e-6
 """Seconds between two polls: NIXL has no notification to wait for."""
 _IDLE_PAUSE_S = 2e-3
@@ -47,7 +49,8 @@ class NixlTransport:
         if access.encrypts:
             raise TransportError("NIXL does not encrypt")
         self._memory = memory
-        self._nixl = _load()
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        self._nixl = load_library("nixl._api", "NIXL", "pip install 'pagoda-llm[nixl]'")
         self._abandoned: list[Any] = []
         """Agents with reads that have not ended: UCX ends the process when they are taken down."""
 
@@ -88,8 +91,11 @@ class NixlListener:
         self._thread.join(_FAREWELL_S)
 
 
-class NixlLink:
+class NixlLink(BatchedLink):
     """An agent of its own, without a thread: what comes for it is only written while somebody reads."""
+
+    most_bytes = 2**26
+    most_spans = 2**14
 
     def __init__(
         self,
@@ -99,12 +105,10 @@ class NixlLink:
         deadline: float,
         abandoned: list[Any],
     ) -> None:
-        """`abandoned` keeps the agent when a read has failed."""
+        """`regions` are read into; `abandoned` keeps the agent when a read has failed."""
         remote = read_descriptor(descriptor, NixlDescriptor)
-        self._regions = remote.regions
+        super().__init__(remote.regions)
         self._abandoned = abandoned
-        self._has_failed = False
-        self._readers = Readers(self._release)
         self.agent: Any = _new_agent(nixl, regions)
         try:
             self._peer = self.agent.add_remote_agent(remote.metadata)
@@ -118,30 +122,15 @@ class NixlLink:
             self.close()
             raise
 
-    def read(self, spans: Sequence[Span], deadline: float) -> None:
-        parts = batches(spans, _BATCH_BYTES, _BATCH_SPANS)
-        read = partial(self._read, deadline)
-        self._readers.read_batches(read, parts, self._regions, deadline)
-
-    def _read(self, deadline: float, batch: list[Piece]) -> None:
-        try:
-            self._transfer(batch, deadline)
-        except TransportError:
-            self._has_failed = True
-            self.close()
-            raise
-
-    def _transfer(self, batch: list[Piece], deadline: float) -> None:
+    def _read(self, pieces: list[Piece], deadline: float) -> None:
         agent = self.agent
         try:
-            here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in batch], "DRAM")
-            there = agent.get_xfer_descs([(p.source, p.num_bytes, 0) for p in batch], "DRAM")
+            here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in pieces], "DRAM")
+            there = agent.get_xfer_descs([(p.source, p.num_bytes, 0) for p in pieces], "DRAM")
             handle = agent.initialize_xfer("READ", here, there, self._peer)
             agent.send_notif(self._peer, b"reads")
             state = agent.transfer(handle)
-            while state == "PROC" and time.monotonic() <= self._readers.deadline(
-                deadline, _FAREWELL_S
-            ):
+            while state == "PROC" and time.monotonic() <= self.shortened(deadline, _FAREWELL_S):
                 time.sleep(_PAUSE_S)
                 state = agent.check_xfer_state(handle)
             if state == "DONE":
@@ -153,23 +142,10 @@ class NixlLink:
 
     def _release(self) -> None:
         agent, self.agent = self.agent, None
-        if self._has_failed:
+        if self.has_failed:
             self._abandoned.append(agent)
         elif agent is not None:
             _settle(agent)
-
-    def close(self) -> None:
-        self._readers.close()
-
-
-def _load() -> Any:
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    try:
-        return importlib.import_module("nixl._api")
-    except ImportError as error:
-        raise TransportError(
-            f"NIXL cannot be loaded ({error}): pip install 'pagoda-llm[nixl]'"
-        ) from None
 
 
 def _new_agent(nixl: Any, regions: Sequence[Region]) -> Any:

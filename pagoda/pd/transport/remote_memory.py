@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -77,81 +80,91 @@ def batches(spans: Iterable[Span], most_bytes: int, most_spans: int) -> Iterator
         yield batch
 
 
-class Readers:
-    """Counts the reads of a link, so that its resources are released when it is closed and no read is left.
+class BatchedLink(ABC):
+    """A `MemoryLink` that reads in batches.
 
-    Closing does not wait for reads.
+    Closing does not wait for reads: what they need is released when no read is left.
     """
 
-    def __init__(self, release: Callable[[], None]) -> None:
-        """`release` is called once, when no thread reads or will read, by `close` or by the last read."""
-        self._release = release
+    most_bytes: int
+    most_spans: int = sys.maxsize
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = regions
         self._turn = threading.Lock()
-        """Held by a thread in `read_batches`."""
+        """Held by the one thread that reads."""
+        self.has_failed = False
+        """A read has failed, for which something may still be written."""
         self._lock = threading.Lock()
+        """Guards all that follows."""
         self._num_reads = 0
         self._closed_at: float | None = None
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed_at is not None
+    @abstractmethod
+    def _read(self, pieces: list[Piece], deadline: float) -> None:
+        """
+        Raises:
+            TransportError: not all pieces were read. The link is closed.
+        """
 
-    def deadline(self, deadline: float, farewell_s: float) -> float:
+    @abstractmethod
+    def _release(self) -> None:
+        """`close`, or the last read after it, calls this once, when no thread reads or will read."""
+
+    def read(self, spans: Sequence[Span], deadline: float) -> None:
+        with self._reading(), self._turn:
+            for batch in batches(spans, self.most_bytes, self.most_spans):
+                self._check()
+                check_time(deadline)
+                pieces = find_pieces(self._regions, batch)
+                try:
+                    self._read(pieces, deadline)
+                except TransportError:
+                    self.has_failed = True
+                    self.close()
+                    raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock:
+            self._check()
+            self._num_reads += 1
+        try:
+            yield
+            self._check()
+        finally:
+            with self._lock:
+                self._num_reads -= 1
+                is_last = self._closed_at is not None and self._num_reads == 0
+            if is_last:
+                self._release()
+
+    def _check(self) -> None:
+        if self._closed_at is not None:
+            raise TransportError("the connection was closed")
+
+    def shortened(self, deadline: float, farewell_s: float) -> float:
         """Returns `deadline`, or an earlier one: `farewell_s` after the link was closed."""
         closed_at = self._closed_at
         return deadline if closed_at is None else min(deadline, closed_at + farewell_s)
 
-    def check(self) -> None:
-        """
-        Raises:
-            TransportError: the link has been closed.
-        """
-        if self.is_closed:
-            raise TransportError("the connection was closed")
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """
-        Raises:
-            TransportError: the link has been closed, before or meanwhile.
-        """
-        with self._lock:
-            self.check()
-            self._num_reads += 1
-        try:
-            yield
-            self.check()
-        finally:
-            with self._lock:
-                self._num_reads -= 1
-                is_last = self.is_closed and self._num_reads == 0
-            if is_last:
-                self._release()
-
-    def read_batches(
-        self,
-        read: Callable[[list[Piece]], None],
-        batches: Iterable[list[Span]],
-        regions: Sequence[Region],
-        deadline: float,
-    ) -> None:
-        """Calls `read` with each batch of spans of `regions`, for one thread at a time.
-
-        Raises:
-            TransportError: the link has been closed, there is no such memory, or it is later than `deadline`.
-        """
-        with self.reading(), self._turn:
-            for batch in batches:
-                self.check()
-                check_time(deadline)
-                read(find_pieces(regions, batch))
-
     def close(self) -> None:
         """Closes the link; callable twice, from any thread, also from one that reads."""
         with self._lock:
-            if self.is_closed:
+            if self._closed_at is not None:
                 return
             self._closed_at = time.monotonic()
             is_idle = self._num_reads == 0
         if is_idle:
             self._release()
+
+
+def load_library(module: str, name: str, remedy: str) -> Any:
+    """
+    Raises:
+        TransportError: `module` of the library `name` cannot be loaded.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise TransportError(f"{name} cannot be loaded ({error}): {remedy}") from None

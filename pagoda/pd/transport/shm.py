@@ -16,7 +16,6 @@ import secrets
 import select
 import socket
 import struct
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -24,27 +23,11 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.pd.transport.base import Access, MemoryFile, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.proof import (
-    Prover,
-    keep_trying,
-    new_export_id,
-    receive,
-    send_all,
-    wait_until,
-)
-from pagoda.pd.transport.remote_memory import (
-    Readers,
-    batches,
-    check_time,
-    find_pieces,
-    read_descriptor,
-)
+from pagoda.pd.transport.base import Access, OwnMemory, Region, TransportError
+from pagoda.pd.transport.proof import Prover, keep_trying, new_export_id, wait_until
+from pagoda.pd.transport.remote_memory import BatchedLink, Piece, check_time, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer
 
-_BATCH_BYTES = 2**26
-"""Bytes after which a copy checks if it may continue. Large copies bypass the processor's caches (glibc), which
-is a third faster."""
 _SEAL_FUTURE_WRITE = 0x10
 """`F_SEAL_FUTURE_WRITE` (Linux 5.1): only mappings that exist may be written to. `fcntl` has no name for it."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
@@ -71,11 +54,8 @@ class ShmDescriptor(msgspec.Struct, frozen=True):
     """Boot id of the host: another host may have a socket of the same name."""
     name: str
     export_id: bytes
-
-
-class _Layout(msgspec.Struct, frozen=True):
-    offsets: list[int]
-    sizes: list[int]
+    regions: list[Region]
+    """Regions of the file; the address of each is its offset in it."""
 
 
 class ShmTransport:
@@ -84,34 +64,36 @@ class ShmTransport:
         self._access = access
 
     def export(self) -> ShmListener:
-        if self._memory.file is None:
-            raise TransportError("the KV cache is not in memory that processes can share")
-        return ShmListener(self._memory.regions, self._memory.file, self._access.secret)
+        return ShmListener(self._memory, self._access.secret)
 
     def connect(self, descriptor: bytes, deadline: float) -> ShmLink:
         return ShmLink(descriptor, self._access.secret, deadline)
 
 
 class ShmListener:
-    def __init__(self, regions: Sequence[Region], file: MemoryFile, secret: bytes) -> None:
+    def __init__(self, memory: OwnMemory, secret: bytes) -> None:
         """
         Raises:
-            TransportError: the system does not allow such a socket.
+            TransportError: the memory cannot be shared, or the system does not allow such a socket.
         """
-        self._descriptor_of_file = file.descriptor
-        sizes = [region.num_bytes for region in regions]
-        self._layout = msgspec.msgpack.encode(_Layout(list(file.offsets), sizes))
+        file = memory.file
+        if file is None:
+            raise TransportError("the KV cache is not in memory that processes can share")
+        self._file = file.descriptor
+        sizes = (region.num_bytes for region in memory.regions)
+        regions = list(map(Region, file.offsets, sizes))
         export_id = new_export_id()
         self.prover = Prover(secret, export_id)
         name = f"pagoda-kv-{secrets.token_hex(16)}"
         try:
-            fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(f"\0{name}")
         except OSError as error:
             raise TransportError(f"memory cannot be shared here: {error}") from None
-        descriptor = ShmDescriptor(_boot_id(), name, export_id)
-        self.descriptor = msgspec.msgpack.encode(descriptor)
+        self.descriptor = msgspec.msgpack.encode(
+            ShmDescriptor(_boot_id(), name, export_id, regions)
+        )
         self._server = StreamServer(listener, self._admit, self._serve, "kv-shm-export")
 
     def close(self) -> None:
@@ -124,15 +106,16 @@ class ShmListener:
 
     def _serve(self, stream: socket.socket) -> None:
         wait_until(stream, time.monotonic() + HANDSHAKE_S)
-        length = len(self._layout).to_bytes(4, "little")
-        socket.send_fds(stream, [length], [self._descriptor_of_file])
-        send_all(stream, self._layout, time.monotonic() + HANDSHAKE_S)
+        socket.send_fds(stream, [b"\0"], [self._file])
         stream.settimeout(None)
         stream.recv(1)  # until the reader has gone, or the export is closed
 
 
-class ShmLink:
+class ShmLink(BatchedLink):
     """The exported memory, mapped into this process."""
+
+    most_bytes = 2**26
+    """Large copies bypass the processor's caches (glibc), which is a third faster."""
 
     def __init__(self, descriptor: bytes, secret: bytes, deadline: float) -> None:
         """
@@ -148,7 +131,7 @@ class ShmLink:
             self._stream = keep_trying(enter, deadline)
         except OSError as error:
             raise TransportError(f"its process cannot be reached: {error}") from None
-        self._readers = Readers(self._unmap)
+        super().__init__([Region(self._address + at, size) for at, size in remote.regions])
 
     def _enter(self, remote: ShmDescriptor, prover: Prover, deadline: float) -> socket.socket:
         with contextlib.ExitStack() as opened:
@@ -159,59 +142,44 @@ class ShmLink:
             stream.connect(f"\0{remote.name}")
             _check_user(stream)
             prover.enter(stream, b"", 0, deadline)
-            self._take_memory(stream, deadline)
+            self._take_memory(stream, remote.regions, deadline)
             opened.pop_all()
         return stream
 
-    def _take_memory(self, stream: socket.socket, deadline: float) -> None:
+    def _take_memory(
+        self, stream: socket.socket, regions: Sequence[Region], deadline: float
+    ) -> None:
         wait_until(stream, deadline)
-        length, descriptors, _, _ = socket.recv_fds(stream, 4, 1)
+        _, descriptors, _, _ = socket.recv_fds(stream, 1, 1)
         if not descriptors:
             raise ConnectionResetError("it hung up")
-        (descriptor,) = descriptors
         try:
-            if len(length) < 4:
-                length += receive(stream, 4 - len(length), deadline)
-            count = int.from_bytes(length, "little")
-            layout = msgspec.msgpack.decode(receive(stream, count, deadline), type=_Layout)
-            self._map(descriptor, layout)
+            self._map(descriptors[0], regions)
         finally:
-            os.close(descriptor)
+            os.close(descriptors[0])
 
-    def _map(self, descriptor: int, layout: _Layout) -> None:
+    def _map(self, descriptor: int, regions: Sequence[Region]) -> None:
         self._size = os.fstat(descriptor).st_size
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if not seals & fcntl.F_SEAL_SHRINK:
             raise TransportError("its memory could be taken away while it is read")
-        places = list(zip(layout.offsets, layout.sizes, strict=True))
-        if any(offset + num_bytes > self._size for offset, num_bytes in places):
+        if not all(0 <= at <= at + num_bytes <= self._size for at, num_bytes in regions):
             raise TransportError("its memory is smaller than it says")
         address = _libc.mmap(None, self._size, _PROT_READ, _MAP_SHARED, descriptor, 0)
         if address in (None, _MAP_FAILED):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._address: int = address
-        self._regions = [Region(address + offset, num_bytes) for offset, num_bytes in places]
 
-    def read(self, spans: Sequence[Span], deadline: float) -> None:
-        with self._readers.reading():
-            for batch in batches(spans, _BATCH_BYTES, sys.maxsize):
-                for piece in find_pieces(self._regions, batch):
-                    ctypes.memmove(piece.target, piece.source, piece.num_bytes)
-                self._check(deadline)
-
-    def _check(self, deadline: float) -> None:
-        """Makes sure that copied bytes count, and more may be copied."""
-        self._readers.check()
+    def _read(self, pieces: list[Piece], deadline: float) -> None:
+        for piece in pieces:
+            ctypes.memmove(piece.target, piece.source, piece.num_bytes)
         poller = select.poll()
         poller.register(self._stream, select.POLLIN)
         if poller.poll(0):  # the exporter never sends anything more
             raise TransportError("its process has closed its memory, or has ended")
         check_time(deadline)
 
-    def close(self) -> None:
-        self._readers.close()
-
-    def _unmap(self) -> None:
+    def _release(self) -> None:
         _libc.munmap(self._address, self._size)
         self._stream.close()
 

@@ -76,9 +76,7 @@ class TcpTransport:
         return TcpListener(self._memory.regions, self._access)
 
     def connect(self, descriptor: bytes, deadline: float) -> TcpLink:
-        link = TcpLink(descriptor, self._access)
-        link.connect(deadline)
-        return link
+        return TcpLink(descriptor, self._access, deadline)
 
 
 class TcpListener:
@@ -97,7 +95,12 @@ class TcpListener:
         self._tls = {wish: tls_context(ssl.PROTOCOL_TLS_SERVER, wish) for wish in _CIPHERS}
         export_id = new_export_id()
         self.prover = Prover(access.secret, export_id)
-        listener = _listen(access.host)
+        listener = socket.socket()
+        try:
+            listener.bind((access.host, 0))
+        except OSError as error:
+            listener.close()
+            raise TransportError(f"{access.host} is no address of this host: {error}") from None
         port: int = listener.getsockname()[1]
         self.descriptor = msgspec.msgpack.encode(
             TcpDescriptor(access.host, port, export_id, access.encrypts)
@@ -164,10 +167,10 @@ class TcpListener:
 class TcpLink:
     """Streams to one exporter. A large read uses several at once, and concurrent reads use others."""
 
-    def __init__(self, descriptor: bytes, access: Access) -> None:
+    def __init__(self, descriptor: bytes, access: Access, deadline: float) -> None:
         """
         Raises:
-            TransportError: it is no descriptor of this transport.
+            TransportError: the exporter is not there until `deadline`, or refuses this reader.
         """
         self._remote = read_descriptor(descriptor, TcpDescriptor)
         self.prover = Prover(access.secret, self._remote.export_id)
@@ -180,13 +183,6 @@ class TcpLink:
         self._idle: list[socket.socket] = []
         self._busy: set[socket.socket] = set()
         self._is_closed = False
-
-    def connect(self, deadline: float) -> None:
-        """Finds out if the exporter is there.
-
-        Raises:
-            TransportError: it is not, or refuses this reader.
-        """
         self._put_back(self._take(deadline))
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
@@ -350,16 +346,6 @@ def _advance(buffers: list[Any], first: int, count: int) -> int:
         count -= size
         first += 1
     return first
-
-
-def _listen(host: str) -> socket.socket:
-    listener = socket.socket()
-    try:
-        listener.bind((host, 0))
-    except OSError as error:
-        listener.close()
-        raise TransportError(f"{host} is no address of this host: {error}") from None
-    return listener
 
 
 def tls_context(side: int, kind: int = PLAIN) -> ssl.SSLContext:

@@ -1,7 +1,7 @@
 """A trace as Chrome's trace-event format has it, which Perfetto and `chrome://tracing` open.
 
-Times are microseconds there. They are written with three decimals, so that no nanosecond is lost, and spans of a
-row from the outer to the inner, so that a reader who goes by their order nests them alike.
+Times are microseconds there. They are written with three decimals, so that no nanosecond is lost. An outer span
+comes before the spans within it, so that a reader who goes by their order nests them alike.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,6 +33,35 @@ from pagoda.telemetry.merge.steps import (
 )
 
 _COMPRESSION = 5
+_NOTHING = msgspec.Raw()
+
+
+class _Event(msgspec.Struct, omit_defaults=True, gc=False):
+    """An event in the file, one a line; which fields there are depends on the phase `ph`."""
+
+    ph: str
+    pid: int
+    tid: int = 0
+    name: str = ""
+    cat: str = ""
+    ts: msgspec.Raw = _NOTHING
+    dur: msgspec.Raw = _NOTHING
+    args: msgspec.Raw = _NOTHING
+    s: str = ""
+    """The scope of an instant."""
+    id: int = 0
+    """The number of a flow."""
+    bp: str = ""
+    """The binding point of a flow."""
+
+
+def _microseconds(ns: int) -> msgspec.Raw:
+    return msgspec.Raw(b"%d.%03d" % divmod(ns, 1000))
+
+
+def _nanoseconds(microseconds: msgspec.Raw) -> int:
+    """Raises ValueError if `_microseconds` did not write the time."""
+    return int(bytes(microseconds).replace(b".", b""))
 
 
 def write_chrome_trace(trace: Trace, path: Path) -> int:
@@ -45,38 +74,33 @@ def write_chrome_trace(trace: Trace, path: Path) -> int:
     """
     part = path.with_name(f"{path.name}.part")
     try:
-        with _open(part, compressed=path.suffix == ".gz") as file:
+        with (
+            gzip.open(part, "wb", _COMPRESSION)
+            if path.suffix == ".gz"
+            else open(part, "wb") as file
+        ):
             num_flows = _write(trace, file.write)
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise ConfigError(
-            f"--output: {path} cannot be written: {error.strerror or error}."
-        ) from error
+        raise ConfigError(f"--output: cannot write {path}: {error.strerror or error}.") from error
     return num_flows
 
 
-def _open(path: Path, *, compressed: bool) -> TextIO:
-    if compressed:
-        return gzip.open(path, "wt", compresslevel=_COMPRESSION, encoding="utf-8")
-    return open(path, "w", encoding="utf-8")
-
-
-def _write(trace: Trace, write: Callable[[str], Any]) -> int:
-    write('{"displayTimeUnit":"ms","otherData":' + _json(_other_data(trace)))
-    write(',"traceEvents":[')
-    separator = "\n"
-    num_flows = 0
-    for process in trace.processes:
-        for event in _events_of(process):
-            write(separator + event)
-            separator = ",\n"
-    for num_flows, flow in enumerate(_flows_of(trace), start=1):
-        for event in _flow_events(flow, num_flows):
-            write(separator + event)
-            separator = ",\n"
-    write("\n]}\n")
-    return num_flows
+def _write(trace: Trace, write: Callable[[bytes], Any]) -> int:
+    encode = msgspec.json.Encoder().encode
+    write(b'{"displayTimeUnit":"ms","otherData":' + encode(_other_data(trace)))
+    write(b',"traceEvents":[')
+    flows = list(_flows_of(trace))
+    separator = b"\n"
+    for event in chain(
+        *map(_events_of, trace.processes),
+        *(_flow_events(flow, number) for number, flow in enumerate(flows, start=1)),
+    ):
+        write(separator + encode(event))
+        separator = b",\n"
+    write(b"\n]}\n")
+    return len(flows)
 
 
 def _other_data(trace: Trace) -> dict[str, Any]:
@@ -99,25 +123,38 @@ def _other_data(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _events_of(process: Process) -> Iterator[str]:
-    yield from _names_of(process)
-    category = _json(process.header.storey)
+def _events_of(process: Process) -> Iterator[_Event]:
+    pid = process.pid
+
+    def describe(what: str, tid: int, **args: object) -> _Event:
+        return _Event("M", pid, tid, what, args=msgspec.Raw(msgspec.json.encode(args)))
+
+    def span(it: Span, tid: int, category: str, args: bytes) -> _Event:
+        start, duration = _microseconds(it.start), _microseconds(it.end - it.start)
+        said = msgspec.Raw(args) if args else _NOTHING
+        return _Event("X", pid, tid, it.name, category, start, duration, said)
+
+    yield describe("process_name", pid, name=process.name)
+    yield describe("process_sort_index", pid, sort_index=pid)
+    for index, row in enumerate(process.rows):
+        yield describe("thread_name", row.tid, name=row.name)
+        yield describe("thread_sort_index", row.tid, sort_index=index)
+    category = process.header.storey
     operations = operations_of(process)
     for row in process.rows:
-        place = f'"pid":{process.pid},"tid":{row.tid}'
-        for index, span in enumerate(row.spans):
-            if b'"ops_ns"' not in span.args or _has_inner(row, index):
-                yield _span_event(span, place, category)
+        for index, it in enumerate(row.spans):
+            if b'"ops_ns"' not in it.args or _has_inner(row, index):
+                yield span(it, row.tid, category, it.args)
                 continue
-            bare = {name: it for name, it in arguments(span.args).items() if name != "ops_ns"}
-            args = msgspec.json.encode(bare) if bare else b""
-            yield _span_event(Span(span.start, span.end, span.name, args), place, category)
-            for inner, kind in operation_spans(span, operations):
-                yield _span_event(inner, place, _json(kind))
-    for moment in process.instants:
-        yield _moment_event("i", moment, process.pid, ',"s":"t"')
-    for moment in process.counters:
-        yield _moment_event("C", moment, process.pid, "")
+            bare = {name: value for name, value in arguments(it.args).items() if name != "ops_ns"}
+            yield span(it, row.tid, category, msgspec.json.encode(bare) if bare else b"")
+            for inner, kind in operation_spans(it, operations):
+                yield span(inner, row.tid, kind, b"")
+    for phase, scope, moments in (("i", "t", process.instants), ("C", "", process.counters)):
+        for moment in moments:
+            at = _microseconds(moment.at)
+            args = msgspec.Raw(moment.args) if moment.args else _NOTHING
+            yield _Event(phase, pid, moment.tid, moment.name, ts=at, args=args, s=scope)
 
 
 def _has_inner(row: Row, index: int) -> bool:
@@ -126,55 +163,12 @@ def _has_inner(row: Row, index: int) -> bool:
     return index + 1 < len(row.spans) and row.spans[index + 1].start < span.end
 
 
-def _names_of(process: Process) -> Iterator[str]:
-    yield _name_event("process_name", process.pid, process.pid, {"name": process.name})
-    yield _name_event("process_sort_index", process.pid, process.pid, {"sort_index": process.pid})
-    for index, row in enumerate(process.rows):
-        yield _name_event("thread_name", process.pid, row.tid, {"name": row.name})
-        yield _name_event("thread_sort_index", process.pid, row.tid, {"sort_index": index})
-
-
-def _name_event(name: str, pid: int, tid: int, args: dict[str, Any]) -> str:
-    return f'{{"ph":"M","name":"{name}","pid":{pid},"tid":{tid},"args":{_json(args)}}}'
-
-
-def _span_event(span: Span, place: str, category: str) -> str:
-    args = f',"args":{span.args.decode()}' if span.args else ""
-    return (
-        f'{{"ph":"X","name":{_quoted(span.name)},"cat":{category},"ts":{_microseconds(span.start)},'
-        f'"dur":{_microseconds(span.end - span.start)},{place}{args}}}'
-    )
-
-
-def _moment_event(phase: str, moment: Moment, pid: int, more: str) -> str:
-    args = f',"args":{moment.args.decode()}' if moment.args else ""
-    return (
-        f'{{"ph":"{phase}","name":{_quoted(moment.name)},"ts":{_microseconds(moment.at)},'
-        f'"pid":{pid},"tid":{moment.tid}{more}{args}}}'
-    )
-
-
-def _flow_events(points: Sequence[_Point], number: int) -> Iterator[str]:
+def _flow_events(points: Sequence[_Point], number: int) -> Iterator[_Event]:
     last = len(points) - 1
     for index, point in enumerate(points):
         phase = "s" if index == 0 else "f" if index == last else "t"
-        yield (
-            f'{{"ph":"{phase}","name":"request","cat":"request","id":{number},"bp":"e",'
-            f'"ts":{_microseconds(point.at)},"pid":{point.pid},"tid":{point.tid}}}'
-        )
-
-
-def _microseconds(ns: int) -> str:
-    return f"{ns // 1000}.{ns % 1000:03d}"
-
-
-@lru_cache(1024)
-def _quoted(name: str) -> str:
-    return _json(name)
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+        at = _microseconds(point.at)
+        yield _Event(phase, point.pid, point.tid, "request", "request", at, id=number, bp="e")
 
 
 _WAYPOINTS = frozenset({"queued", "waiting for KV", "preempted", "recovering"})
@@ -230,26 +224,15 @@ def _point(pid: int, tid: int, span: Span, at: int) -> Iterator[_Point]:
 _GZIP = b"\x1f\x8b"
 
 
-class _Event(msgspec.Struct, gc=False):
-    ph: str
-    name: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    pid: int = 0
-    tid: int = 0
-    args: msgspec.Raw = msgspec.Raw()
-
-
-class _ProcessData(msgspec.Struct):
+class _ProcessData(ProcessHeader, frozen=True, kw_only=True):
     parent: int | None = None
     clock: ClockSource = "main"
-    descriptions: dict[str, Any] = {}
+    descriptions: dict[str, Any] = msgspec.field(default_factory=dict)
     began: tuple[int, ...] = ()
 
 
 class _OtherData(msgspec.Struct):
-    processes: dict[int, msgspec.Raw]
-    """The fields of `_ProcessData` and of a `ProcessHeader` together."""
+    processes: dict[int, _ProcessData]
     began_ns: int = 0
     notes: tuple[str, ...] = ()
 
@@ -266,47 +249,35 @@ def read_chrome_trace(path: Path) -> Trace:
         ConfigError: the file cannot be read, or somebody else has written it.
     """
     try:
-        with _open_any(path) as file:
-            return _read(file)
+        with open(path, "rb") as file:
+            is_packed = file.peek(len(_GZIP)).startswith(_GZIP)
+            return _read(gzip.GzipFile(fileobj=file) if is_packed else file)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path} cannot be read: {reason}.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError, KeyError) as error:
         raise ConfigError(
             f"{path} is no trace that `pagoda trace merge` made ({error})."
         ) from error
 
 
-def _open_any(path: Path) -> BufferedReader | gzip.GzipFile:
-    with open(path, "rb") as file:
-        is_packed = file.read(len(_GZIP)) == _GZIP
-    return gzip.open(path) if is_packed else open(path, "rb")
-
-
 def _read(file: BufferedReader | gzip.GzipFile) -> Trace:
     head = msgspec.json.decode(file.readline().rstrip() + b"]}", type=_Head).other_data
-    processes = {}
-    for pid, data in sorted(head.processes.items()):
-        header = msgspec.json.decode(data, type=ProcessHeader)
-        own = msgspec.json.decode(data, type=_ProcessData)
-        processes[pid] = Process(pid, header.role, header, **msgspec.structs.asdict(own))
+    processes = {
+        pid: Process(pid, it.role, it, it.parent, it.clock, it.descriptions, it.began)
+        for pid, it in sorted(head.processes.items())
+    }
     rows: dict[tuple[int, int], Row] = {}
-    for event in _events(file):
+    decode = msgspec.json.Decoder(_Event).decode
+    for line in iter(file.readline, b"]}\n"):
+        event = decode(line.rstrip(b",\n"))
         _place(event, processes[event.pid], rows)
     return Trace(list(processes.values()), head.began_ns, head.notes)
 
 
-def _events(file: Iterable[bytes]) -> Iterator[_Event]:
-    decoder = msgspec.json.Decoder(_Event)
-    for line in file:
-        if line.startswith(b"]"):
-            return
-        yield decoder.decode(line.rstrip(b",\n"))
-
-
 def _place(event: _Event, process: Process, rows: dict[tuple[int, int], Row]) -> None:
     args = bytes(event.args)
-    at = round(event.ts * 1000)
+    at = _nanoseconds(event.ts) if event.ts else 0
     match event.ph:
         case "M" if event.name == "process_name":
             process.name = msgspec.json.decode(args, type=RowName).name
@@ -315,7 +286,7 @@ def _place(event: _Event, process: Process, rows: dict[tuple[int, int], Row]) ->
             rows[event.pid, event.tid] = row
             process.rows.append(row)
         case "X":
-            end = at + round(event.dur * 1000)
+            end = at + _nanoseconds(event.dur)
             span = Span(at, end, sys.intern(event.name), args)
             rows[event.pid, event.tid].spans.append(span)
         case "i":

@@ -71,9 +71,9 @@ class Process:
     counters: list[Moment] = field(default_factory=list)
 
     @property
-    def main(self) -> Row | None:
+    def main(self) -> Row:
         """The row of the process's own work."""
-        return next((row for row in self.rows if row.tid == self.pid), None)
+        return next((row for row in self.rows if row.tid == self.pid), Row(self.pid, "main", []))
 
     def description(self, name: str, kind: type[T]) -> T | None:
         """A thing that the process has described, such as `forward_ops`; None if it has not."""

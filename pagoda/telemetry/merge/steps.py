@@ -62,7 +62,7 @@ def steps_of(trace: Trace) -> dict[int, list[Step]]:
     steps = {engine.pid: _engine_steps(engine) for engine in engines}
     numbered = {pid: _numbered(found) for pid, found in steps.items()}
     for worker in trace.processes:
-        if worker.header.storey == "worker" and worker.main is not None:
+        if worker.header.storey == "worker":
             own = [numbered[engine.pid] for engine in engines_of(worker, engines)]
             for number, place in _worker_steps(worker, worker.main):
                 step = _nearest([it for index in own for it in index.get(number, ())], place.span)
@@ -84,8 +84,8 @@ def steps_by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
 def _engine_steps(engine: Process) -> list[Step]:
     found = []
     for row in engine.rows:
-        for span in row.spans:
-            if span.name == "step" and row is not engine.main:
+        for span in row.spans if row.tid != engine.pid else ():
+            if span.name == "step":
                 told = read_args(span.args, StepArgs)
                 if told is not None:
                     found.append(Step(PlacedSpan(engine.pid, row.tid, span), told))

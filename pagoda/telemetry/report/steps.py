@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean as mean
 
 import msgspec
 
-from pagoda.telemetry.merge.model import Process, Row, read_args
+from pagoda.telemetry.merge.model import Process, Row, Span, read_args
 from pagoda.telemetry.merge.steps import Operations, Step, operations_of, operations_within
 from pagoda.telemetry.report.data import (
     EngineReport,
@@ -67,18 +67,16 @@ def step_times(worker: Process) -> Iterator[Interval]:
     return _times(worker, "step")
 
 
-def _times(worker: Process, name: str) -> Iterator[Interval]:
-    spans = worker.main.spans if worker.main is not None else []
-    return ((span.start, span.end) for span in spans if span.name == name)
+def _times(process: Process, name: str) -> Iterator[Interval]:
+    return ((span.start, span.end) for span in process.main.spans if span.name == name)
 
 
 def engine_report(
     engine: Process, steps: Sequence[Step], workers: Mapping[int, Sequence[Interval]]
 ) -> EngineReport:
     """`workers`: when each worker of this engine was working, by its `pid`."""
-    main = engine.main.spans if engine.main is not None else []
     present = _present(engine)
-    loop = {name: sum(it.end - it.start for it in main if it.name == name) / 1e9 for name in _LOOP}
+    loop = {name: sum(end - start for start, end in _times(engine, name)) / 1e9 for name in _LOOP}
     steps = [step for step in steps if step.is_whole]
     busy = union(it for intervals in workers.values() for it in intervals)
     whole = own = waited = 0
@@ -116,15 +114,37 @@ def _present(engine: Process) -> list[Interval]:
     )
 
 
+@dataclass
+class _WorkerStep:
+    span: Span
+    batch: _Batch
+    inner: list[int] = field(default_factory=list)
+    """Places of the spans within the step, in its row."""
+
+
+def _steps(row: Row) -> list[_WorkerStep]:
+    """Steps of a worker; spans outside of steps, such as those of start-up, are left out."""
+    steps: list[_WorkerStep] = []
+    for index, span in enumerate(row.spans):
+        if span.name == "step":
+            steps.append(_WorkerStep(span, read_args(span.args, _Batch) or _Batch()))
+        elif steps and span.end <= steps[-1].span.end:
+            steps[-1].inner.append(index)
+    return steps
+
+
 def worker_report(worker: Process, engines: Sequence[Process]) -> WorkerReport | None:
     """None for a worker that computed nothing. `engines` may have been those that it worked for."""
     row = worker.main
-    steps = [] if row is None else [span for span in row.spans if span.name == "step"]
-    if row is None or not steps:
+    steps = _steps(row)
+    if not steps:
         return None
+    took = dict.fromkeys(_PHASES, 0)
+    for span in (row.spans[index] for step in steps for index in step.inner):
+        if span.name in took:
+            took[span.name] += span.end - span.start
     present = union(it for engine in engines for it in _present(engine))
-    busy = union((span.start, span.end) for span in steps)
-    took = _phase_times(row)
+    busy = union((step.span.start, step.span.end) for step in steps)
     between = covered(present, busy[0][0], busy[-1][1]) - sum(
         covered(present, start, end) for start, end in busy
     )
@@ -135,21 +155,9 @@ def worker_report(worker: Process, engines: Sequence[Process]) -> WorkerReport |
         name=worker.name,
         num_steps=len(steps),
         parts=parts_of(seconds, sum(seconds.values())),
-        operations=_operation_reports(worker, row),
-        forwards=_forward_reports(worker, row),
+        operations=_operation_reports(worker, steps),
+        forwards=_forward_reports(worker, steps),
     )
-
-
-def _phase_times(row: Row) -> dict[str, int]:
-    """Nanoseconds in steps, by phase; what start-up did is none."""
-    took = dict.fromkeys(_PHASES, 0)
-    step_end = -1
-    for span in row.spans:
-        if span.name == "step":
-            step_end = span.end
-        elif span.name in took and span.end <= step_end:
-            took[span.name] += span.end - span.start
-    return took
 
 
 # ---- forward passes
@@ -162,22 +170,22 @@ class _Kind:
     flops: float = 0.0
 
 
-def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]:
+def _operation_reports(
+    worker: Process, steps: Sequence[_WorkerStep]
+) -> tuple[OperationReport, ...]:
     """Operations by kind, the longest time first."""
+    row = worker.main
     operations, model = operations_of(worker), worker.description("model", _Model) or _Model()
     costs = _costs(operations)
     kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
-    batch = _Batch()
-    for index, span in enumerate(row.spans):
-        if span.name == "step":
-            batch = read_args(span.args, _Batch) or _Batch()
-        elif span.name == "forward":
+    for tokens, index in ((step.batch.tokens, index) for step in steps for index in step.inner):
+        if row.spans[index].name == "forward":
             for name, kind, ns in operations_within(row, index, operations):
                 num_bytes, flops_per_token = costs.get(name, (0.0, 0.0))
-                share = model.share_of_experts(batch.tokens) if kind == "experts" else 1.0
+                share = model.share_of_experts(tokens) if kind == "experts" else 1.0
                 kinds[kind].ns += ns
                 kinds[kind].num_bytes += num_bytes * share
-                kinds[kind].flops += flops_per_token * batch.tokens
+                kinds[kind].flops += flops_per_token * tokens
     total = sum(kind.ns for kind in kinds.values())
     ordered = sorted(kinds.items(), key=lambda it: -it[1].ns)
     return tuple(
@@ -208,15 +216,18 @@ def _costs(operations: Operations) -> dict[str, tuple[float, float]]:
     }
 
 
-def _forward_reports(worker: Process, row: Row) -> tuple[ForwardReport, ...]:
+def _forward_reports(worker: Process, steps: Sequence[_WorkerStep]) -> tuple[ForwardReport, ...]:
     """Rates of steps in which every request computed one token, and of other steps."""
     model = worker.description("model", _Model) or _Model()
     if not model.weight_bytes:
         return ()
     found: defaultdict[str, list[tuple[_Batch, int]]] = defaultdict(list)
-    for batch, ns in _passes(row):
-        if ns:
-            found["decode" if batch.tokens <= batch.seqs else "with prompts"].append((batch, ns))
+    spans = worker.main.spans
+    for step in steps:
+        inner = (spans[index] for index in step.inner)
+        if ns := sum(it.end - it.start for it in inner if it.name == "forward"):
+            is_decode = step.batch.tokens <= step.batch.seqs
+            found["decode" if is_decode else "with prompts"].append((step.batch, ns))
     return tuple(_forward_report(name, passes, model) for name, passes in sorted(found.items()))
 
 
@@ -227,26 +238,11 @@ def _forward_report(
     tokens = sum(batch.tokens for batch, _ in passes)
     context = sum(batch.context_tokens for batch, _ in passes)
     weights = sum(model.weights_read(batch.tokens) for batch, _ in passes)
-    num_bytes = weights + model.kv_bytes_per_token * context
     return ForwardReport(
         steps=name,
         count=len(passes),
         tokens=tokens,
         seconds=seconds,
-        bytes_per_s=num_bytes / seconds,
+        bytes_per_s=(weights + model.kv_bytes_per_token * context) / seconds,
         flops_per_s=model.flops_per_token * tokens / seconds,
     )
-
-
-def _passes(row: Row) -> list[tuple[_Batch, int]]:
-    """The batch of each step, and its nanoseconds of forward pass."""
-    found: list[tuple[_Batch, int]] = []
-    step_end = -1
-    for span in row.spans:
-        if span.name == "step":
-            found.append((read_args(span.args, _Batch) or _Batch(), 0))
-            step_end = span.end
-        elif found and span.end <= step_end and span.name == "forward":
-            batch, ns = found[-1]
-            found[-1] = (batch, ns + span.end - span.start)
-    return found

@@ -1,14 +1,28 @@
-"""The KV tensors of one rank as bytes: what one block is in all its layers, one after the other."""
+"""Memory that holds KV: the tensors of one rank as bytes, slots in host memory, and memory that others can map."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
+import os
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
+from pagoda.messages.worker_config import WorkerConfig
+from pagoda.pd.transport.base import MemoryFile, Region
+from pagoda.pd.transport.choose import NEEDS_SHARED_MEMORY
+
+_ALIGNMENT = 64
+"""Alignment of slots in bytes: a line of the processor's cache."""
+_LARGE_PAGE = 2**21
+_MADV_POPULATE_WRITE = 23
+"""Takes all memory at once (Linux 5.14, `madvise(2)`); `mmap` has no name for it."""
 
 
 class _Part(NamedTuple):
@@ -39,12 +53,8 @@ class KVMemory:
                 block_bytes = tensor.nbytes // len(tensor)
                 self._parts.append(_Part(tensor.data_ptr(), block_bytes, offset))
                 offset += block_bytes
-        self._block_bytes = offset
+        self.block_bytes = offset
         self._num_blocks = len(caches[0].keys)
-
-    @property
-    def block_bytes(self) -> int:
-        return self._block_bytes
 
     @property
     def layout(self) -> str:
@@ -66,10 +76,10 @@ class KVMemory:
             ctypes.memmove(address + block_id * block_bytes, outside + offset, block_bytes)
 
     def _address(self, block_id: int, outside: memoryview) -> int:
-        if not 0 <= block_id < self._num_blocks or outside.nbytes != self._block_bytes:
+        if not 0 <= block_id < self._num_blocks or outside.nbytes != self.block_bytes:
             raise ValueError(
                 f"Block {block_id} of {self._num_blocks} does not go with {outside.nbytes} bytes, "
-                f"a block has {self._block_bytes}."
+                f"a block has {self.block_bytes}."
             )
         return _address_of(outside)
 
@@ -94,3 +104,96 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
 
 def _address_of(buffer: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+class HostArena:
+    """`num_slots` places of `block_bytes` each.
+
+    A thread takes the memory beforehand: a copy into new pages takes ten times as long as one into others, and
+    those that compute would wait for it. Slots can be used at once.
+    """
+
+    def __init__(self, num_bytes: int, block_bytes: int) -> None:
+        """
+        Raises:
+            ValueError: there is no room for one block.
+        """
+        self._block_bytes = block_bytes
+        self._stride = slot_bytes(block_bytes)
+        self.num_slots = num_bytes // self._stride
+        if self.num_slots < 1:
+            raise ValueError(f"{num_bytes} bytes do not hold a block of {block_bytes}.")
+        memory = mmap.mmap(-1, self.num_slots * self._stride)
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = memoryview(memory)
+        self.taking = threading.Thread(target=self._take, name="kv-arena", daemon=True)
+        self.taking.start()
+
+    def _take(self) -> None:
+        """Does not hold the interpreter. Where the kernel cannot, memory is taken as slots are used."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(len(self._memory)), _MADV_POPULATE_WRITE
+        )
+
+    def slot(self, index: int) -> memoryview:
+        if not 0 <= index < self.num_slots:
+            raise ValueError(f"There are {self.num_slots} slots, but no slot {index}.")
+        start = index * self._stride
+        return self._memory[start : start + self._block_bytes]
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """Bytes that a block takes in an arena."""
+    return -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def shares_kv(config: WorkerConfig) -> bool:
+    """True if workers of other engines may map this one's KV."""
+    handoff = config.kv_handoff
+    return (
+        handoff is not None
+        and handoff.role.holds_kv
+        and hasattr(os, "memfd_create")
+        and not NEEDS_SHARED_MEMORY.isdisjoint(handoff.transports)
+    )
+
+
+class SharedKVMemory:
+    """One file without a name, for some tensors. It is gone when nobody has it open or mapped.
+
+    What is never written takes no memory. Tensors begin at large pages, which the kernel uses where it is told to
+    (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
+    """
+
+    def __init__(self, num_bytes: int, num_tensors: int) -> None:
+        """Room for tensors of so many bytes together.
+
+        Raises:
+            OSError: the system has no such memory.
+        """
+        self._num_bytes = num_bytes + num_tensors * _LARGE_PAGE
+        self._descriptor = os.memfd_create("pagoda-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor, self._num_bytes)
+        self._memory = torch.frombuffer(
+            mmap.mmap(self._descriptor, self._num_bytes), dtype=torch.uint8
+        )
+        self._taken = 0
+
+    def new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """
+        Raises:
+            ValueError: there is no room for it.
+        """
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        tensor = self._memory[self._taken : self._taken + num_bytes]
+        if len(tensor) < num_bytes:
+            raise ValueError(f"There are no {num_bytes} bytes left of {self._num_bytes}.")
+        self._taken += -(-num_bytes // _LARGE_PAGE) * _LARGE_PAGE
+        return tensor.view(dtype).view(shape)
+
+    def file(self, regions: tuple[Region, ...]) -> MemoryFile:
+        """Describes the file and the offsets of `regions` in it."""
+        offsets = tuple(region.address - self._memory.data_ptr() for region in regions)
+        return MemoryFile(self._descriptor, self._num_bytes, offsets)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from pagoda.backend.base import KVCache
@@ -88,8 +87,10 @@ class _Offer(NamedTuple):
     region: int
     part: KVPart
 
-    def has(self, head: int) -> bool:
-        return self.part.first_head <= head < self.part.first_head + self.part.num_heads
+    @property
+    def end(self) -> int:
+        """First head behind the part."""
+        return self.part.first_head + self.part.num_heads
 
 
 def plan_slices(parts: Iterable[OwnPart], own_rank: int, peer: KVPeer) -> dict[int, list[Slice]]:
@@ -107,7 +108,7 @@ def plan_slices(parts: Iterable[OwnPart], own_rank: int, peer: KVPeer) -> dict[i
         head, end = own.part.first_head, own.part.first_head + own.part.num_heads
         while head < end:
             offer = _choose(offers, own.part, head, own_rank)
-            count = min(end, offer.part.first_head + offer.part.num_heads) - head
+            count = min(end, offer.end) - head
             slices.setdefault(offer.rank, []).append(_slice(own, offer, head, count))
             head += count
     return slices
@@ -116,7 +117,11 @@ def plan_slices(parts: Iterable[OwnPart], own_rank: int, peer: KVPeer) -> dict[i
 def _choose(
     offers: dict[tuple[int, str], list[_Offer]], wanted: KVPart, head: int, own_rank: int
 ) -> _Offer:
-    known = [offer for offer in offers.get((wanted.layer, wanted.kind), []) if offer.has(head)]
+    known = [
+        offer
+        for offer in offers.get((wanted.layer, wanted.kind), [])
+        if offer.part.first_head <= head < offer.end
+    ]
     what = f"{wanted.kind} of head {head} of layer {wanted.layer}"
     if not known:
         raise PlanError(f"it has no {what}")
@@ -142,39 +147,29 @@ def _slice(own: OwnPart, offer: _Offer, head: int, count: int) -> Slice:
 
 def find_runs(sources: Sequence[int], targets: Sequence[int]) -> list[Run]:
     """Pairs of blocks, in their order, put together where they can be."""
-    if not sources:
-        return []
-    starts = [0]
-    pairs = list(zip(sources, targets, strict=True))
-    for index, (before, pair) in enumerate(pairwise(pairs), 1):
-        if pair != (before[0] + 1, before[1] + 1):
-            starts.append(index)
-    return [Run(*pairs[start], end - start) for start, end in pairwise([*starts, len(pairs)])]
+    runs: list[Run] = []
+    for source, target in zip(sources, targets, strict=True):
+        last = runs[-1] if runs else Run(-1, -1, 0)
+        if last.length and (source, target) == (
+            last.source + last.length,
+            last.target + last.length,
+        ):
+            runs[-1] = last._replace(length=last.length + 1)
+        else:
+            runs.append(Run(source, target, 1))
+    return runs
 
 
 def make_spans(slices: Iterable[Slice], runs: Sequence[Run]) -> list[Span]:
     """Tensor by tensor, in which blocks that follow one another are one span if the whole block is read."""
-    single = [
-        (run.source + number, run.target + number) for run in runs for number in range(run.length)
-    ]
-    spans: list[Span] = []
-    for piece in slices:
-        region, offset, step, target, target_step, size = (
+    single = [Run(run.source + n, run.target + n, 1) for run in runs for n in range(run.length)]
+    return [
+        Span(
             piece.region,
-            piece.source_offset,
-            piece.source_stride,
-            piece.target,
-            piece.target_stride,
-            piece.num_bytes,
+            piece.source_offset + run.source * piece.source_stride,
+            run.length * piece.num_bytes,
+            piece.target + run.target * piece.target_stride,
         )
-        if piece.is_whole:
-            spans += [
-                Span(region, run.source * step, run.length * size, target + run.target * step)
-                for run in runs
-            ]
-        else:
-            spans += [
-                Span(region, offset + there * step, size, target + here * target_step)
-                for there, here in single
-            ]
-    return spans
+        for piece in slices
+        for run in (runs if piece.is_whole else single)
+    ]

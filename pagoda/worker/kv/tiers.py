@@ -1,21 +1,17 @@
-"""KV tiers of a worker: slots in host memory, a directory on disk, and the threads that copy between them."""
+"""KV tiers of a worker: slots in host memory, and a directory on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import open_directory
+from pagoda.kv.objects import ObjectFiles, open_directory
 from pagoda.messages.transfers import KVDirectory
 from pagoda.messages.worker import WorkerReady
-from pagoda.worker.kv.host_arena import HostArena
 from pagoda.worker.kv.manifest import make_manifest
-from pagoda.worker.kv.memory import KVMemory
-from pagoda.worker.kv.transfers import Transfers
+from pagoda.worker.kv.memory import HostArena, KVMemory
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
 
 
@@ -26,10 +22,6 @@ class KVTiers:
     memory: KVMemory
     arena: HostArena | None
     files: ObjectFiles | None
-
-    def transfers(self, on_end: Callable[[], None]) -> Transfers:
-        """Starts the threads that copy; `on_end` as there."""
-        return Transfers(self.memory, self.arena, self.files, on_end)
 
     def described(self, ready: WorkerReady) -> WorkerReady:
         """Adds what the engine needs to know of the tiers to `ready`."""

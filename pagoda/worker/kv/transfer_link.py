@@ -5,20 +5,70 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 import zmq
 
 from pagoda.ipc.codec import Codec
-from pagoda.kv.connector import TransferWorker
-from pagoda.messages.transfers import TransferLink, TransferMessage, Transfers
+from pagoda.messages.transfers import (
+    Transfer,
+    TransferEnd,
+    TransferLink,
+    TransferMessage,
+    Transfers,
+)
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.telemetry.tracer import Args, Tracer
 from pagoda.worker.engine_link import connect
-from pagoda.worker.kv.transfer_spans import TransferSpans
+from pagoda.worker.kv.jobs import Jobs, num_blocks
+from pagoda.worker.kv.transfers import TransferWorker
 
 _FAREWELL_S = 5.0
 
+_ROW = "kv transfers"
+
 _log = logging.getLogger(__name__)
+
+
+class _UnderWay(NamedTuple):
+    row: int
+    began: int
+    args: Args
+
+
+class TransferSpans:
+    """One for each transfer, from its order to its end. Those under way together are in rows of their own."""
+
+    def __init__(self, tracer: Tracer, block_bytes: int) -> None:
+        """`block_bytes` of this rank move for each block of a transfer."""
+        self._tracer = tracer
+        self._block_bytes = block_bytes
+        self._under_way: dict[int, _UnderWay] = {}
+        self._free_rows: list[int] = []
+
+    def begin(self, transfers: Sequence[Transfer]) -> None:
+        began = self._tracer.e2e()
+        if not began:
+            return
+        for transfer in transfers:
+            row = heappop(self._free_rows) if self._free_rows else self._tracer.open_row(_ROW)
+            args = {
+                "blocks": num_blocks(transfer),
+                "source": transfer.source.__struct_config__.tag,
+                "target": transfer.target.__struct_config__.tag,
+                "bytes": num_blocks(transfer) * self._block_bytes,
+            }
+            self._under_way[transfer.transfer_id] = _UnderWay(row, began, args)
+
+    def end(self, end: TransferEnd) -> None:
+        seen = self._under_way.pop(end.transfer_id, None)
+        if seen is None:  # it began before tracing did
+            return
+        args = {**seen.args, "failed": len(end.failed)} if end.failed else seen.args
+        self._tracer.span("transfer", seen.began, args, row=seen.row)
+        heappush(self._free_rows, seen.row)
 
 
 class TransferThread:
@@ -32,14 +82,15 @@ class TransferThread:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         config: WorkerConfig,
-        open_half: Callable[[Callable[[], None]], TransferWorker],
+        open_transfers: Callable[[Jobs], TransferWorker],
         spans: TransferSpans,
     ) -> None:
-        """`open_half` makes the worker's half, with what it has to call when a transfer has ended."""
+        """`open_transfers` is called at once, with the jobs in which its transfers are to end."""
         self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
         self._spans = spans
-        self.half = open_half(self._wake)
+        self.jobs = Jobs(self._wake)
+        self.transfers = open_transfers(self.jobs)
         self._context = context
         self._address = address
         self._config = config
@@ -47,11 +98,11 @@ class TransferThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, then the worker's half."""
+        """Ends the thread, then all transfers."""
         self._is_closing = True
         self._wake()
         self._thread.join(_FAREWELL_S)
-        self.half.close()
+        self.transfers.close()
 
     def _wake(self) -> None:
         os.eventfd_write(self._news, 1)
@@ -79,12 +130,12 @@ class TransferThread:
             ready = dict(poller.poll())
             if self._news in ready:
                 os.eventfd_read(self._news)
-                for end in self.half.poll():
+                for end in self.jobs.poll():
                     socket.send(codec_out.encode(end))
                     self._spans.end(end)
             if socket in ready:
                 message: Transfers = codec_in.decode(socket.recv())
                 self._spans.begin(message.transfers)
-                self.half.add_peers(message.added_peers)
-                self.half.start(message.transfers)
-                self.half.remove_peers(message.removed_peers)
+                self.transfers.add_peers(message.added_peers)
+                self.transfers.start(message.transfers)
+                self.transfers.remove_peers(message.removed_peers)

@@ -1,36 +1,29 @@
-"""The worker's half of the KV tiers: copies blocks between device, host memory and disk, beside the steps.
+"""The worker's half of KV transfers: copies blocks between device, tiers and other engines, beside the steps.
 
 Every block is copied by one thread: those between device and host memory by one, reads from disk by some, and
-writes to disk by others, which let reads go first. No thread holds the interpreter while it copies, computes a
-checksum or waits for the disk. A transfer has ended when the last of its blocks was copied or given up.
+writes to disk by others, which let reads go first; `KVFetcher` has threads of its own for other engines. No
+thread holds the interpreter while it copies, computes a checksum or waits for the disk.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import Empty, PriorityQueue
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import ObjectError, ObjectUnreadableError
+from pagoda.kv.objects import ObjectError, ObjectFiles, ObjectUnreadableError
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
+    KVPeer,
     RemoteBlocks,
     Transfer,
-    TransferEnd,
-    TransferPlace,
 )
-from pagoda.worker.kv.host_arena import HostArena
-from pagoda.worker.kv.memory import KVMemory, copy_bytes
-from pagoda.worker.kv.steps import Steps
+from pagoda.worker.kv.handoff import KVHandoff
+from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
+from pagoda.worker.kv.memory import copy_bytes
+from pagoda.worker.kv.tiers import KVTiers
 
 NUM_READERS = 2
 NUM_WRITERS = 2
@@ -39,173 +32,110 @@ _WRITE_PATIENCE_S = 10.0
 """Seconds after which a write no longer lets reads go first: its blocks are wanted back some time."""
 _WARNING_INTERVAL_S = 10.0
 """Seconds between warnings of unforeseen errors: what breaks one block may break thousands."""
-_FAREWELL_S = 5.0
-_FIRST, _LATER, _LAST = range(3)
-"""Urgency: a request waits for it, one will, the thread is to end."""
 
 _log = logging.getLogger(__name__)
 
-
-class _Job:
-    def __init__(self, transfer: Transfer, num_blocks: int) -> None:
-        self.transfer = transfer
-        self.num_left = num_blocks
-        self.failures: dict[int, str] = {}
-        self.unreadable: set[int] = set()
-        """Blocks among `failures` whose failure says nothing against an object."""
-        self.begun_at = time.monotonic()
-
-    def end(self) -> TransferEnd:
-        failed = sorted(self.failures)
-        return TransferEnd(
-            self.transfer.transfer_id,
-            self.transfer.generation,
-            failed,
-            self.failures[failed[0]] if failed else "",
-            sorted(self.unreadable),
-        )
+_Task = tuple[Job, int]
+"""One block of a job, by its index there."""
 
 
-class _Task(NamedTuple):
-    """One block of a job. Compares by urgency, then by age."""
+class TransferWorker:
+    """Begins the transfers of one rank, which end in `jobs`."""
 
-    urgency: int
-    number: int
-    job: _Job | None
-    """None ends the thread."""
-    block: int
-    """Index of the block in the job."""
-
-
-class _Lane:
-    def __init__(self, name: str, num_threads: int, work: Callable[[_Lane], None]) -> None:
-        self._tasks: PriorityQueue[_Task] = PriorityQueue()
-        self._numbers = itertools.count()
-        self._threads = [
-            threading.Thread(target=work, args=(self,), name=f"{name}-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def put(self, urgency: int, job: _Job, index: int) -> None:
-        self._tasks.put(_Task(urgency, next(self._numbers), job, index))
-
-    def take(self) -> tuple[_Job, int] | None:
-        """The next task; None when the thread is to end."""
-        task = self._tasks.get()
-        return None if task.job is None else (task.job, task.block)
-
-    def close(self) -> None:
-        """Ends the threads; one that the disk keeps waiting ends with the process."""
-        with suppress(Empty):
-            while True:
-                self._tasks.get_nowait()
-        for _ in self._threads:
-            self._tasks.put(_Task(_LAST, next(self._numbers), None, 0))
-        for thread in self._threads:
-            thread.join(_FAREWELL_S)
-
-
-class Transfers:
-    """Does what `TransferWorker` says. `on_end` is called from any thread when `poll` has something to tell."""
-
-    def __init__(
-        self,
-        memory: KVMemory,
-        arena: HostArena | None,
-        files: ObjectFiles | None,
-        on_end: Callable[[], None],
-    ) -> None:
-        self._memory = memory
-        self._arena = arena
-        self._files = files
-        self._on_end = on_end
-        self._steps = Steps()
-        self._state = threading.Condition()
-        """Guards the jobs, and all that follows."""
-        self._ends: deque[TransferEnd] = deque()
+    def __init__(self, tiers: KVTiers, handoff: KVHandoff | None, jobs: Jobs) -> None:
+        self._memory = tiers.memory
+        self._arena = tiers.arena
+        self._handoff = handoff
+        self._jobs = jobs
+        self.fetcher = None if handoff is None else handoff.open_fetcher(jobs)
         self._num_reads = 0
-        """Blocks that are to be read from disk for a request that waits."""
+        """Blocks that are to be read from disk for a request that waits; guarded like the jobs."""
         self._next_warning_at = 0.0
-        self._is_closing = False
-        self._lanes: dict[str, _Lane] = {}
-        if arena is not None:
-            self._lanes["copy"] = _Lane("kv-copy", 1, self._copy)
+        self._lanes: dict[str, Lane[_Task]] = {}
+        if tiers.arena is not None:
+            self._lanes["copy"] = Lane("kv-copy", 1, self._copy)
+        files = tiers.files
         if files is not None:
-            self._lanes["read"] = _Lane("kv-read", NUM_READERS, self._read)
-            self._lanes["write"] = _Lane("kv-write", NUM_WRITERS, self._write)
+            self._lanes["read"] = Lane("kv-read", NUM_READERS, lambda it: self._read(it, files))
+            self._lanes["write"] = Lane("kv-write", NUM_WRITERS, lambda it: self._write(it, files))
+
+    def add_peers(self, peers: Sequence[KVPeer]) -> None:
+        """Transfers from now on may name these peers."""
+        if self.fetcher is not None:
+            self.fetcher.add_peers(peers)
+
+    def remove_peers(self, peer_ids: Sequence[str]) -> None:
+        """No transfer names these peers any more; transfers from them that are under way fail."""
+        if self.fetcher is not None:
+            self.fetcher.remove_peers(peer_ids)
 
     def start(self, transfers: Sequence[Transfer]) -> None:
-        for transfer in transfers:
-            self._begin(transfer)
-
-    def _begin(self, transfer: Transfer) -> None:
-        lane, urgency = self._route(transfer)
-        count = num_blocks(transfer)
-        job = _Job(transfer, count)
-        with self._state:
-            if lane == "read" and urgency == _FIRST:
-                self._num_reads += count
-            if count == 0:
-                self._ends.append(job.end())
-        if count == 0:
-            self._on_end()
-        for index in range(count):
-            self._lanes[lane].put(urgency, job, index)
-
-    def _route(self, transfer: Transfer) -> tuple[str, int]:
-        """Chooses the threads that carry out a transfer.
+        """Begins transfers; never waits for one.
 
         Raises:
             ValueError: this worker has no such places; engine and worker disagree.
         """
+        for transfer in transfers:
+            count = num_blocks(transfer)
+            match transfer.source, transfer.target:
+                case RemoteBlocks(peer_id, sources), DeviceBlocks(targets) if self.fetcher:
+                    self.fetcher.start(transfer, peer_id, sources, targets)
+                case _:
+                    self._start(transfer, count)
+
+    def _start(self, transfer: Transfer, count: int) -> None:
+        lane, urgency = self._route(transfer)
+        if lane is self._lanes.get("read") and urgency == FIRST:
+            with self._jobs.changed:
+                self._num_reads += count
+        job = self._jobs.begin(transfer, count)
+        for index in range(count):
+            lane.put((job, index), urgency)
+
+    def _route(self, transfer: Transfer) -> tuple[Lane[_Task], int]:
+        """Chooses the threads that carry out a transfer.
+
+        Raises:
+            ValueError: this worker has no such places.
+        """
+        name, urgency = "", LATER
         match transfer.source, transfer.target:
             case (HostSlots(), DeviceBlocks()):
-                lane, urgency = "copy", _FIRST
+                name, urgency = "copy", FIRST
             case (DeviceBlocks(), HostSlots()):
-                lane, urgency = "copy", _LATER
+                name = "copy"
             case (DiskObjects(), DeviceBlocks()):
-                lane, urgency = "read", _FIRST
-            case (DiskObjects(), HostSlots()):
-                lane, urgency = "read", _LATER
+                name, urgency = "read", FIRST
+            case (DiskObjects(), HostSlots()) if self._arena is not None:
+                name = "read"
             case (DeviceBlocks(), DiskObjects()):
-                lane, urgency = "write", _LATER
-            case _:
-                lane, urgency = "", _LATER
-        needs_arena = isinstance(transfer.source, HostSlots) or isinstance(
-            transfer.target, HostSlots
-        )
-        if lane not in self._lanes or (needs_arena and self._arena is None):
+                name = "write"
+        if name not in self._lanes:
             raise ValueError(
                 f"Transfer {transfer.transfer_id} is between places that are not here."
             )
-        return lane, urgency
-
-    def step_done(self, step: int) -> None:
-        self._steps.done(step)
-
-    def poll(self) -> list[TransferEnd]:
-        with self._state:
-            ended = list(self._ends)
-            self._ends.clear()
-        return ended
+        return self._lanes[name], urgency
 
     def close(self) -> None:
-        with self._state:
-            self._is_closing = True
-            self._state.notify_all()
-        self._steps.close()
+        """Ends exports to others, all transfers and the threads, and waits for these."""
+        if self._handoff is not None:
+            self._handoff.close()
+        self._jobs.close()
+        if self.fetcher is not None:
+            self.fetcher.close()
         for lane in self._lanes.values():
-            lane.close()
+            lane.drop_tasks()
+            lane.end()
+        for lane in self._lanes.values():
+            lane.join()
 
     # ---- the threads
 
-    def _copy(self, lane: _Lane) -> None:
-        while (task := lane.take()) is not None:
-            self._finish(*task, self._attempt(self._copy_block, *task))
+    def _copy(self, tasks: Iterator[_Task]) -> None:
+        for job, index in tasks:
+            self._attempt(self._copy_block, job, index)
 
-    def _copy_block(self, job: _Job, index: int) -> None:
+    def _copy_block(self, job: Job, index: int) -> None:
         match job.transfer.source, job.transfer.target:
             case DeviceBlocks(block_ids), HostSlots(slots):
                 self._memory.read(block_ids[index], self._slot(slots[index]))
@@ -213,113 +143,72 @@ class Transfers:
                 self._await_step(job.transfer.after_step)
                 self._memory.write(block_ids[index], self._slot(slots[index]))
 
-    def _read(self, lane: _Lane) -> None:
-        files = self._require_files()
+    def _read(self, tasks: Iterator[_Task], files: ObjectFiles) -> None:
         buffer = files.new_buffer()
-        while (task := lane.take()) is not None:
-            job, index = task
-            problem = self._attempt(self._read_block, job, index, files, buffer)
-            if isinstance(job.transfer.target, DeviceBlocks):
-                with self._state:
-                    self._num_reads -= 1
-                    self._state.notify_all()
-            self._finish(job, index, problem)
+        for job, index in tasks:
+            self._attempt(self._read_block, job, index, files, buffer)
 
-    def _read_block(self, job: _Job, index: int, files: ObjectFiles, buffer: memoryview) -> None:
+    def _read_block(self, job: Job, index: int, files: ObjectFiles, buffer: memoryview) -> None:
         transfer = job.transfer
-        if isinstance(transfer.source, DiskObjects):
-            files.read(transfer.source.keys[index], buffer)
-        payload = files.payload(buffer)
-        match transfer.target:
-            case DeviceBlocks(block_ids):
-                self._await_step(transfer.after_step)
-                self._memory.write(block_ids[index], payload)
-            case HostSlots(slots):
-                copy_bytes(payload, self._slot(slots[index]))
+        try:
+            if isinstance(transfer.source, DiskObjects):
+                files.read(transfer.source.keys[index], buffer)
+            payload = files.payload(buffer)
+            match transfer.target:
+                case DeviceBlocks(block_ids):
+                    self._await_step(transfer.after_step)
+                    self._memory.write(block_ids[index], payload)
+                case HostSlots(slots):
+                    copy_bytes(payload, self._slot(slots[index]))
+        finally:
+            if isinstance(transfer.target, DeviceBlocks):
+                with self._jobs.changed:
+                    self._num_reads -= 1
+                    self._jobs.changed.notify_all()
 
-    def _write(self, lane: _Lane) -> None:
-        files = self._require_files()
+    def _write(self, tasks: Iterator[_Task], files: ObjectFiles) -> None:
         buffer = files.new_buffer()
-        while (task := lane.take()) is not None:
-            self._let_reads_go_first(task[0])
-            self._finish(*task, self._attempt(self._write_block, *task, files, buffer))
+        for job, index in tasks:
+            self._let_reads_go_first(job)
+            self._attempt(self._write_block, job, index, files, buffer)
 
-    def _write_block(self, job: _Job, index: int, files: ObjectFiles, buffer: memoryview) -> None:
+    def _write_block(self, job: Job, index: int, files: ObjectFiles, buffer: memoryview) -> None:
         match job.transfer.source, job.transfer.target:
             case DeviceBlocks(block_ids), DiskObjects(keys):
                 self._memory.read(block_ids[index], files.payload(buffer))
                 files.write(keys[index], buffer)
 
-    def _let_reads_go_first(self, job: _Job) -> None:
+    def _let_reads_go_first(self, job: Job) -> None:
         patience_s = job.begun_at + _WRITE_PATIENCE_S - time.monotonic()
-        with self._state:
-            self._state.wait_for(lambda: self._num_reads == 0 or self._is_closing, patience_s)
+        jobs = self._jobs
+        with jobs.changed:
+            jobs.changed.wait_for(lambda: self._num_reads == 0 or jobs.is_closed, patience_s)
 
     def _await_step(self, step: int) -> None:
         """Waits until no running step may use the blocks any more."""
-        if not self._steps.wait_for(step):
+        if not self._jobs.wait_for_step(step):
             raise ObjectUnreadableError("the worker is ending")
 
-    def _attempt(self, work: Callable[..., None], job: _Job, index: int, *places: object) -> str:
-        """Copies one block; returns the reason why it was not copied, empty if it was."""
+    def _attempt(self, work: Callable[..., None], job: Job, index: int, *places: object) -> None:
+        """Copies one block, or ends it with the reason why it was not copied."""
         try:
             work(job, index, *places)
-        except ObjectUnreadableError as error:
-            with self._state:
-                job.unreadable.add(index)
-            return str(error)
         except ObjectError as error:
-            return str(error)
+            unreadable = isinstance(error, ObjectUnreadableError)
+            self._jobs.end_part(job, [index], str(error), unreadable=unreadable)
         except Exception as error:
-            with self._state:
-                job.unreadable.add(index)
+            with self._jobs.changed:
                 now = time.monotonic()
                 is_told = now >= self._next_warning_at
                 if is_told:
                     self._next_warning_at = now + _WARNING_INTERVAL_S
             if is_told:
                 _log.exception("a block could not be copied")
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    def _finish(self, job: _Job, index: int, problem: str) -> None:
-        with self._state:
-            if problem:
-                job.failures[index] = problem
-            job.num_left -= 1
-            if job.num_left > 0:
-                return
-            self._ends.append(job.end())
-        self._on_end()
+            self._jobs.end_part(job, [index], f"{type(error).__name__}: {error}", unreadable=True)
+        else:
+            self._jobs.end_part(job)
 
     def _slot(self, index: int) -> memoryview:
         if self._arena is None:
             raise ValueError("There is no arena.")
         return self._arena.slot(index)
-
-    def _require_files(self) -> ObjectFiles:
-        if self._files is None:
-            raise ValueError("There is no directory of objects.")
-        return self._files
-
-
-def num_blocks(transfer: Transfer) -> int:
-    """Number of blocks of a transfer.
-
-    Raises:
-        ValueError: its source has more or fewer than its target.
-    """
-    counts = {_num_places(place) for place in (transfer.source, transfer.target)}
-    if len(counts) > 1:
-        raise ValueError(f"Transfer {transfer.transfer_id} has a source unlike its target.")
-    return counts.pop()
-
-
-def _num_places(place: TransferPlace) -> int:
-    match place:
-        case DeviceBlocks(block_ids) | RemoteBlocks(_, block_ids):
-            return len(block_ids)
-        case HostSlots(slots):
-            return len(slots)
-        case DiskObjects(keys):
-            return len(keys)

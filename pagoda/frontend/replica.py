@@ -1,4 +1,4 @@
-"""The client's side of one engine or host: everything that does not depend on how messages travel."""
+"""A replica, the client's side of one engine or host: all that does not depend on how messages travel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -22,6 +23,7 @@ from pagoda.frontend.totals import CounterHistory
 from pagoda.frontend.watchdog import Watchdog
 from pagoda.messages.frontend import (
     AbortRequests,
+    EngineMessage,
     EngineReady,
     FinishReason,
     FrontendMessage,
@@ -36,7 +38,9 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeSteps,
 )
+from pagoda.messages.hosts import HostLeave
 from pagoda.messages.load import LoadReport
+from pagoda.telemetry.tracer import Tracer
 
 QUERY_TIMEOUT_S = 2.0
 """Seconds until an unanswered query for a load report raises TimeoutError."""
@@ -45,47 +49,74 @@ STALL_LIMIT_S = 60.0
 PROBE = 0
 """Query id of the watchdog's probes; no query has it."""
 
-Answer = (
-    EngineReady | TokenChunks | LoadReport | RequestRefused | PrefixCacheUpdate | StepStatistics
-)
+_LEASES_POLL_S = 0.1
+_NOBODY = "", None
+"""The request and the stream of a chunk that nobody waits for any more."""
+_set = msgspec.structs.force_setattr
 
 
-class EngineConnection:
-    """Sends requests and queries, delivers the answers, and knows the state and the limits of its peer.
+class Transport(Protocol):
+    """The way to the peer of one `Replica`, and the peer's supervision.
 
-    A transport owns the connection and supervises the peer: `EngineClient` (a process), `HostClient` (another
-    host), `SimEndpoint` (virtual time). It passes messages on to `receive`, and reports the end of the peer with
-    `lose` (another peer will follow) or `fail` (none will). The connection belongs to one event loop.
+    A transport passes messages of the peer to `Replica.receive`, and reports the end of the peer with
+    `Replica.lose` (another one will follow) or `Replica.fail` (none will).
+    """
+
+    def send(self, message: FrontendMessage) -> None:
+        """The replica calls this only while there is a peer."""
+        ...
+
+    async def start(self) -> None:
+        """See `Replica.start`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the peer or the connection to it, and fails the replica."""
+        ...
+
+
+class Replica:
+    """An `Endpoint` over one peer, an engine or a host, which may be lost and come back with an empty KV cache.
+
+    Everything here is the same however messages travel; `transport` is an `EngineClient` (a process), a
+    `HostClient` (another host), or a `SimEngine` (virtual time). Belongs to one event loop.
     """
 
     def __init__(
         self,
-        name: str,
-        send: Callable[[FrontendMessage], None],
-        clock_ns: Callable[[], int],
+        transport: Transport,
+        peer: str,
+        tracer: Tracer,
         *,
+        name: str = "",
         hang_timeout_s: float | None = None,
         on_hang: Callable[[], None] = lambda: None,
     ) -> None:
-        """`name` is the peer in errors, such as `the engine`. `send` is called only while the peer is there.
-        `clock_ns` stamps chunks on arrival.
+        """`peer` is the subject of errors, such as `the engine`. The clock of `tracer` stamps chunks on arrival.
 
         `on_hang` is called when the peer owes an answer and has sent nothing for `hang_timeout_s`; None: never.
         """
+        self.transport = transport
         self.name = name
-        self._send = send
-        self._clock_ns = clock_ns
-        self._state = ReplicaState.STARTING
+        """Name for operators, the same in all routers; empty: the dispatcher numbers the replica."""
+        self.is_leaving = False
+        """The peer has said that it takes no new requests."""
+        self._peer = peer
+        self._tracer = tracer
+        self.state = ReplicaState.STARTING
         self._limits: EngineReady | None = None
         self._failure: PagodaError | None = None
         self._failed = asyncio.Event()
-        self._settled = asyncio.Event()
-        """Set when the peer was ready for the first time, or has failed."""
+        self._opened_or_failed = asyncio.Event()
         self._draining = False
         self._listeners: list[Callable[[], None]] = []
         self._cache_listeners: list[CacheListener] = []
         self._step_listeners: list[StepListener] = []
-        self._streams: dict[str, TokenStream] = {}
+        self._streams: dict[str, tuple[str, TokenStream]] = {}
+        """Ids and streams of requests whose last chunks have not arrived, by `GenerateRequest.wire_id`."""
+        self._wire_ids: dict[str, str] = {}
+        """Keys of `_streams` by the ids of the requests."""
+        self._num_sent = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._queries: dict[int, asyncio.Future[LoadReport]] = {}
@@ -98,6 +129,18 @@ class EngineConnection:
             on_silence=on_hang,
         )
 
+    async def start(self) -> None:
+        """Returns when the peer is ready for the first time.
+
+        Raises:
+            ConfigError: the peer cannot be used, for a reason that the user can mend.
+            EngineDeadError: the peer cannot be used for another reason.
+        """
+        await self.transport.start()
+
+    async def close(self) -> None:
+        await self.transport.close()
+
     # ---- state
 
     @property
@@ -107,24 +150,16 @@ class EngineConnection:
         return self._limits
 
     @property
-    def state(self) -> ReplicaState:
-        return self._state
-
-    @property
     def is_open(self) -> bool:
-        return self._state in (ReplicaState.READY, ReplicaState.DEGRADED)
+        return self.state in (ReplicaState.READY, ReplicaState.DEGRADED)
 
     @property
     def has_started(self) -> bool:
         return self._limits is not None
 
     @property
-    def has_failed(self) -> bool:
-        return self._failure is not None
-
-    @property
     def num_streams(self) -> int:
-        """Requests whose last chunk has not arrived."""
+        """Number of requests whose last chunks have not arrived."""
         return len(self._streams)
 
     @property
@@ -135,17 +170,13 @@ class EngineConnection:
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
-    def notify(self) -> None:
-        for listener in list(self._listeners):
-            listener()
-
     async def wait_open(self) -> None:
         """Returns when the peer has been ready once.
 
         Raises:
             PagodaError: the connection has failed before.
         """
-        await self._settled.wait()
+        await self._opened_or_failed.wait()
         self._check_alive()
 
     async def wait_failed(self) -> EngineDeadError:
@@ -160,11 +191,11 @@ class EngineConnection:
         if self._limits is None:
             return Health(False, "the model is loading")
         if not self.is_open:
-            return Health(False, f"{self.name} is restarting")
+            return Health(False, f"{self._peer} is restarting")
         try:
             report = await self.load()
         except (TimeoutError, EngineDeadError, EngineLostError):
-            return Health(False, f"{self.name} does not answer")
+            return Health(False, f"{self._peer} does not answer")
         if not report.is_worker_ready:
             return Health(False, "the worker is restarting")
         # Of several replicas, the others go on.
@@ -186,18 +217,27 @@ class EngineConnection:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
         self._check_open()
         request_id = request.request_id
-        if request_id in self._streams:
+        if request_id in self._wire_ids:
             raise InvalidRequestError(f"A request with id {request_id} is already running.")
-        stream = self._streams[request_id] = TokenStream(partial(self._abandon, request_id))
+        # Chunks of an earlier request with the same id may still be on their way.
+        self._num_sent += 1
+        wire_id = self._wire_ids[request_id] = str(self._num_sent)
+        stream = TokenStream(partial(self._abandon, wire_id))
+        self._streams[wire_id] = request_id, stream
         self._idle.clear()
+        try:
+            self.transport.send(msgspec.structs.replace(request, wire_id=wire_id))
+        except BaseException:
+            self._forget(wire_id)
+            raise
         self._expect()
-        self._send(request)
         return stream
 
     async def abort(self, request_id: str) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            self._abandon(request_id)
+        wire_id = self._wire_ids.get(request_id)
+        if wire_id is not None:
+            _, stream = self._streams[wire_id]
+            self._abandon(wire_id)
             stream.push(TokenChunk(request_id, [], FinishReason.ABORT))
 
     async def load(self) -> LoadReport:
@@ -212,9 +252,9 @@ class EngineConnection:
         query = self._num_queries = self._num_queries + 1
         answer: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
         self._queries[query] = answer
-        self._expect()
-        self._send(LoadQuery(query))
         try:
+            self.transport.send(LoadQuery(query))
+            self._expect()
             async with asyncio.timeout(QUERY_TIMEOUT_S):
                 return await answer
         finally:
@@ -222,13 +262,16 @@ class EngineConnection:
 
     def subscribe_cache(self, listener: CacheListener) -> Unsubscribe:
         """See `Endpoint.subscribe_cache`. Listeners that are subscribed already get everything anew as well."""
-        self._cache_listeners.append(listener)
         self._tell(SubscribeCache())
+        self._cache_listeners.append(listener)
         return partial(self._cache_listeners.remove, listener)
 
     def subscribe_steps(self, listener: StepListener) -> Unsubscribe:
-        self._step_listeners.append(listener)
+        """See `Endpoint.subscribe_steps`. Hosts are not asked: a router may have thousands of them."""
+        if self._is_host:
+            return lambda: None
         self._tell(SubscribeSteps())
+        self._step_listeners.append(listener)
 
         def end() -> None:
             self._step_listeners.remove(listener)
@@ -238,29 +281,32 @@ class EngineConnection:
         return end
 
     async def drain(self, timeout_s: float) -> None:
+        """See `Endpoint.drain`; also waits until other hosts have read the KV that an engine holds for them."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-        for request_id in list(self._streams):
+                if not self._is_host:
+                    await self._wait_for_leases()
+        for request_id in list(self._wire_ids):
             await self.abort(request_id)
+
+    async def _wait_for_leases(self) -> None:
+        with contextlib.suppress(EngineDeadError, EngineLostError):
+            while True:
+                with contextlib.suppress(TimeoutError):  # one late answer says nothing about leases
+                    if not (await self.load()).num_wanted_leases:
+                        return
+                await asyncio.sleep(_LEASES_POLL_S)
 
     # ---- for the transport
 
-    def receive(self, message: Answer) -> None:
+    def receive(self, message: EngineMessage | HostLeave) -> None:
         if self._watchdog:
             self._watchdog.heard()
         match message:
             case TokenChunks():
-                # Chunks are stamped here, not when they are read: a slow client says nothing about the engine.
-                now_ns = self._clock_ns()
-                for chunk in message.chunks:
-                    stream = self._streams.get(chunk.request_id)
-                    if stream is not None:
-                        msgspec.structs.force_setattr(chunk, "received_ns", now_ns)
-                        if chunk.finish_reason is not None:
-                            self._forget(chunk.request_id)
-                        stream.push(chunk)
+                self._receive_chunks(message.chunks)
             case LoadReport():
                 if self.is_open:
                     is_ready = message.is_worker_ready
@@ -269,8 +315,8 @@ class EngineConnection:
                 answer = self._queries.get(message.query_id or PROBE)
                 if answer is not None and not answer.done():
                     answer.set_result(report)
-            case RequestRefused(request_id, retry_after_s):
-                stream = self._forget(request_id)
+            case RequestRefused(wire_id, retry_after_s):
+                stream = self._forget(wire_id)
                 if stream is not None:
                     stream.fail(
                         OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
@@ -283,6 +329,24 @@ class EngineConnection:
                     hear(message)
             case EngineReady():
                 self._open(message)
+            case HostLeave():
+                self.is_leaving = True
+                self._notify()
+
+    def _receive_chunks(self, chunks: list[TokenChunk]) -> None:
+        began = self._tracer.e2e()
+        # Chunks are stamped here, not when they are read: a slow client says nothing about the engine.
+        now_ns = self._tracer.clock_ns()
+        for chunk in chunks:
+            request_id, stream = self._streams.get(chunk.request_id, _NOBODY)
+            if stream is not None:
+                if chunk.finish_reason is not None:
+                    self._forget(chunk.request_id)
+                _set(chunk, "request_id", request_id)
+                _set(chunk, "received_ns", now_ns)
+                stream.push(chunk)
+        if began:
+            self._tracer.span("chunks", began, {"chunks": len(chunks)})
 
     def lose(self, reason: str) -> None:
         """The peer has ended and another one will follow. Requests and queries fail with EngineLostError."""
@@ -296,15 +360,19 @@ class EngineConnection:
             return
         self._failure = failure
         self._failed.set()
-        self._settled.set()
+        self._opened_or_failed.set()
         self._enter(ReplicaState.FAILED)
         self._end_all(str(failure))
 
     # ---- internals
 
     @property
+    def _is_host(self) -> bool:
+        return self._limits is not None and bool(self._limits.host_id)
+
+    @property
     def _subject(self) -> str:
-        return self.name[0].upper() + self.name[1:]
+        return self._peer[0].upper() + self._peer[1:]
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -319,36 +387,41 @@ class EngineConnection:
         changed = limits != self._limits or not self.is_open
         self._limits = limits
         if not self.is_open:
-            self._state = ReplicaState.READY
+            self.state = ReplicaState.READY
             # This peer knows nothing of what the one before it was asked for.
             if self._cache_listeners:
-                self._send(SubscribeCache())
+                self.transport.send(SubscribeCache())
             if self._step_listeners:
-                self._send(SubscribeSteps())
-        self._settled.set()
+                self.transport.send(SubscribeSteps())
+        self._opened_or_failed.set()
         if changed:
-            self.notify()
+            self._notify()
+
+    def _notify(self) -> None:
+        for listener in list(self._listeners):
+            listener()
 
     def _enter(self, state: ReplicaState) -> None:
-        if state is not self._state:
-            self._state = state
-            self.notify()
+        if state is not self.state:
+            self.state = state
+            self._notify()
 
     def _tell(self, message: FrontendMessage) -> None:
         """A peer that is not there needs to know nothing."""
         if self.is_open:
-            self._send(message)
+            self.transport.send(message)
 
     def _expect(self) -> None:
         if self._watchdog:
             self._watchdog.expect()
 
-    def _abandon(self, request_id: str) -> None:
-        self._forget(request_id)
-        self._tell(AbortRequests([request_id]))
+    def _abandon(self, wire_id: str) -> None:
+        self._forget(wire_id)
+        self._tell(AbortRequests([wire_id]))
 
-    def _forget(self, request_id: str) -> TokenStream | None:
-        stream = self._streams.pop(request_id, None)
+    def _forget(self, wire_id: str) -> TokenStream | None:
+        request_id, stream = self._streams.pop(wire_id, _NOBODY)
+        self._wire_ids.pop(request_id, None)
         if not self._streams:
             self._idle.set()
         return stream
@@ -357,9 +430,8 @@ class EngineConnection:
         if self._watchdog:
             self._watchdog.stop()
         self._history.on_engine_lost()
-        streams, self._streams = self._streams, {}
-        self._idle.set()
-        for stream in streams.values():
+        for wire_id, (_, stream) in list(self._streams.items()):
+            self._forget(wire_id)
             stream.fail(EngineLostError(reason))
         for answer in self._queries.values():
             if not answer.done():

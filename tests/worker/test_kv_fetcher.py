@@ -20,7 +20,7 @@ from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport.base import TransportError
 from pagoda.pd.transport.tcp import TcpDescriptor
-from pagoda.worker.kv import connector
+from pagoda.worker.kv import fetcher
 
 MakeEngine = Callable[..., Engine]
 
@@ -132,7 +132,7 @@ def test_several_transfers_come_one_after_the_other(make: MakeEngine, model: Pat
 def test_small_batches_copy_the_same(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector, "BATCH_BYTES", 1)
+    monkeypatch.setattr(fetcher, "BATCH_BYTES", 1)
     _, engine = both(make, model, topology(tp=2), topology())
     engine.read_and_check(SOURCES, TARGETS)
 
@@ -179,10 +179,10 @@ def test_a_peer_that_is_back_at_once_is_read_again(make: MakeEngine, model: Path
     """The link is gone, but not the memory: a new one is made."""
     _, engine = both(make, model, transports=("tcp",))
     engine.read([0], [0])
-    (exchange,) = engine.exchanges
-    (lane,) = exchange.peers["prefill-1"].lanes
-    assert lane.link is not None
-    lane.link.close()
+    (worker,) = engine.workers
+    (reader,) = worker.fetcher.peers["prefill-1"].readers
+    assert reader.link is not None
+    reader.link.close()
     assert engine.read(SOURCES, TARGETS)[0].failed == []
 
 
@@ -251,7 +251,7 @@ def test_a_transfer_may_take_as_long_as_its_batches_come(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each batch of a large transfer takes nearly as long as it may."""
-    monkeypatch.setattr(connector, "BATCH_BYTES", 1)
+    monkeypatch.setattr(fetcher, "BATCH_BYTES", 1)
     skipped_s = 0.0
 
     class Clock:
@@ -262,18 +262,18 @@ def test_a_transfer_may_take_as_long_as_its_batches_come(
     class SlowLink:
         def read(self, _spans: object, deadline: float) -> None:
             nonlocal skipped_s
-            skipped_s += connector.BATCH_LIMIT_S - 1
+            skipped_s += fetcher.BATCH_LIMIT_S - 1
             if Clock.monotonic() > deadline:
                 raise TransportError("it took too long")
 
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(connector, "time", Clock)
+    monkeypatch.setattr(fetcher, "time", Clock)
     prefill = make(model, topology(), Role.PREFILL)
     engine = make(model, topology(), Role.DECODE)
-    (exchange,) = engine.exchanges
-    exchange.connect = lambda _rank, _deadline: SlowLink()
+    (worker,) = engine.workers
+    worker.fetcher.connect = lambda _rank, _deadline: SlowLink()
     engine.add_peer(prefill.peer())
     assert engine.read(SOURCES, TARGETS)[0].failed == []
 
@@ -355,25 +355,25 @@ def test_an_idle_link_is_closed_by_the_thread_that_reads(
     """Some need a while for it, and whoever parts does not wait."""
     _, engine = both(make, model, transports=("tcp",))
     engine.read([0], [0])
-    (exchange,) = engine.exchanges
-    (lane,) = exchange.peers["prefill-1"].lanes
-    assert lane.link is not None
+    (worker,) = engine.workers
+    (reader,) = worker.fetcher.peers["prefill-1"].readers
+    assert reader.link is not None
     closers: list[threading.Thread] = []
-    monkeypatch.setattr(lane.link, "close", lambda: closers.append(threading.current_thread()))
+    monkeypatch.setattr(reader.link, "close", lambda: closers.append(threading.current_thread()))
     engine.remove_peer("prefill-1")
-    lane.join()
-    assert closers == [lane._thread]
+    reader.tasks.join()
+    assert closers == reader.tasks.threads
 
 
 def test_a_peer_that_dies_in_the_middle(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that came before are good, the others are reported, and nothing is left that writes."""
-    monkeypatch.setattr(connector, "BATCH_BYTES", 1)
+    monkeypatch.setattr(fetcher, "BATCH_BYTES", 1)
     prefill, engine = both(make, model, topology(tp=2), topology())
-    (exchange,) = engine.exchanges
-    lane = exchange.peers["prefill-1"].lanes[1]
-    read, num_reads = lane.read, 0
+    (worker,) = engine.workers
+    reader = worker.fetcher.peers["prefill-1"].readers[1]
+    read, num_reads = reader.read, 0
 
     def read_until_the_third(sources: list[int], targets: list[int], deadline: float) -> None:
         nonlocal num_reads
@@ -382,7 +382,7 @@ def test_a_peer_that_dies_in_the_middle(
             prefill.close_exports()
         read(sources, targets, deadline)
 
-    monkeypatch.setattr(lane, "read", read_until_the_third)
+    monkeypatch.setattr(reader, "read", read_until_the_third)
     (end,) = engine.read(SOURCES, TARGETS)
     assert end.failed, (
         "the first rank may have failed earlier, the second has from the third block on"

@@ -1,8 +1,8 @@
-"""Files with a JSON object in each line."""
+"""Files that commands read and write; an error names the flag that the file was given with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,15 +14,29 @@ T = TypeVar("T")
 
 
 def read_file(path: Path, flag: str) -> bytes:
-    """Raises ConfigError, which names the flag, if the file cannot be read."""
+    """Raises ConfigError if the file cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}.") from error
 
 
+def write_file(path: Path, data: bytes, flag: str) -> None:
+    """Raises ConfigError if the file cannot be written."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot write {path}: {error.strerror}.") from error
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Writes `value` as indented JSON to the file of `--output`."""
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2)
+    write_file(path, text + b"\n", "--output")
+
+
 def read_jsonl(path: Path, kind: type[T], flag: str) -> Iterator[tuple[str, T]]:
-    """Yields each object behind the words that name its line in an error. Blank lines are skipped.
+    """Yields the object of each line after the words that name the line in an error. Blank lines are skipped.
 
     Raises:
         ConfigError: the file cannot be read, or a line is no such object; the error says which.

@@ -1,4 +1,4 @@
-"""A connection to an engine, over a transport that a test scripts, in virtual time."""
+"""A replica over a transport that a test scripts, in virtual time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripted_endpoint import LIMITS
 
 from pagoda.errors import EngineDeadError, EngineLostError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.engine_connection import QUERY_TIMEOUT_S, EngineConnection
+from pagoda.frontend.replica import QUERY_TIMEOUT_S, Replica
 from pagoda.messages.frontend import (
     AbortRequests,
     FinishReason,
@@ -28,35 +28,44 @@ from pagoda.messages.frontend import (
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.sim.event_loop import run
+from pagoda.telemetry.tracer import Tracer
 
 TIMEOUT_S = 8.0
 
 
 class Peer:
-    """A connection and the peer at its other end, which answers nothing by itself."""
+    """The transport of a replica, and the peer at its other end, which answers nothing by itself."""
 
     def __init__(self, hang_timeout_s: float = TIMEOUT_S) -> None:
         self.now_ns = 0
         self.sent: list[FrontendMessage] = []
         self.hung_at: list[float] = []
         self.answers_probes = False
-        self.connection = EngineConnection(
+        self.raises: Exception | None = None
+        self.replica = Replica(
+            self,
             "the engine",
-            self.send,
-            lambda: self.now_ns,
+            Tracer("frontend", clock_ns=lambda: self.now_ns),
             hang_timeout_s=hang_timeout_s,
             on_hang=lambda: self.hung_at.append(now()),
         )
-        self.connection.receive(LIMITS)
+        self.replica.receive(LIMITS)
 
     def send(self, message: FrontendMessage) -> None:
+        if self.raises is not None:
+            raise self.raises
         self.sent.append(message)
         if self.answers_probes and isinstance(message, LoadQuery):
-            self.connection.receive(report(message.query_id))
+            self.replica.receive(report(message.query_id))
 
-    def push(self, request_id: str, *token_ids: int, reason: FinishReason | None = None) -> None:
-        chunk = TokenChunk(request_id, list(token_ids), reason, received_ns=1)
-        self.connection.receive(TokenChunks([chunk]))
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def push(self, wire_id: str, *token_ids: int, reason: FinishReason | None = None) -> None:
+        """Sends tokens of a request. Wire ids count from 1."""
+        chunk = TokenChunk(wire_id, list(token_ids), reason, received_ns=1)
+        self.replica.receive(TokenChunks([chunk]))
 
 
 def now() -> float:
@@ -67,9 +76,10 @@ def report(query_id: int | None, **fields: object) -> LoadReport:
     return LoadReport(**fields, query_id=query_id)  # type: ignore[arg-type]
 
 
-def request(request_id: str = "r") -> GenerateRequest:
+def request(request_id: str = "r", wire_id: str = "") -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=2)
     return GenerateRequest(
-        request_id=request_id, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2)
+        request_id=request_id, prompt_token_ids=[1], sampling=sampling, wire_id=wire_id
     )
 
 
@@ -87,12 +97,12 @@ def in_virtual_time(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 @in_virtual_time
 async def test_chunks_are_stamped_on_arrival_not_when_they_are_read() -> None:
     peer = Peer()
-    stream = peer.connection.generate(request())
-    assert peer.sent == [request()]
+    stream = peer.replica.generate(request())
+    assert peer.sent == [request(wire_id="1")]
     peer.now_ns = 5
-    peer.push("r", 7)
+    peer.push("1", 7)
     peer.now_ns = 8
-    peer.push("r", 7, reason=FinishReason.LENGTH)
+    peer.push("1", 7, reason=FinishReason.LENGTH)
     peer.now_ns = 100
     assert [chunk.received_ns async for chunk in stream] == [5, 8]
 
@@ -100,47 +110,86 @@ async def test_chunks_are_stamped_on_arrival_not_when_they_are_read() -> None:
 @in_virtual_time
 async def test_a_second_request_of_an_id_is_refused_and_the_first_one_goes_on() -> None:
     peer = Peer()
-    first = peer.connection.generate(request())
+    first = peer.replica.generate(request())
     with pytest.raises(InvalidRequestError, match="id r is already running"):
-        peer.connection.generate(request())
-    peer.push("r", 1, 2, reason=FinishReason.LENGTH)
+        peer.replica.generate(request())
+    peer.push("1", 1, 2, reason=FinishReason.LENGTH)
     assert [chunk.token_ids async for chunk in first] == [[1, 2]]
-    assert peer.sent == [request()]
-    peer.connection.generate(request())
+    assert peer.sent == [request(wire_id="1")]
+    peer.replica.generate(request())
+
+
+@in_virtual_time
+async def test_chunks_of_an_earlier_request_are_not_mistaken_for_those_of_one_with_its_id() -> None:
+    peer = Peer()
+    first = peer.replica.generate(request())
+    await first.aclose()
+    second = peer.replica.generate(request())
+    peer.push("1", 7, reason=FinishReason.LENGTH)  # was on its way when the first one was aborted
+    peer.replica.receive(RequestRefused("1", 7))
+    peer.push("2", 8, reason=FinishReason.LENGTH)
+    assert [(chunk.request_id, chunk.token_ids) async for chunk in second] == [("r", [8])]
+    assert [m for m in peer.sent if isinstance(m, GenerateRequest)] == [
+        request(wire_id="1"),
+        request(wire_id="2"),
+    ]
+
+
+@in_virtual_time
+async def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
+    peer = Peer()
+    replica = peer.replica
+    peer.raises = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+    for ask in (
+        lambda: replica.generate(request()),
+        lambda: replica.subscribe_cache(print),
+        lambda: replica.subscribe_steps(print),
+    ):
+        with pytest.raises(UnicodeEncodeError):
+            ask()
+    with pytest.raises(UnicodeEncodeError):
+        await replica.load()
+    assert (replica.num_streams, replica.num_subscribers) == (0, 0)
+    await asyncio.sleep(3 * TIMEOUT_S)
+    assert not peer.hung_at, "no answer is owed"
+    peer.raises = None
+    stream = replica.generate(request())
+    peer.push("2", 1, reason=FinishReason.LENGTH)
+    assert [chunk.token_ids async for chunk in stream] == [[1]]
 
 
 @in_virtual_time
 async def test_a_stream_that_is_closed_early_is_aborted_once() -> None:
     peer = Peer()
-    stream = peer.connection.generate(request())
-    peer.push("r", 1)
+    stream = peer.replica.generate(request())
+    peer.push("1", 1)
     async with contextlib.aclosing(stream):
         assert (await anext(stream)).token_ids == [1]
     await stream.aclose()
-    assert peer.sent == [request(), AbortRequests(["r"])]
-    assert peer.connection.num_streams == 0
+    assert peer.sent == [request(wire_id="1"), AbortRequests(["1"])]
+    assert peer.replica.num_streams == 0
     assert [chunk async for chunk in stream] == []
 
 
 @in_virtual_time
 async def test_aborting_ends_the_stream_and_unknown_ids_are_ignored() -> None:
     peer = Peer()
-    stream = peer.connection.generate(request())
-    await peer.connection.abort("unknown")
-    await peer.connection.abort("r")
+    stream = peer.replica.generate(request())
+    await peer.replica.abort("unknown")
+    await peer.replica.abort("r")
     assert [chunk.finish_reason async for chunk in stream] == [FinishReason.ABORT]
-    assert peer.sent == [request(), AbortRequests(["r"])]
+    assert peer.sent == [request(wire_id="1"), AbortRequests(["1"])]
 
 
 @in_virtual_time
 async def test_a_refusal_ends_its_stream_alone() -> None:
     peer = Peer()
-    refused, other = (peer.connection.generate(request(name)) for name in "ab")
-    peer.connection.receive(RequestRefused("a", 7))
+    refused, other = (peer.replica.generate(request(name)) for name in "ab")
+    peer.replica.receive(RequestRefused("1", 7))
     with pytest.raises(OverloadedError) as caught:
         await anext(refused)
     assert caught.value.retry_after_s == 7
-    peer.push("b", 1)
+    peer.push("2", 1)
     assert (await anext(other)).token_ids == [1]
 
 
@@ -148,46 +197,46 @@ async def test_a_refusal_ends_its_stream_alone() -> None:
 async def test_a_lost_peer_fails_every_stream_and_query_with_an_error_of_its_own() -> None:
     """One exception that several tasks raise collects the frames of all of them."""
     peer = Peer()
-    streams = [peer.connection.generate(request(name)) for name in "ab"]
-    query = asyncio.create_task(peer.connection.load())
+    streams = [peer.replica.generate(request(name)) for name in "ab"]
+    query = asyncio.create_task(peer.replica.load())
     await asyncio.sleep(0)
-    peer.push("a", 1)
-    peer.connection.lose("The engine ended.")
+    peer.push("1", 1)
+    peer.replica.lose("The engine ended.")
     assert (await anext(streams[0])).token_ids == [1], "what came before the error is delivered"
     errors = await asyncio.gather(*map(anext, streams), query, return_exceptions=True)
     assert [str(error) for error in errors] == ["The engine ended."] * 3
     assert len({id(error) for error in errors}) == 3
-    assert peer.connection.state is ReplicaState.STARTING
+    assert peer.replica.state is ReplicaState.STARTING
     with pytest.raises(EngineLostError, match="The engine is not running"):
-        peer.connection.generate(request())
+        peer.replica.generate(request())
 
 
 @in_virtual_time
 async def test_a_failure_that_is_raised_again_and_again_keeps_no_frames() -> None:
     peer = Peer()
-    peer.connection.fail(EngineDeadError("It was given up."))
+    peer.replica.fail(EngineDeadError("It was given up."))
     depths = []
     for _ in range(3):
         with pytest.raises(EngineDeadError, match="given up") as caught:
-            peer.connection.generate(request())
+            peer.replica.generate(request())
         depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
     assert depths == depths[:1] * 3
-    assert str(await peer.connection.wait_failed()) == "It was given up."
+    assert str(await peer.replica.wait_failed()) == "It was given up."
 
 
 @in_virtual_time
 async def test_the_next_peer_is_asked_for_what_the_last_one_was_asked_for() -> None:
     peer = Peer()
     heard: list[PrefixCacheUpdate] = []
-    end = peer.connection.subscribe_cache(heard.append)
-    peer.connection.lose("The engine ended.")
+    end = peer.replica.subscribe_cache(heard.append)
+    peer.replica.lose("The engine ended.")
     peer.sent.clear()
-    peer.connection.receive(LIMITS)
+    peer.replica.receive(LIMITS)
     assert peer.sent == [SubscribeCache()]
     update = PrefixCacheUpdate(b"", b"")
-    peer.connection.receive(update)
+    peer.replica.receive(update)
     end()
-    peer.connection.receive(update)
+    peer.replica.receive(update)
     assert heard == [update]
 
 
@@ -195,17 +244,17 @@ async def test_the_next_peer_is_asked_for_what_the_last_one_was_asked_for() -> N
 async def test_a_query_that_is_not_answered_times_out() -> None:
     peer = Peer()
     with pytest.raises(TimeoutError):
-        await peer.connection.load()
-    assert (await peer.connection.health()).reason == "the engine does not answer"
+        await peer.replica.load()
+    assert (await peer.replica.health()).reason == "the engine does not answer"
 
 
 @in_virtual_time
 async def test_reports_say_if_the_worker_computes() -> None:
     peer = Peer()
-    states = [peer.connection.state]
-    peer.connection.watch(lambda: states.append(peer.connection.state))
+    states = [peer.replica.state]
+    peer.replica.watch(lambda: states.append(peer.replica.state))
     for is_ready in (True, False, True):
-        peer.connection.receive(report(None, is_worker_ready=is_ready))
+        peer.replica.receive(report(None, is_worker_ready=is_ready))
     assert states == [ReplicaState.READY, ReplicaState.DEGRADED, ReplicaState.READY]
 
 
@@ -215,7 +264,7 @@ async def test_reports_say_if_the_worker_computes() -> None:
 @in_virtual_time
 async def test_a_silent_peer_with_a_request_hangs_within_the_time_out() -> None:
     peer = Peer()
-    peer.connection.generate(request())
+    peer.replica.generate(request())
     await asyncio.sleep(3 * TIMEOUT_S)
     assert len(peer.hung_at) == 1
     assert TIMEOUT_S * 7 / 8 <= peer.hung_at[0] <= TIMEOUT_S
@@ -225,7 +274,7 @@ async def test_a_silent_peer_with_a_request_hangs_within_the_time_out() -> None:
 async def test_a_silent_peer_hangs_though_who_asked_has_given_up() -> None:
     peer = Peer(hang_timeout_s=10 * QUERY_TIMEOUT_S)  # a tick is longer than a query
     with pytest.raises(TimeoutError):
-        await peer.connection.load()
+        await peer.replica.load()
     await asyncio.sleep(10 * QUERY_TIMEOUT_S)
     assert peer.hung_at == [10 * QUERY_TIMEOUT_S]
 
@@ -234,10 +283,10 @@ async def test_a_silent_peer_hangs_though_who_asked_has_given_up() -> None:
 async def test_a_peer_that_answers_probes_may_compute_for_as_long_as_it_takes() -> None:
     peer = Peer()
     peer.answers_probes = True
-    stream = peer.connection.generate(request())
+    stream = peer.replica.generate(request())
     await asyncio.sleep(10 * TIMEOUT_S)
     assert not peer.hung_at
-    peer.push("r", 1, reason=FinishReason.LENGTH)
+    peer.push("1", 1, reason=FinishReason.LENGTH)
     assert [chunk.token_ids async for chunk in stream] == [[1]]
     num_sent = len(peer.sent)
     await asyncio.sleep(10 * TIMEOUT_S)
@@ -247,7 +296,7 @@ async def test_a_peer_that_answers_probes_may_compute_for_as_long_as_it_takes() 
 @in_virtual_time
 async def test_an_idle_peer_that_leaves_a_query_unanswered_hangs_too() -> None:
     peer = Peer()
-    assert not (await peer.connection.health()).ready
+    assert not (await peer.replica.health()).ready
     await asyncio.sleep(TIMEOUT_S)
     assert len(peer.hung_at) == 1
 
@@ -255,7 +304,7 @@ async def test_an_idle_peer_that_leaves_a_query_unanswered_hangs_too() -> None:
 @in_virtual_time
 async def test_a_frontend_that_was_stopped_itself_does_not_blame_its_peer() -> None:
     peer = Peer()
-    peer.connection.generate(request())
+    peer.replica.generate(request())
     loop = asyncio.get_running_loop()
     loop.clock.advance_to(now() + 100 * TIMEOUT_S)  # type: ignore[attr-defined]
     await asyncio.sleep(0.01)

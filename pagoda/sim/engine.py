@@ -12,12 +12,11 @@ from pagoda.errors import EngineDeadError
 from pagoda.executor.sim import SimExecutor
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.engine_connection import EngineConnection
 from pagoda.frontend.prefix_index import short_keys
+from pagoda.frontend.replica import Replica
 from pagoda.ipc.clock import LoopClock
 from pagoda.messages.frontend import (
     AbortRequests,
-    EngineReady,
     FrontendMessage,
     GenerateRequest,
     LoadQuery,
@@ -31,12 +30,11 @@ from pagoda.messages.frontend import (
 from pagoda.messages.load import LoadReport
 from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
+from pagoda.telemetry.tracer import Tracer
 
-_FRONTEND = b"frontend"
 
-
-class SimEndpoint:
-    """A `Replica` whose engine dies when it is told to, and is followed by another with an empty cache.
+class SimEngine:
+    """The `Transport` of a replica; the engine dies when it is told to, and another follows with an empty cache.
 
     Belongs to the event loop in which it is started, whose time is the engine's.
     """
@@ -67,36 +65,57 @@ class SimEndpoint:
         self._news = asyncio.Event()
         self._hangs_until = 0.0
         self._is_worker_ready = True
-        self.connection = connection = EngineConnection("the engine", self._send, _now_ns)
-        self.name = ""
-        self.abort = connection.abort
-        self.drain = connection.drain
-        self.generate = connection.generate
-        self.health = connection.health
-        self.load = connection.load
-        self.subscribe_cache = connection.subscribe_cache
-        self.subscribe_steps = connection.subscribe_steps
-        self.wait_failed = connection.wait_failed
-        self.watch = connection.watch
-
-    @property
-    def limits(self) -> EngineReady:
-        return self.connection.limits
-
-    @property
-    def state(self) -> ReplicaState:
-        return self.connection.state
+        self.replica = Replica(self, "the engine", Tracer("frontend", clock_ns=_now_ns))
 
     async def start(self) -> None:
         self._begin()
+
+    async def close(self) -> None:
+        running = self._running
+        self.give_up("The engine was closed.")
+        if self._restart is not None:
+            self._restart.cancel()
+        if running is not None:
+            await cancel_all([running])
+
+    def send(self, message: FrontendMessage) -> None:
+        """Handles a message as an engine process would; drops messages to an engine that is gone."""
+        if self._core is None:
+            return
+        match message:
+            case GenerateRequest():
+                # The engine knows requests by their wire ids.
+                answer = self._core.add(
+                    msgspec.structs.replace(message, request_id=message.wire_id)
+                )
+                if isinstance(answer, RequestRefused):
+                    self.replica.receive(answer)
+                    return
+                self.deliver(answer)
+                self._news.set()
+            case LoadQuery(query_id):
+                self.replica.receive(self._report(self._core, query_id))
+            case AbortRequests():
+                for wire_id in message.request_ids:
+                    self._core.abort(wire_id)
+            case SubscribeCache():
+                self._core.follow_cache()
+                self._news.set()
+            case SubscribeSteps():
+                self._core.steps.follow()
+            case UnsubscribeSteps():
+                self._core.steps.unfollow()
+
+    def deliver(self, chunks: list[TokenChunk]) -> None:
+        self.replica.receive(TokenChunks(chunks))
 
     # ---- faults
 
     def kill(self, *, restart_s: float) -> None:
         """Ends the engine with all that is in it; another is ready `restart_s` later."""
-        if not self.connection.has_failed:
+        if self.replica.state is not ReplicaState.FAILED:
             self._end()
-            self.connection.lose("The engine ended.")
+            self.replica.lose("The engine ended.")
             self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
 
     def hang(self, for_s: float) -> None:
@@ -107,7 +126,7 @@ class SimEndpoint:
         """Lets the engine report that its worker computes, or that it does not; it computes all the same."""
         self._is_worker_ready = is_ready
         if self._core is not None:
-            self.connection.receive(self._report(self._core, None))
+            self.replica.receive(self._report(self._core, None))
 
     def lose_worker(self, *, restart_s: float) -> None:
         """The worker ends; the engine takes requests, and computes nothing until another is ready `restart_s`
@@ -123,17 +142,9 @@ class SimEndpoint:
         asyncio.get_running_loop().call_later(restart_s, on_ready)
 
     def give_up(self, reason: str) -> None:
-        if not self.connection.has_failed:
+        if self.replica.state is not ReplicaState.FAILED:
             self._end()
-            self.connection.fail(EngineDeadError(reason))
-
-    async def close(self) -> None:
-        running = self._running
-        self.give_up("The engine was closed.")
-        if self._restart is not None:
-            self._restart.cancel()
-        if running is not None:
-            await cancel_all([running])
+            self.replica.fail(EngineDeadError(reason))
 
     # ---- for tests to inspect
 
@@ -142,8 +153,8 @@ class SimEndpoint:
         Raises:
             RuntimeError: a request is left, or a block is not free.
         """
-        if self.connection.num_streams:
-            raise RuntimeError(f"{self.connection.num_streams} requests have a stream.")
+        if self.replica.num_streams:
+            raise RuntimeError(f"{self.replica.num_streams} requests have a stream.")
         scheduler = None if self._core is None else self._core.scheduler
         if scheduler is None:
             return
@@ -181,7 +192,7 @@ class SimEndpoint:
         if core.ready is None:
             raise RuntimeError("The simulated engine is not ready after its first step.")
         self._running = asyncio.create_task(self._run(core))
-        self.connection.receive(core.ready)
+        self.replica.receive(core.ready)
 
     def _wake_at(self, instant: float) -> None:
         asyncio.get_running_loop().call_at(instant, self._news.set)
@@ -192,11 +203,11 @@ class SimEndpoint:
             while loop.time() < self._hangs_until:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
-            self._deliver(core.step())
-            for _, news in core.drain_updates():
-                self.connection.receive(news)
+            self.deliver(core.step())
+            for update in core.drain_updates():
+                self.replica.receive(update)
             if core.drain_load_report() is not None:
-                self.connection.receive(self._report(core, None))
+                self.replica.receive(self._report(core, None))
             wakeup = core.next_wakeup()
             timer = None if wakeup is None else loop.call_at(wakeup, self._news.set)
             await self._news.wait()
@@ -214,38 +225,10 @@ class SimEndpoint:
             self._links.close()
         self._core = self._running = self._restart = self._executor = self._links = None
 
-    def _send(self, message: FrontendMessage) -> None:
-        """Handles a message as an engine process would; drops messages to an engine that is gone."""
-        if self._core is None:
-            return
-        match message:
-            case GenerateRequest():
-                answer = self._core.add(message)
-                if isinstance(answer, RequestRefused):
-                    self.connection.receive(answer)
-                    return
-                self._deliver(answer)
-                self._news.set()
-            case LoadQuery(query_id):
-                self.connection.receive(self._report(self._core, query_id))
-            case AbortRequests():
-                for request_id in message.request_ids:
-                    self._core.abort(request_id)
-            case SubscribeCache():
-                self._core.subscribe_cache(_FRONTEND)
-                self._news.set()
-            case SubscribeSteps():
-                self._core.steps.follow(_FRONTEND)
-            case UnsubscribeSteps():
-                self._core.steps.unfollow(_FRONTEND)
-
     def _report(self, core: EngineCore, query_id: int | None) -> LoadReport:
         report = core.load()
         is_ready = report.is_worker_ready and self._is_worker_ready
         return msgspec.structs.replace(report, query_id=query_id, is_worker_ready=is_ready)
-
-    def _deliver(self, chunks: list[TokenChunk]) -> None:
-        self.connection.receive(TokenChunks(chunks))
 
 
 def _now_ns() -> int:

@@ -1,0 +1,126 @@
+"""Fetches of KV that other engines compute, and these engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pagoda.kv.block_pool import Block
+from pagoda.kv.connector import PrefixRequest
+from pagoda.messages.frontend import KVSource
+from pagoda.messages.transfers import KVRank
+from pagoda.pd import messages
+
+_RENEWALS = 5
+_MAX_RENEWAL_S = 1.0
+_PIECE_BYTES = 64 * 2**20
+_PIECE_BLOCKS = 256
+"""The most that one transfer reads, in bytes of all ranks together, or in blocks where the size of a block is not
+known. A worker gives up a transfer that takes too long."""
+
+
+@dataclass(eq=False)
+class Load:
+    """Blocks that a fetch is filling, from index `start` of the prompt on."""
+
+    held_id: int
+    start: int
+    blocks: Sequence[Block]
+    after_step: int
+    num_begun: int = 0
+    """Number of leading blocks that transfers read or have read."""
+    num_open: int = 0
+    """Number of transfers under way."""
+    is_checking: bool = False
+    """All blocks are read, and the other engine was asked whether it held them all the time."""
+
+
+@dataclass(eq=False)
+class Fetch:
+    """A request whose KV another engine is asked for."""
+
+    prefix: PrefixRequest
+    source: KVSource
+    peer: PrefillPeer
+    is_token_alone: bool
+    """The device had all blocks when the request was queued."""
+    moved_at: float
+    block_ids: list[int] = field(default_factory=list)
+    """Ids, in the other engine, of the leading blocks that are known to be computed."""
+    num_blocks: int | None = None
+    """Number of the prefix's blocks that will come; None if not known yet."""
+    peer_id: str | None = None
+    """Id of the workers that have these blocks."""
+    load: Load | None = None
+    is_loaded: bool = False
+    has_token: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """True if its known blocks can be read."""
+        return self.peer.has(self.peer_id)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Blocks or the token, or news of them, have yet to come."""
+        if self.load is not None or not self.has_token:
+            return True
+        return self.num_blocks is None or len(self.block_ids) < self.num_blocks
+
+    @property
+    def is_owed(self) -> bool:
+        """True if it is the other engine's turn. Workers limit the duration of reads."""
+        return self.is_incomplete and (self.load is None or self.load.num_open == 0)
+
+    def question(self) -> messages.DecodeMessage | None:
+        """Returns what the other engine has yet to answer; None if nothing."""
+        transfer_id = self.source.transfer_id
+        if self.load is not None and self.load.is_checking:
+            return messages.KVCheck(transfer_id)
+        if self.is_incomplete:
+            return messages.KVSubscribe(transfer_id, len(self.block_ids), len(self.prefix.keys))
+        return None
+
+
+class PrefillPeer:
+    """An engine that is asked for KV."""
+
+    def __init__(self, address: str, now: float) -> None:
+        self.address = address
+        self.welcome: messages.KVWelcome | None = None
+        self.refusal: str | None = None
+        self.fetches: dict[str, Fetch] = {}
+        """Fetches by transfer."""
+        self.heard_at = now
+        self.renew_at = now
+
+    @property
+    def renewal_s(self) -> float:
+        if self.welcome is None:
+            return _MAX_RENEWAL_S
+        return min(self.welcome.lease_s / _RENEWALS, _MAX_RENEWAL_S)
+
+    def has(self, peer_id: str | None) -> bool:
+        """True if these are its workers, as far as is known."""
+        return self.welcome is not None and self.welcome.peer.peer_id == peer_id
+
+    @property
+    def ranks(self) -> Sequence[KVRank]:
+        return self.welcome.peer.ranks if self.welcome else ()
+
+    def num_blocks(self) -> int:
+        return min((rank.num_blocks for rank in self.ranks), default=0)
+
+    def piece(self) -> int:
+        """Number of blocks that one transfer reads."""
+        parts = [part for rank in self.ranks for part in rank.parts]
+        block_bytes = sum(part.num_heads * part.head_bytes for part in parts)
+        return max(1, _PIECE_BYTES // block_bytes) if block_bytes else _PIECE_BLOCKS
+
+    def obstacle(self, source: KVSource) -> str | None:
+        """Returns a clause that says why nothing can be fetched from a source; None if something can."""
+        if self.refusal is not None:
+            return self.refusal
+        if self.welcome is not None and self.welcome.engine_id != source.engine_id:
+            return "another engine is there now"
+        return None

@@ -1,0 +1,176 @@
+"""Transfers under way on one rank, and the threads that carry them out."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from queue import Empty, PriorityQueue
+from typing import Generic, TypeVar
+
+from pagoda.messages.transfers import (
+    DeviceBlocks,
+    DiskObjects,
+    HostSlots,
+    RemoteBlocks,
+    Transfer,
+    TransferEnd,
+    TransferPlace,
+)
+
+FIRST, LATER = range(2)
+"""Urgency: a request waits for a task, or one will."""
+_LAST = 2
+_FAREWELL_S = 5.0
+
+T = TypeVar("T")
+
+
+class Job:
+    """A transfer under way. It ends when all of its parts have: blocks, or the ranks that it is read from."""
+
+    def __init__(self, transfer: Transfer, num_parts: int) -> None:
+        self.transfer = transfer
+        self.num_left = num_parts
+        self.failures: dict[int, str] = {}
+        """Reasons by the index of the block."""
+        self.unreadable: set[int] = set()
+        """Blocks among `failures` whose failure says nothing against an object."""
+        self.begun_at = time.monotonic()
+
+    def end(self) -> TransferEnd:
+        failed = sorted(self.failures)
+        return TransferEnd(
+            self.transfer.transfer_id,
+            self.transfer.generation,
+            failed,
+            self.failures[failed[0]] if failed else "",
+            sorted(self.unreadable),
+        )
+
+
+class Jobs:
+    """State that the threads of all lanes share: ends that have yet to be told, and the number of steps done."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        """`on_end` is called, from any thread, when `poll` has something to tell."""
+        self._on_end = on_end
+        self.changed = threading.Condition()
+        """Guards the jobs and all that follows."""
+        self.is_closed = False
+        self._executed = -1
+        self._ends: deque[TransferEnd] = deque()
+
+    def begin(self, transfer: Transfer, num_parts: int) -> Job:
+        """Begins a job, which ends at once without parts."""
+        job = Job(transfer, num_parts)
+        if num_parts == 0:
+            self._end(job)
+        return job
+
+    def end_part(
+        self, job: Job, failed: Iterable[int] = (), problem: str = "", *, unreadable: bool = False
+    ) -> None:
+        """One part touches the blocks no more; those in `failed` were not copied, because of `problem`."""
+        with self.changed:
+            for index in failed:
+                job.failures.setdefault(index, problem)
+                if unreadable:
+                    job.unreadable.add(index)
+            job.num_left -= 1
+            if job.num_left > 0:
+                return
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
+        with self.changed:
+            self._ends.append(job.end())
+        self._on_end()
+
+    def poll(self) -> list[TransferEnd]:
+        with self.changed:
+            ended = list(self._ends)
+            self._ends.clear()
+        return ended
+
+    def step_done(self, step: int) -> None:
+        with self.changed:
+            self._executed = step
+            self.changed.notify_all()
+
+    def wait_for_step(self, step: int, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until no running step may use the blocks any more; False if the wait ended without that.
+
+        Whoever makes `is_over` true notifies `changed`.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self._executed >= step or self.is_closed or is_over())
+            return self._executed >= step
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+
+
+class Lane(Generic[T]):
+    """Threads that take tasks in the order of urgency, then of age."""
+
+    def __init__(self, name: str, num_threads: int, work: Callable[[Iterator[T]], None]) -> None:
+        self._tasks: PriorityQueue[tuple[int, int, T | None]] = PriorityQueue()
+        """Urgency, number and task; None ends a thread."""
+        self._numbers = itertools.count()
+        self.threads = [
+            threading.Thread(target=work, args=(self._take(),), name=f"{name}-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def put(self, task: T | None, urgency: int = LATER) -> None:
+        self._tasks.put((urgency, next(self._numbers), task))
+
+    def _take(self) -> Iterator[T]:
+        while (task := self._tasks.get()[2]) is not None:
+            yield task
+
+    def drop_tasks(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._tasks.get_nowait()
+
+    def end(self) -> None:
+        """Ends the threads when all tasks are done."""
+        for _ in self.threads:
+            self.put(None, _LAST)
+
+    def join(self) -> None:
+        """Waits for the threads; one that the disk or a peer keeps waiting ends with the process."""
+        for thread in self.threads:
+            thread.join(_FAREWELL_S)
+
+
+def num_blocks(transfer: Transfer) -> int:
+    """Number of blocks of a transfer.
+
+    Raises:
+        ValueError: its source has more or fewer than its target.
+    """
+    count = _num_places(transfer.source)
+    if count != _num_places(transfer.target):
+        raise ValueError(f"Transfer {transfer.transfer_id} has a source unlike its target.")
+    return count
+
+
+def _num_places(place: TransferPlace) -> int:
+    match place:
+        case DeviceBlocks(block_ids) | RemoteBlocks(_, block_ids):
+            return len(block_ids)
+        case HostSlots(slots):
+            return len(slots)
+        case DiskObjects(keys):
+            return len(keys)
