@@ -1,4 +1,4 @@
-// Weights to codes and scales, as pagoda/backend/reference/rounding.py says.
+// Weights to codes and scales, as pagoda/backend/reference/quantized.py says.
 #pragma once
 
 #include "quantized.h"

@@ -71,11 +71,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelConfig:
-    """Checks the content of a config.json; `source` names the file in errors.
-
-    Raises:
-        ConfigError: a field is missing or wrong, or the model is not one that Pagoda runs.
-    """
+    """Checks the content of a config.json; `source` names the file in errors."""
     fields = Fields(values, source)
     family = _family(fields)
     _refuse_other_arithmetic(fields, family)

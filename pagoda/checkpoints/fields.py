@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Fields:
-    """Values by name; every error names the file and the field. None counts as absent."""
+    """Values by name; every error is a ConfigError that names the file and the field. None counts as absent."""
 
     def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
         self.values = values
@@ -67,6 +67,15 @@ class Fields:
         if not isinstance(value, dict):
             self.refuse(name, "must be a JSON object")
         return Fields(value, self.source, f"{self._prefix}{name}.")
+
+    def below(self, prefix: str) -> Fields:
+        """The values whose names begin with `prefix`, by the rest of their names."""
+        values = {
+            name.removeprefix(prefix): value
+            for name, value in self.values.items()
+            if name.startswith(prefix)
+        }
+        return Fields(values, self.source, f"{self._prefix}{prefix}")
 
     def require(self, name: str, neutral: object) -> None:
         """Refuses any value but an absent one, null and `neutral`, which leave the arithmetic as it is."""

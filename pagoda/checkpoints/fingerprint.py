@@ -37,11 +37,7 @@ _Stored = tuple[Path, int, int, str]
 
 
 def model_digest(files: ModelFiles) -> str:
-    """SHA-256 of all that turns text into tokens and back, and of the weights that are there, in hex.
-
-    Raises:
-        ConfigError: a file is damaged.
-    """
+    """SHA-256 of all that turns text into tokens and back, and of the weights that are there, in hex."""
     digest = hashlib.sha256()
     if files.gguf is not None:
         _add_gguf(read_gguf(files.gguf), digest, lambda _: True)
@@ -59,9 +55,6 @@ def weights_digest(model: str, load_format: str, seed: int) -> str:
     """SHA-256 of all that K and V of given tokens depend on, in hex: configuration and weights, not the tokenizer.
 
     The arguments are those of `WorkerConfig`.
-
-    Raises:
-        ConfigError: the model's files cannot be read.
     """
     digest = hashlib.sha256()
     path = Path(model)

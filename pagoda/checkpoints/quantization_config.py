@@ -92,11 +92,7 @@ def _matches(target: str, name: str) -> bool:
 
 
 def parse_quantization(config: Fields) -> CheckpointQuantization | None:
-    """`quantization_config` of a config.json; None where there is none.
-
-    Raises:
-        ConfigError: it is not valid, or asks for what Pagoda does not do.
-    """
+    """`quantization_config` of a config.json; None where there is none."""
     fields = config.table("quantization_config")
     default = ""
     if fields is None:

@@ -50,11 +50,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 
 def parse_rope(fields: Fields) -> tuple[RopeScaling | None, float]:
-    """Rotary scaling and base, spelled the old way (`rope_scaling`, `rope_theta`) or as `rope_parameters`.
-
-    Raises:
-        ConfigError: a field is wrong, or the scaling is not one that Pagoda computes.
-    """
+    """Rotary scaling and base, spelled the old way (`rope_scaling`, `rope_theta`) or as `rope_parameters`."""
     rope = fields.table("rope_parameters") or fields.table("rope_scaling")
     theta = fields.number("rope_theta", 10_000.0)
     if rope is None:

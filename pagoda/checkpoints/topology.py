@@ -29,11 +29,7 @@ def check_topology(model: str, load_format: str, parallel: ParallelConfig) -> No
 
 
 def check_shares(model: str, config: ModelConfig, parallel: ParallelConfig) -> None:
-    """Checks the same of a known shape; `model` names it in errors.
-
-    Raises:
-        ConfigError: the model cannot be shared out so.
-    """
+    """Checks the same of a known shape; `model` names it in errors."""
     tp_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     nearest = nearest_sizes(
         tp_size,

@@ -40,11 +40,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         backend: Backend[LinearT, MetadataT],
         caches: Sequence[KVCache],
     ) -> None:
-        """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
-
-        Raises:
-            ConfigError: a weight is missing or has the wrong shape.
-        """
+        """Loads the weights of the loader's shard; `caches` has one entry for each of its layers."""
         shard, config, tracer = loader.shard, loader.shard.config, loader.tracer
         self._tracer = tracer
         self._shard = shard

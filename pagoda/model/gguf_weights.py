@@ -18,32 +18,23 @@ from pagoda.model.ggml_blocks import floats, linear_weight
 
 
 class GgufWeights:
-    """The tensors of a GGUF file, mapped into memory and converted one at a time."""
+    """The tensors of a GGUF file, mapped into memory and converted one at a time; see `WeightSource`."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file
         self._config = config
-        self._mapped = _Mapped()
+        self._mapped: dict[Path, mmap.mmap] = {}
+        """Each is let go when no tensor is left that lies in it."""
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Fills `out` with the tensor `name`, such as `output_norm.weight`.
-
-        Raises:
-            ConfigError: there is no such tensor of this shape.
-        """
         tensor = checked_tensor(self._file, name, tuple(out.shape))
-        values = floats(self._mapped.rows(tensor), tensor.type).view(out.shape)
+        values = floats(self._rows(tensor), tensor.type).view(out.shape)
         out.copy_(self._half_split(name.rpartition(".")[0], values))
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
-        """The weight of a linear layer, without its bias.
-
-        Raises:
-            ConfigError: there is no such layer of this shape, or its scales are beyond float16.
-        """
         shape = (linear.outputs, linear.inputs)
         tensor = checked_tensor(self._file, f"{linear.name}.weight", shape)
-        rows = self._half_split(linear.name, self._mapped.rows(tensor))
+        rows = self._half_split(linear.name, self._rows(tensor))
         weight = linear_weight(rows, tensor.type, dtype)
         if isinstance(weight, GroupedWeight):
             _check_finite(tensor, weight.scales)
@@ -63,26 +54,17 @@ class GgufWeights:
         pairs = rows.view(-1, self._config.head_dim // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
 
-
-class _Mapped:
-    """Files in memory; each is let go when no tensor is left that lies in it."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, mmap.mmap] = {}
-
-    def rows(self, tensor: GgufTensor) -> Tensor:
+    def _rows(self, tensor: GgufTensor) -> Tensor:
         """The tensor's bytes, [rows, bytes of a row] uint8."""
-        flat = torch.frombuffer(
-            self._file(tensor.path), dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start
-        )
-        return flat.view(math.prod(tensor.shape[:-1]), -1)
-
-    def _file(self, path: Path) -> mmap.mmap:
-        if path not in self._files:
+        path = tensor.path
+        if path not in self._mapped:
             with path.open("rb") as file:
                 # Nothing is written, but torch knows no memory that cannot be.
-                self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._files[path]
+                self._mapped[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        flat = torch.frombuffer(
+            self._mapped[path], dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start
+        )
+        return flat.view(math.prod(tensor.shape[:-1]), -1)
 
 
 def _check_finite(tensor: GgufTensor, numbers: Tensor) -> None:

@@ -77,11 +77,7 @@ class QuantizationOnLoad:
 
 
 def quantization_on_load(wanted: str, group_size: int) -> QuantizationOnLoad | None:
-    """Quantization by name, one of `QUANTIZATIONS`; the group size is that of int4.
-
-    Raises:
-        ConfigError: there are no groups of that size.
-    """
+    """Quantization by name, one of `QUANTIZATIONS`; the group size is that of int4."""
     if group_size not in GROUP_SIZES:
         known = ", ".join(str(size) for size in GROUP_SIZES)
         raise ConfigError(f"--quantization-group-size must be one of {known}, got {group_size}.")

@@ -139,11 +139,7 @@ class Shard:
             yield config.head
 
     def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype.
-
-        Raises:
-            ConfigError: a linear layer cannot be quantized, or cut, so.
-        """
+        """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype."""
         return self._vector_bytes(itemsize) + self._linear_bytes(set(Role), quantization, itemsize)
 
     def forward_bytes(self, quantization: Quantization | None, itemsize: int) -> int:

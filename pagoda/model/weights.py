@@ -94,11 +94,7 @@ class CheckpointWeights:
         return DenseWeight(values.to(dtype))
 
     def tensor(self, name: str, shape: tuple[int, ...], stored_as: Mapping[str, str]) -> Tensor:
-        """The tensor `name` in the mapped file, if it has this shape and is stored as one of the given types.
-
-        Raises:
-            ConfigError: there is no such tensor.
-        """
+        """The tensor `name` in the mapped file, if it has this shape and is stored as one of the given types."""
         path = self.path_of(name)
         with _readable(path):
             view = self._view(name)

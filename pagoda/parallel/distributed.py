@@ -13,6 +13,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from pagoda.parallel.collectives import Broadcasting
+
 _dist: Any = torch.distributed
 """Type checkers know too little of it."""
 _CONNECT_TIMEOUT = timedelta(minutes=1)
@@ -21,7 +23,6 @@ _WAIT_TIMEOUT = timedelta(days=7)
 """Time for other ranks to take part in a step; the engine ends a rank that is stuck."""
 _AT_ONCE_BYTES = 2**16
 """Size up to which sending everything to everybody takes less time than sending twice."""
-_LENGTH_BYTES = 8
 
 
 class GroupStore:
@@ -47,7 +48,7 @@ class GroupStore:
         )
 
 
-class DistributedCollectives:
+class DistributedCollectives(Broadcasting):
     """One rank. Sums are added up in order of rank, in float32, as in shared memory."""
 
     def __init__(self, address: str, rank: int, size: int, host: str) -> None:
@@ -90,21 +91,10 @@ class DistributedCollectives:
         self._group._allgather_base(_as_bytes(out), _as_bytes(x.contiguous())).wait()
         return out
 
-    def broadcast(self, payload: bytes | None) -> bytes:
-        if self.rank > 0:
-            payload = bytes(int.from_bytes(self._broadcast(bytes(_LENGTH_BYTES)), "little"))
-        elif payload is None:
-            raise ValueError("Rank 0 gives what is broadcast.")
-        else:
-            self._broadcast(len(payload).to_bytes(_LENGTH_BYTES, "little"))
-        return self._broadcast(payload) if payload else payload
-
-    def _broadcast(self, payload: bytes) -> bytes:
-        """Broadcasts a payload of one length on all ranks."""
-        buffer = bytearray(payload)
-        elements = torch.frombuffer(buffer, dtype=torch.uint8)
+    def exchange(self, data: bytearray) -> bytearray:
+        elements = torch.frombuffer(data, dtype=torch.uint8)
         self._group.broadcast([elements], _dist.BroadcastOptions()).wait()
-        return bytes(buffer)
+        return data
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class InputBatch:
     """Token ids and block tables by slot, in tables that are allocated once.
 
     Only what a slot's counts cover is ever read, and a start sets all of them, so nothing of an earlier request in
-    the same slot can be seen.
+    the same slot can be seen. A plan that does not fit the slots raises ValueError.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -40,11 +40,7 @@ class InputBatch:
         self._slots: dict[int, _Slot] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Frees slots, starts requests and appends blocks, as the plan says.
-
-        Raises:
-            ValueError: the plan does not fit the slots.
-        """
+        """Frees slots, starts requests and appends blocks, as the plan says."""
         for slot in plan.freed_slots:
             self.free(slot)
         for start in plan.starts:
@@ -58,11 +54,7 @@ class InputBatch:
         return {"request_id": "-" if state is None else state.request_id}
 
     def start(self, start: SlotStart) -> None:
-        """Puts a request into a slot.
-
-        Raises:
-            ValueError: the slot is taken or does not exist, or the request is too long for it.
-        """
+        """Puts a request into a slot."""
         if start.slot in self._slots:
             raise ValueError(f"Slot {start.slot} is started while it is in use.")
         if not 0 <= start.slot < self._token_ids.shape[0]:
@@ -75,11 +67,7 @@ class InputBatch:
         self.add_blocks(start.slot, start.block_ids)
 
     def add_blocks(self, slot: int, block_ids: list[int]) -> None:
-        """Appends to a slot's block table.
-
-        Raises:
-            ValueError: the slot is not in use, or has more blocks than the longest sequence needs.
-        """
+        """Appends to a slot's block table."""
         state = self._state(slot)
         end = state.num_blocks + len(block_ids)
         if end > self._block_tables.shape[1]:
@@ -94,11 +82,7 @@ class InputBatch:
         del self._slots[slot]
 
     def prepare(self, slots: list[int], num_tokens: list[int]) -> TokenBatch:
-        """The next `num_tokens[i]` tokens of each slot.
-
-        Raises:
-            ValueError: a slot is not in use, or has no such tokens, or no blocks for them.
-        """
+        """The next `num_tokens[i]` tokens of each slot."""
         computed = [self._checked(s, n) for s, n in zip(slots, num_tokens, strict=True)]
         rows = torch.tensor(slots)
         query_lens = torch.tensor(num_tokens)

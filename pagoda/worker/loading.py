@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +76,10 @@ class WorkerPlan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return _kv_bytes_per_token(self.shard, self.kv_dtype)
+        shard, head = self.shard, self.shard.config.head_dim * self.kv_dtype.itemsize
+        if self.kv_dtype == torch.int8:
+            head += torch.float32.itemsize  # its scale
+        return 2 * len(shard.layers) * shard.num_kv_heads * head
 
 
 def plan_worker(config: WorkerConfig) -> WorkerPlan:
@@ -89,39 +92,38 @@ def plan_worker(config: WorkerConfig) -> WorkerPlan:
     backend, _ = choose_backend(config.backend)
     capabilities = backend.capabilities
     shape = load_model_config(config.model, config.load_format)
-    shard = shard_of(shape, config.parallel, config.place)
     dtype_name = _dtype(config.dtype, shape.dtype, capabilities)
     quantization = _quantization(config, shape, capabilities)
     check_quantized_parts(shape, quantization, config.parallel)
-    kv_dtype_name = _kv_cache_dtype(config.kv_cache_dtype, dtype_name, capabilities)
-    block_size = _block_size(config.block_size, capabilities)
-    max_model_len = _max_model_len(config.max_model_len, shape, capabilities)
     _check_max_num_seqs(config.max_num_seqs, capabilities)
-    bytes_per_token = _kv_bytes_per_token(shard, _torch_dtype(kv_dtype_name))
-    check_arena(config, block_size * bytes_per_token)
-    on_host = config.host_memory_bytes or available_memory_bytes()
-    return WorkerPlan(
+    plan = WorkerPlan(
         config=config,
-        shard=shard,
+        shard=shard_of(shape, config.parallel, config.place),
         quantization=quantization,
         dtype_name=dtype_name,
-        kv_dtype_name=kv_dtype_name,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        num_blocks=choose_num_blocks(
-            config,
-            block_size=block_size,
-            bytes_per_block=block_size * bytes_per_token,
-            max_model_len=max_model_len,
-            available_bytes=left_for_kv_cache(
-                config,
-                weight_bytes=shard.weight_bytes(quantization, _torch_dtype(dtype_name).itemsize),
-                batch_bytes=input_batch_bytes(config.max_num_seqs, max_model_len, block_size),
-                max_model_len=max_model_len,
-                available_bytes=on_host // config.workers_on_host,
-            ),
-        ),
+        kv_dtype_name=_kv_cache_dtype(config.kv_cache_dtype, dtype_name, capabilities),
+        block_size=_block_size(config.block_size, capabilities),
+        max_model_len=_max_model_len(config.max_model_len, shape, capabilities),
+        num_blocks=0,
     )
+    bytes_per_block = plan.block_size * plan.kv_bytes_per_token
+    check_arena(config, bytes_per_block)
+    on_host = config.host_memory_bytes or available_memory_bytes()
+    left = left_for_kv_cache(
+        config,
+        weight_bytes=plan.weight_bytes,
+        batch_bytes=input_batch_bytes(config.max_num_seqs, plan.max_model_len, plan.block_size),
+        max_model_len=plan.max_model_len,
+        available_bytes=on_host // config.workers_on_host,
+    )
+    num_blocks = choose_num_blocks(
+        config,
+        block_size=plan.block_size,
+        bytes_per_block=bytes_per_block,
+        max_model_len=plan.max_model_len,
+        available_bytes=left,
+    )
+    return replace(plan, num_blocks=num_blocks)
 
 
 class LoadedWorker(NamedTuple):
@@ -158,7 +160,10 @@ def load_runner(
     num_blocks = num_blocks or plan.num_blocks
     group = group or Alone()
     backend, backend_summary = choose_backend(config.backend, group)
-    shared = _shared_memory(plan, num_blocks) if shares_kv(config) else None
+    shared = None
+    if shares_kv(config):
+        num_bytes = num_blocks * plan.block_size * plan.kv_bytes_per_token
+        shared = SharedKVMemory(num_bytes, _TENSORS_PER_LAYER * len(shard.layers))
     began = tracer.e2e()
     caches = [
         backend.allocate_kv_cache(
@@ -191,17 +196,14 @@ def load_runner(
     )
     description = _description(plan, model.operations)
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
-    if not shard.is_last:
-        return LoadedWorker(StageRunner(model, batch, tracer), ready, caches, description, shared)
-    alone = shard.is_first and group.size == 1
-    sampler = GroupSampler(Sampler(shard.config.vocab_size), group, tracer)
-    runner = Runner(model, batch, sampler, tracer, alone=alone)
+    runner: Runner | StageRunner
+    if shard.is_last:
+        sampler = GroupSampler(Sampler(shard.config.vocab_size), group, tracer)
+        alone = shard.is_first and group.size == 1
+        runner = Runner(model, batch, sampler, tracer, alone=alone)
+    else:
+        runner = StageRunner(model, batch, tracer)
     return LoadedWorker(runner, ready, caches, description, shared)
-
-
-def _shared_memory(plan: WorkerPlan, num_blocks: int) -> SharedKVMemory:
-    num_bytes = num_blocks * plan.block_size * plan.kv_bytes_per_token
-    return SharedKVMemory(num_bytes, _TENSORS_PER_LAYER * len(plan.shard.layers))
 
 
 def _description(
@@ -301,13 +303,6 @@ def _kv_cache_dtype(wanted: str, dtype: str, capabilities: Capabilities) -> str:
             f"this backend has no KV cache of {chosen}; --kv-cache-dtype may be {', '.join(known)}."
         )
     return chosen
-
-
-def _kv_bytes_per_token(shard: Shard, kv_dtype: torch.dtype) -> int:
-    head = shard.config.head_dim * kv_dtype.itemsize
-    if kv_dtype == torch.int8:
-        head += torch.float32.itemsize  # its scale
-    return 2 * len(shard.layers) * shard.num_kv_heads * head
 
 
 def _max_model_len(wanted: int | None, shape: ModelConfig, capabilities: Capabilities) -> int:

@@ -84,7 +84,8 @@ def _pin_threads(cores: list[int]) -> None:
     bind_threads(cores, os.environ)
     import torch  # noqa: F401 - loaded while all cores are allowed still
 
-    bind_this_thread(cores[0])
+    # The thread that calls is the first of every team; alone, it would never be bound.
+    os.sched_setaffinity(0, {cores[0]})
 
 
 def places(allowed: Iterable[int], topology: Path = _TOPOLOGY) -> list[int]:
@@ -112,8 +113,3 @@ def bind_threads(cores: Iterable[int], environment: MutableMapping[str, str]) ->
     """Tells the OpenMP library that is loaded later to bind thread i to the i-th of `cores`."""
     environment["OMP_PROC_BIND"] = "close"
     environment["OMP_PLACES"] = ",".join(f"{{{core}}}" for core in cores)
-
-
-def bind_this_thread(core: int) -> None:
-    """The thread that calls is the first of every team; alone, it would never be bound."""
-    os.sched_setaffinity(0, {core})

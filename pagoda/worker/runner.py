@@ -33,11 +33,7 @@ class StageRunner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan, before: StageState | None = None) -> StageState:
-        """Executes a plan for the next stage; `before` comes from the stage before, if there is one.
-
-        Raises:
-            ValueError: the plan does not fit what the worker knows; engine and worker disagree.
-        """
+        """Executes a plan for the next stage; `before` comes from the stage before, if there is one."""
         self._clock.start()
         batch = self.batch
         batch.apply(plan)
@@ -89,9 +85,6 @@ class Runner:
 
         Alone, a request that cannot be computed fails alone. One rank of several cannot know how far the others
         got: there, what goes wrong ends the worker, and the engine finds out whose fault it is.
-
-        Raises:
-            ValueError: the plan does not fit what the worker knows; engine and worker disagree.
         """
         self._clock.start()
         self._apply(plan)

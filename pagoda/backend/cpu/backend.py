@@ -58,11 +58,7 @@ MAX_INT8_INPUTS = 65536
 
 
 def open_backend(group: Collectives | None) -> CpuBackend:
-    """The backend with this CPU's best instruction set.
-
-    Raises:
-        BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
-    """
+    """The backend with this CPU's best instruction set."""
     return CpuBackend(choose_instruction_set(), group)
 
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.weights import DTYPES
+from pagoda.parallel.collectives import Broadcasting
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
-
-_LENGTH_BYTES = 8
 
 
 class SharedMemory:
@@ -55,7 +54,7 @@ class SharedMemory:
             self._descriptor = -1
 
 
-class SharedMemoryCollectives:
+class SharedMemoryCollectives(Broadcasting):
     """One rank. Sums have the same bits whatever the instruction set and the number of threads."""
 
     def __init__(self, path: str, rank: int, size: int) -> None:
@@ -88,20 +87,7 @@ class SharedMemoryCollectives:
         self.native.all_gather(x.data_ptr(), x.nbytes, out.data_ptr())
         return out
 
-    def broadcast(self, payload: bytes | None) -> bytes:
-        if self.rank == 0:
-            if payload is None:
-                raise ValueError("Rank 0 gives what is broadcast.")
-            self._broadcast(bytearray(len(payload).to_bytes(_LENGTH_BYTES, "little")))
-            self._broadcast(bytearray(payload))
-            return payload
-        length = bytearray(_LENGTH_BYTES)
-        self._broadcast(length)
-        received = bytearray(int.from_bytes(length, "little"))
-        self._broadcast(received)
-        return bytes(received)
-
-    def _broadcast(self, data: bytearray) -> None:
-        if data:
-            address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
-            self.native.broadcast(address, len(data))
+    def exchange(self, data: bytearray) -> bytearray:
+        address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+        self.native.broadcast(address, len(data))
+        return data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.checkpoints.families.experts import expert_counts
+from pagoda.checkpoints.families.shared import expert_counts
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_config import ExpertsConfig, Family, ModelConfig, TensorNames
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pagoda.checkpoints.families.windows import layer_windows
+from pagoda.checkpoints.families.shared import layer_windows
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_config import Family, GgufFormat, ModelConfig
 

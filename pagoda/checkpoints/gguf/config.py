@@ -12,7 +12,7 @@ from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.families import GGUF_FAMILIES
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
-from pagoda.checkpoints.model_config import GGUF_NAMES, Family, LinearSpec, ModelConfig
+from pagoda.checkpoints.model_config import GGUF_NAMES, LinearSpec, ModelConfig
 from pagoda.checkpoints.rope import FrequencyFactors
 from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, WeightFormat
 from pagoda.errors import ConfigError
@@ -157,63 +157,40 @@ def checked_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTen
 
 
 def config_values(file: GgufFile) -> dict[str, object]:
-    """Returns the values of an equivalent config.json.
-
-    Raises:
-        ConfigError: a key is missing or wrong, or the model is not one that Pagoda runs.
-    """
-    metadata = file.metadata
-    architecture = _architecture(metadata)
-    _refuse_other_models(metadata, architecture)
-    hidden_size = metadata.positive(f"{architecture}.embedding_length")
-    num_heads = metadata.positive(f"{architecture}.attention.head_count")
-    values = {
-        "architectures": [_family(metadata, architecture).architecture],
+    """Returns the values of an equivalent config.json."""
+    metadata, known = file.metadata, dict.fromkeys(name for name, _ in GGUF_FAMILIES)
+    architecture = metadata.text("general.architecture")
+    if architecture not in known:
+        metadata.refuse("general.architecture", f"must be one of {', '.join(known)}")
+    fields = metadata.below(f"{architecture}.")
+    for name in _OTHER_MODELS:
+        if fields.values.get(name, 0) != 0:
+            fields.refuse(name, "is for models that Pagoda does not run")
+    window = fields.count("attention.sliding_window", 0)
+    family = GGUF_FAMILIES.get((architecture, window > 0))
+    if family is None:
+        fields.refuse("attention.sliding_window", f"is not supported in models of {architecture}")
+    hidden_size = fields.positive("embedding_length")
+    num_heads = fields.positive("attention.head_count")
+    values: dict[str, object] = {
+        "architectures": [family.architecture],
         "vocab_size": _vocab_size(file, hidden_size),
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.positive(f"{architecture}.feed_forward_length"),
-        "num_hidden_layers": _num_layers(file, architecture),
+        "intermediate_size": fields.positive("feed_forward_length"),
+        "num_hidden_layers": fields.positive("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.positive(
-            f"{architecture}.attention.head_count_kv", num_heads
-        ),
-        "head_dim": _head_dim(metadata, architecture, hidden_size // num_heads),
-        "rms_norm_eps": metadata.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.number(f"{architecture}.rope.freq_base", 10_000.0),
-        "rope_scaling": _rope_scaling(metadata, architecture),
-        "max_position_embeddings": metadata.positive(f"{architecture}.context_length"),
+        "num_key_value_heads": fields.positive("attention.head_count_kv", num_heads),
+        "head_dim": _head_dim(fields, max(1, hidden_size // num_heads)),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.number("rope.freq_base", 10_000.0),
+        "rope_scaling": _rope_scaling(fields),
+        "max_position_embeddings": fields.positive("context_length"),
         "tie_word_embeddings": HEAD not in file.tensors,
         "torch_dtype": DTYPE,
     }
-    window = metadata.count(_window_key(architecture), 0)
+    if fields.positive("block_count") > len(file.tensors):
+        fields.refuse("block_count", f"must not be more than the {len(file.tensors)} tensors")
     return values | ({"sliding_window": window} if window else {})
-
-
-def _architecture(metadata: Fields) -> str:
-    architecture = metadata.text("general.architecture")
-    known = dict.fromkeys(name for name, _ in GGUF_FAMILIES)
-    if architecture not in known:
-        metadata.refuse("general.architecture", f"must be one of {', '.join(known)}")
-    return architecture
-
-
-def _family(metadata: Fields, architecture: str) -> Family:
-    key = _window_key(architecture)
-    family = GGUF_FAMILIES.get((architecture, metadata.count(key, 0) > 0))
-    if family is None:
-        metadata.refuse(key, f"is not supported in models of {architecture}")
-    return family
-
-
-def _window_key(architecture: str) -> str:
-    return f"{architecture}.attention.sliding_window"
-
-
-def _refuse_other_models(metadata: Fields, architecture: str) -> None:
-    for name in _OTHER_MODELS:
-        key = f"{architecture}.{name}"
-        if metadata.values.get(key, 0) != 0:
-            metadata.refuse(key, "is for models that Pagoda does not run")
 
 
 def _vocab_size(file: GgufFile, hidden_size: int) -> int:
@@ -233,44 +210,35 @@ def _vocab_size(file: GgufFile, hidden_size: int) -> int:
     return rows
 
 
-def _num_layers(file: GgufFile, architecture: str) -> int:
-    key = f"{architecture}.block_count"
-    num_layers = file.metadata.positive(key)
-    if num_layers > len(file.tensors):
-        file.metadata.refuse(key, f"must not be more than the {len(file.tensors)} tensors")
-    return num_layers
-
-
-def _head_dim(metadata: Fields, architecture: str, usual: int) -> int:
-    key = f"{architecture}.attention.key_length"
-    head_dim = metadata.positive(key, max(1, usual))
+def _head_dim(fields: Fields, usual: int) -> int:
+    head_dim = fields.positive("attention.key_length", usual)
     for name in ("attention.value_length", "rope.dimension_count"):
-        if metadata.positive(f"{architecture}.{name}", head_dim) != head_dim:
-            metadata.refuse(f"{architecture}.{name}", f"must be the key length {head_dim}")
+        if fields.positive(name, head_dim) != head_dim:
+            fields.refuse(name, f"must be the key length {head_dim}")
     if head_dim % 2:
-        metadata.refuse(key, "must be even")
+        fields.refuse("attention.key_length", "must be even")
     return head_dim
 
 
-def _rope_scaling(metadata: Fields, architecture: str) -> dict[str, object] | None:
-    prefix = f"{architecture}.rope.scaling"
-    kind = metadata.text(f"{prefix}.type", "none")
+def _rope_scaling(fields: Fields) -> dict[str, object] | None:
+    rope = fields.below("rope.scaling.")
+    kind = rope.text("type", "none")
     if kind == "none":
         # Files of 2023 have one factor instead.
-        factor = metadata.number(f"{architecture}.rope.scale_linear", 1.0)
+        factor = fields.number("rope.scale_linear", 1.0)
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if kind == "linear":
-        return {"rope_type": kind, "factor": metadata.number(f"{prefix}.factor")}
+        return {"rope_type": kind, "factor": rope.number("factor")}
     if kind != "yarn":
-        metadata.refuse(f"{prefix}.type", "must be one of none, linear, yarn")
+        rope.refuse("type", "must be one of none, linear, yarn")
     for name in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor"):
-        if metadata.number(f"{prefix}.{name}", 1.0) != 1:
-            metadata.refuse(f"{prefix}.{name}", "must be 1")
-    metadata.require(f"{prefix}.yarn_log_multiplier", 0)
+        if rope.number(name, 1.0) != 1:
+            rope.refuse(name, "must be 1")
+    rope.require("yarn_log_multiplier", 0)
     return {
         "rope_type": kind,
-        "factor": metadata.number(f"{prefix}.factor"),
-        "original_max_position_embeddings": metadata.positive(f"{prefix}.original_context_length"),
-        "beta_fast": metadata.number(f"{prefix}.yarn_beta_fast", 32.0),
-        "beta_slow": metadata.number(f"{prefix}.yarn_beta_slow", 1.0),
+        "factor": rope.number("factor"),
+        "original_max_position_embeddings": rope.positive("original_context_length"),
+        "beta_fast": rope.number("yarn_beta_fast", 32.0),
+        "beta_slow": rope.number("yarn_beta_slow", 1.0),
     }
