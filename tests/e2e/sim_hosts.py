@@ -23,6 +23,7 @@ from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.sim.engine import SimEngine
 
 VOCAB_SIZE = 512
 NUM_BLOCKS = 512
