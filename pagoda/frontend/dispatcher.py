@@ -35,7 +35,7 @@ from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.frontend.totals import counters_of, sum_of_loads
-from pagoda.frontend.tracked_request import RequestState, TrackedRequest
+from pagoda.frontend.tracked_request import Placement, RequestState, TrackedRequest
 from pagoda.ipc.clock import Clock, LoopClock
 from pagoda.messages.frontend import (
     EngineReady,
@@ -105,7 +105,6 @@ class Dispatcher:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._failure: EngineDeadError | None = None
         self._failed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
         for replica in replicas:
@@ -195,7 +194,7 @@ class Dispatcher:
         if slot not in self.slots:
             return  # it was removed by another who was told the same
         is_ready = slot.replica.state is ReplicaState.READY
-        is_end = self._failure is not None  # of all replicas; none was lost
+        is_end = self._placer.failure is not None  # of all replicas; none was lost
         had_engine, slot.had_engine = slot.had_engine, slot.has_engine
         was_ready, slot.was_ready = slot.was_ready, is_ready
         if had_engine and not slot.has_engine and not is_end:
@@ -257,11 +256,11 @@ class Dispatcher:
     async def wait_failed(self) -> EngineDeadError:
         """Returns when all replicas are given up (or this is closed), with the reason."""
         await self._failed.wait()
-        return self._failure or EngineDeadError("The engine was closed.")
+        return self._placer.failure or EngineDeadError("The engine was closed.")
 
     def _fail(self, error: EngineDeadError) -> None:
-        if self._failure is None:
-            self._failure = self._placer.failure = error
+        if self._placer.failure is None:
+            self._placer.failure = error
             self._failed.set()
             for tracked in self.requests.values():
                 tracked.wake()
@@ -276,7 +275,7 @@ class Dispatcher:
     @property
     def state(self) -> ReplicaState:
         """The state of the best replica that takes requests; degraded without any, as requests wait for one."""
-        if self._failure is not None:
+        if self._placer.failure is not None:
             return ReplicaState.FAILED
         if not self.slots.has_limits:
             return ReplicaState.STARTING
@@ -291,24 +290,24 @@ class Dispatcher:
         if tracked is None:
             return
         tracked.state = RequestState.ABORTED
-        if tracked.slot is not None:
-            await tracked.slot.replica.abort(request_id)
+        if tracked.placement is not None:
+            await tracked.placement.slot.replica.abort(request_id)
         else:
             tracked.wake()
 
     def complain(self, request_id: str) -> None:
         """Counts that the request's replica does not do in time what takes no time."""
         tracked = self.requests.get(request_id)
-        if tracked is not None and tracked.slot is not None:
-            self._eject(self._outliers.on_failure(tracked.slot.health))
+        if tracked is not None and tracked.placement is not None:
+            self._eject(self._outliers.on_failure(tracked.placement.slot.health))
 
     async def load(self) -> LoadReport:
-        if self._failure is not None:
-            raise EngineDeadError(str(self._failure))
+        if self._placer.failure is not None:
+            raise EngineDeadError(str(self._placer.failure))
         slots = list(self.slots)
         reports = await asyncio.gather(*(slot.load() for slot in slots))
         loads = tuple(map(self._load_of, slots, reports))
-        num_waiting = sum(tracked.slot is None for tracked in self.requests.values())
+        num_waiting = sum(tracked.placement is None for tracked in self.requests.values())
         both = zip(slots, reports, strict=True)
         counted = [counters_of(slot.last_report) for slot, report in both if report is None]
         return sum_of_loads(loads, num_held=num_waiting, counted=counted)
@@ -319,7 +318,7 @@ class Dispatcher:
         return ReplicaLoad(
             name=slot.name,
             state="ejected" if is_ejected else state,
-            num_requests=slot.work.num_requests,
+            num_requests=len(slot.requests),
             weighed_tokens=slot.work.pending_tokens,
             num_losses=slot.num_losses + slot.last_report.num_engine_restarts,
             report=report,
@@ -342,8 +341,8 @@ class Dispatcher:
 
     async def health(self) -> Health:
         """Ready as soon as some of the replicas are; says why if none is."""
-        if self._failure is not None:
-            return Health(False, str(self._failure))
+        if self._placer.failure is not None:
+            return Health(False, str(self._placer.failure))
         if self._draining:
             return Health(False, "the server is shutting down")
         reasons: dict[ReplicaSlot, str] = {}
@@ -398,17 +397,18 @@ class Dispatcher:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         tracked = self._accept(request)
         try:
-            while (slot := await self._placer.place(tracked)) is not None:
+            while (placement := await self._placer.place(tracked)) is not None:
+                slot = placement.slot
                 self._judge_soon()
                 try:
-                    async with self._stream(tracked, slot) as stream:
-                        tracked.waits_since = self._clock.now()
+                    async with self._stream(tracked, placement) as stream:
+                        placement.waits_since = self._clock.now()
                         async for chunk in stream:
-                            chunk = self._receive(tracked, slot, chunk)
+                            chunk = self._receive(tracked, placement, chunk)
                             yield chunk
                             if chunk.finish_reason is not None:
                                 return
-                            tracked.waits_since = self._clock.now()
+                            placement.waits_since = self._clock.now()
                 except _MovedError:
                     self._migrate(tracked, slot)
                 except EngineLostError:
@@ -438,8 +438,8 @@ class Dispatcher:
             OverloadedError: the server drains, or has as many requests as all replicas have room for.
             InvalidRequestError: a request with this id is running, which goes on undisturbed.
         """
-        if self._failure is not None:
-            raise EngineDeadError(str(self._failure))
+        if self._placer.failure is not None:
+            raise EngineDeadError(str(self._placer.failure))
         if self._draining:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
         if request.request_id in self.requests:
@@ -447,13 +447,13 @@ class Dispatcher:
         # More would be refused by all replicas in turn, or wait for one without end.
         if len(self.requests) >= self.slots.room_for(request):
             raise OverloadedError("The waiting queue is full.")
-        tracked = self.requests[request.request_id] = TrackedRequest(request, self._clock)
+        tracked = self.requests[request.request_id] = TrackedRequest(request, self._clock.now())
         self._idle.clear()
         return tracked
 
     @contextlib.asynccontextmanager
     async def _stream(
-        self, tracked: TrackedRequest, slot: ReplicaSlot
+        self, tracked: TrackedRequest, placement: Placement
     ) -> AsyncIterator[AsyncGenerator[TokenChunk, None]]:
         """The chunks of the request at its replica, for as long as the context lasts.
 
@@ -463,16 +463,19 @@ class Dispatcher:
         async with contextlib.AsyncExitStack() as stack:
             value = tracked.value()
             if self._offload is not None and not tracked.is_suspect:
-                value = await stack.enter_async_context(self._offload.prepare(tracked, slot))
-                if tracked.state is not RequestState.QUEUED or not slot.has_engine:
+                value = await stack.enter_async_context(self._offload.prepare(tracked, placement))
+                if tracked.state is not RequestState.QUEUED or not placement.slot.has_engine:
                     raise _MovedError
-                tracked.fetches_kv = value.kv_source is not None
-                if tracked.fetches_kv and tracked.work is not None:
-                    tracked.work.prompt_progress(tracked.work.num_tokens)
-            stream = cast(AsyncGenerator[TokenChunk, None], slot.replica.generate(value))
+                placement.fetches_kv = value.kv_source is not None
+                if placement.fetches_kv:
+                    placement.work.prompt_progress(placement.work.num_tokens)
+            chunks = placement.slot.replica.generate(value)
+            stream = cast(AsyncGenerator[TokenChunk, None], chunks)
             yield await stack.enter_async_context(contextlib.aclosing(stream))
 
-    def _receive(self, tracked: TrackedRequest, slot: ReplicaSlot, chunk: TokenChunk) -> TokenChunk:
+    def _receive(
+        self, tracked: TrackedRequest, placement: Placement, chunk: TokenChunk
+    ) -> TokenChunk:
         """Takes a chunk into account and returns it as the client sees it. In the path of each token.
 
         Raises:
@@ -480,33 +483,31 @@ class Dispatcher:
         """
         if chunk.finish_reason is FinishReason.ABORT and tracked.moves_if_aborted:
             raise _MovedError
-        token_ids, work = chunk.token_ids, tracked.work
-        num_computed = 0
+        slot, token_ids, num_computed = placement.slot, chunk.token_ids, 0
         if tracked.state is RequestState.QUEUED and chunk.kv_source is None:
             tracked.state = RequestState.COMPUTING
         if chunk.queue_time_s is not None and not tracked.token_ids:
-            chunk = tracked.queue.added_to(chunk)
-        if work is None:
-            pass
-        elif token_ids:
-            num_computed = work.output_progress(len(token_ids))
+            before_s = placement.began_at - tracked.accepted_at
+            chunk = msgspec.structs.replace(chunk, queue_time_s=before_s + chunk.queue_time_s)
+        if token_ids:
+            num_computed = placement.work.output_progress(len(token_ids))
             if not tracked.token_ids:
                 slot.num_streams += 1
             tracked.token_ids += token_ids
-            tracked.num_tokens_here += len(token_ids)
+            placement.num_tokens += len(token_ids)
             if tracked.crash_count:
                 # It got on: whatever killed engines before, this request did not.
                 tracked.crash_count = 0
                 self.quarantine.clear(tracked)
         elif chunk.num_computed_tokens is not None:
-            num_computed = work.prompt_progress(chunk.num_computed_tokens)
+            num_computed = placement.work.prompt_progress(chunk.num_computed_tokens)
         if chunk.received_ns > slot.latest_ns:  # a slow client takes old chunks
             slot.received(chunk.received_ns)
         if chunk.finish_reason is not FinishReason.ERROR and len(self.slots) > 1:
-            now, since = self._clock.now(), tracked.waits_since
+            now, since = self._clock.now(), placement.waits_since
             waited_s = 0.0 if since is None else now - since
             slot.health.progress(tracked.request_id, num_computed, now, waited_s)
-        tracked.waits_since = None
+        placement.waits_since = None
         if token_ids or chunk.finish_reason is not None:
             if tracked.num_cached_tokens is None:
                 tracked.num_cached_tokens = chunk.num_cached_tokens

@@ -19,13 +19,12 @@ _STALE_SHIFT = 3
 class ReplicaWork:
     """The summed work of the requests at one replica."""
 
-    __slots__ = ("floor", "num_requests", "number", "on_floor", "pending_tokens", "ticket")
+    __slots__ = ("floor", "number", "on_floor", "pending_tokens", "ticket")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pending_tokens = 0
         """Zero exactly when the replica has no request."""
-        self.num_requests = 0
         self.floor = -1
         """Pending tokens below which `on_floor` is called."""
         self.on_floor: Callable[[ReplicaWork], None] = lambda _: None
@@ -48,7 +47,6 @@ class RequestWork:
         self.prompt_tokens = max(0, num_tokens - num_cached_tokens)
         self.output_tokens = max(1, round(output_tokens))
         replica.pending_tokens += self.pending_tokens
-        replica.num_requests += 1
 
     @property
     def pending_tokens(self) -> int:
@@ -76,7 +74,6 @@ class RequestWork:
 
     def close(self) -> None:
         """Takes the request off its replica; called once."""
-        self.replica.num_requests -= 1
         self._shrink(self.pending_tokens)
 
     def _shrink(self, num_tokens: int) -> None:

@@ -1,8 +1,8 @@
-"""Replicas that do worse than others for a while get nothing new, and then slowly more again.
+"""Ejection of replicas: those that do worse than others get nothing new for a while, then slowly more again.
 
 Judged is what replicas do, not what they say of themselves: whether the requests that they have get on, and how
-fast. As in Envoy's outlier detection, a replica that is judged again is left out for longer, and never more than
-half of a group are left out at once. No replica is judged alone: what is slow for one model is fast for another.
+fast. As in Envoy's outlier detection, a replica that is judged again is ejected for longer, and never more than
+half of a group are ejected at once. No replica is judged alone: what is slow for one model is fast for another.
 
 How fast depends on how much is computed at once, so paces are compared for about equal work: for each power of two
 of tokens that a replica computes between two signs of life of one request, the time that it takes.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -39,13 +40,13 @@ SLOWER = 5.0
 SLOW_STEP_S = 0.05
 """A replica whose steps are this short is fast enough for anybody."""
 FRESH_S = 30.0
-"""Times that others took longer ago are not compared with."""
+"""Replicas that were heard longer ago are not compared."""
 MAX_FAILURES = 2
-"""A replica is left out after this many unanswered requests in a row, with no request getting on in between."""
+"""A replica is ejected after this many unanswered requests in a row, with no request getting on in between."""
 MAX_LOSSES = 2
-"""A replica is left out after losing all that it had this many times, no more than `FORGIVEN_S` apart."""
+"""A replica is ejected after losing all that it had this many times, no more than `FORGIVEN_S` apart."""
 EJECTION_S = 5.0
-"""Seconds that a replica is left out the first time; the second time twice as many, and so on."""
+"""Seconds that a replica is ejected the first time; the second time twice as many, and so on."""
 MAX_EJECTION_S = 300.0
 FORGIVEN_S = 60.0
 """Seconds without another ejection that take one off the count."""
@@ -94,14 +95,19 @@ class Waiting(NamedTuple):
         return SILENCE_S + self.kv_s + min(most_s, TOKEN_S * self.num_prompt_tokens)
 
 
+WaitingAt = Callable[[int], Waiting | None]
+"""Says what clients wait for at the replica of a number, None where none does. The detector asks only about
+replicas that are silent or slow, since a look at all requests of all replicas would take long."""
+
+
 class ReplicaHealth:
     """The deeds of one replica. Records in the path of each token; `OutlierDetector` judges."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.forget(None)
+        self.join(None)
 
-    def forget(self, group: Hashable) -> None:
+    def join(self, group: _Group | None) -> None:
         """Begins anew, as a member of `group`."""
         self.group = group
         self.heard_at = 0.0
@@ -114,14 +120,14 @@ class ReplicaHealth:
         self.num_tokens = 0
         """Tokens that the replica has computed since the probe's last sign of life, for all its requests."""
         self.pace = _Pace()
-        self.out_until = -math.inf
+        self.ejected_until = -math.inf
         """Instant at which the replica is back, or was."""
         self.num_ejections = 0
 
     @property
     def recovered_at(self) -> float:
         """Instant at which the replica has its full share again, or had."""
-        return self.out_until + RETURN_S
+        return self.ejected_until + RETURN_S
 
     def progress(self, request_id: str, num_tokens: int, now: float, waited_s: float) -> None:
         """Records that `num_tokens` more of a request are computed, after its client waited for `waited_s`.
@@ -142,14 +148,14 @@ class ReplicaHealth:
         if self.probe == request_id:
             self.probe = None
 
-    def is_out(self, now: float) -> bool:
-        return now < self.out_until
+    def is_ejected(self, now: float) -> bool:
+        return now < self.ejected_until
 
     def share(self, now: float) -> float:
-        """The share of requests that the replica gets of those that it would get otherwise: 0 while it is left
-        out, and 1 long after."""
-        grown = (now - self.out_until) / RETURN_S
-        return 0.0 if self.is_out(now) else min(1.0, max(_FIRST_SHARE, grown))
+        """The share of requests that the replica gets of those that it would get otherwise: 0 while it is ejected,
+        and 1 long after."""
+        grown = (now - self.ejected_until) / RETURN_S
+        return 0.0 if self.is_ejected(now) else min(1.0, max(_FIRST_SHARE, grown))
 
 
 class _Group:
@@ -158,41 +164,39 @@ class _Group:
     def __init__(self) -> None:
         self.members: dict[ReplicaHealth, None] = {}
         self.ends: list[float] = []
-        """A heap of when members that are left out are back."""
+        """A heap of when ejected members are back."""
 
-    def num_out(self, now: float) -> int:
+    def num_ejected(self, now: float) -> int:
         while self.ends and self.ends[0] <= now:
             heapq.heappop(self.ends)
         return len(self.ends)
-
-    def remove(self, health: ReplicaHealth, now: float) -> None:
-        del self.members[health]
-        if self.num_out(now) and health.is_out(now):
-            self.ends.remove(health.out_until)
-            heapq.heapify(self.ends)
 
 
 class OutlierDetector:
     """Judges replicas by what their `ReplicaHealth` has recorded. Has no timers: the caller decides when."""
 
     def __init__(self, clock: Clock, *, keeps_half: bool = True) -> None:
-        """Half of a group at least is never left out, unless `keeps_half` is False because others do the work of
-        replicas that are left out."""
+        """Half of a group at least is never ejected, unless `keeps_half` is False because others do the work of
+        ejected replicas."""
         self._clock = clock
         self._keeps_half = keeps_half
-        self._groups: dict[Hashable, _Group] = {}
+        self._groups: defaultdict[Hashable, _Group] = defaultdict(_Group)
 
     def add(self, health: ReplicaHealth, group: Hashable) -> None:
         """Compares a replica with those of a group from now on; what it did in another group is forgotten."""
         self.remove(health)
-        health.forget(group)
-        self._groups.setdefault(group, _Group()).members[health] = None
+        health.join(self._groups[group])
+        self._groups[group].members[health] = None
 
     def remove(self, health: ReplicaHealth) -> None:
         """Forgets a replica, which may have been forgotten already."""
-        group = self._groups.get(health.group)
-        if group is not None and health in group.members:
-            group.remove(health, self._clock.now())
+        group, now = health.group, self._clock.now()
+        if group is not None:
+            del group.members[health]
+            if group.num_ejected(now) and health.is_ejected(now):
+                group.ends.remove(health.ejected_until)
+                heapq.heapify(group.ends)
+        health.group = None
 
     def on_failure(self, health: ReplicaHealth) -> Ejection | None:
         """Counts a request left unanswered. A refusal is an answer, and so is an error of the request itself."""
@@ -209,116 +213,110 @@ class OutlierDetector:
             return None
         return self._eject(health, f"it was lost {len(health.losses)} times in {FORGIVEN_S:g} s")
 
-    def check(self, waiting: Callable[[int], Waiting | None]) -> tuple[list[Ejection], list[int]]:
+    def check(self, waiting: WaitingAt) -> tuple[list[Ejection], list[int]]:
         """Judges the replicas at which clients wait, all by what is known now.
 
-        `waiting` says what clients wait for at the replica of a number, None where none does. It is asked only
-        about replicas that are silent or slow, since a look at all requests of all replicas would take long.
         Returns also the numbers of replicas whose requests should go on elsewhere.
         """
-        ejected: list[Ejection] = []
+        ejections: list[Ejection] = []
         stuck: list[int] = []
-        now = self._clock.now()
         for group in self._groups.values():
-            members = list(group.members)
-            peers = [health for health in members if not health.is_out(now)]
-            slowest = heapq.nlargest(2, ((h.pace.longest_s, h.number) for h in peers))
-            paces = _Paces([health for health in peers if now - health.heard_at < FRESH_S])
-            silent = _silent(members, waiting, now)
-            num_heard = sum(health not in silent for health in peers)
-            for health in members:
-                reason = ""
-                step_s = next((s for s, number in slowest if number != health.number), 0.0)
-                # When all others are silent too it is not because of this one.
-                if health in silent and step_s and num_heard:
-                    silence_s, patience_s = silent[health]
-                    if silence_s >= max(STUCK_S, 2 * SILENT_STEPS * step_s, patience_s):
-                        stuck.append(health.number)
-                    if silence_s >= max(SILENT_STEPS * step_s, patience_s):
-                        reason = (
-                            f"its requests have not got on for {silence_s:.1f} s, and others' have"
-                        )
-                if not reason and not health.is_out(now) and health.pace.longest_s > SLOW_STEP_S:
-                    slowness = paces.slowness(health)
-                    if slowness >= SLOWER and waiting(health.number) is not None:
-                        reason = (
-                            f"it takes {slowness:.1f} times as long as others for the same work"
-                        )
+            comparison = _Comparison(list(group.members), waiting, self._clock.now())
+            for health in group.members:
+                reason = comparison.silence(health) or comparison.slowness(health)
+                if comparison.is_stuck(health):
+                    stuck.append(health.number)
                 if reason and (ejection := self._eject(health, reason)) is not None:
-                    ejected.append(ejection)
-        return ejected, stuck
+                    ejections.append(ejection)
+        return ejections, stuck
 
     def _eject(self, health: ReplicaHealth, reason: str) -> Ejection | None:
-        """Leaves a replica out, unless more of its group would be left out than may be."""
-        now = self._clock.now()
-        group = self._groups.get(health.group)
-        if group is None or health not in group.members or health.is_out(now):
+        """Ejects a replica, unless more of its group would be ejected than may be."""
+        now, group = self._clock.now(), health.group
+        if group is None or health.is_ejected(now):
             return None
-        num_out = group.num_out(now)  # without this replica's last ejection, which is over
-        if self._keeps_half and 2 * (num_out + 1) > len(group.members):
+        num_ejected = group.num_ejected(now)  # without this replica's last ejection, which is over
+        if self._keeps_half and 2 * (num_ejected + 1) > len(group.members):
             return None
         if health.num_ejections:
-            forgiven = int((now - health.out_until) / FORGIVEN_S)
+            forgiven = int((now - health.ejected_until) / FORGIVEN_S)
             health.num_ejections -= min(health.num_ejections, forgiven)
         health.num_ejections += 1
         duration_s = min(MAX_EJECTION_S, EJECTION_S * health.num_ejections)
-        health.out_until = now + duration_s
+        health.ejected_until = now + duration_s
         health.num_failures = 0
         health.pace = _Pace()
-        heapq.heappush(group.ends, health.out_until)
+        heapq.heappush(group.ends, health.ejected_until)
         return Ejection(health.number, duration_s, reason)
 
 
-def _silent(
-    members: list[ReplicaHealth], waiting: Callable[[int], Waiting | None], now: float
-) -> dict[ReplicaHealth, tuple[float, float]]:
-    """Members whose requests have not got on for long, each with its silence and its patience in seconds."""
-    silent = {}
-    for health in members:
-        if now - health.heard_at >= SILENCE_S and (wait := waiting(health.number)) is not None:
-            silence_s = now - max(health.heard_at, wait.since)
-            if silence_s >= SILENCE_S:
-                silent[health] = silence_s, wait.patience_s
-    return silent
+class _Comparison:
+    """What is known now of the replicas of a group, to compare each with the others."""
 
-
-class _Paces:
-    """The paces of replicas, to compare one with the others."""
-
-    def __init__(self, replicas: list[ReplicaHealth]) -> None:
-        self._replicas = set(replicas)
-        self._means_s: dict[int, list[float]] = {}
-        """Sorted means by class of work."""
-        for health in replicas:
+    def __init__(self, members: list[ReplicaHealth], waiting: WaitingAt, now: float) -> None:
+        self._waiting = waiting
+        peers = {health for health in members if not health.is_ejected(now)}
+        self._slowest = heapq.nlargest(2, ((h.pace.longest_s, h.number) for h in peers))
+        self._silent: dict[ReplicaHealth, tuple[float, Waiting]] = {}
+        """Members whose requests have not got on for long: for how many seconds, and what clients wait for."""
+        for health in members:
+            if now - health.heard_at >= SILENCE_S and (wait := waiting(health.number)) is not None:
+                silence_s = now - max(health.heard_at, wait.since)
+                if silence_s >= SILENCE_S:
+                    self._silent[health] = silence_s, wait
+        self._is_any_heard = not peers <= self._silent.keys()
+        self._fresh = {health for health in peers if now - health.heard_at < FRESH_S}
+        self._means_s: defaultdict[int, list[float]] = defaultdict(list)
+        """Sorted means of fresh replicas by class of work."""
+        for health in self._fresh:
             for work, mean_s in health.pace.means_s.items():
-                self._means_s.setdefault(work, []).append(mean_s)
+                self._means_s[work].append(mean_s)
         for means_s in self._means_s.values():
             means_s.sort()
 
-    def slowness(self, health: ReplicaHealth) -> float:
-        """A replica's time over that of a middling other one for the same work; 0.0 where nothing is wrong."""
-        pace = health.pace
-        if pace.num_samples < _MIN_SAMPLES:
-            return 0.0
-        mine_s = theirs_s = weight = 0.0
-        for work, share in pace.shares.items():
-            own_s = pace.means_s[work]
-            median_s = self._median(work, own_s if health in self._replicas else None)
-            if median_s is not None:
-                mine_s += share * own_s
-                theirs_s += share * median_s
-                weight += share
-        return mine_s / theirs_s if mine_s > SLOW_STEP_S * weight and theirs_s > 0 else 0.0
+    def _is_silent(self, health: ReplicaHealth, steps: int, least_s: float = 0.0) -> bool:
+        """True if requests have not got on for as long as that many of the longest step of others would take."""
+        # When all others are silent too it is not because of this one.
+        if health not in self._silent or not self._is_any_heard:
+            return False
+        step_s = next((s for s, number in self._slowest if number != health.number), 0.0)
+        silence_s, wait = self._silent[health]
+        return step_s > 0 and silence_s >= max(least_s, steps * step_s, wait.patience_s)
 
-    def _median(self, work: int, without: float | None) -> float | None:
-        """The median of the means of a class, less one value; None if no other is left."""
-        means_s = self._means_s.get(work, [])
-        skipped = len(means_s) if without is None else bisect_left(means_s, without)
-        num_left = len(means_s) - (without is not None)
-        if not num_left:
+    def is_stuck(self, health: ReplicaHealth) -> bool:
+        return self._is_silent(health, 2 * SILENT_STEPS, STUCK_S)
+
+    def silence(self, health: ReplicaHealth) -> str:
+        """The reason to eject a replica whose requests do not get on; empty where there is none."""
+        if not self._is_silent(health, SILENT_STEPS):
+            return ""
+        return f"its requests have not got on for {self._silent[health][0]:.1f} s, and others' have"
+
+    def slowness(self, health: ReplicaHealth) -> str:
+        """The reason to eject a replica that takes longer than a middling other one; empty where there is none."""
+        pace = health.pace
+        if health not in self._fresh or pace.num_samples < _MIN_SAMPLES:
+            return ""
+        mine_s = theirs_s = weight = 0.0
+        for work, share in pace.shares.items() if pace.longest_s > SLOW_STEP_S else ():
+            others_s = self._median_of_others(work, pace.means_s[work])
+            if others_s is not None:
+                mine_s += share * pace.means_s[work]
+                theirs_s += share * others_s
+                weight += share
+        is_slow = mine_s > SLOW_STEP_S * weight and mine_s >= SLOWER * theirs_s > 0
+        if not is_slow or self._waiting(health.number) is None:
+            return ""
+        return f"it takes {mine_s / theirs_s:.1f} times as long as others for the same work"
+
+    def _median_of_others(self, work: int, own_s: float) -> float | None:
+        """The median of the means of a class, less a replica's own; None if no other is left."""
+        means_s = self._means_s[work]
+        num_others, own = len(means_s) - 1, bisect_left(means_s, own_s)
+        if not num_others:
             return None
-        middle = [(num_left - 1) // 2, num_left // 2]
-        low, high = (means_s[i + (i >= skipped)] for i in middle)
+        middle = [(num_others - 1) // 2, num_others // 2]
+        low, high = (means_s[i + (i >= own)] for i in middle)
         return (low + high) / 2
 
 

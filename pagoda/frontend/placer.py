@@ -12,7 +12,7 @@ from pagoda.frontend.load_tracker import RequestWork
 from pagoda.frontend.prefix_index import short_keys
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.frontend.replica_slot import ReplicaSlot
-from pagoda.frontend.tracked_request import RequestState, TrackedRequest
+from pagoda.frontend.tracked_request import Placement, RequestState, TrackedRequest
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_keys import prefix_keys
 
@@ -79,7 +79,7 @@ class Placer:
         self._waiting: dict[TrackedRequest, None] = {}
         """Requests that wait for a replica, longest first."""
 
-    async def place(self, tracked: TrackedRequest) -> ReplicaSlot | None:
+    async def place(self, tracked: TrackedRequest) -> Placement | None:
         """Enters the request at a replica, waiting until one takes requests; None if its end is known already.
 
         Raises:
@@ -134,28 +134,28 @@ class Placer:
 
     def _enter(
         self, tracked: TrackedRequest, slot: ReplicaSlot, num_cached_tokens: int
-    ) -> ReplicaSlot:
-        keys = tracked.sent_keys = self._keys_of(tracked)
-        tracked.sent_number = slot.prefixes.add(keys)
-        tracked.num_cached_tokens_here = (
-            slot.prefixes.num_told(keys) * self._slots.limits.block_size if keys else 0
-        )
-        tracked.slot = slot
+    ) -> Placement:
+        request, keys = tracked.request, self._keys_of(tracked)
+        num_left = (request.sampling.max_tokens or 1) - len(tracked.token_ids)
         tracked.state = RequestState.QUEUED
-        tracked.queue.enter()
-        tracked.num_tokens_here = 0
-        tracked.fetches_kv = tracked.request.kv_source is not None
-        tracked.sent_after_ns = slot.latest_ns
-        num_left = (tracked.request.sampling.max_tokens or 1) - len(tracked.token_ids)
-        tracked.work = RequestWork(
-            slot.work,
-            tracked.num_tokens,
-            num_cached_tokens=num_cached_tokens,
-            output_tokens=min(num_left, self._usual_output_tokens),
+        placement = tracked.placement = slot.requests[tracked] = Placement(
+            slot,
+            RequestWork(
+                slot.work,
+                tracked.num_tokens,
+                num_cached_tokens=num_cached_tokens,
+                output_tokens=min(num_left, self._usual_output_tokens),
+            ),
+            began_at=self._clock.now(),
+            keys=keys,
+            number=slot.prefixes.add(keys),
+            num_told_tokens=len(keys)
+            and slot.prefixes.num_told(keys) * self._slots.limits.block_size,
+            after_ns=slot.latest_ns,
+            fetches_kv=request.kv_source is not None,
         )
-        slot.requests[tracked] = None
         slot.num_streams += bool(tracked.token_ids)
-        return slot
+        return placement
 
     def observe_length(self, num_output_tokens: int) -> None:
         """Takes the length of an answer that has ended into the average."""
@@ -172,20 +172,19 @@ class Placer:
 
     def leave(self, tracked: TrackedRequest) -> None:
         """Takes the request off its replica. May be called twice."""
-        slot, work = tracked.slot, tracked.work
-        if slot is None or work is None:
+        placement, tracked.placement = tracked.placement, None
+        if placement is None:
             return
-        if tracked.sent_keys:
-            slot.prefixes.end(tracked.sent_number, tracked.sent_keys)
+        slot = placement.slot
+        if placement.keys:
+            slot.prefixes.end(placement.number, placement.keys)
         slot.health.end(tracked.request_id)
         del slot.requests[tracked]
         slot.num_streams -= bool(tracked.token_ids)
         slot.crash_suspects.discard(tracked)
         slot.left.set()
         self._slots.on_leave(slot)
-        work.close()
-        tracked.slot = tracked.work = tracked.waits_since = None
+        placement.work.close()
         if tracked.state is not RequestState.ABORTED:
             tracked.state = RequestState.WAITING
-        tracked.queue.leave()
         self.quarantine.clear(tracked)

@@ -23,8 +23,7 @@ from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.policies import POLICIES, Policy
 from pagoda.frontend.replica import Replica
-from pagoda.frontend.replica_slot import ReplicaSlot
-from pagoda.frontend.tracked_request import TrackedRequest
+from pagoda.frontend.tracked_request import Placement, TrackedRequest
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
@@ -53,7 +52,7 @@ class PrefillDecodeRouter:
         Prompts of which `min_tokens` or more are not cached where they are answered are computed by prefill hosts.
         `no_replica_timeout_s` is as in `Dispatcher`.
         """
-        # Decode hosts compute what no prefill host does, so all prefill hosts may be left out.
+        # Decode hosts compute what no prefill host does, so all prefill hosts may be ejected.
         by_work = POLICIES["least-pending-tokens"]
         self.prefill = Dispatcher([], by_work, keeps_half=False, tracer=tracer)
         self.dispatcher = Dispatcher(
@@ -128,14 +127,14 @@ class PrefillOffload:
 
     @asynccontextmanager
     async def prepare(
-        self, tracked: TrackedRequest, slot: ReplicaSlot
+        self, tracked: TrackedRequest, placement: Placement
     ) -> AsyncIterator[GenerateRequest]:
         """The request as its replica is to be given it; what was done for it lasts until the context ends.
 
         Never raises because something failed: then the request is as it was. Does not wait for long.
         """
         request = tracked.value()
-        if not self._is_worth_it(request, tracked, slot):
+        if not self._is_worth_it(request, tracked, placement):
             yield request
             return
         source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
@@ -159,18 +158,18 @@ class PrefillOffload:
             await cancel_all([computing])
 
     def _is_worth_it(
-        self, request: GenerateRequest, tracked: TrackedRequest, slot: ReplicaSlot
+        self, request: GenerateRequest, tracked: TrackedRequest, placement: Placement
     ) -> bool:
         if request.holds_kv or request.kv_source is not None:
             return False  # somebody else has arranged it
-        num_left = tracked.num_tokens - tracked.num_cached_tokens_here
+        slot = placement.slot
+        num_left = tracked.num_tokens - placement.num_told_tokens
         if num_left < self._min_tokens or not slot.role.fetches_kv:
             return False
-        own_tokens = 0 if tracked.work is None else tracked.work.pending_tokens
         pending_there = self._prefill.slots.least_pending_tokens()
         return pending_there is not None and not is_better_here(
             num_left,
-            pending_here=slot.work.pending_tokens - own_tokens,
+            pending_here=slot.work.pending_tokens - placement.work.pending_tokens,
             num_streams=slot.num_streams,
             pending_there=pending_there,
         )

@@ -168,7 +168,7 @@ class ReplicaSet:
         return sum(pool.num_ready for pool in self._pools.values())
 
     def least_pending_tokens(self) -> int | None:
-        """The least work of a replica that takes requests, computes and is not left out; None if there is none."""
+        """The least work of a replica that takes requests, computes and is not ejected; None if there is none."""
         self._refit_returned()
         works: list[ReplicaWork] = []
         for pool in self._pools.values():
@@ -263,7 +263,7 @@ class ReplicaSet:
     ) -> list[ReplicaSlot]:
         """Ready replicas that have not refused the request, else degraded ones.
 
-        Replicas that were left out for doing worse than others get some of the first requests after that. Replicas
+        Replicas that were ejected for doing worse than others get some of the first requests after that. Replicas
         not meant for such requests get this one only where no other takes requests, not where others are full.
         """
         takers = [pool for pool in self._pools.values() if pool.num_takers]

@@ -12,7 +12,7 @@ from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import ReplicaHealth, Waiting
 from pagoda.frontend.prefix_index import PrefixIndex
 from pagoda.frontend.replica import Replica
-from pagoda.frontend.tracked_request import RequestState, TrackedRequest
+from pagoda.frontend.tracked_request import Placement, RequestState, TrackedRequest
 from pagoda.messages.frontend import EngineReady, GenerateRequest
 from pagoda.messages.load import LoadReport
 from pagoda.messages.worker_config import Role
@@ -23,7 +23,7 @@ class Fitness(enum.Enum):
 
     FIT = enum.auto()
     RETURNING = enum.auto()
-    """Left out for doing worse than others, or back from that and not yet with its full share."""
+    """Ejected, or back from that and not yet with its full share."""
     DEGRADED = enum.auto()
     """The worker is being replaced."""
     FULL = enum.auto()
@@ -41,7 +41,7 @@ class ReplicaSlot:
         self.prefixes = prefixes
         self.health = ReplicaHealth(number)
         self.work = ReplicaWork(number)
-        self.requests: dict[TrackedRequest, None] = {}
+        self.requests: dict[TrackedRequest, Placement] = {}
         """Requests at the replica, in the order in which they came."""
         self.num_streams = 0
         """Requests at the replica whose answers have begun."""
@@ -83,8 +83,8 @@ class ReplicaSlot:
         if self.limits is None or self.replica.state is not ReplicaState.READY:
             return None
         total: Waiting | None = None
-        for tracked in self.requests:
-            one = tracked.waiting(self.limits.block_size)
+        for placement in self.requests.values():
+            one = placement.waiting(self.limits.block_size)
             if one is not None:
                 total = one.merge(total)
         return total
@@ -105,7 +105,7 @@ class ReplicaSlot:
         queued.sort(key=lambda tracked: tracked.request.priority)
         max_num_seqs = 1 if self.limits is None else self.limits.max_num_seqs
         num_places = max(1, max_num_seqs - len(computing))
-        unread = [r for r in queued if r.sent_after_ns >= self._earlier_ns]
+        unread = [r for r in queued if self.requests[r].after_ns >= self._earlier_ns]
         return {*computing, *queued[:num_places], *unread}
 
     async def load(self) -> LoadReport | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pagoda.frontend.load_tracker import RequestWork
 from pagoda.frontend.outliers import REMOTE_KV_S, TIER_KV_S, Waiting
-from pagoda.ipc.clock import Clock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 
 if TYPE_CHECKING:
@@ -36,45 +36,51 @@ class RequestState(enum.Enum):
     """The request was ended by its client or an operator."""
 
 
-class QueueTime:
-    """The time that a request has waited for its first step, at replicas and between them."""
+@dataclass(eq=False, slots=True)
+class Placement:
+    """A request at one replica, from the choice of the replica until the request leaves there."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._since = clock.now()
-        """Instant at which the request was accepted, or last came to a replica or left one."""
-        self._before_s = 0.0
-        self._here_s: float | None = None
-        """Waiting time at its replica; None until the replica tells."""
+    slot: ReplicaSlot
+    work: RequestWork
+    began_at: float
+    """Instant of the choice."""
+    keys: list[int]
+    """Keys that the replica's `PrefixIndex` counts for the request, under `number`."""
+    number: int
+    num_told_tokens: int
+    """Prompt tokens that the replica tells it has in its cache."""
+    after_ns: int
+    """`ReplicaSlot.latest_ns` when the request was sent."""
+    fetches_kv: bool
+    """True if the replica was told that another engine has the KV of the prompt."""
+    num_tokens: int = 0
+    """Tokens of the answer that came from the replica."""
+    waits_since: float | None = None
+    """Instant at which the replica was last asked for more; None while the client does not ask."""
 
-    def enter(self) -> None:
-        now = self._clock.now()
-        self._before_s += now - self._since
-        self._since, self._here_s = now, None
-
-    def leave(self) -> None:
-        now = self._clock.now()
-        # Where no first step was seen, all of the time was waiting.
-        self._before_s += now - self._since if self._here_s is None else self._here_s
-        self._since = now
-
-    def added_to(self, chunk: TokenChunk) -> TokenChunk:
-        """`chunk` with the whole waiting time, if it tells of that at the replica."""
-        if chunk.queue_time_s is None:
-            return chunk
-        self._here_s = chunk.queue_time_s
-        return msgspec.structs.replace(chunk, queue_time_s=self._before_s + self._here_s)
+    def waiting(self, block_size: int) -> Waiting | None:
+        """The wait of the client; None if it does not wait."""
+        if self.waits_since is None:
+            return None
+        # The first token may be that of the engine which computed the prompt.
+        if self.num_tokens > 1:
+            return Waiting(self.waits_since)
+        num_tokens = self.work.num_tokens
+        kv_s = REMOTE_KV_S if self.fetches_kv else TIER_KV_S
+        return Waiting(self.waits_since, num_tokens, kv_s if num_tokens > block_size else 0.0)
 
 
 class TrackedRequest:
     """A request, the tokens so far, and the replica that has it."""
 
-    def __init__(self, request: GenerateRequest, clock: Clock) -> None:
+    def __init__(self, request: GenerateRequest, accepted_at: float) -> None:
         self.request = request
         self.request_id = request.request_id
         self.state = RequestState.WAITING
         self.token_ids = list(request.output_token_ids)
-        self.queue = QueueTime(clock)
+        self.accepted_at = accepted_at
+        self.placement: Placement | None = None
+        """The replica that has the request; None while it waits for one."""
         self.returns = request.returns
         """An engine took the request before, so none refuses it for want of room any more."""
         self.has_waited = False
@@ -90,24 +96,6 @@ class TrackedRequest:
         self.problem = ""
         """The reason that the request is given up, as a sentence."""
         self._waiter: asyncio.Future[None] | None = None
-
-        # At its replica:
-        self.slot: ReplicaSlot | None = None
-        """The replica that has the request; None while it waits for one."""
-        self.work: RequestWork | None = None
-        self.num_cached_tokens_here = 0
-        """Prompt tokens that the replica tells it has in its cache."""
-        self.num_tokens_here = 0
-        """Tokens of the answer that came from the replica."""
-        self.fetches_kv = False
-        """The replica was told that another engine has the KV of the prompt."""
-        self.waits_since: float | None = None
-        """Instant at which the replica was last asked for more; None while the client does not ask."""
-        self.sent_keys: list[int] = []
-        """Keys that the replica's `PrefixIndex` counts for the request, under `sent_number`."""
-        self.sent_number = 0
-        self.sent_after_ns = 0
-        """`ReplicaSlot.latest_ns` when the request was sent."""
 
     @property
     def num_tokens(self) -> int:
@@ -147,17 +135,6 @@ class TrackedRequest:
             # The KV held there ends with a token that has come already.
             kv_source=None if has_moved_on else request.kv_source,
         )
-
-    def waiting(self, block_size: int) -> Waiting | None:
-        """The wait of the client; None if it does not wait."""
-        if self.waits_since is None or self.work is None:
-            return None
-        # The first token may be that of the engine which computed the prompt.
-        if self.num_tokens_here > 1:
-            return Waiting(self.waits_since)
-        num_tokens = self.work.num_tokens
-        kv_s = REMOTE_KV_S if self.fetches_kv else TIER_KV_S
-        return Waiting(self.waits_since, num_tokens, kv_s if num_tokens > block_size else 0.0)
 
     def final_chunk(self) -> TokenChunk:
         """The last chunk of a request that is not tried again."""

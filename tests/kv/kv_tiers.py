@@ -28,18 +28,20 @@ def chain(count: int) -> list[bytes]:
 PREFIX = PrefixRequest("r", chain(16), list(range(64)))
 
 
-def cached_blocks_of(pool: BlockPool, start: int, end: int) -> list[CachedBlock]:
-    """Blocks `start` to `end` of the prefix, which are cached on the device from then on."""
+def cached_blocks_of(
+    pool: BlockPool, prefix: PrefixRequest, start: int, end: int
+) -> list[CachedBlock]:
+    """Blocks `start` to `end` of a prefix, which are cached on the device from then on."""
     cached_blocks = []
     for index in range(start, end):
-        key = PREFIX.keys[index]
+        key = prefix.keys[index]
         block = pool.find(key)
         if block is None:
             (block,) = pool.allocate(1)
             pool.publish(block, key)
             pool.release([block])
-        parent = PREFIX.keys[index - 1] if index else None
-        tokens = PREFIX.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+        parent = prefix.keys[index - 1] if index else None
+        tokens = prefix.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
         cached_blocks.append(CachedBlock(block, key, parent, tokens))
     return cached_blocks
 
