@@ -219,7 +219,7 @@ def test_clear_removes_a_directory_that_no_server_would_open(run: Run, root: Pat
 def test_clear_asks_first(run: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = run("clear", root)
     assert code == 2
-    assert "Nobody is there to be asked" in err
+    assert "Nobody can confirm" in err
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     for answer in ("", "n", "what?"):
         monkeypatch.setattr("builtins.input", lambda answer=answer: answer)
