@@ -27,13 +27,12 @@ from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
-from pagoda.executor.launcher import Launcher
-from pagoda.executor.local import LocalLauncher
+from pagoda.executor.launcher import Launcher, LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
-from pagoda.ipc.machine import process_memory_bytes
+from pagoda.ipc.machine import memory_of
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
@@ -54,7 +53,6 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeSteps,
 )
-from pagoda.messages.load import ProcessMemory
 from pagoda.messages.tracing import StartTrace, StopTrace
 from pagoda.pd.links import open_links
 from pagoda.telemetry.logging import configure_logging
@@ -206,7 +204,9 @@ class EngineProcess:
                         self._core.abort(engine_id)
             case LoadQuery():
                 report = msgspec.structs.replace(
-                    self._core.load(), query_id=message.query_id, processes=self._processes()
+                    self._core.load(),
+                    query_id=message.query_id,
+                    processes=memory_of({self._tracer.role: os.getpid(), **self._executor.pids()}),
                 )
                 self._send(frontend, report)
             case SubscribeCache():
@@ -260,15 +260,6 @@ class EngineProcess:
             self._send(frontend, RequestRefused(wire_id, answer.retry_after_s))
             return
         self._send_chunks(answer)
-
-    def _processes(self) -> tuple[ProcessMemory, ...]:
-        """Processes on this host, with the memory that they take now."""
-        pids = {self._tracer.role: os.getpid(), **self._executor.pids()}
-        return tuple(
-            ProcessMemory(role, pid, resident_bytes)
-            for role, pid in pids.items()
-            if (resident_bytes := process_memory_bytes(pid)) is not None
-        )
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
         by_frontend = self._routes.sort(chunks)

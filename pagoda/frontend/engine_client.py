@@ -15,6 +15,7 @@ import zmq
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.replica import PROBE, Replica
 from pagoda.frontend.watchdog import Watchdog
 from pagoda.ipc.codec import Codec
@@ -167,7 +168,7 @@ class EngineClient:
             while True:
                 self._ready_at = None
                 reason = await self._run_engine()
-                if self.replica.has_failed:
+                if self.replica.state is ReplicaState.FAILED:
                     return
                 if self._ready_at is not None and loop.time() - self._ready_at >= STABLE_S:
                     self.num_deaths_in_row = 0
@@ -274,7 +275,6 @@ class _Engine:
         """End of the engine as a clause: `was killed by SIGKILL`."""
         self._num_messages = 0
         self._on_message = on_message
-        self._watched = False
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -289,7 +289,6 @@ class _Engine:
             self.socket.close()
             raise
         self._loop.add_reader(self.child.fileno(), self._on_hangup)
-        self._watched = True
 
     def end(self, reason: str) -> None:
         """Counts the engine as ended; the first reason holds."""
@@ -302,8 +301,8 @@ class _Engine:
         await asyncio.wait([self.ended], timeout=_STOP_S)
 
     def drop(self) -> None:
-        """Kills the engine if it still runs, and releases everything. May be called twice."""
-        self._stop_watching()
+        """Kills the engine if it still runs, and releases everything."""
+        self._loop.remove_reader(self.child.fileno())
         self.socket.close()
         self.child.kill()
 
@@ -312,20 +311,15 @@ class _Engine:
         self._on_message(self, frames[-1])
 
     def _on_hangup(self) -> None:
-        self._stop_watching()
-        self._await_last_words(self._num_messages)
+        self._loop.remove_reader(self.child.fileno())
+        self._await_last_words()
 
-    def _await_last_words(self, num_messages: int) -> None:
+    def _await_last_words(self) -> None:
         """Messages of an engine that has ended may still be in the socket."""
-        self._loop.call_later(_LAST_WORDS_S, self._check_last_words, num_messages)
+        self._loop.call_later(_LAST_WORDS_S, self._check_last_words, self._num_messages)
 
     def _check_last_words(self, num_messages: int) -> None:
         if self._num_messages != num_messages:
-            self._await_last_words(self._num_messages)
+            self._await_last_words()
         else:
             self.end(self.child.describe_end())
-
-    def _stop_watching(self) -> None:
-        if self._watched:
-            self._loop.remove_reader(self.child.fileno())
-            self._watched = False

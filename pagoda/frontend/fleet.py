@@ -227,9 +227,7 @@ def read_cluster_secret(path: Path) -> bytes:
 
 
 def replicas_of(engine: EngineConfig) -> list[EngineConfig]:
-    return [_replica(engine, index) for index in range(engine.worker.parallel.data_parallel_size)]
-
-
-def _replica(engine: EngineConfig, index: int) -> EngineConfig:
-    worker = msgspec.structs.replace(engine.worker, place=RankPlace(dp=index))
-    return msgspec.structs.replace(engine, worker=worker)
+    """The configuration of each replica."""
+    places = map(RankPlace, range(engine.worker.parallel.data_parallel_size))
+    workers = [msgspec.structs.replace(engine.worker, place=place) for place in places]
+    return [msgspec.structs.replace(engine, worker=worker) for worker in workers]

@@ -9,6 +9,7 @@ import msgspec
 import zmq
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.replica import Replica
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
@@ -112,7 +113,7 @@ class HostClient:
         self.replica.fail(EngineLostError(f"The host at {self._address} {reason}."))
 
     def _receive(self, frames: list[bytes]) -> None:
-        if self.replica.has_failed:
+        if self.replica.state is ReplicaState.FAILED:
             return
         try:
             message = self._decode(b"".join(frames))

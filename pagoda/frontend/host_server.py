@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import cast
@@ -27,11 +27,11 @@ from pagoda.errors import (
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import Endpoint, ReplicaState, Unsubscribe
 from pagoda.frontend.host_client import Identity
-from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server
 from pagoda.ipc.event_socket import EventSocket, host_socket
-from pagoda.ipc.machine import process_memory_bytes
+from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
     AbortRequests,
@@ -47,7 +47,6 @@ from pagoda.messages.frontend import (
     TokenChunks,
 )
 from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
-from pagoda.messages.load import ProcessMemory
 from pagoda.messages.tracing import ClockPing, ClockPong
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.clocks import ClockComparison
@@ -118,7 +117,7 @@ class HostServer:
         except zmq.ZMQError as error:
             self._socket.close()
             raise ConfigError(
-                f"--advertise: routers cannot be listened to on {address.removeprefix('tcp://')} "
+                f"--advertise: this host cannot listen for routers on {address.removeprefix('tcp://')} "
                 f"({error.strerror}); name an address of this host, with a port that is free or without one."
             ) from None
         self.port = self._socket.port
@@ -275,29 +274,19 @@ class HostServer:
     def _report(self, router: _Router, query_id: int | None) -> None:
         task = asyncio.create_task(self._send_report(router, query_id))
         self._reports.add(task)
-        task.add_done_callback(self._on_reported)
-
-    def _on_reported(self, task: asyncio.Task[None]) -> None:
-        self._reports.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("a router cannot be answered", exc_info=task.exception())
+        task.add_done_callback(self._reports.discard)
 
     async def _send_report(self, router: _Router, query_id: int | None) -> None:
         with contextlib.suppress(EngineDeadError):  # this host ends, and the router will see that
             report = await self._endpoint.load()
+            role = "router" if self._identity.is_router else "frontend"
             report = msgspec.structs.replace(
                 report,
                 query_id=query_id,
                 is_worker_ready=self._is_ready,
-                processes=(*self._own_memory(), *report.processes),
+                processes=(*memory_of({role: os.getpid()}), *report.processes),
             )
             self._send(router, report)
-
-    def _own_memory(self) -> Iterator[ProcessMemory]:
-        resident_bytes = process_memory_bytes(os.getpid())
-        if resident_bytes is not None:
-            role = "router" if self._identity.is_router else "frontend"
-            yield ProcessMemory(role, os.getpid(), resident_bytes)
 
     def _begin(self, router: _Router, request: GenerateRequest) -> None:
         wire_id = request.wire_id or request.request_id
@@ -320,7 +309,17 @@ class HostServer:
         self._request_ids.remove(request_id)
 
     async def _generate(self, router: _Router, wire_id: str, request: GenerateRequest) -> None:
-        record = self._open(request)
+        record = self._tracker.start(
+            request.request_id,
+            ClientRequest(
+                id=request.request_id,
+                arrived_ns=self._tracker.clock_ns(),
+                traceparent=request.traceparent,
+                tracestate=request.tracestate,
+            ),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens or 0,
+        )
         reason, problem = str(FinishReason.ABORT), ""
         try:
             value = record.with_span(request)
@@ -347,19 +346,6 @@ class HostServer:
             self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=error_there))
         finally:
             self._tracker.finish(record, reason, problem)
-
-    def _open(self, request: GenerateRequest) -> RequestStatistics:
-        return self._tracker.start(
-            request.request_id,
-            ClientRequest(
-                id=request.request_id,
-                arrived_ns=self._tracker.clock_ns(),
-                traceparent=request.traceparent,
-                tracestate=request.tracestate,
-            ),
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=request.sampling.max_tokens or 0,
-        )
 
     def _put(self, router: _Router, chunk: TokenChunk) -> None:
         """Chunks of one turn of the event loop become one message."""

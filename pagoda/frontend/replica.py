@@ -103,12 +103,11 @@ class Replica:
         """The peer has said that it takes no new requests."""
         self._peer = peer
         self._tracer = tracer
-        self._state = ReplicaState.STARTING
+        self.state = ReplicaState.STARTING
         self._limits: EngineReady | None = None
         self._failure: PagodaError | None = None
         self._failed = asyncio.Event()
-        self._settled = asyncio.Event()
-        """Set when the peer was ready for the first time, or has failed."""
+        self._opened_or_failed = asyncio.Event()
         self._draining = False
         self._listeners: list[Callable[[], None]] = []
         self._cache_listeners: list[CacheListener] = []
@@ -151,20 +150,12 @@ class Replica:
         return self._limits
 
     @property
-    def state(self) -> ReplicaState:
-        return self._state
-
-    @property
     def is_open(self) -> bool:
-        return self._state in (ReplicaState.READY, ReplicaState.DEGRADED)
+        return self.state in (ReplicaState.READY, ReplicaState.DEGRADED)
 
     @property
     def has_started(self) -> bool:
         return self._limits is not None
-
-    @property
-    def has_failed(self) -> bool:
-        return self._failure is not None
 
     @property
     def num_streams(self) -> int:
@@ -185,7 +176,7 @@ class Replica:
         Raises:
             PagodaError: the connection has failed before.
         """
-        await self._settled.wait()
+        await self._opened_or_failed.wait()
         self._check_alive()
 
     async def wait_failed(self) -> EngineDeadError:
@@ -369,7 +360,7 @@ class Replica:
             return
         self._failure = failure
         self._failed.set()
-        self._settled.set()
+        self._opened_or_failed.set()
         self._enter(ReplicaState.FAILED)
         self._end_all(str(failure))
 
@@ -396,13 +387,13 @@ class Replica:
         changed = limits != self._limits or not self.is_open
         self._limits = limits
         if not self.is_open:
-            self._state = ReplicaState.READY
+            self.state = ReplicaState.READY
             # This peer knows nothing of what the one before it was asked for.
             if self._cache_listeners:
                 self.transport.send(SubscribeCache())
             if self._step_listeners:
                 self.transport.send(SubscribeSteps())
-        self._settled.set()
+        self._opened_or_failed.set()
         if changed:
             self._notify()
 
@@ -411,8 +402,8 @@ class Replica:
             listener()
 
     def _enter(self, state: ReplicaState) -> None:
-        if state is not self._state:
-            self._state = state
+        if state is not self.state:
+            self.state = state
             self._notify()
 
     def _tell(self, message: FrontendMessage) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Container, Iterable, Iterator, Sequence
 from operator import itemgetter
 
@@ -59,37 +59,29 @@ class HashRing:
     """
 
     def __init__(self) -> None:
-        self._points: list[int] = []
-        """Sorted hashes of names."""
-        self._slots: list[ReplicaSlot] = []
-        """The replicas of these points."""
+        self._points: list[tuple[int, int, ReplicaSlot]] = []
+        """Hashes of names, ascending, each with the number of the replica and the replica."""
 
     def add(self, slot: ReplicaSlot) -> None:
-        point = stable_hash(slot.name)
-        position = bisect_left(self._points, point)
-        self._points.insert(position, point)
-        self._slots.insert(position, slot)
+        insort(self._points, (stable_hash(slot.name), slot.number, slot))
 
     def remove(self, slot: ReplicaSlot) -> None:
-        position = bisect_left(self._points, stable_hash(slot.name))
-        while self._slots[position] is not slot:
-            position += 1
-        del self._points[position], self._slots[position]
+        del self._points[bisect_left(self._points, (stable_hash(slot.name), slot.number))]
 
     def nearest(self, session: str, excluded: Container[int]) -> tuple[int, ReplicaSlot] | None:
         """The replica closest behind one of the session's probes, with the distance; None if all are excluded."""
-        points, slots, probe = self._points, self._slots, stable_hash(session)
+        points, probe = self._points, stable_hash(session)
         best: tuple[int, ReplicaSlot] | None = None
         step = (probe >> 20 | 1) * _STEP
         for _ in range(_NUM_PROBES):
             probe = (probe + step) & _MASK
-            position = bisect_left(points, probe)
+            position = bisect_left(points, (probe,))
             for offset in range(len(points)):
-                index = (position + offset) % len(points)
-                if slots[index].number not in excluded:
-                    distance = (points[index] - probe) & _MASK
+                point, number, slot = points[(position + offset) % len(points)]
+                if number not in excluded:
+                    distance = (point - probe) & _MASK
                     if best is None or distance < best[0]:
-                        best = distance, slots[index]
+                        best = distance, slot
                     break
         return best
 

@@ -7,10 +7,12 @@ any ancestor of the process's own group, so the tightest on the way up counts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
+
+from pagoda.messages.load import ProcessMemory
 
 _ROOT = Path("/")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -37,6 +39,15 @@ def process_memory_bytes(pid: int) -> int | None:
             return int(statm.read().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
         return None
+
+
+def memory_of(pids: Mapping[str, int]) -> tuple[ProcessMemory, ...]:
+    """Memory of processes, by their roles, as far as it is known."""
+    return tuple(
+        ProcessMemory(role, pid, resident_bytes)
+        for role, pid in pids.items()
+        if (resident_bytes := process_memory_bytes(pid)) is not None
+    )
 
 
 def cgroup_cores(root: Path) -> float | None:

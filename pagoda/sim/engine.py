@@ -11,6 +11,7 @@ from pagoda.engine.core import EngineCore
 from pagoda.errors import EngineDeadError
 from pagoda.executor.sim import SimExecutor
 from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.prefix_index import short_keys
 from pagoda.frontend.replica import Replica
 from pagoda.ipc.clock import LoopClock
@@ -112,7 +113,7 @@ class SimEngine:
 
     def kill(self, *, restart_s: float) -> None:
         """Ends the engine with all that is in it; another is ready `restart_s` later."""
-        if not self.replica.has_failed:
+        if self.replica.state is not ReplicaState.FAILED:
             self._end()
             self.replica.lose("The engine ended.")
             self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
@@ -141,7 +142,7 @@ class SimEngine:
         asyncio.get_running_loop().call_later(restart_s, on_ready)
 
     def give_up(self, reason: str) -> None:
-        if not self.replica.has_failed:
+        if self.replica.state is not ReplicaState.FAILED:
             self._end()
             self.replica.fail(EngineDeadError(reason))
 

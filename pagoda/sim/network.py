@@ -50,13 +50,13 @@ class SimNetwork:
     """Network of simulated engines. Messages arrive as `fate` says; by default at once."""
 
     def __init__(self, clock: Clock, fate: Fate = lambda _: (0.0,)) -> None:
-        self.neighbours = SimNeighbours()
+        self.neighbours: SimNeighbours = {}
         self._clock = clock
         self._fate = fate
         self._numbers = count(1)
         self._listeners: dict[str, SimListener] = {}
-        self._connections: dict[bytes, SimPeers] = {}
-        """Peers by the identity that the listener knows them by."""
+        self._connections: dict[bytes, tuple[SimPeers, str]] = {}
+        """Owners of connections and the addresses at their other ends, by the ids that listeners know."""
 
     def listener(self, address: str, wake: Wake = lambda _: None) -> SimListener:
         listener = self._listeners[address] = SimListener(address, self, self._clock, wake)
@@ -75,12 +75,13 @@ class SimNetwork:
             self.peers(wake) if role.fetches_kv else None,
         )
 
-    def connect(self, peers: SimPeers, address: str) -> bytes | None:
-        """None if nobody is there."""
-        if address not in self._listeners:
-            return None
+    def connect(self, peers: SimPeers, address: str) -> bytes:
+        """The id of a new connection; it is lost at once where nobody listens."""
         asker = str(next(self._numbers)).encode()
-        self._connections[asker] = peers
+        if address in self._listeners:
+            self._connections[asker] = peers, address
+        else:
+            peers.inbox.put((address, asker, PeerLost("nobody is there")), 0.0)
         return asker
 
     def disconnect(self, asker: bytes) -> None:
@@ -88,9 +89,10 @@ class SimNetwork:
 
     def cut(self, address: str) -> None:
         """Ends all connections to a listener; those that had them are told."""
-        for asker, peers in list(self._connections.items()):
-            if peers.lose(asker, address, PeerLost("it hung up")):
+        for asker, (peers, there) in list(self._connections.items()):
+            if there == address:
                 del self._connections[asker]
+                peers.inbox.put((address, asker, PeerLost("it hung up")), 0.0)
 
     def close(self, listener: SimListener) -> None:
         if self._listeners.get(listener.address) is listener:
@@ -103,9 +105,10 @@ class SimNetwork:
                 listener.inbox.put((asker, message), delay_s)
 
     def answer(self, asker: bytes, message: PrefillMessage) -> None:
-        if (peers := self._connections.get(asker)) is not None:
+        if (connection := self._connections.get(asker)) is not None:
+            peers, address = connection
             for delay_s in self._fate(message):
-                peers.inbox.put((asker, message), delay_s)
+                peers.inbox.put((address, asker, message), delay_s)
 
 
 class SimListener:
@@ -132,34 +135,21 @@ class SimPeers:
     """`Peers`."""
 
     def __init__(self, network: SimNetwork, clock: Clock, wake: Wake) -> None:
-        self.inbox: _Inbox[tuple[bytes, PrefillMessage | PeerLost]] = _Inbox(clock, wake)
+        self.inbox: _Inbox[tuple[str, bytes, PrefillMessage | PeerLost]] = _Inbox(clock, wake)
         self.next_event_at = self.inbox.next_event_at
         self._network = network
         self._askers: dict[str, bytes] = {}
-        """Identity of this engine at each listener, by the address of the listener."""
-        self._addresses: dict[bytes, str] = {}
+        """Ids of connections by the addresses at their other ends."""
 
     def send(self, address: str, message: DecodeMessage) -> None:
-        asker = self._askers.get(address)
-        if asker is None:
-            asker = self._network.connect(self, address) or b"nobody at " + address.encode()
-            self._askers[address] = asker
-            self._addresses[asker] = address
-            if asker.startswith(b"nobody"):
-                self.inbox.put((asker, PeerLost("nobody is there")), 0.0)
-        self._network.ask(address, asker, message)
-
-    def lose(self, asker: bytes, address: str, loss: PeerLost) -> bool:
-        if self._addresses.get(asker) != address:
-            return False
-        self.inbox.put((asker, loss), 0.0)
-        return True
+        if address not in self._askers:
+            self._askers[address] = self._network.connect(self, address)
+        self._network.ask(address, self._askers[address], message)
 
     def receive(self) -> list[tuple[str, PrefillMessage | PeerLost]]:
         messages: list[tuple[str, PrefillMessage | PeerLost]] = []
-        for asker, message in self.inbox.take():
-            address = self._addresses.get(asker)
-            if address is None:
+        for address, asker, message in self.inbox.take():
+            if self._askers.get(address) != asker:
                 continue  # a connection that is no more
             if isinstance(message, PeerLost):
                 self.hang_up(address)
@@ -169,7 +159,6 @@ class SimPeers:
     def hang_up(self, address: str) -> None:
         asker = self._askers.pop(address, None)
         if asker is not None:
-            del self._addresses[asker]
             self._network.disconnect(asker)
 
     def pollables(self) -> list[object]:

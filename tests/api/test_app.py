@@ -66,6 +66,7 @@ async def test_tokenize_a_conversation(api) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": [512]}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 1_100_000}, "tokens"),
     ],
 )
 async def test_bad_bodies_of_the_tokenizer(api, path: str, body: dict, param: str) -> None:
@@ -84,11 +85,6 @@ async def test_no_such_method(api) -> None:
     assert (answer.status, answer.headers["Allow"]) == (405, "POST")
     assert answer.error()["message"]
     assert (await api.request("OPTIONS", "/v1/completions")).status == 405
-
-
-async def test_head(api) -> None:
-    answer = await api.request("HEAD", "/health")
-    assert (answer.status, answer.body) == (200, b"")
 
 
 # ---- health
@@ -170,36 +166,21 @@ async def test_a_path_cannot_pretend_to_be_open(serve_api, path: str) -> None:
     assert b'"data"' not in body
 
 
-@pytest.mark.parametrize(
-    "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "https://[", "x"]
-)
-async def test_pages_of_other_origins_are_refused(api, origin: str) -> None:
-    answer = await api.get("/v1/models", headers={"Origin": origin})
-    assert (answer.status, answer.error()["type"]) == (403, "permission_error")
-    assert "Access-Control-Allow-Origin" not in answer.headers
-
-
-async def test_its_own_pages_may_ask(api) -> None:
+async def test_only_its_own_pages_may_ask(api) -> None:
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1", "https://[", "x"):
+        answer = await api.get("/v1/models", headers={"Origin": origin})
+        assert (answer.status, answer.error()["type"]) == (403, "permission_error")
+        assert "Access-Control-Allow-Origin" not in answer.headers
     headers = {"Origin": f"http://127.0.0.1:{api.port}"}
     assert (await api.get("/v1/models", headers=headers)).status == 200
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("127.0.0.1:8000", 200),
-        ("localhost", 200),
-        ("LocalHost:1", 200),
-        ("[::1]:8000", 200),
-        ("proxy.example", 200),
-        ("evil.example:8000", 403),
-        ("127.0.0.1.evil.example", 403),
-        ("", 403),
-    ],
-)
-async def test_names_that_were_made_to_point_here(serve_api, host: str, status: int) -> None:
+async def test_names_that_were_made_to_point_here(serve_api) -> None:
     api = await serve_api(allowed_hosts=hosts_for("127.0.0.1", ("proxy.example",)))
-    assert (await api.get("/v1/models", headers={"Host": host})).status == status
+    own = ("127.0.0.1:8000", "localhost", "LocalHost:1", "[::1]:8000", "proxy.example")
+    for host in (*own, "evil.example:8000", "127.0.0.1.evil.example", ""):
+        answer = await api.get("/v1/models", headers={"Host": host})
+        assert answer.status == (200 if host in own else 403), host
 
 
 def test_servers_that_others_can_reach_answer_any_host() -> None:
@@ -211,21 +192,11 @@ def test_servers_that_others_can_reach_answer_any_host() -> None:
 # ---- request ids
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("my-id_1.2:3", "my-id_1.2:3"),
-        ("a b;c", "abc"),
-        ("x" * 1000, "x" * 128),
-        ("<script>", "script"),
-    ],
-)
-async def test_request_ids_are_cleaned(api, given: str, expected: str) -> None:
-    answer = await api.get("/v1/models", headers={"X-Request-Id": given})
-    assert answer.headers["X-Request-Id"] == expected
-
-
-async def test_a_request_id_is_made_where_none_is_left(api) -> None:
+async def test_request_ids_are_cleaned_or_made(api) -> None:
+    cleaned = {"my-id_1.2:3": "my-id_1.2:3", "a b;c": "abc", "<script>": "script"}
+    for given, expected in {**cleaned, "x" * 1000: "x" * 128}.items():
+        answer = await api.get("/v1/models", headers={"X-Request-Id": given})
+        assert answer.headers["X-Request-Id"] == expected
     for headers in ({}, {"X-Request-Id": "äöü"}):
         assert len((await api.get("/nothing", headers=headers)).headers["X-Request-Id"]) == 32
 

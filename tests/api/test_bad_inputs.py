@@ -157,17 +157,6 @@ async def test_conversations_out_of_all_bounds(api, messages: list[Any], param: 
     assert api.endpoint.requests == []
 
 
-async def test_token_ids_out_of_all_bounds(api) -> None:
-    answer = await api.post("/detokenize", {"tokens": [1] * 1_100_000})
-    assert (answer.status, answer.error()["param"]) == (400, "tokens")
-
-
-async def test_a_body_out_of_all_bounds(api) -> None:
-    answer = await api.complete(prompt="x" * 9 * 2**20)
-    assert answer.status == 413
-    assert "8388608 bytes" in answer.error()["message"]
-
-
 async def test_a_text_that_no_tokens_of_the_context_could_spell_is_not_tokenized(
     api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

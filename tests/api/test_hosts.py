@@ -6,13 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from linked_hosts import KEYS, Host, join_discovery, until
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
-from pagoda.api.keys import ApiKeys
 from pagoda.errors import OverloadedError
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.frontend.fleet import Fleet, RouterConfig
@@ -95,14 +93,6 @@ async def test_an_id_that_is_not_known_is_refused(serve_api: Any) -> None:
         assert (await api.request("DELETE", "/v1/hosts")).status == 405
         assert (await api.get(f"/v1/hosts/{host.identity.id}")).status == 405
         assert len(await hosts_of(api)) == 1
-
-
-async def test_only_who_has_the_key_sees_hosts_and_lets_them_go(serve_api: Any) -> None:
-    async with routed(serve_api, api_keys=ApiKeys(["secret"])) as (api, host):
-        path = f"/v1/hosts/{host.identity.id}"
-        for ask in (partial(api.get, "/v1/hosts"), partial(api.request, "DELETE", path)):
-            assert (await ask()).status == 401
-            assert (await ask(headers={"Authorization": "Bearer secret"})).status == 200
 
 
 async def test_when_all_hosts_are_full_clients_are_told_when_to_come_again(

@@ -80,14 +80,6 @@ async def test_decode_is_told_where_the_kv_is(serve_api, route: str, stream: boo
     assert (request.holds_kv, request.kv_source) == (False, SOURCE)
 
 
-async def test_what_prefill_answers_is_what_decode_takes(serve_api) -> None:
-    prefill = await serve_api("yes", role=Role.PREFILL)
-    decode = await serve_api("yes", role=Role.DECODE)
-    params = (await prefill.complete(kv_transfer_params=ASKS)).json()["kv_transfer_params"]
-    assert (await decode.complete(kv_transfer_params={**params, "dp_rank": 0})).status == 200
-    assert decode.endpoint.requests[0].kv_source == SOURCE
-
-
 @pytest.mark.parametrize(
     "params",
     [None, {}, {"do_remote_decode": False}, {"do_remote_decode": None, "remote_port": None}],

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from fragment_files import read_fragments
 
-from pagoda.api.keys import ApiKeys
 from pagoda.frontend.trace_control import TraceControl
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
@@ -84,12 +83,6 @@ async def test_a_router_counts_no_steps(serve_api: Any, tmp_path: Path) -> None:
 
 class Router:
     is_router = True
-
-
-async def test_the_key_is_asked_for(serve_api: Any, tmp_path: Path) -> None:
-    api = with_control(await serve_api(api_keys=ApiKeys(["secret"])), tmp_path)
-    for path in ("/profile/start", "/profile/stop"):
-        assert (await api.post(path)).status == 401
 
 
 async def test_a_directory_that_cannot_be_written_is_an_error_of_the_server(

@@ -176,13 +176,6 @@ async def serve_simulated(
     )
 
 
-async def test_a_port_in_use() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            await serve_simulated(port=port)
-
-
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
 async def test_an_address_that_is_not_ours(host: str) -> None:
     with pytest.raises(ConfigError, match="choose another --host or --port"):

@@ -355,7 +355,7 @@ async def test_joins_cost_the_same_however_many_hosts_there_are() -> None:
         routers.append(router)
         discovery = router.discovery
         assert isinstance(discovery, JoinDiscovery)
-        discovery.listen(router.registry)
+        discovery.hosts.listen(router.registry)
         hosts = [HostRecord(host_id=f"{i}", address="tcp://127.0.0.1:1") for i in range(num_hosts)]
         return lambda: [discovery.answer(host) for host in hosts]
 

@@ -22,7 +22,7 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 from pagoda.errors import ConfigError, OverloadedError
 from pagoda.frontend import request_spans
 from pagoda.frontend.request_spans import RequestSpans
-from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics, RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -82,32 +82,47 @@ def _restored_logging() -> Any:
     logging.getLogger("opentelemetry").setLevel(logging.NOTSET)
 
 
-async def ask(texts: TextGenerator, traceparent: str | None = None, **fields: Any) -> None:
-    client_request = ClientRequest(
-        id="req-1", arrived_ns=texts.tracker.clock_ns(), traceparent=traceparent, **fields
-    )
-    [request] = await texts.prepare(
-        "hi", SamplingParams(max_tokens=3), client_request=client_request
-    )
-    async for _ in texts.stream(request):
-        pass
+class Rig:
+    """A generator whose answers a collector gets as spans."""
+
+    def __init__(self, url: str, model: str = "tiny", endpoint: Any = None) -> None:
+        self.spans = RequestSpans(url, model)
+        self.tracker = RequestTracker()
+        self.spans.follow(self.tracker)
+        self.endpoint = endpoint or ScriptedEndpoint("hello")
+        self.texts = TextGenerator(self.endpoint, TEXT, self.tracker)
+
+    async def ask(self, traceparent: str | None = None, **fields: Any) -> None:
+        client_request = ClientRequest(
+            id="req-1", arrived_ns=self.tracker.clock_ns(), traceparent=traceparent, **fields
+        )
+        [request] = await self.texts.prepare(
+            "hi", SamplingParams(max_tokens=3), client_request=client_request
+        )
+        async for _ in self.texts.stream(request):
+            pass
+
+    def start(self, request_id: str = "a") -> RequestStatistics:
+        client_request = ClientRequest(id=request_id, arrived_ns=self.tracker.clock_ns())
+        return self.tracker.start(request_id, client_request, num_prompt_tokens=2, max_tokens=3)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.spans.close)
 
 
-def generator(spans: RequestSpans, endpoint: ScriptedEndpoint) -> TextGenerator:
-    tracker = RequestTracker()
-    spans.follow(tracker)
-    return TextGenerator(endpoint, TEXT, tracker)
+@pytest.fixture
+def rig(collector: Collector) -> Rig:
+    return Rig(collector.url)
 
 
-async def test_a_request_is_a_part_of_the_clients_span(collector: Collector) -> None:
-    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
-    endpoint.num_cached_tokens = 1
-    await ask(generator(spans, endpoint), PARENT, route="/v1/chat/completions", key_name="alice")
-    await asyncio.to_thread(spans.close)
+async def test_a_request_is_a_part_of_the_clients_span(collector: Collector, rig: Rig) -> None:
+    rig.endpoint.num_cached_tokens = 1
+    await rig.ask(PARENT, route="/v1/chat/completions", key_name="alice")
+    await rig.close()
     [span] = collector.requests()
     assert span.name == "chat tiny"
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, SPAN_ID)
-    assert endpoint.requests[0].traceparent == f"00-{TRACE_ID}-{span.span_id.hex()}-01"
+    assert rig.endpoint.requests[0].traceparent == f"00-{TRACE_ID}-{span.span_id.hex()}-01"
     assert collector.resource["service.name"] == "pagoda"
     found = values(span.attributes)
     assert found.pop("gen_ai.request.id").startswith("req-1-")
@@ -133,27 +148,24 @@ async def test_a_request_is_a_part_of_the_clients_span(collector: Collector) -> 
     assert span.status.code == Status.STATUS_CODE_UNSET
 
 
-async def test_what_comes_along_with_the_clients_span_goes_on(collector: Collector) -> None:
-    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
-    texts = generator(spans, endpoint)
-    await ask(texts, PARENT, tracestate="a=1,b=2")
-    await ask(texts)
-    await asyncio.to_thread(spans.close)
-    assert [request.tracestate for request in endpoint.requests] == ["a=1,b=2", None]
+async def test_what_comes_along_with_the_clients_span_goes_on(
+    collector: Collector, rig: Rig
+) -> None:
+    await rig.ask(PARENT, tracestate="a=1,b=2")
+    await rig.ask()
+    await rig.close()
+    assert [request.tracestate for request in rig.endpoint.requests] == ["a=1,b=2", None]
     assert [span.trace_state for span in collector.requests()] == ["a=1,b=2", ""]
 
 
 async def test_phases_lie_in_their_request(collector: Collector) -> None:
-    spans = RequestSpans(f"{collector.url}/v1/traces", "tiny")
-    tracker = RequestTracker()
-    spans.follow(tracker)
-    client_request = ClientRequest(id="a", arrived_ns=tracker.clock_ns())
-    record = tracker.start("a-1", client_request, num_prompt_tokens=2, max_tokens=3)
+    rig = Rig(f"{collector.url}/v1/traces")
+    record = rig.start()
     record.queue_time_s = 1e-9
-    tracker.add_tokens(record, 1)
-    tracker.add_tokens(record, 1)
-    tracker.finish(record, "stop")
-    await asyncio.to_thread(spans.close)
+    rig.tracker.add_tokens(record, 1)
+    rig.tracker.add_tokens(record, 1)
+    rig.tracker.finish(record, "stop")
+    await rig.close()
     [whole] = collector.requests()
     phases = [collector.named(name)[0] for name in ("queue", "prefill", "decode")]
     assert all(phase.parent_span_id == whole.span_id for phase in phases)
@@ -164,17 +176,10 @@ async def test_phases_lie_in_their_request(collector: Collector) -> None:
     assert "gen_ai.latency.time_in_model_prefill" in values(whole.attributes)
 
 
-async def test_a_request_that_ends_in_the_queue_has_waited(collector: Collector) -> None:
-    spans = RequestSpans(collector.url, "tiny")
-    now_ns = [0]
-    tracker = RequestTracker(lambda: now_ns[0])
-    spans.follow(tracker)
-    record = tracker.start(
-        "a-1", ClientRequest(id="a", arrived_ns=0), num_prompt_tokens=2, max_tokens=3
-    )
-    now_ns[0] = SECOND
-    tracker.finish(record, "abort")
-    await asyncio.to_thread(spans.close)
+async def test_a_request_that_ends_in_the_queue_has_waited(collector: Collector, rig: Rig) -> None:
+    rig.tracker.clock_ns = iter((0, 0, SECOND)).__next__
+    rig.tracker.finish(rig.start(), "abort")
+    await rig.close()
     [queue] = collector.named("queue")
     assert queue.end_time_unix_nano - queue.start_time_unix_nano == SECOND
     [whole] = collector.requests()
@@ -196,70 +201,66 @@ async def test_a_request_that_ends_in_the_queue_has_waited(collector: Collector)
     ],
 )
 async def test_what_names_no_span_begins_a_trace(
-    collector: Collector, traceparent: str | None
+    collector: Collector, rig: Rig, traceparent: str | None
 ) -> None:
-    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint()
-    await ask(generator(spans, endpoint), traceparent)
-    await asyncio.to_thread(spans.close)
+    await rig.ask(traceparent)
+    await rig.close()
     [span] = collector.requests()
     assert span.parent_span_id == b""
     assert span.trace_id.hex() != TRACE_ID
-    given = endpoint.requests[0].traceparent or ""
+    given = rig.endpoint.requests[0].traceparent or ""
     assert given.startswith(f"00-{span.trace_id.hex()}-{span.span_id.hex()}-")
 
 
 async def test_a_client_that_does_not_want_its_trace_recorded_is_heard(
-    collector: Collector,
+    collector: Collector, rig: Rig
 ) -> None:
-    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint()
-    await ask(generator(spans, endpoint), f"00-{TRACE_ID}-{SPAN_ID}-00")
-    await asyncio.to_thread(spans.close)
+    await rig.ask(f"00-{TRACE_ID}-{SPAN_ID}-00")
+    await rig.close()
     assert collector.spans == []
-    assert (endpoint.requests[0].traceparent or "").startswith(f"00-{TRACE_ID}-")
-    assert (endpoint.requests[0].traceparent or "").endswith("-00")
+    given = rig.endpoint.requests[0].traceparent or ""
+    assert (given[:36], given[-3:]) == (f"00-{TRACE_ID}-", "-00")
 
 
-async def test_failures_are_marked(collector: Collector) -> None:
-    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
-    texts = generator(spans, endpoint)
-    endpoint.breaks_after = 1
-    await ask(texts)
-    endpoint.raises = OverloadedError("The waiting queue is full.")
+async def test_failures_are_marked(collector: Collector, rig: Rig) -> None:
+    rig.endpoint.breaks_after = 1
+    await rig.ask()
+    rig.endpoint.raises = OverloadedError("The waiting queue is full.")
     with pytest.raises(OverloadedError):
-        await ask(texts)
-    await asyncio.to_thread(spans.close)
-    broken, refused = collector.requests()
-    assert (broken.status.code, broken.status.message) == (Status.STATUS_CODE_ERROR, "It broke.")
-    assert values(broken.attributes)["error.type"] == "error"
-    assert refused.status.message == "The waiting queue is full."
-    assert values(refused.attributes)["error.type"] == "refused"
+        await rig.ask()
+    await rig.close()
+    for span, kind, message in zip(
+        collector.requests(),
+        ("error", "refused"),
+        ("It broke.", "The waiting queue is full."),
+        strict=True,
+    ):
+        assert (span.status.code, span.status.message) == (Status.STATUS_CODE_ERROR, message)
+        assert values(span.attributes)["error.type"] == kind
 
 
 async def test_the_span_of_the_router_is_the_parent_of_that_of_the_host(
     collector: Collector,
 ) -> None:
-    above, below = (RequestSpans(collector.url, name) for name in ("router", "host"))
-    router, endpoint = Router(), ScriptedEndpoint("hello")
-    tracker = RequestTracker()
-    below.follow(tracker)
-    host = Host(endpoint, tracker=tracker)
+    router, below = Router(), Rig(collector.url, "host")
+    host = Host(below.endpoint, tracker=below.tracker)
     host.join(router)
+    above = Rig(collector.url, "router", router.dispatcher)
     try:
         await router.until_hosts(1)
-        texts = generator(above, router.dispatcher)  # type: ignore[arg-type]
-        await ask(texts, PARENT)
+        await above.ask(PARENT)
     finally:
         await host.close()
         await router.close()
-    await asyncio.to_thread(above.close)
-    await asyncio.to_thread(below.close)
+    await above.close()
+    await below.close()
     [outer] = collector.named("text_completion router")
     [inner] = collector.named("text_completion host")
     assert outer.parent_span_id.hex() == SPAN_ID
     assert inner.parent_span_id == outer.span_id
     assert inner.trace_id == outer.trace_id
     assert values(inner.attributes)["gen_ai.usage.output_tokens"] == 3
-    assert (endpoint.requests[0].traceparent or "").split("-")[2] == inner.span_id.hex()
+    assert (below.endpoint.requests[0].traceparent or "").split("-")[2] == inner.span_id.hex()
 
 
 async def test_a_collector_that_is_not_there_harms_nothing(
@@ -267,21 +268,17 @@ async def test_a_collector_that_is_not_there_harms_nothing(
 ) -> None:
     monkeypatch.setattr(request_spans, "_EXPORT_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    spans, endpoint = RequestSpans(f"http://127.0.0.1:{port}", "tiny"), ScriptedEndpoint()
-    texts = generator(spans, endpoint)
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    rig = Rig(url)
     for _ in range(3):
-        await ask(texts)
-        await asyncio.to_thread(spans.flush)
-    await asyncio.to_thread(spans.close)
-    assert len(endpoint.requests) == 3
-    first, last = caplog.records
-    assert first.levelname == last.levelname == "WARNING"
-    url = f"http://127.0.0.1:{port}/v1/traces"
-    assert first.getMessage() == (
-        f"spans cannot be sent to {url}; those are lost, all else goes on"
-    )
-    assert last.getMessage() == f"6 spans were lost that {url} did not take"
+        await rig.ask()
+        await asyncio.to_thread(rig.spans.flush)
+    await rig.close()
+    assert len(rig.endpoint.requests) == 3
+    assert [(line.levelname, line.getMessage()) for line in caplog.records] == [
+        ("WARNING", f"spans cannot be sent to {url}/v1/traces; those are lost, all else goes on"),
+        ("WARNING", f"6 spans were lost that {url}/v1/traces did not take"),
+    ]
 
 
 async def test_spans_that_come_too_fast_are_counted(
@@ -290,23 +287,18 @@ async def test_spans_that_come_too_fast_are_counted(
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
-    spans = RequestSpans(collector.url, "tiny")
-    go_on, export = threading.Event(), spans.exporter.export
+    rig = Rig(collector.url)
+    go_on, export = threading.Event(), rig.spans.exporter.export
 
     def export_later(batch: Any) -> Any:
         go_on.wait(10)
         return export(batch)
 
-    monkeypatch.setattr(spans.exporter, "export", export_later)
-    tracker = RequestTracker()
-    spans.follow(tracker)
+    monkeypatch.setattr(rig.spans.exporter, "export", export_later)
     for index in range(5):  # a request and its queue each
-        client_request = ClientRequest(id=str(index), arrived_ns=1)
-        tracker.finish(
-            tracker.start(str(index), client_request, num_prompt_tokens=1, max_tokens=1), "abort"
-        )
+        rig.tracker.finish(rig.start(str(index)), "abort")
     go_on.set()
-    await asyncio.to_thread(spans.close)
+    await rig.close()
     assert len(collector.spans) == 2
     texts = [line.getMessage() for line in caplog.records if line.name.startswith("pagoda")]
     url = f"{collector.url}/v1/traces"

@@ -64,14 +64,6 @@ def test_holds_back_only_what_could_begin_a_stop_string(text: str, stops: list[s
         assert len(held) == longest
 
 
-def test_the_longest_of_two_that_end_together_counts() -> None:
-    assert run(["x", "ab", "c"], ["bc", "abc"]) == ("x", "abc")
-
-
-def test_the_stop_string_that_is_complete_first_counts() -> None:
-    assert run(["abcd"], ["abcd", "bc"]) == ("a", "bc")
-
-
 def test_work_is_linear_in_the_text() -> None:
     def feed(pieces: Iterable[str]) -> None:
         matcher = StopMatcher(StopStrings(["a" * 100 + "b"]))

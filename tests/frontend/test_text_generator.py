@@ -119,10 +119,6 @@ async def test_max_tokens_is_resolved_against_the_context() -> None:
     assert cut.request.sampling.max_tokens == 254
 
 
-def test_no_token_stands_for_more_characters_than_the_longest() -> None:
-    assert TEXT.tokenizer.longest_token_chars == len("<|im_start|>")
-
-
 @given(
     answer=st.text(max_size=12),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=20),

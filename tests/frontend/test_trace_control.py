@@ -92,20 +92,13 @@ async def test_it_is_on_or_off(tmp_path: Path) -> None:
     assert engines.num_stops == 1
 
 
-async def test_it_ends_after_some_seconds(tmp_path: Path) -> None:
-    engines = Engines()
-    it = control(tmp_path, engines)
-    await it.start(TraceLevel.E2E, seconds=0.01)
-    await until_off(it)
-    assert engines.num_stops == 1
-
-
 async def test_what_a_trace_that_ended_by_itself_lacks_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = Engines()
     it = control(tmp_path, engines)
     session = await it.start(TraceLevel.KERNEL, num_steps=3)
+    assert engines.orders == [StartTrace(session, 3)]
     engines.done.set()
     await until_off(it)
     assert "a trace lacks something: engine dp0: it is full." in caplog.text
@@ -146,16 +139,6 @@ async def test_answers_in_all_trackers_have_rows(tmp_path: Path) -> None:
     await it.stop()
     (fragment,) = read_fragments(tmp_path)
     assert {e["args"]["request"] for e in fragment.named("request")} == {"r0", "r1"}
-
-
-async def test_it_ends_when_all_engines_have(tmp_path: Path) -> None:
-    engines = Engines()
-    it = control(tmp_path, engines)
-    await it.start(TraceLevel.E2E, num_steps=3)
-    assert engines.orders[0].num_steps == 3
-    assert it.session is not None
-    engines.done.set()
-    await until_off(it)
 
 
 async def test_who_stops_early_leaves_no_timer(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ connection to the host, which is the same however the host was found.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from typing import Protocol
 
 import zmq
@@ -68,16 +68,35 @@ Raises:
 Register = Callable[[Context, HostRecord], list[Registration]]
 
 
-def difference(
-    listener: HostListener, before: dict[str, HostRecord], after: dict[str, HostRecord]
-) -> None:
-    """Tells `listener` how `after` differs from `before`."""
-    for key, host in before.items():
-        if after.get(key) != host:
-            listener.remove(host)
-    for key, host in after.items():
-        if before.get(key) != host:
+class HostTable:
+    """The hosts that a discovery names, each under a key. Tells a listener of changes."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, HostRecord] = {}
+        self._listener: HostListener | None = None
+
+    def listen(self, listener: HostListener) -> None:
+        """Tells `listener` of all hosts and of changes from now on, in place of the listener before."""
+        self._listener = listener
+        for host in list(self._hosts.values()):
             listener.add(host)
+
+    def keys(self) -> KeysView[str]:
+        return self._hosts.keys()
+
+    def get(self, key: str) -> HostRecord | None:
+        return self._hosts.get(key)
+
+    def set(self, key: str, host: HostRecord | None) -> None:
+        """Puts `host` under `key`; None: no host."""
+        before = self._hosts.pop(key, None)
+        if host is not None:
+            self._hosts[key] = host
+        if self._listener is not None and before != host:
+            if before is not None:
+                self._listener.remove(before)
+            if host is not None:
+                self._listener.add(host)
 
 
 class Notices:
@@ -87,13 +106,10 @@ class Notices:
         self._log = log
         self._last = ""
 
-    def inform(self, text: str) -> None:
-        self._write(logging.INFO, text)
-
-    def warn(self, text: str) -> None:
-        self._write(logging.WARNING, text)
-
-    def _write(self, level: int, text: str) -> None:
+    def inform(self, text: str, level: int = logging.INFO) -> None:
         if text != self._last:
             self._last = text
             self._log.log(level, "%s", text)
+
+    def warn(self, text: str) -> None:
+        self.inform(text, logging.WARNING)

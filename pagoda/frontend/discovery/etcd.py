@@ -15,7 +15,7 @@ import msgspec
 
 from pagoda.frontend.async_utils import cancel_all, first_of, keep_going
 from pagoda.frontend.discovery.addresses import EtcdPlace
-from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, HostListener, Notices, difference
+from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, HostListener, HostTable, Notices
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
 from pagoda.messages.hosts import HostRecord
 
@@ -42,22 +42,21 @@ class EtcdDiscovery:
         self._prefix = f"{place.prefix}/"
         self._client = EtcdClient(place.servers)
         self._notices = Notices(_log)
-        self._name = f"etcd at {','.join(place.servers)}"
-        self._hosts: dict[str, HostRecord] = {}
+        self._hosts = HostTable()
         self._absent: set[str] = set()
         """Keys that were gone when etcd was back; dropped after the time of a lease."""
         self._forgetting: asyncio.TimerHandle | None = None
-        self._listener: HostListener | None = None
         self.dismissals: dict[str, asyncio.Task[None]] = {}
 
     async def follow(self, listener: HostListener) -> None:
-        self._listener = listener
-        difference(listener, {}, self._hosts)
+        self._hosts.listen(listener)
         while True:
             try:
                 await self._follow_once()
             except EtcdError as error:
-                self._notices.warn(f"{self._name} cannot be used: {error}; hosts stay as they were")
+                self._notices.warn(
+                    f"{self._client.name} cannot be used: {error}; hosts stay as they were"
+                )
             await asyncio.sleep(_RETRY_S)
 
     def warn(self, host: HostRecord, problem: str) -> None:
@@ -78,7 +77,7 @@ class EtcdDiscovery:
     async def _follow_once(self) -> None:
         """Reads all hosts, then watches them until the watch ends."""
         listing = await self._client.read(self._prefix)
-        self._notices.inform(f"hosts are found in {self._name}, under {self._prefix}")
+        self._notices.inform(f"hosts are found in {self._client.name}, under {self._prefix}")
         self._take_listing(listing.kvs)
         await first_of(self._watch(listing.header.revision + 1), self._look())
 
@@ -106,42 +105,23 @@ class EtcdDiscovery:
             await asyncio.sleep(_RETRY_S)
 
     def _take_listing(self, kvs: list[KeyValue]) -> None:
-        before, self._hosts = self._hosts, {}
+        self._absent = self._hosts.keys() - {_name(kv) for kv in kvs}
         for kv in kvs:
-            host = self._read(kv)
-            if host is not None:
-                self._hosts[_name(kv)] = host
-        self._absent = before.keys() - {_name(kv) for kv in kvs}
-        self._hosts |= {key: before[key] for key in self._absent}
-        if self._listener is not None:
-            difference(self._listener, before, self._hosts)
+            self._hosts.set(_name(kv), self._read(kv))
         if self._forgetting is not None:
             self._forgetting.cancel()
         self._forgetting = asyncio.get_running_loop().call_later(TTL_S, self._forget_absent)
 
     def _forget_absent(self) -> None:
         for key in self._absent:
-            self._set(key, None)
+            self._hosts.set(key, None)
         self._absent.clear()
 
     def _take_events(self, events: list[Event]) -> None:
         for event in events:
             key = _name(event.kv)
             self._absent.discard(key)
-            if event.kind == "DELETE":
-                self._set(key, None)
-            else:
-                self._set(key, self._read(event.kv))
-
-    def _set(self, key: str, host: HostRecord | None) -> None:
-        before = self._hosts.pop(key, None)
-        if host is not None:
-            self._hosts[key] = host
-        if self._listener is not None and before != host:
-            if before is not None:
-                self._listener.remove(before)
-            if host is not None:
-                self._listener.add(host)
+            self._hosts.set(key, None if event.kind == "DELETE" else self._read(event.kv))
 
     def _read(self, kv: KeyValue) -> HostRecord | None:
         """The host at a key; a value that cannot be read changes nothing."""
@@ -151,7 +131,7 @@ class EtcdDiscovery:
         try:
             value = msgspec.json.decode(kv.value, type=_Value)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            _log.warning("%s has no host at %s: %s", self._name, _name(kv), error)
+            _log.warning("%s has no host at %s: %s", self._client.name, _name(kv), error)
             return before
         return None if value.dismissal else value.host
 
@@ -167,10 +147,11 @@ class EtcdRegistration:
         self._key = f"{place.prefix}/{host.host_id}"
         self._value = msgspec.json.encode(_Value(host))
         self._client = EtcdClient(place.servers)
-        self._name = f"etcd at {','.join(place.servers)}"
         self._notices = Notices(_log)
         self._lease: str | None = None
-        self.beating = asyncio.create_task(keep_going(self.beat, f"registering in {self._name}"))
+        self.beating = asyncio.create_task(
+            keep_going(self.beat, f"registering in {self._client.name}")
+        )
         """Ends when a router has dismissed the host."""
 
     async def close(self) -> None:
@@ -185,12 +166,14 @@ class EtcdRegistration:
             try:
                 dismissal = await self._renew()
                 if dismissal:
-                    self._notices.warn(f"let go by a router, through {self._name}: {dismissal}")
+                    self._notices.warn(
+                        f"let go by a router, through {self._client.name}: {dismissal}"
+                    )
                     await self._end_lease()
                     return
-                self._notices.inform(f"registered in {self._name}, at {self._key}")
+                self._notices.inform(f"registered in {self._client.name}, at {self._key}")
             except EtcdError as error:
-                self._notices.warn(f"{self._name} cannot be used: {error}")
+                self._notices.warn(f"{self._client.name} cannot be used: {error}")
             await asyncio.sleep(TTL_S / BEATS_PER_TTL)
 
     async def _renew(self) -> str:
@@ -213,7 +196,7 @@ class EtcdRegistration:
         try:
             return msgspec.json.decode(written, type=_Value)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._notices.warn(f"{self._key} in {self._name} was no host ({error})")
+            self._notices.warn(f"{self._key} in {self._client.name} was no host ({error})")
             return None
 
     async def _end_lease(self) -> None:

@@ -70,6 +70,7 @@ class EtcdClient:
 
     def __init__(self, servers: Sequence[str]) -> None:
         """`servers` are `host:port`; the next one is asked when one does not answer."""
+        self.name = f"etcd at {','.join(servers)}"
         self._servers = list(servers)
         self._session: aiohttp.ClientSession | None = None
 

@@ -1,11 +1,11 @@
-"""Makes discoveries and registrations from flags."""
+"""Discoveries and registrations for `--join`, `--discovery` and `--join-listen`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from pagoda.frontend.discovery.addresses import ETCD_SCHEME, EtcdPlace, parse_address
-from pagoda.frontend.discovery.base import Context, Discover, Discovery, Register, Registration
+from pagoda.frontend.discovery.base import Context, Discover, Register, Registration
 from pagoda.frontend.discovery.etcd import EtcdDiscovery, EtcdRegistration
 from pagoda.frontend.discovery.hosts_file import FileDiscovery
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
@@ -45,8 +45,4 @@ def discovering(discovery: str | None, join_listen: str, keys: CurveKeys) -> Dis
         place = EtcdPlace.parse(discovery, "--discovery")
         return lambda _context: EtcdDiscovery(place)
     path = Path(discovery)
-
-    def discover(_: Context) -> Discovery:
-        return FileDiscovery(path)
-
-    return discover
+    return lambda _context: FileDiscovery(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import parse_address
-from pagoda.frontend.discovery.base import HostListener, Notices, difference
+from pagoda.frontend.discovery.base import HostListener, HostTable, Notices
 from pagoda.messages.hosts import HostRecord
 
 _LOOK_S = 1.0
@@ -28,14 +28,18 @@ class FileDiscovery:
         self._path = path
         self._notices = Notices(_log)
         self._stamp = _stamp(path)
-        self._hosts = read_hosts(path)
+        self._hosts = HostTable()
+        self._set(read_hosts(path))
 
     async def follow(self, listener: HostListener) -> None:
-        before: dict[str, HostRecord] = {}
+        """Looks every second whether the file has changed."""
+        self._hosts.listen(listener)
         while True:
-            difference(listener, before, self._hosts)
-            before = self._hosts
-            await self._change()
+            await asyncio.sleep(_LOOK_S)
+            stamp = _stamp(self._path)
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._read_again()
 
     def warn(self, host: HostRecord, problem: str) -> None:
         """There is no way to."""
@@ -46,24 +50,20 @@ class FileDiscovery:
     async def close(self) -> None:
         pass
 
-    async def _change(self) -> None:
-        """Returns when the file has other hosts."""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                continue
-            self._stamp = stamp
-            try:
-                hosts = read_hosts(self._path)
-                if not hosts and self._hosts:
-                    raise ConfigError(f"--discovery {self._path} lists no host any more.")
-            except ConfigError as error:
-                self._notices.warn(f"{error} The hosts stay those that it had before.")
-                continue
-            self._hosts = hosts
-            self._notices.inform(f"{self._path} lists {len(self._hosts)} hosts")
+    def _read_again(self) -> None:
+        try:
+            hosts = read_hosts(self._path)
+            if not hosts and self._hosts.keys():
+                raise ConfigError(f"--discovery {self._path} lists no host any more.")
+        except ConfigError as error:
+            self._notices.warn(f"{error} The hosts stay those that it had before.")
             return
+        self._notices.inform(f"{self._path} lists {len(hosts)} hosts")
+        self._set(hosts)
+
+    def _set(self, hosts: dict[str, HostRecord]) -> None:
+        for address in [*self._hosts.keys(), *hosts]:
+            self._hosts.set(address, hosts.get(address))
 
 
 def read_hosts(path: Path) -> dict[str, HostRecord]:
@@ -82,7 +82,7 @@ def read_hosts(path: Path) -> dict[str, HostRecord]:
         raise ConfigError(f"--discovery {path} is longer than {_MAX_BYTES} characters.")
     if text and not text.endswith("\n"):
         raise ConfigError(
-            f"--discovery {path} must end with a line break: who writes it may not have finished."
+            f"--discovery {path} must end with a line break; without one the file may be incomplete."
         )
     hosts: dict[str, HostRecord] = {}
     for number, line in enumerate(text.splitlines(), 1):

@@ -11,7 +11,14 @@ import zmq
 
 from pagoda.errors import ConfigError
 from pagoda.frontend.async_utils import cancel_all, keep_going
-from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Context, HostListener, Notices
+from pagoda.frontend.discovery.base import (
+    BEATS_PER_TTL,
+    TTL_S,
+    Context,
+    HostListener,
+    HostTable,
+    Notices,
+)
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 from pagoda.ipc.event_socket import EventSocket, notice_silence
@@ -45,11 +52,10 @@ class JoinDiscovery:
             ConfigError: `listen` cannot be bound.
         """
         self._ttl_s = ttl_s
-        self._hosts: dict[str, HostRecord] = {}
+        self.hosts = HostTable()
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._problems: dict[str, str] = {}
         self._dismissed: OrderedDict[str, str] = OrderedDict()
-        self._listener: HostListener | None = None
         self._decode = Codec[HostJoin](HostJoin).decode
         socket = _socket(context, zmq.ROUTER)
         encrypt_server(socket, keys)
@@ -70,16 +76,11 @@ class JoinDiscovery:
         )
 
     async def follow(self, listener: HostListener) -> None:
-        self.listen(listener)
+        self.hosts.listen(listener)
         await asyncio.Event().wait()
 
-    def listen(self, listener: HostListener) -> None:
-        self._listener = listener
-        for host in list(self._hosts.values()):
-            listener.add(host)
-
     def warn(self, host: HostRecord, problem: str) -> None:
-        if host.host_id in self._hosts:
+        if host.host_id in self._expiries:
             self._problems[host.host_id] = problem
 
     def dismiss(self, host: HostRecord, reason: str) -> None:
@@ -110,29 +111,19 @@ class JoinDiscovery:
             self._expiries[host_id].cancel()
         loop = asyncio.get_running_loop()
         self._expiries[host_id] = loop.call_later(self._ttl_s, self._expire, host_id)
-        before = self._hosts.get(host_id)
-        if before != host:
-            self._hosts[host_id] = host
-            if self._listener is not None:
-                if before is not None:
-                    self._listener.remove(before)
-                self._listener.add(host)
+        self.hosts.set(host_id, host)
         return JoinAnswer(ttl_s=self._ttl_s, refusal=self._problems.get(host_id, ""))
 
     def _expire(self, host_id: str) -> None:
-        _log.info(
-            "the host at %s was not heard of for %g s", self._hosts[host_id].address, self._ttl_s
-        )
+        host = self.hosts.get(host_id)
+        _log.info("the host at %s was not heard of for %g s", host and host.address, self._ttl_s)
         self._forget(host_id)
 
     def _forget(self, host_id: str) -> None:
-        host = self._hosts.pop(host_id, None)
-        if host is None:
-            return
         self._problems.pop(host_id, None)
-        self._expiries.pop(host_id).cancel()
-        if self._listener is not None:
-            self._listener.remove(host)
+        if host_id in self._expiries:
+            self._expiries.pop(host_id).cancel()
+        self.hosts.set(host_id, None)
 
 
 class Membership:
