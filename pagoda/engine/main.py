@@ -27,8 +27,7 @@ from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
-from pagoda.executor.launcher import Launcher
-from pagoda.executor.local import LocalLauncher
+from pagoda.executor.launcher import Launcher, LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec

@@ -1,12 +1,17 @@
-"""Launchers start the worker processes of one replica, wherever they run."""
+"""Launchers start the worker processes of one replica, wherever they run; here, as children of this process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from pagoda.executor.base import WorkerLost
+from pagoda.ipc.lifeline import ChildProcess, Reaper
 from pagoda.messages.worker_config import WorkerConfig
+
+WORKER_MODULE = "pagoda.worker.main"
 
 
 class WorkerSet(Protocol):
@@ -18,7 +23,7 @@ class WorkerSet(Protocol):
 
     @property
     def are_placed(self) -> bool:
-        """All workers have a host to run on; False while a cluster has no room for them."""
+        """All workers have a host to run on; False while there is no room for them."""
         ...
 
     @property
@@ -31,7 +36,7 @@ class WorkerSet(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends all workers and waits until they have ended. May be called twice."""
+        """Ends all workers, and does not wait. May be called twice."""
         ...
 
 
@@ -50,3 +55,64 @@ def worker_name(config: WorkerConfig) -> str:
     if config.parallel.replica_size == 1:
         return "the worker"
     return f"worker pp{config.place.pp} tp{config.place.tp}"
+
+
+class LocalLauncher:
+    """Starts workers on this host, each set once the one before it is gone: their memory is needed."""
+
+    def __init__(self, module: str = WORKER_MODULE) -> None:
+        self.module = module
+        self.reaper: Reaper | None = None
+        """Waits for the last set that was ended."""
+
+    def launch(self, configs: Sequence[WorkerConfig], address: str) -> LocalWorkers:
+        return LocalWorkers(self, configs, address)
+
+
+class LocalWorkers:
+    def __init__(
+        self, launcher: LocalLauncher, configs: Sequence[WorkerConfig], address: str
+    ) -> None:
+        self._launcher = launcher
+        self._configs = configs
+        self._address = address
+        self._children: dict[str, ChildProcess] = {}
+        self._start_if_alone()
+
+    def _start_if_alone(self) -> None:
+        reaper = self._launcher.reaper
+        if self.are_placed or (reaper is not None and reaper.is_alive()):
+            return
+        if reaper is not None:
+            reaper.close()
+        for config in self._configs:
+            self._children[worker_name(config)] = ChildProcess(
+                self._launcher.module, [self._address], config=msgspec.msgpack.encode(config)
+            )
+
+    @property
+    def are_placed(self) -> bool:
+        return bool(self._children)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: child.pid for name, child in self._children.items()}
+
+    def pollables(self) -> list[object]:
+        return list(self._children.values()) if self.are_placed else [self._launcher.reaper]
+
+    def lost(self) -> WorkerLost | None:
+        self._start_if_alone()
+        ended = [
+            (child.was_killed(), f"{name} {child.describe_end()}")
+            for name, child in self._children.items()
+            if not child.is_alive()
+        ]
+        # Others that exit because of one that was killed are not the reason.
+        killed = [reason for was_killed, reason in ended if was_killed]
+        reasons = killed or [reason for _, reason in ended]
+        return WorkerLost(reasons[0]) if reasons else None
+
+    def close(self) -> None:
+        if self.are_placed:
+            self._launcher.reaper = Reaper(self._children.values())

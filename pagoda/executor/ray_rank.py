@@ -8,7 +8,7 @@ import select
 import msgspec
 import ray
 
-from pagoda.executor.local import WORKER_MODULE
+from pagoda.executor.launcher import WORKER_MODULE
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.messages.worker import PROTOCOL_VERSION

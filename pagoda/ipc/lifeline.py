@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Collection, Sequence
 
 LIFELINE_ENV = "PAGODA_LIFELINE_FD"
 REAP_S = 5.0
@@ -85,28 +86,45 @@ class ChildProcess:
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._reap()
-
-    def _reap(self) -> None:
-        """Waits for a killed child, and leaves one that stays to a thread."""
-        self._lifeline.close()
-        try:
-            self._process.wait(REAP_S)
-        except subprocess.TimeoutExpired:
-            threading.Thread(target=self._process.wait, name="reaper", daemon=True).start()
+            self.kill()
 
     def kill(self) -> None:
-        kill_all([self])
+        """Ends the child with SIGKILL, and waits for `REAP_S` at most. May be called twice."""
+        Reaper([self]).close()
 
 
-def kill_all(children: Iterable[ChildProcess]) -> None:
-    """Ends children with SIGKILL, all at once, and waits `REAP_S` for each at most. May be called twice."""
-    several = list(children)
-    for child in several:
-        child._process.kill()
-    for child in several:
-        child._reap()
+class Reaper(threading.Thread):
+    """Ends children with SIGKILL, all at once, and waits until they are gone, or for `REAP_S`.
+
+    `fileno()` becomes readable then. The interpreter waits for the thread before it exits.
+    """
+
+    def __init__(self, children: Collection[ChildProcess]) -> None:
+        super().__init__(name="reaper")
+        self._processes = [child._process for child in children]
+        for process in self._processes:
+            process.kill()
+        for child in children:
+            child._lifeline.close()
+        self._bell, self._ringer = socket.socketpair()
+        self.start()
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def close(self) -> None:
+        """Waits until that."""
+        self.join()
+        self._bell.close()
+
+    def run(self) -> None:
+        deadline = time.monotonic() + REAP_S
+        with self._ringer:
+            for process in self._processes:
+                try:
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    threading.Thread(target=process.wait, name="reaper", daemon=True).start()
 
 
 def hold_lifeline() -> None:

@@ -100,6 +100,11 @@ class TransferLedger:
             self._pool.release(blocks)
             self._settled.append(TransferEnd(held_id, self._generation, failed, error))
 
+    @property
+    def has_settled(self) -> bool:
+        """True if `drain_settled` returns something."""
+        return bool(self._settled)
+
     def drain_settled(self) -> list[TransferEnd]:
         settled, self._settled = self._settled, []
         return settled

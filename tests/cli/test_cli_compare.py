@@ -13,7 +13,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pagoda.cli import main as command
 from pagoda.cli.answer import Outcome
 from pagoda.cli.bench.compare import (
     FIGURES,
@@ -74,33 +73,6 @@ def test_the_slower_server_is_slower(
         assert len(ours["runs"]) == len(theirs["runs"]) == 2
         assert theirs["medians"]["TPOT p50, ms"] > 2 * ours["medians"]["TPOT p50, ms"]
         assert theirs["medians"]["output tokens/s"] < ours["medians"]["output tokens/s"] / 2
-
-
-ONE, TWO = ["--base-url", "http://127.0.0.1:1"], ["--base-url", "http://127.0.0.1:2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (ONE, "--base-url must be given at least twice"),
-        (ONE * 2, "--base-url names the same server twice"),
-        (
-            [*ONE, *TWO, "--model", "m"],
-            "--model must be given once for each --base-url (2 times)",
-        ),
-        ([*ONE, *TWO], "Cannot reach a server at http://127.0.0.1:1"),
-        (
-            [*ONE, *TWO, "--concurrency", "1,0"],
-            "--concurrency must be positive numbers, separated by commas",
-        ),
-    ],
-)
-def test_mistakes_are_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(["bench", "compare", *arguments]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert sentence in line
 
 
 class _Double:

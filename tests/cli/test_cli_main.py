@@ -114,54 +114,6 @@ def test_the_dataset_has_two_names(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("num_promts: 3\n", "num_promts is not a flag of 'pagoda bench serve'."),
-        ("serve:\n  num_prompts: 3\n", "serve is not a flag of 'pagoda bench serve'."),
-        ("config: other.yaml\n", "config is not a flag of 'pagoda bench serve'."),
-        ("- num_prompts\n", "must hold one 'flag: value' a line."),
-        ("num_prompts: [1\n", "is not valid YAML at line 2."),
-        ("num_prompts: many\n", "many"),
-    ],
-)
-def test_a_bad_config_file_is_one_sentence(
-    text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = _flags(tmp_path, text)
-    assert command.main(["bench", "serve", "--config", str(config)]) == 2
-    assert sentence in _only_line(capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["sevre"], "sevre"),
-        (["bench", "serve", "--prot", "3"], "--prot"),
-        (["bench", "serve", "--num-prompts", "x"], "--num-prompts"),
-        (["bench", "serve", "--num-prompts", "0"], "--num-prompts"),
-        (["bench", "serve", "--dataset", "foo"], "--dataset"),
-        (["bench", "serve", "--dataset", "jsonl"], "--dataset jsonl needs --dataset-path"),
-        (["bench", "serve", "--goodput", "fast"], "--goodput takes limits"),
-        (["bench", "serve", "--config", "no-such-file"], "cannot read no-such-file"),
-        (["bench", "serve", "--base-url", "ftp://x"], "--base-url must begin with http"),
-    ],
-)
-def test_a_mistake_is_one_sentence_and_exit_code_2(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(arguments) == 2
-    assert sentence in _only_line(capsys)
-
-
-def test_a_bad_environment_variable_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PAGODA_NUM_PROMPTS", "many")
-    assert command.main(["bench", "serve"]) == 2
-    assert "PAGODA_NUM_PROMPTS" in _only_line(capsys)
-
-
-@pytest.mark.parametrize(
     ("error", "code"),
     [(ConfigError("told."), 2), (EngineDeadError("told."), 1), (KeyboardInterrupt(), 130)],
 )

@@ -69,18 +69,6 @@ def test_kv_events_name_a_port_for_each_replica_and_its_replays() -> None:
     assert KVEventsConfig.parse("tcp://[::1]:70").host == "[::1]"
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["", "5557", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://:5557", "tcp://host:", "ipc:///tmp/events",
-     "tcp://host:5557/", "tcp://a/b:5557", "tcp://::1:5557", "tcp://[]:5557", "tcp://host:-1", "tcp://host:٣"],
-)  # fmt: skip
-def test_kv_events_want_an_address(address: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^--kv-events must be tcp://HOST:PORT, such as .*, got '"
-    ):
-        EngineOptions(kv_events=address).engine_config("m")
-
-
 def test_kv_events_want_room_for_their_ports() -> None:
     sim = ExecutorOptions(executor="sim")
     for port in (0, 65535, 99999):
@@ -90,12 +78,6 @@ def test_kv_events_want_room_for_their_ports() -> None:
     sim.engine_config(options, "m")
     with pytest.raises(ConfigError, match=r"takes 8 ports .* 1 to 65528, got 65534"):
         sim.engine_config(options, "m", ParallelOptions(data_parallel_size=4))
-
-
-def test_kv_events_need_a_prefix_cache() -> None:
-    options = EngineOptions(kv_events="tcp://127.0.0.1:5557", enable_prefix_caching=False)
-    with pytest.raises(ConfigError, match="--kv-events needs the prefix cache"):
-        options.engine_config("m")
 
 
 def test_kv_tiers_reach_engine_and_worker(tmp_path: Path) -> None:
@@ -132,59 +114,6 @@ def test_the_workers_of_all_replicas_share_host_memory() -> None:
     assert config.kv_tiers.host_bytes == 4000
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({"kv_disk_path": "kv"}, "--kv-disk-path needs --kv-disk-bytes, such as 100GiB."),
-        ({"kv_disk_bytes": "1GiB"}, "--kv-disk-bytes needs --kv-disk-path."),
-        ({"kv_disk_min_touches": 1}, "--kv-disk-min-touches needs --kv-disk-path."),
-        (
-            {"kv_disk_min_touches": 1, "kv_host_bytes": "1GiB"},
-            "--kv-disk-min-touches needs --kv-disk-path.",
-        ),
-        (
-            {"kv_load_failure": "fail"},
-            "--kv-load-failure needs --kv-host-bytes, --kv-disk-path, or --role decode or both.",
-        ),
-        (
-            {"kv_host_bytes": "1GiB", "enable_prefix_caching": False},
-            "--kv-host-bytes needs the prefix cache; leave --enable-prefix-caching on.",
-        ),
-        (
-            {"kv_disk_path": "kv", "kv_disk_bytes": 7, "enable_prefix_caching": False},
-            "--kv-disk-path needs the prefix cache; leave --enable-prefix-caching on.",
-        ),
-        (
-            {"kv_host_bytes": "much"},
-            "--kv-host-bytes takes an amount of memory such as 2GiB, 512MB or 1073741824, got 'much'.",
-        ),
-        (
-            {"kv_disk_path": "kv", "kv_disk_bytes": "99999999999999999999TiB"},
-            "--kv-disk-bytes takes an amount of memory such as 2GiB, 512MB or 1073741824, "
-            "got '99999999999999999999TiB'.",
-        ),
-        ({"kv_host_bytes": 0}, "--kv-host-bytes must be int >= 1, got 0."),
-    ],
-)
-def test_kv_tiers_that_cannot_be(flags: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}$"):
-        EngineOptions(**flags).engine_config("m")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("flag", ["kv_host_bytes", "kv_disk_path", "kv_disk_bytes"])
-def test_the_simulated_executor_has_no_kv_tiers(flag: str) -> None:
-    options = EngineOptions(**{flag: "1GiB"})  # type: ignore[arg-type]
-    name = "--" + flag.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"^{name} has no effect with --executor sim"):
-        ExecutorOptions(executor="sim").resolve(options, None)
-
-
-def test_workers_on_other_hosts_keep_no_directories() -> None:
-    options = EngineOptions(kv_disk_path="kv", kv_disk_bytes="1GiB")
-    with pytest.raises(ConfigError, match=r"--kv-disk-path does not go with --executor ray"):
-        ExecutorOptions(executor="ray").resolve(options, None)
-
-
 def test_the_simulated_executor_takes_its_sizes_from_the_same_flags() -> None:
     executor = ExecutorOptions(
         executor="sim", sim_base_ms=2.0, sim_per_token_ms=0.5, sim_vocab_size=99
@@ -199,41 +128,10 @@ def test_the_simulated_executor_takes_its_sizes_from_the_same_flags() -> None:
     assert config.sim.vocab_size == 99
 
 
-def test_flags_that_would_do_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--sim-base-ms needs --executor sim"):
-        ExecutorOptions(sim_base_ms=1.0).engine_config(EngineOptions(), "m")
-    for engine, flag in (
-        (EngineOptions(dtype="float16"), "--dtype"),
-        (EngineOptions(threads=2), "--threads"),
-        (EngineOptions(kv_cache_memory_bytes=10), "--kv-cache-memory-bytes"),
-        (EngineOptions(memory_utilization=0.4), "--memory-utilization"),
-    ):
-        with pytest.raises(ConfigError, match=f"{flag} has no effect with --executor sim"):
-            ExecutorOptions(executor="sim").engine_config(engine, "m")
-
-
-def test_the_simulated_executor_has_stages_but_no_tensors_to_share() -> None:
-    sim = ExecutorOptions(executor="sim")
+def test_the_simulated_executor_has_stages() -> None:
     parallel = ParallelOptions(pipeline_parallel_size=3)
-    config = sim.engine_config(EngineOptions(), "m", parallel)
+    config = ExecutorOptions(executor="sim").engine_config(EngineOptions(), "m", parallel)
     assert config.worker.parallel.pipeline_parallel_size == 3
-    for refused, flag in (
-        (ParallelOptions(tensor_parallel_size=2), "--tensor-parallel-size"),
-        (ParallelOptions(devices="cpu:0"), "--devices"),
-    ):
-        with pytest.raises(ConfigError, match=f"{flag} has no effect with --executor sim"):
-            sim.engine_config(EngineOptions(), "m", refused)
-
-
-def test_a_topology_is_refused_before_the_model_is_looked_for() -> None:
-    parallel = ParallelOptions(tensor_parallel_size=2, devices="cpu:0,cpu:0")
-    with pytest.raises(ConfigError, match="--devices names cpu:0 more than once"):
-        ExecutorOptions().resolve(EngineOptions(), "nowhere", parallel)
-
-
-def test_devices_without_a_backend_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--devices names cuda:1, but no backend"):
-        ParallelOptions(tensor_parallel_size=2, devices="cuda:1,cuda:0").config()
 
 
 def test_devices_are_those_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,16 +163,6 @@ def test_a_body_holds_only_what_was_given() -> None:
     assert SamplingOptions().body(None) == {}
     options = SamplingOptions(temperature=0.0, max_tokens=5, stop=("a", "b"))
     assert options.body(3) == {"temperature": 0.0, "max_tokens": 5, "stop": ["a", "b"], "seed": 3}
-
-
-def test_ray_is_refused_what_it_does_not_use() -> None:
-    executor = ExecutorOptions(executor="ray")
-    with pytest.raises(ConfigError, match="--pin-threads has no effect with --executor ray"):
-        executor.engine_config(EngineOptions(pin_threads=True), "m")
-    with pytest.raises(ConfigError, match="--devices has no effect with --executor ray"):
-        executor.engine_config(EngineOptions(), "m", ParallelOptions(devices="cpu:0"))
-    with pytest.raises(ConfigError, match="--ray-address needs --executor ray"):
-        ExecutorOptions(ray_address="10.0.0.1:6379").engine_config(EngineOptions(), "m")
 
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagoda.cli import main as command
 from pagoda.cli.serve import curl_line
 from pagoda.cli.server_process import ServerProcess, server_process
 
@@ -83,26 +82,6 @@ def test_a_port_in_use_is_one_sentence() -> None:
     assert done.returncode == 2
     assert f"127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["no-such-model"], "no-such-model"),
-        (["--dtype", "int3"], "--dtype"),
-        (["--executor", "sim", "--threads", "2"], "--threads has no effect"),
-        (["--sim-base-ms", "1"], "--sim-base-ms needs --executor sim"),
-        (["--kv-cache-memory-bytes", "lots"], "such as 2GiB"),
-        (["--port", "70000"], "--port"),
-        (["--load-format", "dummy", "gpt-7"], "qwen3-0.6b"),
-    ],
-)
-def test_what_cannot_be_served_is_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(["serve", *arguments]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert sentence in line
 
 
 def test_too_little_memory_for_one_sequence_is_one_sentence(dummy_model: Path) -> None:

@@ -104,21 +104,6 @@ def test_the_page_needs_nothing_else_and_escapes_what_clients_say(
     assert "preempted once: 30 ms until it ran again" in page.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["merge"], "Name a directory"),
-        (["merge", "nowhere"], "nowhere is no directory"),
-        (["report", "nowhere"], "nowhere cannot be read"),
-    ],
-)
-def test_mistakes_are_a_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", *arguments]) == 2
-    assert sentence in capsys.readouterr().err
-
-
 def test_a_page_that_cannot_be_written_is_a_sentence(
     fragments: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Hosts with roles and a router as processes, and a proxy of the kind that others have, to ask them."""
+"""Hosts with roles and a router as processes, and requests for them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
+from streams import HELD_OUT
 
 from pagoda.cli.server_process import ServerProcess, server_process
 
@@ -35,16 +36,9 @@ class PodProcesses:
 
     def host(self, role: str, *flags: str, advertise: str = "127.0.0.1") -> ServerProcess:
         lease = [] if role == "none" else ["--role", role, "--kv-lease", str(LEASE_S)]
-        join = [
-            "--join",
-            self._join,
-            "--cluster-key-file",
-            str(self._key),
-            "--advertise",
-            advertise,
-        ]
-        process = server_process([*HOST, *lease, *join, *QUIET, *flags])
-        return self._stack.enter_context(process)
+        join = ["--join", self._join, "--cluster-key-file", str(self._key)]
+        own = [*lease, "--advertise", advertise, *flags]
+        return self._stack.enter_context(server_process([*HOST, *join, *QUIET, *own]))
 
     def route(self, *flags: str) -> ServerProcess:
         """Returns a router that a host has joined."""
@@ -87,24 +81,6 @@ class Crowd:
         return [host.base_url for hosts in self.hosts.values() for host in hosts]
 
 
-class Standing(NamedTuple):
-    """The addresses of a pod that tests share as long as they harm nobody."""
-
-    prefill: str
-    decode: str
-    router: str
-
-
-@contextmanager
-def standing_pod(directory: Path) -> Iterator[Standing]:
-    with ExitStack() as stack:
-        pod = PodProcesses(directory, stack)
-        urls = [pod.host(role).base_url for role in ("prefill", "decode")]
-        router = pod.route().base_url
-        asyncio.run(until_hosts(router, 2))
-        yield Standing(*urls, router)
-
-
 async def load_of(url: str) -> dict[str, Any]:
     async with aiohttp.ClientSession(url) as session, session.get("/v1/load") as response:
         answer: dict[str, Any] = await response.json()
@@ -130,42 +106,27 @@ async def until_free(urls: Sequence[str], limit_s: float = 60.0) -> None:
                 await asyncio.sleep(0.05)
 
 
-# ---- a proxy as others write it
+def long_questions(count: int) -> list[dict[str, Any]]:
+    """Questions of some hundred tokens."""
+    questions = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    return [question for question in questions if question["skill"] == "recall_40"][:count]
 
 
-async def ask_prefill(
-    session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]
-) -> dict[str, Any]:
-    """The answer of the prefill server, as vLLM's proxies ask it."""
-    nothing = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-    params = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(nothing)}
-    body = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
-    body.pop("stream_options", None)
-    if "max_completion_tokens" in body:
-        body["max_completion_tokens"] = 1
-    async with session.post(url + path, json=body) as response:
-        assert response.status == 200, await response.text()
-        answer: dict[str, Any] = await response.json()
-        return answer
+def bodies(count: int, max_tokens: int = 40, **fields: Any) -> list[dict[str, Any]]:
+    """Requests, half of them greedy, half sampled, each with a seed of its own."""
+    return [
+        {
+            "messages": question["messages"],
+            "temperature": [0, 1.0][index % 2],
+            "seed": index,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            **fields,
+        }
+        for index, question in enumerate(long_questions(count))
+    ]
 
 
-async def ask_decode(
-    session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]
-) -> Any:
-    """The answer, or the events of its stream."""
-    async with session.post(url + path, json=body) as response:
-        assert response.status == 200, await response.text()
-        if not body.get("stream"):
-            return await response.json()
-        assert response.content_type == "text/event-stream"
-        lines = (await response.text()).split("\n\n")
-        return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-
-
-async def ask_both(
-    session: aiohttp.ClientSession, prefill: str, decode: str, path: str, body: dict[str, Any]
-) -> Any:
-    """What a client gets through the proxy."""
-    answer = await ask_prefill(session, prefill, path, body)
-    params = answer["kv_transfer_params"]
-    return await ask_decode(session, decode, path, {**body, "kv_transfer_params": params})
+async def fetched(url: str) -> int:
+    """Blocks that came from other hosts, so far."""
+    return int((await load_of(url))["tiers"][-1]["num_loaded"])

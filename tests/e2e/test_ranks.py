@@ -15,8 +15,7 @@ import pagoda
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.executor.group import GroupExecutor
-from pagoda.executor.launcher import Launcher
-from pagoda.executor.local import LocalLauncher, LocalWorkers
+from pagoda.executor.launcher import Launcher, LocalLauncher, LocalWorkers
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams

@@ -38,7 +38,8 @@ FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4, int8 KV": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 
 
@@ -50,7 +51,7 @@ class Load(NamedTuple):
     few_blocks: int
 
 
-LOADS = {"cpu": Load(32, 24, 128), "reference": Load(12, 8, 96)}
+LOADS = {"cpu": Load(32, 32, 128), "reference": Load(12, 8, 96)}
 
 
 @pytest.fixture(scope="module")

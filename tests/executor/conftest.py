@@ -10,7 +10,7 @@ import pytest
 from worker_group import MakeExecutor
 
 from pagoda.executor.group import GroupExecutor
-from pagoda.executor.local import LocalLauncher
+from pagoda.executor.launcher import LocalLauncher
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.messages.worker_config import KVHandoffConfig, WorkerConfig
 from pagoda.parallel.config import ParallelConfig

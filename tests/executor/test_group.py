@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from fragment_files import read_fragments
@@ -53,6 +55,28 @@ def test_a_step_that_hangs_is_ended(make_executor: MakeExecutor) -> None:
     pid = pids(executor)["the worker"]
     executor.submit(PLAN)
     assert next_event(executor) == WorkerLost("a step took longer than 0.2 s")
+    assert_gone([pid])
+
+
+def test_a_killed_worker_that_stays_keeps_only_its_successor_waiting(
+    make_executor: MakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stuck in the kernel, or gives much memory back, ends when it can."""
+    monkeypatch.setattr("pagoda.ipc.lifeline.REAP_S", 600.0)
+    executor = make_executor("obeys", step_timeout_s=0.2)
+    next_event(executor)
+    pid = pids(executor)["the worker"]
+    os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as stuck:
+        stuck.setattr(subprocess.Popen, "kill", lambda _self: None)
+        executor.submit(PLAN)
+        assert next_event(executor) == WorkerLost("a step took longer than 0.2 s")
+        executor.start()
+        assert executor.poll() == []
+        assert psutil.pid_exists(pid)
+        assert pids(executor) == {}
+        os.kill(pid, signal.SIGKILL)
+        assert isinstance(next_event(executor), WorkerReady)
     assert_gone([pid])
 
 

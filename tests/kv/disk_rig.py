@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 
 import msgspec
-from kv_tiers import READY
+from kv_tiers import READY, cached_blocks_of
 from sim_disk import SimScanner
 
 from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.connector import CachedBlock, PrefixRequest
+from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import CacheRecorder
@@ -94,18 +94,7 @@ class Setup:
 
     def pass_through(self, keys: Sequence[bytes]) -> int:
         """A request passes through blocks that are on the device."""
-        cached_blocks = []
-        for index, key in enumerate(keys):
-            block = self.pool.find(key)
-            if block is None:
-                (block,) = self.pool.allocate(1)
-                self.pool.publish(block, key)
-                self.pool.release([block])
-            parent = keys[index - 1] if index else None
-            cached_blocks.append(
-                CachedBlock(block, key, parent, TOKENS[index * SIZE : (index + 1) * SIZE])
-            )
-        return self.tier.save(cached_blocks)
+        return self.tier.save(cached_blocks_of(self.pool, prefix(keys), 0, len(keys)))
 
     def end(
         self,
@@ -128,12 +117,24 @@ class Setup:
         )
         assert self.ledger.close(end)
 
+    def begin_store(self, keys: Sequence[bytes]) -> Transfer:
+        """Passes through blocks twice, which is worth one transfer."""
+        self.pass_through(keys)
+        self.pass_through(keys)
+        (transfer,) = self.ledger.drain()
+        return transfer
+
+    def begun_stores(self) -> list[bytes]:
+        """Keys of the stores that have begun since the last call."""
+        return stored_keys(self.ledger.drain())
+
     def store(self, keys: Sequence[bytes]) -> None:
         """Passes through blocks twice, and lets the workers write them."""
-        self.pass_through(keys)
-        self.pass_through(keys)
-        for transfer in self.ledger.drain():
-            self.end(transfer)
+        self.end(self.begin_store(keys))
+
+    def store_one_by_one(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.store([key])
 
     def load(self, prefix: PrefixRequest, start: int, count: int) -> Transfer:
         blocks = self.pool.allocate(count)

@@ -87,24 +87,30 @@ def test_an_answer_may_be_due_later() -> None:
     it.have(near=[0, 1], far=[])
     it.far.is_unsure = True
     assert it.lookup(PREFIX, 0) is None
-    assert not it.stack.poll()
     it.far.is_unsure = False
     it.far.changed = {"r"}
-    assert it.stack.poll() == {"r"}
-    assert not it.stack.poll()
+    assert [it.stack.poll() for _ in range(2)] == [{"r"}, set()]
     assert it.lookup(PREFIX, 0) == 2
+
+
+def test_a_hold_that_was_settled_wakes_the_engine() -> None:
+    it = Stack()
+    it.pass_time(5.0)
+    held_id = it.ledger.hold(it.pool.allocate(1))
+    assert it.stack.next_event_at() is None
+    it.ledger.settle(held_id, [])
+    assert it.stack.next_event_at() == 5.0
+    it.stack.drain_load_ends()
+    assert it.stack.next_event_at() is None
 
 
 def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
     it = Stack()
     it.have(near=[1, 2, 5], far=[3, 4, 6, 7])
-    first, second, third, fourth = it.load(6, start=1)
-    assert [t.source for t in (first, second, third)] == [
-        DiskObjects(list(PREFIX.keys[1:3])),
-        DiskObjects(list(PREFIX.keys[3:5])),
-        DiskObjects(list(PREFIX.keys[5:6])),
-    ]
-    assert fourth.source == DiskObjects([PREFIX.keys[6]])
+    transfers = it.load(6, start=1)
+    parts = [PREFIX.keys[start:end] for start, end in ((1, 3), (3, 5), (5, 6), (6, 7))]
+    assert [transfer.source for transfer in transfers] == [DiskObjects(list(p)) for p in parts]
+    first, second, third, fourth = transfers
     assert first.target == DeviceBlocks(numbers(it.blocks[:2]))
     for transfer in (third, first, fourth):
         it.end(transfer)
@@ -113,18 +119,6 @@ def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
     assert it.stack.drain_load_ends() == [LoadEnd("r", 6)]
     assert it.stack.drain_load_ends() == []
     assert ("ended", second.transfer_id, []) in it.far.calls
-
-
-def test_what_was_found_is_not_looked_up_again() -> None:
-    it = Stack()
-    it.have(near=[0], far=[1, 2])
-    found = it.stack.lookup(PREFIX, 0)
-    assert found is not None
-    it.have(near=[], far=[])
-    it.stack.load(found, it.pool.allocate(3))
-    near, far = it.stack.drain_transfers()
-    assert near.source == DiskObjects([PREFIX.keys[0]])
-    assert far.source == DiskObjects(list(PREFIX.keys[1:3]))
 
 
 def test_transfers_wait_for_steps_that_may_use_their_blocks() -> None:
@@ -144,28 +138,26 @@ def test_only_what_was_found_can_be_loaded() -> None:
         it.load(2)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(
-    ("failed_near", "failed_far", "num_good"),
-    [([], [1], 3), ([1], [], 1), ([1], [0], 1), ([0], [], 0)],
+    ("failed_near", "failed_far", "num_good", "reason"),
+    [
+        ([], [1], 3, "it rusted"),
+        ([1], [], 1, "it burnt"),
+        ([1], [0], 1, "it burnt"),
+        ([0], [], 0, "it burnt"),
+    ],
 )
 def test_leading_blocks_that_came_are_good(
-    failed_near: list[int], failed_far: list[int], num_good: int
+    failed_near: list[int], failed_far: list[int], num_good: int, reason: str, fails: bool
 ) -> None:
-    it = Stack()
+    it = Stack(fails=fails)
     it.have(near=[0, 1], far=[2, 3, 4])
     near, far = it.load(5)
     it.end(far, failed_far, "it rusted")
     it.end(near, failed_near, "it burnt")
-    assert it.stack.drain_load_ends() == [LoadEnd("r", num_good)]
-
-
-def test_a_request_may_fail_for_what_did_not_come() -> None:
-    it = Stack(fails=True)
-    it.have(near=[0, 1], far=[])
-    (transfer,) = it.load(2)
-    it.end(transfer, [1], "the disk is gone")
-    sentence = "KV that was found for this request could not be loaded: the disk is gone."
-    assert it.stack.drain_load_ends() == [LoadEnd("r", 1, sentence)]
+    sentence = f"KV that was found for this request could not be loaded: {reason}."
+    assert it.stack.drain_load_ends() == [LoadEnd("r", num_good, sentence if fails else None)]
 
 
 def test_two_requests_never_load_the_same_block() -> None:
@@ -177,7 +169,7 @@ def test_two_requests_never_load_the_same_block() -> None:
     assert it.lookup(OTHER, 4) == 4
     it.stack.poll()
     it.end(transfer)
-    assert it.stack.poll()
+    assert [it.stack.poll() for _ in range(2)] == [{"r", "other"}, set()]
     assert it.lookup(OTHER, 0) == 8
 
 
@@ -243,7 +235,7 @@ def test_a_connector_that_keeps_blocks_too_long_is_not_asked_meanwhile() -> None
 
 def test_offers_beyond_the_room_for_stores_are_made_again() -> None:
     it = Stack()
-    cached_blocks = cached_blocks_of(it.pool, 0, 12)
+    cached_blocks = cached_blocks_of(it.pool, PREFIX, 0, 12)
     it.stack.save(cached_blocks)
     assert it.near.offered == [cached.key for cached in cached_blocks[:8]]
     assert it.far.offered == []
@@ -260,28 +252,19 @@ def test_offers_beyond_the_room_for_stores_are_made_again() -> None:
 
 def test_a_block_that_is_gone_is_not_offered_again() -> None:
     it = Stack()
-    cached_blocks = cached_blocks_of(it.pool, 0, 10)
+    it.far.stores = False  # blocks wait in line even for a connector that wants none
+    cached_blocks = cached_blocks_of(it.pool, PREFIX, 0, 10)
     it.stack.save(cached_blocks)
+    assert it.far.offered == [cached.key for cached in cached_blocks]
     it.pool.discard(cached_blocks[8].key)
     for transfer in it.stack.drain_transfers():
         it.end(transfer)
-    assert it.near.offered == [
-        cached.key for cached in cached_blocks if cached is not cached_blocks[8]
-    ]
-
-
-def test_offers_wait_in_line_even_for_a_connector_that_wants_none() -> None:
-    """The connector counts them, in their order."""
-    it = Stack()
-    it.far.stores = False
-    cached_blocks = cached_blocks_of(it.pool, 0, 12)
-    it.stack.save(cached_blocks)
-    assert it.far.offered == [cached.key for cached in cached_blocks]
+    assert it.near.offered == [it.key for it in cached_blocks if it is not cached_blocks[8]]
 
 
 def test_no_more_offers_are_kept_than_there_are_blocks() -> None:
     it = Stack()
-    cached_blocks = cached_blocks_of(it.pool, 0, 16)
+    cached_blocks = cached_blocks_of(it.pool, PREFIX, 0, 16)
     for _ in range(10):
         it.stack.save(cached_blocks)
     assert sum(map(len, it.stack.backlog)) == 2 * 64
@@ -336,7 +319,7 @@ def test_nothing_of_lost_workers_remains() -> None:
     it = Stack()
     it.have(near=range(4), far=[])
     (transfer,) = it.load(4)
-    it.stack.save(cached_blocks_of(it.pool, 6, 16))
+    it.stack.save(cached_blocks_of(it.pool, PREFIX, 6, 16))
     it.pool.release(it.blocks)
     it.stack.wait("other", PendingLookup(it.near))
     it.stack.workers_lost()
@@ -349,7 +332,7 @@ def test_nothing_of_lost_workers_remains() -> None:
     assert it.stack.drain_load_ends() == []
     assert it.lookup(PREFIX, 0) == 0
     it.stack.prefetch(PREFIX, 0)
-    it.stack.save(cached_blocks_of(it.pool, 0, 2))
+    it.stack.save(cached_blocks_of(it.pool, PREFIX, 0, 2))
     assert it.near.calls[-1] == ("workers lost",)
     assert it.stack.drain_transfers() == []
     it.stack.workers_ready(READY)
@@ -373,30 +356,26 @@ def test_who_gives_up_by_himself_is_waited_for_as_long_as_he_does() -> None:
     assert it.stack.drain_load_ends() == [LoadEnd("r", 4)]
 
 
-def test_patience_with_a_part_of_a_load_ends_whoever_has_the_other() -> None:
+@pytest.mark.parametrize("is_near_late", [True, False])
+def test_patience_with_a_part_of_a_load_ends_whoever_has_the_other(is_near_late: bool) -> None:
     it = Stack()
     it.far.has_own_timeout = True
     it.have(near=range(2), far=range(2, 4))
     near, far = it.load(4)
+    if not is_near_late:
+        it.end(near)
     it.pass_time(LOAD_TIMEOUT_S)
-    assert it.stack.drain_load_ends() == [LoadEnd("r", 0)]
-    assert it.lookup(OTHER, 2) == 2, "only the slow one is not asked any more"
-    it.end(far)
-    it.end(near)
-    assert it.lookup(OTHER, 0) == 4
-
-
-def test_patience_that_ends_when_only_the_patient_part_is_missing_does_not_count() -> None:
-    it = Stack()
-    it.far.has_own_timeout = True
-    it.have(near=range(2), far=range(2, 4))
-    near, far = it.load(4)
-    it.end(near)
-    it.pass_time(LOAD_TIMEOUT_S)
-    assert it.stack.drain_load_ends() == []
-    assert it.stack.next_event_at() is None
-    it.end(far)
-    assert it.stack.drain_load_ends() == [LoadEnd("r", 4)]
+    if is_near_late:
+        assert it.stack.drain_load_ends() == [LoadEnd("r", 0)]
+        assert it.lookup(OTHER, 2) == 2, "only the slow one is not asked any more"
+        it.end(far)
+        it.end(near)
+        assert it.lookup(OTHER, 0) == 4
+    else:
+        assert it.stack.drain_load_ends() == []
+        assert it.stack.next_event_at() is None
+        it.end(far)
+        assert it.stack.drain_load_ends() == [LoadEnd("r", 4)]
 
 
 def test_who_waits_for_what_another_loads_waits_for_its_source() -> None:
@@ -419,17 +398,6 @@ def test_an_end_that_is_not_drained_yet_is_dropped_with_its_request() -> None:
     it.stack.abandon("r")
     assert it.stack.drain_load_ends() == []
     assert it.stack.is_idle
-
-
-def test_only_those_who_wait_for_a_load_are_named_when_it_ends() -> None:
-    it = Stack()
-    it.have(near=range(8), far=[])
-    (transfer,) = it.load(4)
-    assert it.lookup(OTHER, 0) is None
-    it.stack.poll()
-    it.end(transfer)
-    assert it.stack.poll() == {"r", "other"}
-    assert it.stack.poll() == set()
 
 
 # ---- growth

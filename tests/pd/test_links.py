@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket as sockets
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 import zmq
@@ -14,7 +14,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import CurveKeys, Role
-from pagoda.pd.links import HandoffLinks, PeerLost, open_links
+from pagoda.pd.links import HandoffLinks, Listener, PeerLost, Peers, open_links
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -33,214 +33,206 @@ NO_TEXT = b"\x82\xa4type\xaakv_dropped\xabtransfer_id\xa2\xff\xfe"
 DEEP = b"\x82\xa4type\xaakv_dropped\xa4more" + b"\x91" * 100_000
 
 
+Heard = tuple[str, PrefillMessage | PeerLost]
+
+
 def links_of(role: Role, keys: CurveKeys = KEYS, port: int = 0) -> HandoffLinks:
-    config = HandoffConfig(role=role, host="127.0.0.1", port=port, keys=keys)
-    return open_links(config, replica=0)
+    return open_links(HandoffConfig(role=role, host="127.0.0.1", port=port, keys=keys), replica=0)
 
 
-class PrefillPeer:
+def until_readable(link: Listener | Peers) -> None:
+    assert zmq.zmq_poll([(it, zmq.POLLIN) for it in link.pollables()], TIMEOUT_MS), "nothing comes"
+
+
+def asked(listener: Listener) -> list[tuple[bytes, DecodeMessage]]:
+    until_readable(listener)
+    return listener.receive()
+
+
+def heard(peers: Peers, count: int = 1) -> list[Heard]:
+    """Waits for so many messages, and returns all that have come."""
+    messages: list[Heard] = []
+    while len(messages) < count:
+        messages += peers.receive()
+        if len(messages) < count:
+            until_readable(peers)
+    return messages
+
+
+def assert_lost(peers: Peers, address: str, reason: str) -> None:
+    ((whom, loss),) = heard(peers)
+    assert whom == address
+    assert isinstance(loss, PeerLost)
+    assert loss.reason.startswith(reason)
+    assert peers.pollables() == []
+
+
+@contextmanager
+def listening(port: int = 0) -> Iterator[Listener]:
     """The side that is asked."""
-
-    def __init__(self, port: int = 0) -> None:
-        self.links = links_of(Role.PREFILL, port=port)
-        assert self.links.listener is not None
-        assert self.links.peers is None
-        self.listener = self.links.listener
-
-    @property
-    def address(self) -> str:
-        return self.listener.address
-
-    @property
-    def port(self) -> int:
-        return int(self.address.rpartition(":")[2])
-
-    def receive(self) -> list[tuple[bytes, DecodeMessage]]:
-        assert zmq.zmq_poll([(it, zmq.POLLIN) for it in self.listener.pollables()], TIMEOUT_MS)
-        return self.listener.receive()
-
-    def close(self) -> None:
-        self.links.close()
+    with closing(links_of(Role.PREFILL, port=port)) as links:
+        assert links.listener is not None
+        assert links.peers is None
+        yield links.listener
 
 
-class Asker:
+@contextmanager
+def asking(keys: CurveKeys = KEYS) -> Iterator[Peers]:
     """The side that asks."""
+    with closing(links_of(Role.DECODE, keys)) as links:
+        assert links.peers is not None
+        assert links.listener is None
+        yield links.peers
 
-    def __init__(self, keys: CurveKeys = KEYS) -> None:
-        self.links = links_of(Role.DECODE, keys)
-        assert self.links.peers is not None
-        assert self.links.listener is None
-        self.peers = self.links.peers
 
-    def receive(self) -> list[tuple[str, PrefillMessage | PeerLost]]:
-        """Waits for messages and returns them."""
-        while True:
-            messages = self.peers.receive()
-            if messages:
-                return messages
-            sources = [(it, zmq.POLLIN) for it in self.peers.pollables()]
-            assert zmq.zmq_poll(sources, TIMEOUT_MS), "nothing comes"
-
-    def close(self) -> None:
-        self.links.close()
+def port_of(listener: Listener) -> int:
+    return int(listener.address.rpartition(":")[2])
 
 
 @pytest.fixture
-def exporter() -> Iterator[PrefillPeer]:
-    with closing(PrefillPeer()) as exporter:
-        yield exporter
+def listener() -> Iterator[Listener]:
+    with listening() as listener:
+        yield listener
 
 
 @pytest.fixture
-def asker() -> Iterator[Asker]:
-    with closing(Asker()) as asker:
-        yield asker
+def peers() -> Iterator[Peers]:
+    with asking() as peers:
+        yield peers
 
 
-def test_both_sides_speak(exporter: PrefillPeer, asker: Asker) -> None:
-    asker.peers.send(exporter.address, KVHello(digest="d"))
-    ((who, message),) = exporter.receive()
+def test_both_sides_speak(listener: Listener, peers: Peers) -> None:
+    peers.send(listener.address, KVHello(digest="d"))
+    ((who, message),) = asked(listener)
     assert message == KVHello(digest="d")
-    exporter.listener.send(who, WELCOME)
     blocks = KVBlocks("t", "e-1", 0, list(range(10_000)), b"k" * 32, 10_000)
-    exporter.listener.send(who, blocks)
-    received = asker.receive()
-    while len(received) < 2:
-        received += asker.receive()
-    assert received == [(exporter.address, WELCOME), (exporter.address, blocks)]
+    listener.send(who, WELCOME)
+    listener.send(who, blocks)
+    assert heard(peers, 2) == [(listener.address, WELCOME), (listener.address, blocks)]
 
 
-def test_one_engine_asks_at_several(asker: Asker) -> None:
-    with closing(PrefillPeer()) as first, closing(PrefillPeer()) as second:
-        exporters = (first, second)
-        for exporter in exporters:
-            asker.peers.send(exporter.address, KVRenew([exporter.address]))
-        for exporter in exporters:
-            ((_, message),) = exporter.receive()
-            assert message == KVRenew([exporter.address])
-        assert len(asker.peers.pollables()) == 4
-        for exporter in exporters:
-            asker.peers.hang_up(exporter.address)
-        assert asker.peers.pollables() == []
+def test_one_engine_asks_at_several(peers: Peers) -> None:
+    with listening() as first, listening() as second:
+        for listener in (first, second):
+            peers.send(listener.address, KVRenew([listener.address]))
+        for listener in (first, second):
+            assert [message for _, message in asked(listener)] == [KVRenew([listener.address])]
+        assert len(peers.pollables()) == 4
+        for listener in (first, second):
+            peers.hang_up(listener.address)
+        assert peers.pollables() == []
 
 
-def test_who_has_another_secret_is_not_heard(exporter: PrefillPeer) -> None:
-    with closing(Asker(OTHER_KEYS)) as stranger:
-        stranger.peers.send(exporter.address, KVRelease(["t"]))
-        ((address, loss),) = stranger.receive()
-        assert address == exporter.address
-        assert isinstance(loss, PeerLost)
-        assert exporter.listener.receive() == []
-        assert stranger.peers.pollables() == []
-
-
-def test_who_has_the_doors_key_but_not_the_askers_is_told_why(exporter: PrefillPeer) -> None:
-    keys = CurveKeys(
-        KEYS.server_key, OTHER_KEYS.public_key, OTHER_KEYS.secret_key, OTHER_KEYS.server_secret_key
-    )
-    with closing(Asker(keys)) as stranger:
-        stranger.peers.send(exporter.address, KVRelease(["t"]))
-        ((_, loss),) = stranger.receive()
-        assert loss == PeerLost("it has another --cluster-key-file")
-        assert exporter.listener.receive() == []
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (OTHER_KEYS, "it "),
+        (
+            CurveKeys(
+                KEYS.server_key,
+                OTHER_KEYS.public_key,
+                OTHER_KEYS.secret_key,
+                OTHER_KEYS.server_secret_key,
+            ),
+            "it has another --cluster-key-file",
+        ),
+    ],
+    ids=["another secret", "the door's key, and another of its own"],
+)
+def test_who_has_another_secret_is_not_heard(
+    listener: Listener, keys: CurveKeys, reason: str
+) -> None:
+    with asking(keys) as stranger:
+        stranger.send(listener.address, KVRelease(["t"]))
+        assert_lost(stranger, listener.address, reason)
+        assert listener.receive() == []
 
 
 def test_garbage_at_the_door_is_passed_over(
-    exporter: PrefillPeer, asker: Asker, caplog: pytest.LogCaptureFixture
+    listener: Listener, peers: Peers, caplog: pytest.LogCaptureFixture
 ) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context.socket(zmq.DEALER) as socket:
+    with context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
         encrypt_client(socket, KEYS)
-        socket.connect(exporter.address)
+        socket.connect(listener.address)
         garbage = (b"", b"\xff" * 100, b"\x81\xa4type\xackv_subscribe", NO_TEXT, DEEP)
         for payload in garbage:
             socket.send(payload)
         socket.send_multipart([b"in", b"parts"])
         seen = 0
         while seen <= len(garbage):
-            assert exporter.receive() == []
+            assert asked(listener) == []
             seen = sum("not a message" in record.message for record in caplog.records)
-        socket.close(linger=0)
-    context.term()
-    asker.peers.send(exporter.address, KVRenew([]))
-    assert [message for _, message in exporter.receive()] == [KVRenew([])]
+    peers.send(listener.address, KVRenew([]))
+    assert [message for _, message in asked(listener)] == [KVRenew([])]
 
 
 @pytest.mark.parametrize("garbage", [b"garbage", NO_TEXT, DEEP])
-def test_who_sends_garbage_is_let_go(asker: Asker, garbage: bytes) -> None:
+def test_who_sends_garbage_is_let_go(peers: Peers, garbage: bytes) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     start_authenticator(context, KEYS)
-    with context.socket(zmq.ROUTER) as socket:
+    with context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
         encrypt_server(socket, KEYS)
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        address = f"tcp://127.0.0.1:{port}"
-        asker.peers.send(address, KVHello(digest="d"))
+        address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        peers.send(address, KVHello(digest="d"))
         who, _ = socket.recv_multipart()
         socket.send_multipart([who, garbage])
-        ((whom, loss),) = asker.receive()
-        assert whom == address
-        assert isinstance(loss, PeerLost)
-        assert "not a message" in loss.reason
-        socket.close(linger=0)
-    context.term()
+        assert_lost(peers, address, "it sent what is not a message")
 
 
-def test_nobody_is_there(asker: Asker) -> None:
+def test_nobody_is_there(peers: Peers) -> None:
     with sockets.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    asker.peers.send(address, KVHello(digest="d"))
-    assert asker.receive() == [(address, PeerLost("nobody is there"))]
-    assert asker.peers.pollables() == []
+    peers.send(address, KVHello(digest="d"))
+    assert_lost(peers, address, "nobody is there")
 
 
 @pytest.mark.parametrize("address", ["tcp://", "http://127.0.0.1:1", "tcp://127.0.0.1:x", ""])
-def test_an_address_that_is_none(asker: Asker, address: str) -> None:
-    asker.peers.send(address, KVHello(digest="d"))
-    ((whom, loss),) = asker.receive()
-    assert whom == address
-    assert isinstance(loss, PeerLost)
-    assert "cannot be reached" in loss.reason
+def test_an_address_that_is_none(peers: Peers, address: str) -> None:
+    peers.send(address, KVHello(digest="d"))
+    assert_lost(peers, address, "it cannot be reached")
 
 
-def test_one_that_ends_is_noticed_and_its_successor_is_another(asker: Asker) -> None:
-    first = PrefillPeer()
-    port = first.port
-    asker.peers.send(first.address, KVHello(digest="d"))
-    ((who, _),) = first.receive()
-    first.listener.send(who, WELCOME)
-    first.close()
-    messages = asker.receive()
-    while not isinstance(messages[-1][1], PeerLost):
-        messages += asker.receive()
-    assert [message for _, message in messages] == [WELCOME, PeerLost("it hung up")], (
+def test_one_that_ends_is_noticed_and_its_successor_is_another(peers: Peers) -> None:
+    with listening() as first:
+        port = port_of(first)
+        peers.send(first.address, KVHello(digest="d"))
+        ((who, _),) = asked(first)
+        first.send(who, WELCOME)
+    assert [message for _, message in heard(peers, 2)] == [WELCOME, PeerLost("it hung up")], (
         "its last word is not overlooked"
     )
-    with closing(PrefillPeer(port)) as second:
-        asker.peers.send(second.address, KVHello(digest="again"))
-        ((_, message),) = second.receive()
+    with listening(port) as second:
+        peers.send(second.address, KVHello(digest="again"))
+        ((_, message),) = asked(second)
         assert message == KVHello(digest="again"), "nothing that was meant for the first"
 
 
-def test_last_words_go_out(exporter: PrefillPeer) -> None:
-    asker = Asker()
-    asker.peers.send(exporter.address, KVRelease(["t"]))
-    asker.close()
-    assert [message for _, message in exporter.receive()] == [KVRelease(["t"])]
+def test_last_words_go_out(listener: Listener) -> None:
+    with asking() as peers:
+        peers.send(listener.address, KVRelease(["t"]))
+    assert [message for _, message in asked(listener)] == [KVRelease(["t"])]
 
 
-def test_a_word_to_who_is_gone_is_lost(exporter: PrefillPeer, asker: Asker) -> None:
-    asker.peers.send(exporter.address, KVHello(digest="d"))
-    ((who, _),) = exporter.receive()
-    asker.peers.hang_up(exporter.address)
+def test_a_word_to_who_is_gone_is_lost(listener: Listener, peers: Peers) -> None:
+    peers.send(listener.address, KVHello(digest="d"))
+    ((who, _),) = asked(listener)
+    peers.hang_up(listener.address)
     for _ in range(1000):
-        exporter.listener.send(who, WELCOME)
-    exporter.listener.send(b"who?", WELCOME)
+        listener.send(who, WELCOME)
+    listener.send(b"who?", WELCOME)
 
 
-def test_a_port_that_is_taken_is_refused_in_a_sentence(exporter: PrefillPeer) -> None:
-    with pytest.raises(ConfigError, match=r"fetch KV on 127\.0\.0\.1"):
-        links_of(Role.BOTH, port=exporter.port)
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_port_that_is_taken_is_refused_in_a_sentence(listener: Listener, replica: int) -> None:
+    """Each replica of a host has a port of its own."""
+    port = port_of(listener) - replica
+    config = HandoffConfig(role=Role.BOTH, host="127.0.0.1", port=port, keys=KEYS)
+    with pytest.raises(ConfigError, match=rf"fetch KV on 127\.0\.0\.1:{port + replica} "):
+        open_links(config, replica)
 
 
 def test_a_name_is_looked_up_by_who_has_it() -> None:
@@ -250,9 +242,3 @@ def test_a_name_is_looked_up_by_who_has_it() -> None:
         assert links.listener.address.startswith("tcp://127.0.0.1:")
     with pytest.raises(ConfigError, match=r"host\.invalid has no address"):
         open_links(HandoffConfig(role=Role.PREFILL, host="host.invalid", keys=KEYS), replica=0)
-
-
-def test_replicas_have_ports_of_their_own(exporter: PrefillPeer) -> None:
-    config = HandoffConfig(role=Role.PREFILL, host="127.0.0.1", port=exporter.port - 1, keys=KEYS)
-    with pytest.raises(ConfigError, match=f":{exporter.port} "):
-        open_links(config, replica=1)

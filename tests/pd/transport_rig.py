@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import random
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from pagoda.pd.transport.base import (
     Access,
+    ExportedMemory,
     MemoryFile,
     MemoryLink,
     OwnMemory,
@@ -61,5 +63,45 @@ def soon() -> float:
     return time.monotonic() + 20
 
 
-def read(link: MemoryLink, spans: Sequence[Span]) -> None:
+def read(link: MemoryLink, *spans: Span) -> None:
     link.read(spans, soon())
+
+
+class House:
+    """Memory that is exported, `theirs`, and memory that is read into, `ours`."""
+
+    def __init__(self, name: str, *, encrypts: bool = False) -> None:
+        self.name = name
+        self.theirs, self.ours = Memory(1), Memory(2)
+        self.transport = make(name, self.ours)
+        self.exported: ExportedMemory = make(name, self.theirs, encrypts=encrypts).export()
+        self.whole = Span(2, 0, SIZES[2], self.ours.address(2))
+        """The largest region."""
+        self._links: list[MemoryLink] = []
+
+    @functools.cached_property
+    def link(self) -> MemoryLink:
+        return self.connect()
+
+    def connect(self, exported: ExportedMemory | None = None) -> MemoryLink:
+        link = self.transport.connect((exported or self.exported).descriptor, soon())
+        self._links.append(link)
+        return link
+
+    def check(
+        self, link: MemoryLink | None = None, memory: Memory | None = None, offset: int = 7
+    ) -> None:
+        """Reads some bytes; by default by a new link, which is closed."""
+        by = link or self.connect()
+        read(by, Span(0, offset, 100, self.ours.address(0)))
+        wanted = (memory or self.theirs).bytes_of(0, offset, 100)
+        assert self.ours.bytes_of(0, 0, 100) == wanted
+        if link is None:
+            by.close()
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        self.exported.close()
+        self.theirs.close()
+        self.ours.close()

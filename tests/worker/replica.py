@@ -9,7 +9,7 @@ import zmq
 
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
-from pagoda.executor.local import LocalLauncher
+from pagoda.executor.launcher import LocalLauncher
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams

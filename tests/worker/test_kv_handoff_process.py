@@ -13,7 +13,7 @@ from replica import Replica, new_executor, next_event
 from tiny_models import save_model
 
 from pagoda.executor.group import GroupExecutor
-from pagoda.executor.local import LocalWorkers
+from pagoda.executor.launcher import LocalWorkers
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, KVPeer, RemoteBlocks
 from pagoda.messages.worker import WorkerReady

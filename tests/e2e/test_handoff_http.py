@@ -1,0 +1,270 @@
+"""Handoffs between a proxy of the kind that others have, a prefill server and a decode server, and by a router.
+
+All tests share the processes, and none of them harms another. Many are of what went wrong in other systems.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+from pod_processes import (
+    LEASE_S,
+    PodProcesses,
+    bodies,
+    fetched,
+    load_of,
+    long_questions,
+    until_free,
+    until_hosts,
+)
+
+PATH = "/v1/completions"
+
+
+class Pod(NamedTuple):
+    prefill: str
+    decode: str
+    router: str
+    session: aiohttp.ClientSession
+
+    async def ask(self, url: str, body: dict[str, Any], path: str = PATH, **headers: str) -> Any:
+        """Returns the answer, or the events of its stream."""
+        async with self.session.post(url + path, json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            if not body.get("stream"):
+                return await response.json()
+            assert response.content_type == "text/event-stream"
+            lines = (await response.text()).split("\n\n")
+            return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+    async def refused(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the error."""
+        async with self.session.post(url + PATH, json=body) as response:
+            assert response.status == 400
+            error: dict[str, Any] = (await response.json())["error"]
+            return error
+
+    async def ask_prefill(self, body: dict[str, Any], path: str = PATH, **headers: str) -> Any:
+        """Returns the answer of the prefill server, as vLLM's proxies ask it."""
+        nothing = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+        params = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(nothing)}
+        body = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
+        body.pop("stream_options", None)
+        return await self.ask(self.prefill, body, path, **headers)
+
+    async def prefilled(
+        self, body: dict[str, Any], path: str = PATH, **headers: str
+    ) -> dict[str, Any]:
+        """Returns the body for the decode server of a request that the prefill server has computed."""
+        answer = await self.ask_prefill(body, path, **headers)
+        return {**body, "kv_transfer_params": answer["kv_transfer_params"]}
+
+    async def hand_over(self, body: dict[str, Any], path: str = PATH, **headers: str) -> Any:
+        """Returns what a client gets through the proxy."""
+        return await self.ask(
+            self.decode, await self.prefilled(body, path, **headers), path, **headers
+        )
+
+    async def alone(self, **fields: Any) -> list[int]:
+        """Returns the answer of one host."""
+        return tokens_of(await self.ask(self.decode, salted(**fields)))
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        pod = PodProcesses(tmp_path_factory.mktemp("pod"), stack)
+        hosts = [pod.host(role).base_url for role in ("prefill", "decode")]
+        router = pod.route().base_url
+        asyncio.run(until_hosts(router, 2))
+        yield [*hosts, router]
+
+
+@pytest.fixture
+async def pod(urls: list[str]) -> AsyncIterator[Pod]:
+    """A pod of which, after every test, neither side holds anything for longer than a lease."""
+    async with aiohttp.ClientSession() as session:
+        yield Pod(*urls, session)
+    await until_free(urls[:2])
+
+
+def plain(answer: Any) -> Any:
+    """An answer, or events, without what is drawn for each or tells what was cached."""
+    if isinstance(answer, list):
+        return [plain(event) for event in answer]
+    kept = {k: v for k, v in answer.items() if k not in ("id", "created", "kv_transfer_params")}
+    if kept.get("usage"):
+        kept["usage"] = {k: v for k, v in kept["usage"].items() if k != "prompt_tokens_details"}
+    return kept
+
+
+PROMPT = " ".join(message["content"] for message in long_questions(1)[0]["messages"])
+COMPLETION = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "return_token_ids": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("/v1/completions", {**COMPLETION, "temperature": 0}),
+    "sampled": ("/v1/completions", {**COMPLETION, "temperature": 1.3}),
+    "logprobs": ("/v1/completions", {**COMPLETION, "logprobs": 3, "temperature": 1.0}),
+    "penalties": (
+        "/v1/completions",
+        {**COMPLETION, "repetition_penalty": 1.3, "presence_penalty": 1.0, "temperature": 0},
+    ),
+    "stop": ("/v1/completions", {**COMPLETION, "stop": ["e", "a"], "temperature": 0}),
+    "min_tokens": (
+        "/v1/completions",
+        {**COMPLETION, "stop": ["e", "a"], "min_tokens": 9, "temperature": 0.9},
+    ),
+    "one token": ("/v1/completions", {**COMPLETION, "max_tokens": 1, "temperature": 0}),
+    "echo": ("/v1/completions", {**COMPLETION, "echo": True, "temperature": 0}),
+    "stream": ("/v1/completions", {**COMPLETION, "stream": True, "temperature": 1.0}),
+    "length of null": ("/v1/completions", {**COMPLETION, "max_tokens": None, "temperature": 1.0}),
+    "three answers": ("/v1/completions", {**COMPLETION, "n": 3, "best_of": 3, "temperature": 1.0}),
+    "chat": ("/v1/chat/completions", {**bodies(1)[0], "logprobs": True, "top_logprobs": 2}),
+    "chat to the end": (
+        "/v1/chat/completions",
+        {**bodies(1)[0], "max_tokens": None, "ignore_eos": False},
+    ),
+    "chat stream": (
+        "/v1/chat/completions",
+        {**bodies(2)[1], "stream": True, "stream_options": {"include_usage": True}},
+    ),
+}
+
+
+ENDS_AT_ONCE = ("stop", "one token")
+"""Cases whose answer ends with the first token, so that no host needs the KV any more."""
+
+
+_numbers = iter(range(1000))
+
+
+def salted(**fields: Any) -> dict[str, Any]:
+    """A body whose prompt nobody has cached."""
+    return {**COMPLETION, "cache_salt": f"test {next(_numbers)}", "temperature": 1.0, **fields}
+
+
+def tokens_of(answer: Any) -> list[int]:
+    [choice] = answer["choices"]
+    ids: list[int] = choice["token_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_proxy_gets_what_one_host_answers(pod: Pod, case: str) -> None:
+    path, body = CASES[case]
+    expected = await pod.ask(pod.decode, {**body, "cache_salt": "one"}, path)
+    before = await fetched(pod.decode)
+    routed = await pod.ask(pod.router, {**body, "cache_salt": f"routed, {case}"}, path)
+    assert plain(routed) == plain(expected)
+    if body.get("n") is None:  # a proxy hands over one sequence
+        answer = await pod.hand_over({**body, "cache_salt": f"both, {case}"}, path)
+        assert plain(answer) == plain(expected)
+    if case not in ENDS_AT_ONCE:
+        assert await fetched(pod.decode) >= before + (1 if body.get("n") else 2) * 20
+    await until_free([pod.prefill, pod.decode], 1)
+
+
+async def test_a_stream_of_several_answers(pod: Pod) -> None:
+    tokens = []
+    for url in (pod.decode, pod.router):
+        by_index: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for event in await pod.ask(url, salted(n=3, stream=True)):
+            for choice in event["choices"]:
+                by_index[choice["index"]] += choice["token_ids"]
+        tokens.append(by_index)
+    assert tokens[0] == tokens[1]
+
+
+async def test_the_first_token_is_that_of_prefill(pod: Pod) -> None:
+    """Whatever decode would have sampled: here it is asked with another seed, and another is likely."""
+    differs = False
+    for seed in range(8):
+        body = salted(temperature=5.0, seed=seed)
+        first = await pod.ask_prefill(body)
+        other = {**body, "seed": seed + 100}
+        whole = await pod.ask(
+            pod.decode, {**other, "kv_transfer_params": first["kv_transfer_params"]}
+        )
+        assert tokens_of(whole)[:1] == tokens_of(first)
+        alone = await pod.ask(pod.decode, {**other, "cache_salt": "x"})
+        differs |= tokens_of(alone)[:1] != tokens_of(first)
+    assert differs
+
+
+async def test_a_prompt_that_prefill_refuses_is_refused_everywhere(pod: Pod) -> None:
+    """sglang#30233: prefill refused a prompt that was too long, and decode made something up."""
+    source = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1}
+    asked = {
+        pod.prefill: {"do_remote_decode": True},
+        pod.decode: {"do_remote_prefill": True, "transfer_id": "t", **source},
+        pod.router: None,
+    }
+    for url, params in asked.items():
+        body = {**COMPLETION, "prompt": [5] * 2048, "kv_transfer_params": params}
+        assert "2048 tokens" in (await pod.refused(url, body))["message"]
+
+
+async def test_what_cannot_be_fetched_is_computed(pod: Pod) -> None:
+    """vllm#52234: an answer of HTTP 200 with wrong tokens; vllm#26171: decode waited for ever."""
+    expected = await pod.alone()
+    for wrong in (
+        {"remote_engine_id": "another"},
+        {"transfer_id": "another"},
+        {"remote_port": 1},
+        {"remote_host": "127.0.0.2"},
+        {"remote_host": "nobody.invalid"},
+        {"remote_port": int(pod.prefill.rpartition(":")[2])},
+    ):
+        body = await pod.prefilled(salted())
+        body["kv_transfer_params"] |= wrong
+        async with asyncio.timeout(30):
+            assert tokens_of(await pod.ask(pod.decode, body)) == expected, wrong
+
+
+async def test_decode_refuses_and_prefill_lets_go(pod: Pod) -> None:
+    """vllm#41269: decode refused a request before it had taken it, and prefill held its blocks for ever."""
+    body = await pod.prefilled(salted())
+    assert (await load_of(pod.prefill))["num_leases"] == 1
+    await pod.refused(pod.decode, {**body, "temperature": -1})
+    await until_free([pod.prefill])
+    assert (await load_of(pod.prefill))["num_leases_expired"] > 0
+
+
+@pytest.mark.parametrize("num_events", [0, 1])
+async def test_the_client_leaves_and_both_let_go(pod: Pod, num_events: int) -> None:
+    """vllm#46283: decode aborted, and prefill held its blocks for ever. Here it is told before the lease ends."""
+    body = await pod.prefilled(salted(stream=True, max_tokens=500, ignore_eos=True))
+    async with pod.session.post(pod.decode + PATH, json=body) as response:
+        for _ in range(num_events):
+            await response.content.readline()
+    await until_free([pod.prefill, pod.decode], LEASE_S / 2 if num_events else LEASE_S + 2)
+
+
+async def test_the_same_parameters_again_and_twice_at_once(pod: Pod) -> None:
+    """vllm#46240: what was done twice ended the engine."""
+    body = await pod.prefilled(salted())
+    both = await asyncio.gather(*(pod.ask(pod.decode, body) for _ in range(2)))
+    again = await pod.ask(pod.decode, body)
+    assert [tokens_of(answer) for answer in (*both, again)] == [await pod.alone()] * 3
+
+
+async def test_ids_of_requests_are_the_clients_own_matter(pod: Pod) -> None:
+    """ATOM #253: an id was text on one side and a number on the other, so what was done never matched."""
+    body = salted()
+    answers = await asyncio.gather(
+        *(pod.hand_over(body, **{"X-Request-Id": "7"}) for _ in range(3))
+    )
+    assert list(map(tokens_of, answers)) == [await pod.alone()] * 3
+
+
+async def test_a_router_arranges_handoffs_itself(pod: Pod) -> None:
+    """The router's clients are end users, who must not say where KV comes from."""
+    body = salted(kv_transfer_params={"do_remote_decode": True})
+    error = await pod.refused(pod.router, body)
+    assert error["param"] == "kv_transfer_params.do_remote_decode"
+    assert "a router" in error["message"]
