@@ -10,78 +10,78 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
-from linked_hosts import Host, Router, routed, until
+from linked_hosts import Host, until
+from virtual_fleet import engine_config, request
 
-from pagoda.engine.config import EngineConfig, SimConfig
+from pagoda.engine.config import EngineConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import Fleet
+from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.kv.block_keys import prefix_keys
-from pagoda.messages.frontend import GenerateRequest
-from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 SIZE = 4
-CONFIG = EngineConfig(
-    worker=WorkerConfig(model="sim", parallel=ParallelConfig(data_parallel_size=2)),
-    executor="sim",
-    sim=SimConfig(num_blocks=64, block_size=SIZE, max_model_len=64, vocab_size=50),
-)
+
+
+def config() -> EngineConfig:
+    worker = WorkerConfig(model="sim", parallel=ParallelConfig(data_parallel_size=2))
+    return engine_config(worker=worker, vocab_size=50)
 
 
 @asynccontextmanager
 async def host_of_two() -> AsyncIterator[tuple[Dispatcher, Host]]:
-    engines = Fleet.of_engines(CONFIG, "round-robin").dispatcher
-    await engines.start()
-    host = Host(engines)
+    """A dispatcher of two replicas, and the host that routers reach it at."""
+    dispatcher = Fleet.of_engines(config(), "round-robin").dispatcher
+    await dispatcher.start()
     try:
-        yield engines, host
+        async with Host(dispatcher) as host:
+            yield dispatcher, host
     finally:
-        await host.close()
-        await engines.close()
+        await dispatcher.close()
 
 
-async def follow(host: Host, router: Router) -> PrefixIndex:
-    """What a router knows of a host that joins it."""
-    host.join(router)
-    await router.until_hosts(1)
-    index = PrefixIndex(100)
-    router.dispatcher.subscribe_cache(index.apply)
-    return index
-
-
-async def ask(dispatcher: Dispatcher, token: int) -> set[int]:
-    """Short keys of the blocks of a prompt that has been answered."""
-    prompt = [token] * 17
-    sampling = SamplingParams(seed=1, max_tokens=1)
-    asked = GenerateRequest(request_id=f"r{token}", prompt_token_ids=prompt, sampling=sampling)
-    async for _ in dispatcher.generate(asked):
+async def ask(dispatcher: Dispatcher, prompt: list[int]) -> None:
+    async for _ in dispatcher.generate(request(f"r{prompt[0]}", prompt, max_tokens=1)):
         pass
+
+
+def blocks_of(prompt: list[int]) -> set[int]:
     return set(short_keys(prefix_keys(prompt, SIZE, None, 100)))
 
 
 async def test_a_router_sees_a_host_of_two_replicas_as_one() -> None:
-    async with host_of_two() as (engines, host), routed() as router:
-        first = await ask(engines, 1)
-        index = await follow(host, router)
-        await until(lambda: index.told == first)
-        second = await ask(router.dispatcher, 2)
-        await until(lambda: index.told == first | second)
-        one = cast(EngineClient, engines.replicas[0].transport)
+    async with host_of_two() as (dispatcher, host):
+        first, second = [1] * 17, [2] * 17
+        await ask(dispatcher, first)
+        remote = (await host.dial()).replica
+        router = Dispatcher([], POLICIES["prefix-affinity"])
+        router.add(remote)
+        index = PrefixIndex(100)
+        router.subscribe_cache(index.apply)
+        await until(lambda: index.told == blocks_of(first))
+        await ask(router, second)
+        await until(lambda: index.told == blocks_of(first) | blocks_of(second))
+        one = cast(EngineClient, dispatcher.replicas[0].transport)
         assert one.engine_pid is not None
         os.kill(one.engine_pid, signal.SIGKILL)
-        await until(lambda: index.told == second)
+        await until(lambda: index.told == blocks_of(second))
+        await router.close()
 
 
 async def test_a_host_stops_telling_a_router_that_is_gone() -> None:
-    async with host_of_two() as (engines, host):
-        async with routed() as router:
-            await follow(host, router)
-            await until(lambda: engines.is_subscribed)
+    async with host_of_two() as (dispatcher, host):
+        remote = (await host.dial()).replica
+        index = PrefixIndex(100)
+        remote.subscribe_cache(index.apply)
+        await until(lambda: index.num_updates > 0)
+        assert dispatcher.is_subscribed
+        await remote.close()
         async with asyncio.timeout(20):
-            # The router is known to be gone when something cannot be sent to it.
-            tokens = itertools.count(3)
-            while engines.is_subscribed:
-                await ask(engines, next(tokens) % 50)
+            # It is known to be gone when something cannot be sent to it.
+            for token in itertools.count(3):
+                await ask(dispatcher, [token % 50] * 9)
+                if not dispatcher.is_subscribed:
+                    return
