@@ -109,3 +109,11 @@ def _per_input(groups: Tensor, group_size: int) -> Tensor:
 
 def total_outputs(parts: Sequence[LinearWeight]) -> int:
     return sum(weight_shape(part)[0] for part in parts)
+
+
+def same_order(one: LinearWeight, other: LinearWeight) -> bool:
+    """Returns True if both take the elements of their inputs in one order."""
+    first, second = (getattr(weight, "act_order", None) for weight in (one, other))
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)

@@ -297,7 +297,7 @@ def _agreed(question: str) -> bool:
     """
     if not sys.stdin.isatty():
         raise ConfigError(
-            "Nobody is there to be asked whether to remove blocks; --yes does not ask."
+            "Nobody can confirm, as standard input is no terminal; --yes removes blocks without asking."
         )
     try:
         answer = output.stderr().input(f"{question} [y/N] ", markup=False)

@@ -138,7 +138,7 @@ class JoinOptions:
         """
         if self.cluster_key_file is None:
             raise ConfigError(
-                f"{user} needs --cluster-key-file, a file that all hosts and routers are given."
+                f"{user} needs --cluster-key-file, a file with the secret that hosts and routers share."
             )
         return read_cluster_key(self.cluster_key_file)
 

@@ -211,5 +211,5 @@ def check_quota(path: Path, quota: int) -> None:
     if quota > size:
         raise ConfigError(
             f"--kv-disk-bytes {quota / 2**30:.1f} GiB is more than the {size / 2**30:.1f} GiB of the file "
-            f"system of {path}; give it less."
+            f"system of {path}; lower it."
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, ExpertRouting, Experts, HeadNorms, LinearT
-from pagoda.backend.weights import GroupedWeight, LinearWeight, weight_bytes
+from pagoda.backend.weights import GroupedWeight, LinearWeight, same_order, weight_bytes
 from pagoda.checkpoints.model_config import LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad
@@ -98,7 +98,7 @@ class WeightLoader(Generic[LinearT]):
         """This rank's parts of linear layers of the same input, as one."""
         began = self.tracer.e2e()
         weights = [self._weight(linear) for linear in linears]
-        _check_act_orders([linear.name for linear in linears], weights)
+        _check_act_orders(linears, weights)
         biases = torch.cat([self._bias(linear) for linear in linears]) if bias else None
         loaded = self.tracer.e2e()
         prepared = self.backend.prepare_linear(weights, biases, self.dtype)
@@ -151,20 +151,17 @@ class WeightLoader(Generic[LinearT]):
         return self.tensor(f"{self.shard.config.names.of_layer(index, name)}.weight", size)
 
 
-def _check_act_orders(names: Sequence[str], weights: Sequence[LinearWeight]) -> None:
+def _check_act_orders(linears: Sequence[LinearSpec], weights: Sequence[LinearWeight]) -> None:
     """Maps of the same input are computed together, so they must take its elements in one order."""
-    orders = [
-        (name, weight.act_order)
-        for name, weight in zip(names, weights, strict=True)
+    grouped = [
+        (linear, weight)
+        for linear, weight in zip(linears, weights, strict=True)
         if isinstance(weight, GroupedWeight)
     ]
-    for name, order in orders[1:]:
-        first_name, first = orders[0]
-        same = order is first or (
-            order is not None and first is not None and torch.equal(order, first)
-        )
-        if not same:
+    for linear, weight in grouped[1:]:
+        first, first_weight = grouped[0]
+        if not same_order(first_weight, weight):
             raise ConfigError(
-                f"{first_name} and {name} have the same inputs but group them in different orders (act-order); "
-                "quantize them with one order."
+                f"{first.name} and {linear.name} have the same inputs but group them in different orders "
+                "(act-order); quantize them with one order."
             )

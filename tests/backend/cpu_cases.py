@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.backend.base import TokenBatch
+from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.backend.cpu import native
+from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.devices import BackendUnavailableError
 
@@ -23,12 +28,18 @@ needs_kernels = pytest.mark.skipif(
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.int8: 5e-3}
 REFERENCE = ReferenceBackend()
+BACKENDS = ("reference", *SETS)
 
 sets = st.sampled_from(SETS or [""])
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**20)
 threads = st.integers(1, 4)
 examples = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def backend_of(name: str) -> Any:
+    """One of `BACKENDS`."""
+    return REFERENCE if name == "reference" else CpuBackend(name)
 
 
 def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -56,3 +67,110 @@ def token_batch(spans: list[tuple[int, int, list[int]]]) -> TokenBatch:
         context_lens=torch.tensor([done + count for done, count, _ in spans]),
         block_tables=torch.tensor([b + [0] * (width - len(b)) for _, _, b in spans]),
     )
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None
+    normed: bool
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def tolerance(self) -> float:
+        return max(TOLERANCE[self.dtype], TOLERANCE[self.kv_dtype])
+
+
+class Sequences:
+    """Random sequences in a cache, attended to in any order, by the kernels or by the reference."""
+
+    def __init__(self, shape: Shape, lengths: list[int], seed: int) -> None:
+        self.shape = shape
+        self.lengths = lengths
+        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self.qkv = [
+            random_tensor(n, width, seed=seed + i, dtype=shape.dtype) for i, n in enumerate(lengths)
+        ]
+        self.norms = None
+        if shape.normed:
+            weights = (
+                1 + 0.2 * random_tensor(shape.head_dim, seed=seed - i, dtype=torch.float32)
+                for i in range(2)
+            )
+            q, k = (weight.to(shape.dtype) for weight in weights)
+            self.norms = HeadNorms(q, k, 1e-6)
+        self.num_blocks = 3 + sum(-(-n // shape.block_size) for n in lengths)
+        ids = list(range(self.num_blocks))
+        random.Random(seed).shuffle(ids)
+        self.blocks = [[ids.pop() for _ in range(-(-n // shape.block_size))] for n in lengths]
+        self.frequencies = torch.logspace(0, -3, shape.head_dim // 2)
+
+    def cache(self, ops: Any) -> KVCache:
+        shape = self.shape
+        cache = ops.allocate_kv_cache(
+            self.num_blocks,
+            shape.block_size,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.dtype,
+            shape.kv_dtype,
+        )
+        # What ended requests may have left.
+        for part in cache.tensors.values():
+            part.fill_(torch.nan if part.is_floating_point() else -128)
+        return cache
+
+    def attend(
+        self,
+        ops: Any,
+        cache: KVCache,
+        shares: list[tuple[int, int, int]],
+    ) -> list[Tensor]:
+        """One step over (sequence, tokens before, tokens now)."""
+        shape = self.shape
+        batch = token_batch([(done, n, self.blocks[i]) for i, done, n in shares])
+        qkv = torch.cat([self.qkv[i][done : done + n] for i, done, n in shares])
+        plan = ops.attention_metadata(batch, shape.heads, cache)
+        table = ops.rotary_table(batch.positions, self.frequencies, 1.0)
+        queries = ops.rotate_and_cache(qkv, cache, plan, table, self.norms)
+        scale = shape.head_dim**-0.5
+        out = ops.attention(queries, cache, plan, scale=scale, window=shape.window)
+        return list(out.split([n for _, _, n in shares]))
+
+    def formula(self, index: int) -> Tensor:
+        """What a sequence attends to, all at once in plain words; for sequences without norms."""
+        shape, n = self.shape, self.lengths[index]
+        sizes = [shape.heads, shape.kv_heads, shape.kv_heads]
+        q, k, v = self.qkv[index].view(n, -1, shape.head_dim).split(sizes, dim=1)
+        table = REFERENCE.rotary_table(torch.arange(n), self.frequencies, 1.0)
+        group = shape.heads // shape.kv_heads
+        keys = REFERENCE.rotary(k, table).repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", REFERENCE.rotary(q, table), keys)
+        distance = torch.arange(n)[:, None] - torch.arange(n)
+        hidden = (distance < 0) | (distance >= (shape.window or n))
+        weights = (scores * shape.head_dim**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, dim=1))
+
+    def everything(self) -> list[tuple[int, int, int]]:
+        return [(i, 0, n) for i, n in enumerate(self.lengths)]
+
+    def pieces(self, ops: Any, seed: int, longest: int) -> list[Tensor]:
+        """Every sequence in random pieces, in random company."""
+        rng, cache = random.Random(seed), self.cache(ops)
+        done = [0] * len(self.lengths)
+        parts: list[list[Tensor]] = [[] for _ in self.lengths]
+        while any(d < n for d, n in zip(done, self.lengths, strict=True)):
+            open_ones = [i for i, n in enumerate(self.lengths) if done[i] < n]
+            chosen = rng.sample(open_ones, rng.randint(1, len(open_ones)))
+            shares = [
+                (i, done[i], min(rng.choice([1, 1, longest]), self.lengths[i] - done[i]))
+                for i in chosen
+            ]
+            for (i, _, n), part in zip(shares, self.attend(ops, cache, shares), strict=True):
+                parts[i].append(part)
+                done[i] += n
+        return [torch.cat(part) for part in parts]

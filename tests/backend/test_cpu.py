@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from cpu_cases import (
-    DTYPES,
     REFERENCE,
     SETS,
     assert_close,
@@ -59,28 +58,6 @@ def test_linear(
     assert_close(actual, exact.to(dtype), scale=inputs**0.5)
     ids = torch.randint(outputs, (5,), generator=torch.Generator().manual_seed(seed))
     assert torch.equal(ops.embedding(ids, prepared), weight[ids])
-
-
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 192), (333, 777), (256, 4097), (3072, 64)])
-def test_a_row_of_a_linear_map_is_the_same_in_any_company(
-    name: str, dtype: torch.dtype, inputs: int, outputs: int
-) -> None:
-    ops = CpuBackend(name)
-    weight = ops.prepare_linear(
-        [DenseWeight(random_tensor(outputs, inputs, seed=1, dtype=dtype))], None, dtype
-    )
-    x = random_tensor(100, inputs, seed=2, dtype=dtype)
-    torch.set_num_threads(1)
-    whole = ops.linear(x, weight)
-    for num_threads in (1, 2, 3):
-        torch.set_num_threads(num_threads)
-        assert torch.equal(ops.linear(x, weight), whole)
-        for size in (*range(1, 26), 64):
-            for start in (0, 1, 13):
-                part = ops.linear(x[start : start + size], weight)
-                assert torch.equal(part, whole[start : start + size]), (size, start)
 
 
 @given(sets, dtypes, seeds, st.integers(1, 40), st.integers(1, 300))

@@ -2,129 +2,29 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-
 import pytest
 import torch
 from cpu_cases import (
     DTYPES,
     REFERENCE,
     SETS,
-    TOLERANCE,
+    Sequences,
+    Shape,
     assert_close,
     dtypes,
     needs_kernels,
-    random_tensor,
     seeds,
     sets,
     threads,
-    token_batch,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from pagoda.backend.base import HeadNorms, KVCache
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.reference.backend import ReferenceBackend
 
 KV_DTYPES = [*DTYPES, torch.int8]
 
 pytestmark = needs_kernels
-
-
-@dataclass(frozen=True)
-class Shape:
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    window: int | None
-    normed: bool
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-    @property
-    def tolerance(self) -> float:
-        return max(TOLERANCE[self.dtype], TOLERANCE[self.kv_dtype])
-
-
-class Sequences:
-    """Random sequences in a cache, attended to in any order, by the kernels or by the reference."""
-
-    def __init__(self, shape: Shape, lengths: list[int], seed: int) -> None:
-        self.shape = shape
-        self.lengths = lengths
-        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        self.qkv = [
-            random_tensor(n, width, seed=seed + i, dtype=shape.dtype) for i, n in enumerate(lengths)
-        ]
-        self.norms = None
-        if shape.normed:
-            weights = (
-                1 + 0.2 * random_tensor(shape.head_dim, seed=seed - i, dtype=torch.float32)
-                for i in range(2)
-            )
-            q, k = (weight.to(shape.dtype) for weight in weights)
-            self.norms = HeadNorms(q, k, 1e-6)
-        self.num_blocks = 3 + sum(-(-n // shape.block_size) for n in lengths)
-        ids = list(range(self.num_blocks))
-        random.Random(seed).shuffle(ids)
-        self.blocks = [[ids.pop() for _ in range(-(-n // shape.block_size))] for n in lengths]
-        self.frequencies = torch.logspace(0, -3, shape.head_dim // 2)
-
-    def cache(self, ops: CpuBackend | ReferenceBackend) -> KVCache:
-        shape = self.shape
-        cache = ops.allocate_kv_cache(
-            self.num_blocks,
-            shape.block_size,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            shape.kv_dtype,
-        )
-        # What ended requests may have left.
-        for part in cache.tensors.values():
-            part.fill_(torch.nan if part.is_floating_point() else -128)
-        return cache
-
-    def attend(
-        self,
-        ops: CpuBackend | ReferenceBackend,
-        cache: KVCache,
-        shares: list[tuple[int, int, int]],
-    ) -> list[Tensor]:
-        """One step over (sequence, tokens before, tokens now)."""
-        shape = self.shape
-        batch = token_batch([(done, n, self.blocks[i]) for i, done, n in shares])
-        qkv = torch.cat([self.qkv[i][done : done + n] for i, done, n in shares])
-        plan = ops.attention_metadata(batch, shape.heads, cache)
-        table = ops.rotary_table(batch.positions, self.frequencies, 1.0)
-        queries = ops.rotate_and_cache(qkv, cache, plan, table, self.norms)  # type: ignore[arg-type]
-        scale = shape.head_dim**-0.5
-        out = ops.attention(queries, cache, plan, scale=scale, window=shape.window)  # type: ignore[arg-type]
-        return list(out.split([n for _, _, n in shares]))
-
-    def everything(self) -> list[tuple[int, int, int]]:
-        return [(i, 0, n) for i, n in enumerate(self.lengths)]
-
-    def pieces(self, ops: CpuBackend, seed: int, longest: int) -> list[Tensor]:
-        """Every sequence in random pieces, in random company."""
-        rng, cache = random.Random(seed), self.cache(ops)
-        done = [0] * len(self.lengths)
-        parts: list[list[Tensor]] = [[] for _ in self.lengths]
-        while any(d < n for d, n in zip(done, self.lengths, strict=True)):
-            open_ones = [i for i, n in enumerate(self.lengths) if done[i] < n]
-            chosen = rng.sample(open_ones, rng.randint(1, len(open_ones)))
-            shares = [
-                (i, done[i], min(rng.choice([1, 1, longest]), self.lengths[i] - done[i]))
-                for i in chosen
-            ]
-            for (i, _, n), part in zip(shares, self.attend(ops, cache, shares), strict=True):
-                parts[i].append(part)
-                done[i] += n
-        return [torch.cat(part) for part in parts]
 
 
 shapes = st.builds(
@@ -224,7 +124,7 @@ def test_int8_caches_hold_what_the_reference_caches(
     sequences.qkv[0][3] = 0  # has no scale
     own, expected = sequences.cache(ops), sequences.cache(REFERENCE)
     for one, cache in ((ops, own), (REFERENCE, expected)):
-        sequences.attend(one, cache, sequences.everything())  # type: ignore[arg-type]
+        sequences.attend(one, cache, sequences.everything())
     blocks = sequences.blocks[0][: 37 // block_size]  # the last may be part empty
     keys = own.keys.permute(0, 1, 3, 2, 4).reshape(expected.keys.shape)
     values = own.values.transpose(3, 4).reshape(expected.values.shape)

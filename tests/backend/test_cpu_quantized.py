@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 from cpu_cases import (
-    DTYPES,
     SETS,
     dtypes,
     examples,
@@ -17,7 +16,7 @@ from cpu_cases import (
     sets,
     threads,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,7 +28,6 @@ from pagoda.backend.weights import (
     Int8Weight,
     LinearWeight,
     dequantize,
-    weight_shape,
 )
 from pagoda.checkpoints.weight_formats import GROUP_SIZES
 
@@ -133,31 +131,17 @@ def _check(
 
 
 @given(
-    sets, dtypes, threads, seeds, st.integers(1, 40), st.integers(1, 300), st.integers(1, 150),
-    st.booleans(), st.integers(0, 3),
+    sets, dtypes, threads, seeds, st.integers(1, 40), st.just(INT8) | grouped, st.integers(1, 300),
+    st.integers(1, 150), st.booleans(), st.integers(0, 3),
 )  # fmt: skip
-@examples
-def test_int8(
-    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, inputs: int, outputs: int,
-    biased: bool, gap: int,
-) -> None:  # fmt: skip
-    torch.set_num_threads(num_threads)
-    x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
-    bias = torch.randn(outputs).to(dtype) if biased else None
-    _check(CpuBackend(name), x, [_weight(INT8, outputs, inputs, seed)], bias, dtype)
-
-
-@given(
-    sets, dtypes, threads, seeds, st.integers(1, 40), grouped, st.integers(1, 5), st.integers(1, 150),
-    st.booleans(), st.integers(0, 3),
-)  # fmt: skip
-@examples
-def test_groups(
-    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, held_as: Format, groups: int,
+@settings(examples, max_examples=120)
+def test_one_format(
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, held_as: Format, inputs: int,
     outputs: int, biased: bool, gap: int,
 ) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
-    inputs = groups * (held_as.group_size or 1)
+    if held_as.group_size is not None:
+        inputs = (1 + inputs % 5) * held_as.group_size
     x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
     bias = torch.randn(outputs).to(dtype) if biased else None
     _check(CpuBackend(name), x, [_weight(held_as, outputs, inputs, seed)], bias, dtype)
@@ -186,29 +170,6 @@ def test_parts_of_one_format_become_one_map() -> None:
     assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 2
 
 
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "held_as", [INT8, Format(4, 32), Format(4, 128, True), Format(8, 64)], ids=str
-)
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 192), (384, 777)])
-def test_a_row_is_the_same_in_any_company(
-    name: str, dtype: torch.dtype, held_as: Format, inputs: int, outputs: int
-) -> None:
-    ops = CpuBackend(name)
-    weight = ops.prepare_linear([_weight(held_as, outputs, inputs, 1)], None, dtype)
-    x = _rows(60, inputs, 2, dtype)
-    torch.set_num_threads(1)
-    whole = ops.linear(x, weight)
-    for num_threads in (1, 2, 3):
-        torch.set_num_threads(num_threads)
-        assert torch.equal(ops.linear(x, weight), whole)
-        for size in range(1, 26):
-            for start in (0, 1, 13):
-                part = ops.linear(x[start : start + size], weight)
-                assert torch.equal(part, whole[start : start + size]), (size, start)
-
-
 @pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 128)], ids=str)
 def test_instruction_sets_agree_in_every_bit(held_as: Format) -> None:
     x, weight = _rows(33, 256, 3, torch.float32), _weight(held_as, 100, 256, 4)
@@ -221,33 +182,6 @@ def test_instruction_sets_agree_in_every_bit(held_as: Format) -> None:
 
 
 # ---- the ends of the range
-
-
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 64)], ids=str)
-def test_what_is_not_finite_spoils_its_own_row(name: str, held_as: Format) -> None:
-    ops = CpuBackend(name)
-    weight = ops.prepare_linear([_weight(held_as, 70, 256, 5)], None, torch.float32)
-    x = _rows(5, 256, 6, torch.float32)
-    clean = ops.linear(x, weight)
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        for place in (0, 37, 255):
-            spoiled = x.clone()
-            spoiled[2, place] = bad
-            actual = ops.linear(spoiled, weight)
-            assert bool(actual[2].isnan().all())
-            others = [0, 1, 3, 4]
-            assert torch.equal(actual[others], clean[others])
-
-
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 64)], ids=str)
-@pytest.mark.parametrize("tiny", [0.0, 1e-45, 3e-38])
-def test_rows_of_nothing_give_the_bias(name: str, held_as: Format, tiny: float) -> None:
-    ops, bias = CpuBackend(name), torch.randn(70)
-    weight = ops.prepare_linear([_weight(held_as, 70, 128, 5)], bias, torch.float32)
-    x = torch.full((2, 128), tiny)
-    torch.testing.assert_close(ops.linear(x, weight), bias.expand(2, -1), atol=1e-30, rtol=0)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -264,16 +198,6 @@ def test_the_largest_sums_fit(name: str) -> None:
     too_many = Int8Weight(torch.zeros(1, inputs + 1, dtype=torch.int8), torch.ones(1))
     with pytest.raises(ValueError, match="at most 65536 inputs, not 65537"):
         ops.prepare_linear([too_many], None, torch.float32)
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_what_does_not_fit_is_refused(name: str) -> None:
-    ops = CpuBackend(name)
-    parts = [_weight(INT8, 8, 32, 1), _weight(Format(4, 32), 8, 32, 1)]
-    assert [weight_shape(part) for part in parts] == [(8, 32), (8, 32)]
-    weight = ops.prepare_linear(parts, None, torch.float32)
-    with pytest.raises(ValueError, match="3 do not fit a weight of 32 inputs"):
-        ops.linear(torch.zeros(2, 3), weight)
 
 
 kinds = st.sampled_from(["normal", "ties", "zeros", "tiny", "large"])
@@ -293,47 +217,21 @@ def _dense(kind: str, outputs: int, inputs: int, seed: int, dtype: torch.dtype) 
 
 
 @given(
-    name=sets,
-    dtype=dtypes,
-    kind=kinds,
-    outputs=st.integers(1, 40),
-    inputs=st.integers(1, 150),
-    seed=seeds,
-)
-@examples
-def test_rounding_to_int8_is_that_of_the_specification(
-    name: str, dtype: torch.dtype, kind: str, outputs: int, inputs: int, seed: int
+    sets, dtypes, kinds, st.integers(1, 40), st.integers(1, 150), st.sampled_from([32, 64, 128]), seeds
+)  # fmt: skip
+@settings(examples, max_examples=120)
+def test_rounding_is_that_of_the_specification(
+    name: str, dtype: torch.dtype, kind: str, outputs: int, inputs: int, group_size: int, seed: int
 ) -> None:
     values = _dense(kind, outputs, inputs, seed, dtype)
     actual, expected = CpuBackend(name).quantize_int8(values), quantize_int8(values)
     assert torch.equal(actual.scales, expected.scales)
     assert torch.equal(actual.values, expected.values)
-
-
-@given(
-    name=sets,
-    dtype=dtypes,
-    kind=kinds,
-    outputs=st.integers(1, 40),
-    groups=st.integers(1, 4),
-    group_size=st.sampled_from([32, 64, 128]),
-    seed=seeds,
-)
-@examples
-def test_rounding_to_int4_is_that_of_the_specification(
-    name: str,
-    dtype: torch.dtype,
-    kind: str,
-    outputs: int,
-    groups: int,
-    group_size: int,
-    seed: int,
-) -> None:
-    values = _dense(kind, outputs, groups * group_size, seed, dtype)
-    actual = CpuBackend(name).quantize_int4(values, group_size)
-    expected = quantize_int4(values, group_size)
-    assert torch.equal(actual.scales, expected.scales)
-    assert torch.equal(actual.codes, expected.codes)
+    values = _dense(kind, outputs, (1 + inputs % 4) * group_size, seed, dtype)
+    in_groups = CpuBackend(name).quantize_int4(values, group_size)
+    wanted = quantize_int4(values, group_size)
+    assert torch.equal(in_groups.scales, wanted.scales)
+    assert torch.equal(in_groups.codes, wanted.codes)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -347,26 +245,14 @@ def test_rounding_what_is_not_finite_leaves_a_trace(name: str, bad: float) -> No
 
 
 @given(
-    name=sets,
-    dtype=dtypes,
-    kind=st.sampled_from(["dense", "int8", "int4"]),
-    rows=st.integers(0, 30),
-    outputs=st.integers(1, 200),
-    num_threads=st.integers(1, 4),
-    rounded=st.booleans(),
-    seed=seeds,
-)
+    sets, dtypes, st.sampled_from(["dense", "int8", "int4"]), st.integers(0, 30), st.integers(1, 200),
+    threads, st.booleans(), seeds,
+)  # fmt: skip
 @examples
 def test_argmax_is_the_first_of_the_highest_outputs(
-    name: str,
-    dtype: torch.dtype,
-    kind: str,
-    rows: int,
-    outputs: int,
-    num_threads: int,
-    rounded: bool,
+    name: str, dtype: torch.dtype, kind: str, rows: int, outputs: int, num_threads: int, rounded: bool,
     seed: int,
-) -> None:
+) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
     ops = CpuBackend(name)
     values = _dense("normal", outputs, 64, seed, dtype)

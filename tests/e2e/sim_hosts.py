@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.policies import POLICIES
+from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.engine import SimEngine
 
@@ -34,9 +36,29 @@ def write_key(directory: Path) -> Path:
     return key
 
 
+def free_addresses(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [f"127.0.0.1:{free.getsockname()[1]}" for free in sockets]
+    finally:
+        for free in sockets:
+            free.close()
+
+
+def join_config(join: str, key_file: Path, tracker: RequestTracker | None = None) -> JoinConfig:
+    files, keys = resolve_model(None), read_cluster_key(key_file)
+    return JoinConfig(
+        register=registering(join, keys),
+        keys=keys,
+        advertised=Advertised("127.0.0.1", None),
+        model=files.served_name,
+        model_digest=model_digest(files),
+        tracker=tracker,
+    )
+
+
 async def start_host(join: str, key_file: Path, *, step_s: float = 0.005) -> Fleet:
     """A host with a simulated engine, which is made known where `join` says."""
-    files, keys = resolve_model(None), read_cluster_key(key_file)
     config = EngineConfig(
         worker=WorkerConfig(model="sim"),
         executor="sim",
@@ -47,13 +69,7 @@ async def start_host(join: str, key_file: Path, *, step_s: float = 0.005) -> Fle
     )
     host = Fleet(
         Dispatcher([SimEngine(config).replica], POLICIES["round-robin"]),
-        join=JoinConfig(
-            register=registering(join, keys),
-            keys=keys,
-            advertised=Advertised("127.0.0.1", None),
-            model=files.served_name,
-            model_digest=model_digest(files),
-        ),
+        join=join_config(join, key_file),
     )
     await host.start()
     return host

@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
-from sim_hosts import NUM_BLOCKS, ask, expected, router_process, sim_hosts, until_hosts, write_key
+from sim_hosts import (
+    NUM_BLOCKS,
+    ask,
+    expected,
+    free_addresses,
+    router_process,
+    sim_hosts,
+    until_hosts,
+    write_key,
+)
 
 NUM_HOSTS = 32
 NUM_LOWER = 2
@@ -23,7 +31,7 @@ async def test_two_levels_answer_as_one_host_also_when_a_router_between_is_kille
 ) -> None:
     key_file = write_key(tmp_path)
     key = ("--cluster-key-file", str(key_file))
-    top, *middle = _free_addresses(1 + NUM_LOWER)
+    top, *middle = free_addresses(1 + NUM_LOWER)
     async with (
         AsyncExitStack() as stack,
         sim_hosts(middle * (NUM_HOSTS // NUM_LOWER), key_file, step_s=0.02) as hosts,
@@ -64,12 +72,3 @@ async def _until_blocks(session: aiohttp.ClientSession, base_url: str, count: in
             if (await response.json())["num_blocks"] == count:
                 return
         await asyncio.sleep(0.05)
-
-
-def _free_addresses(count: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [f"127.0.0.1:{free.getsockname()[1]}" for free in sockets]
-    finally:
-        for free in sockets:
-            free.close()

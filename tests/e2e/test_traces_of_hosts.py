@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import aiohttp
 from fragment_files import assert_nested, fragments_of, read_fragments
-from sim_hosts import VOCAB_SIZE, ask, expected, router_process, write_key
+from sim_hosts import (
+    VOCAB_SIZE,
+    ask,
+    expected,
+    free_addresses,
+    join_config,
+    router_process,
+    write_key,
+)
 
-from pagoda.checkpoints.fingerprint import model_digest
-from pagoda.checkpoints.resolve import resolve_model
 from pagoda.engine.config import EngineConfig, SimConfig
-from pagoda.frontend.discovery.addresses import Advertised
-from pagoda.frontend.discovery.flags import registering
-from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
+from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.trace_control import TraceControl
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 
-def make_host(join: str, key: Path, tracer: Tracer, tracker: RequestTracker) -> Fleet:
-    """With an engine process whose tokens are made up."""
-    sim = SimConfig(base_s=0.002, vocab_size=VOCAB_SIZE)
-    engine = EngineConfig(worker=WorkerConfig(model="sim"), executor="sim", sim=sim)
-    files, keys = resolve_model(None), read_cluster_key(key)
-    joins = JoinConfig(
-        register=registering(join, keys),
-        keys=keys,
-        advertised=Advertised("127.0.0.1", None),
-        model=files.served_name,
-        model_digest=model_digest(files),
-        tracker=tracker,
-    )
-    return Fleet.of_engines(engine, join=joins, tracer=tracer)
-
-
 async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path: Path) -> None:
     key, tracer = write_key(tmp_path), Tracer("frontend")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        join = f"127.0.0.1:{free.getsockname()[1]}"
+    [join] = free_addresses(1)
     tracker = RequestTracker()
-    host = make_host(join, key, tracer, tracker)
+    sim = SimConfig(base_s=0.002, vocab_size=VOCAB_SIZE)
+    engine = EngineConfig(worker=WorkerConfig(model="sim"), executor="sim", sim=sim)
+    host = Fleet.of_engines(engine, join=join_config(join, key, tracker), tracer=tracer)
     control = TraceControl(tracer, [tracker], tmp_path / "host", "serve-1")
     control.join(host)
     await host.start()

@@ -86,7 +86,7 @@ def test_a_load_failure_may_fail_the_request(key_file: Path, executor: str) -> N
         ({"kv_encrypt": True}, "--kv-encrypt needs --role prefill, decode or both."),
         (
             {"role": "decode", "kv_port": 5700},
-            "--kv-port needs --role prefill or both: decode hosts ask, nobody asks them.",
+            "--kv-port needs --role prefill or both; no host fetches KV from a decode host.",
         ),
         (
             {"role": "both", "kv_port": 65535},

@@ -48,9 +48,7 @@ def test_a_models_directory_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_quota_is_no_larger_than_the_disk(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^--kv-disk-bytes .* is more than the .*; give it less\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"^--kv-disk-bytes .* is more than the .*; lower it\.$"):
         check_kv_directory(str(tmp_path / "kv"), 2**60, "m")
 
 

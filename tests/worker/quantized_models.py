@@ -240,58 +240,43 @@ def gptq_format(
 
 
 def save_quantized(
-    directory: Path, how: Format
+    directory: Path, how: Format, *, experts: bool = False
 ) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
-    """Writes a model; returns it in float32 with the weights that the files stand for, and those weights."""
-    torch.manual_seed(1)
-    config = transformers.Qwen2Config(**SHAPE | {"tie_word_embeddings": False})
-    model = transformers.Qwen2ForCausalLM(config).float().eval()
-    tensors: dict[str, Tensor] = {}
-    meant: dict[str, np.ndarray] = {}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1)
-            module = name.removesuffix(".weight")
-            linear = name.endswith("_proj.weight") or (how.head and module == "lm_head")
-            if not linear:
-                tensors[name] = parameter.clone()
-                continue
-            stored, meant[module] = how.store(parameter.double().numpy())
-            parameter.copy_(torch.from_numpy(meant[module]))
-            tensors |= {f"{module}.{kind}": tensor for kind, tensor in stored.items()}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, _file(directory))
-    written = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "dtype": "float32"}
-    written |= {"quantization_config": how.quantization_config} if how.quantization_config else {}
-    (directory / "config.json").write_text(json.dumps(written | how.top))
-    return model, meant
+    """Writes a model; returns it in float32 with the weights that the files stand for, and those weights.
 
-
-def save_quantized_experts(
-    directory: Path, how: Format
-) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
-    """The same of a mixture of experts, whose routers are dense."""
+    With `experts` it is a mixture of experts, whose routers are dense.
+    """
     torch.manual_seed(1)
-    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    config = transformers.Qwen3MoeConfig(**SHAPE | sizes | {"tie_word_embeddings": False})
-    model = transformers.Qwen3MoeForCausalLM(config).float().eval()
+    kind, sizes = "Qwen2", {}
+    if experts:
+        kind = "Qwen3Moe"
+        sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = getattr(transformers, f"{kind}Config")(
+        **SHAPE | sizes | {"tie_word_embeddings": False}
+    )
+    family = getattr(transformers, f"{kind}ForCausalLM")
+    model = family(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(directory)
     tensors: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     meant: dict[str, np.ndarray] = {}
     for name, tensor in load_file(_file(directory)).items():
-        if not name.endswith("_proj.weight"):
+        module = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") and not (how.head and module == "lm_head"):
             tensors[name] = dense[name] = tensor
             continue
-        module = name.removesuffix(".weight")
         stored, meant[module] = how.store(tensor.double().numpy())
         dense[name] = torch.from_numpy(meant[module]).float()
         tensors |= {f"{module}.{kind}": part for kind, part in stored.items()}
     save_file(dense, _file(directory), metadata={"format": "pt"})
-    model = transformers.Qwen3MoeForCausalLM.from_pretrained(directory).float().eval()
+    model = family.from_pretrained(directory).float().eval()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, _file(directory))
     path = directory / "config.json"
-    written = json.loads(path.read_bytes()) | {"quantization_config": how.quantization_config}
+    written = json.loads(path.read_bytes())
+    written |= {"quantization_config": how.quantization_config} if how.quantization_config else {}
     path.write_text(json.dumps(written | how.top))
     return model, meant
 

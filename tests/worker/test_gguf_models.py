@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model, save_m
 from pagoda.backend.weights import DenseWeight, GroupedWeight, dequantize
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.gguf.config import gguf_model_config
-from pagoda.checkpoints.gguf.reader import read_gguf
+from pagoda.checkpoints.gguf.reader import BLOCK_TYPES, read_gguf
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.model.ggml_blocks import linear_weight
 from pagoda.model.gguf_weights import GgufWeights
 from pagoda.model.sharding import whole
 
@@ -78,47 +79,16 @@ def _weights(path: Path) -> GgufWeights:
     return GgufWeights(file, gguf_model_config(file))
 
 
-def _save_layers(path: Path, kind: Kind, *, heads: int = 4) -> dict[str, np.ndarray]:
+def _save_layers(path: Path, kind: Kind) -> dict[str, np.ndarray]:
     """One layer of a Llama whose matrices are all of one type; returns them as the package reads them."""
-    hidden, inner, head_dim = 256, 512, 64
-    sizes = {
-        "token_embd": (300, hidden),
-        "blk.0.attn_q": (heads * head_dim, hidden),
-        "blk.0.attn_k": (2 * head_dim, hidden),
-        "blk.0.attn_v": (2 * head_dim, hidden),
-        "blk.0.attn_output": (hidden, heads * head_dim),
-        "blk.0.ffn_gate": (inner, hidden),
-        "blk.0.ffn_up": (inner, hidden),
-        "blk.0.ffn_down": (hidden, inner),
-    }
-    writer = GGUFWriter(path, "llama")
-    add_shape(writer, hidden, inner, heads, head_dim)
-    rng, read = np.random.default_rng(0), {}
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(hidden, dtype=np.float32))
-    for name, shape in sizes.items():
-        data = quantized(rng.standard_normal(shape, dtype=np.float32), kind)
-        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
-        read[name] = gguf.dequantize(data, kind).astype(np.float32)
-    finish(writer)
-    return read
-
-
-def add_shape(writer: GGUFWriter, hidden: int, inner: int, heads: int, head_dim: int) -> None:
-    writer.add_context_length(128)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(2)
-    writer.add_key_length(head_dim)
-    writer.add_layer_norm_rms_eps(1e-5)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    return save_gguf(make_model("llama", **sizes), path, lambda _: kind)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_quantized_weights_are_those_of_the_package(kind: Kind, tmp_path: Path) -> None:
     path = tmp_path / "one.gguf"
-    expected = _save_layers(path, kind)["blk.0.ffn_down"]
+    expected = _save_layers(path, kind)["blk.0.ffn_down.weight"]
     weight = _weights(path).linear(
         LinearSpec("blk.0.ffn_down", 256, 512, Role.MLP_OUT), torch.bfloat16
     )
@@ -144,10 +114,10 @@ def test_dense_weights_come_in_the_dtype_of_activations(
     kind: Kind, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     path = tmp_path / "one.gguf"
-    expected = torch.from_numpy(_save_layers(path, kind)["token_embd"])
+    expected = torch.from_numpy(_save_layers(path, kind)["token_embd.weight"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weight = _weights(path).linear(LinearSpec("token_embd", 300, 256, Role.EMBEDDING), dtype)
+        weight = _weights(path).linear(LinearSpec("token_embd", 320, 256, Role.EMBEDDING), dtype)
     assert isinstance(weight, DenseWeight)
     assert weight.values.dtype == dtype
     assert torch.equal(weight.values, expected.to(dtype))
@@ -159,7 +129,7 @@ def test_dense_weights_come_in_the_dtype_of_activations(
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_rows_of_queries_and_keys_are_put_back(kind: Kind, name: str, tmp_path: Path) -> None:
     path = tmp_path / "one.gguf"
-    expected = _save_layers(path, kind)[f"blk.0.attn_{name}"]
+    expected = _save_layers(path, kind)[f"blk.0.attn_{name}.weight"]
     if name != "v":
         neighbours = expected.reshape(-1, 32, 2, 256)
         expected = neighbours.transpose(0, 2, 1, 3).reshape(expected.shape)
@@ -169,18 +139,13 @@ def test_rows_of_queries_and_keys_are_put_back(kind: Kind, name: str, tmp_path: 
     np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=atol)
 
 
-def test_scales_that_float16_can_hardly_hold(tmp_path: Path) -> None:
+def test_scales_that_float16_can_hardly_hold() -> None:
     """Weights of a millionth, which a scale of float16 has a few bits left for, and zeros."""
-    path = tmp_path / "one.gguf"
-    writer = GGUFWriter(path, "llama")
-    add_shape(writer, 256, 256, 4, 64)
     kind = Kind.Q6_K
     blocks = quantized(np.zeros((3, 256)), kind)
     for row, size in enumerate((0, 6e-8, 1.0)):
         blocks[row, 208:] = np.frombuffer(np.float16(size).tobytes(), dtype=np.uint8)
-    writer.add_tensor("token_embd.weight", blocks, raw_dtype=kind)
-    finish(writer)
-    weight = _weights(path).linear(LinearSpec("token_embd", 3, 256, Role.EMBEDDING), torch.float32)
+    weight = linear_weight(torch.from_numpy(blocks), BLOCK_TYPES[kind], torch.float32)
     found, expected = dequantize(weight).numpy(), gguf.dequantize(blocks, kind)
     assert (found[0] == 0).all()
     np.testing.assert_allclose(
@@ -270,13 +235,7 @@ def test_parts_are_loaded_as_one_model(tmp_path: Path) -> None:
     writer = GGUFWriter(
         tmp_path / "parts.gguf", "qwen3", split_max_tensors=9, small_first_shard=True
     )
-    reader = gguf.GGUFReader(tmp_path / "whole.gguf")
-    for field in reader.fields.values():
-        if not field.name.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(field.name, field.contents(), field.types[0])
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
-    finish(writer)
+    _copy(tmp_path / "whole.gguf", writer)
     assert len(list(tmp_path.glob("parts-*.gguf"))) > 2
     prompt = list(range(50, 90))
     driver = Driver(load(next(iter(sorted(tmp_path.glob("parts-*.gguf")))), dtype="float32"))
@@ -297,8 +256,9 @@ def test_memory_is_what_the_types_take(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.gguf"
         stored = _save_layers(path, Kind[name])
         config = gguf_model_config(read_gguf(path))
-        weights = sum(values.size for values in stored.values())
-        expected = weights * bits / 8 + 3 * 256 * 2
+        weights = sum(values.size for values in stored.values() if values.ndim == 2)
+        vectors = sum(values.size for values in stored.values() if values.ndim == 1)
+        expected = weights * bits / 8 + vectors * 2
         assert whole(config).weight_bytes(config.quantization, 2) == expected
     _, ready = load_config(
         WorkerConfig(model=str(tmp_path / "Q4_0.gguf"), num_blocks=64, num_threads=1)
@@ -321,10 +281,18 @@ def test_dense_files_may_be_quantized_and_others_not(tmp_path: Path) -> None:
 # ---- files that are wrong
 
 
-def _rewritten(path: Path, change: Callable[[str, np.ndarray], np.ndarray | None]) -> Path:
-    """The same file with other tensors; None takes one away."""
+def _keep(name: str, data: np.ndarray) -> np.ndarray | None:  # noqa: ARG001
+    return data
+
+
+def _copy(
+    path: Path,
+    writer: GGUFWriter,
+    change: Callable[[str, np.ndarray], np.ndarray | None] = _keep,
+    added: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Writes the same file with other tensors; None takes one away."""
     reader = gguf.GGUFReader(path)
-    writer = GGUFWriter(path.with_suffix(".new"), "llama")
     for field in reader.fields.values():
         if not field.name.startswith(("GGUF.", "general.architecture")):
             writer.add_key_value(field.name, field.contents(), field.types[0])
@@ -332,14 +300,24 @@ def _rewritten(path: Path, change: Callable[[str, np.ndarray], np.ndarray | None
         data = change(tensor.name, tensor.data)
         if data is not None:
             writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    for name, data in (added or {}).items():
+        writer.add_tensor(name, data)
     finish(writer)
-    path.with_suffix(".new").rename(path)
-    return path
 
 
-def _refusal(path: Path) -> str:
+def _refused(
+    directory: Path,
+    change: Callable[[str, np.ndarray], np.ndarray | None] = _keep,
+    family: str = "llama",
+    **added: np.ndarray,
+) -> str:
+    """What is said of the file of a model with other tensors."""
+    save_gguf(make_model(family), directory / "whole.gguf", lambda _: Kind.Q8_0)
+    path = directory / "changed.gguf"
+    _copy(directory / "whole.gguf", GGUFWriter(path, "llama"), change, added)
     with pytest.raises(ConfigError) as caught:
         load(path, dtype="float32")
+    assert str(caught.value).startswith(str(path))
     return str(caught.value)
 
 
@@ -367,33 +345,22 @@ def test_tensors_that_do_not_fit_are_one_sentence(
     message: str,
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "m.gguf"
-    save_gguf(make_model("llama"), path, lambda _: Kind.Q8_0)
-    _rewritten(path, lambda found, data: change(data) if found == name else data)
-    text = _refusal(path)
-    assert text.startswith(str(path))
+    text = _refused(tmp_path, lambda found, data: change(data) if found == name else data)
     assert text.endswith(message)
 
 
 def test_tensors_that_no_model_has(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    writer = GGUFWriter(path, "llama")
-    add_shape(writer, 64, 64, 2, 32)
-    writer.add_tensor("token_embd.weight", np.zeros((9, 64), dtype=np.float32))
-    writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(9, dtype=np.float32))
-    finish(writer)
-    assert "has a tensor 'blk.0.attn_sinks.weight', which is in no model" in _refusal(path)
+    text = _refused(tmp_path, **{"blk.0.attn_sinks.weight": np.zeros(9, dtype=np.float32)})
+    assert "has a tensor 'blk.0.attn_sinks.weight', which is in no model" in text
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
 def test_factors_of_frequencies_that_are_no_numbers(factor: float, tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    save_gguf(make_model("llama3-rope"), path)
-    _rewritten(
-        path,
-        lambda name, data: np.full_like(data, factor) if name == "rope_freqs.weight" else data,
-    )
-    assert _refusal(path).endswith("tensor rope_freqs.weight must hold positive numbers.")
+    def change(name: str, data: np.ndarray) -> np.ndarray:
+        return np.full_like(data, factor) if name == "rope_freqs.weight" else data
+
+    text = _refused(tmp_path, change, "llama3-rope")
+    assert text.endswith("tensor rope_freqs.weight must hold positive numbers.")
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,7 +18,6 @@ from quantized_models import (
     int8_format,
     packed_format,
     save_quantized,
-    save_quantized_experts,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -83,7 +82,7 @@ def test_weights_and_answers(name: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_experts(name: str, backend: str, tmp_path: Path) -> None:
-    model, meant = save_quantized_experts(tmp_path, FORMATS[name])
+    model, meant = save_quantized(tmp_path, FORMATS[name], experts=True)
     expert = "model.layers.1.mlp.experts.5.down_proj"
     actual = dequantize(_linear(tmp_path, expert, *meant[expert].shape)).double().numpy()
     np.testing.assert_allclose(actual, meant[expert], rtol=1e-6, atol=2e-3 if "awq" in name else 0)

@@ -52,46 +52,46 @@ def _one(values: dict[int, float], start: SlotStart, vocab: int = VOCAB) -> int:
     return _sample(logits, start).token_ids[start.slot]
 
 
-def test_greedy_takes_the_most_likely_and_of_equals_the_first() -> None:
-    assert _one({7: 3.0, 9: 2.0}, _start()) == 7
-    assert _one({30: 2.0, 9: 2.0}, _start()) == 9
-
-
 # ---- rules, in vLLM's order and with its formulas
 
-
-def test_allowed_token_ids() -> None:
-    assert _one({7: 9.0, 3: 1.0}, _start(allowed_token_ids=(3, 4))) == 3
-    assert _one({7: 9.0, 3: 1.0}, _start(allowed_token_ids=(3, 4), temperature=1.0)) in (3, 4)
-
-
-def test_logit_bias() -> None:
-    assert _one({7: 9.0, 3: 1.0}, _start(logit_bias={7: -100.0})) == 3
-    assert _one({7: 9.0}, _start(logit_bias={5: 9.5})) == 5
+HELD = {"eos": (7,), "stop_token_ids": (8,), "min_tokens": 2}
+STOPS = {7: 9.0, 8: 8.0, 3: 1.0}
+CLOSE = {7: 3.0, 8: 2.6, 9: 2.2}
 
 
-def test_min_tokens_holds_back_eos_and_stop_tokens() -> None:
-    logits = {7: 9.0, 8: 8.0, 3: 1.0}
-    held = {"eos": (7,), "stop_token_ids": (8,), "min_tokens": 2}
-    assert _one(logits, _start(**held)) == 3
-    assert _one(logits, _start(output=(3,), **held)) == 3
-    assert _one(logits, _start(output=(3, 3), **held)) == 7
-
-
-def test_repetition_penalty_counts_prompt_and_output() -> None:
-    logits = {7: 3.0, 8: 2.9, 9: 2.8}
-    assert _one(logits, _start(prompt=(7,), output=(8,), repetition_penalty=1.5)) == 9
-    negative = dict.fromkeys(range(VOCAB), -1.0) | {7: -0.9}
-    assert _one(negative, _start(prompt=(7,), repetition_penalty=2.0)) == 0
-
-
-def test_presence_and_frequency_penalties_count_output_only() -> None:
-    logits = {7: 3.0, 8: 2.6, 9: 2.2}
-    assert _one(logits, _start(prompt=(7, 8), presence_penalty=0.5)) == 7
-    assert _one(logits, _start(output=(7, 7, 7), presence_penalty=0.5)) == 8
-    assert _one(logits, _start(output=(7,), frequency_penalty=0.3)) == 7
-    assert _one(logits, _start(output=(7, 7, 8), frequency_penalty=0.3)) == 7
-    assert _one(logits, _start(output=(7, 7, 7, 8), frequency_penalty=0.3)) == 8
+@pytest.mark.parametrize(
+    ("logits", "start", "expected"),
+    [
+        ({7: 3.0, 9: 2.0}, {}, 7),
+        ({30: 2.0, 9: 2.0}, {}, 9),  # of equals the first
+        ({7: 9.0, 3: 1.0}, {"allowed_token_ids": (3, 4)}, 3),
+        ({7: 9.0, 3: 50.0}, {"allowed_token_ids": (3, 4), "temperature": 1.0}, 3),
+        ({7: 9.0, 3: 1.0}, {"logit_bias": {7: -100.0}}, 3),
+        ({7: 9.0}, {"logit_bias": {5: 9.5}}, 5),
+        (STOPS, HELD, 3),
+        (STOPS, {**HELD, "output": (3,)}, 3),
+        (STOPS, {**HELD, "output": (3, 3)}, 7),
+        # Of prompt and output.
+        (
+            {7: 3.0, 8: 2.9, 9: 2.8},
+            {"prompt": (7,), "output": (8,), "repetition_penalty": 1.5},
+            9,
+        ),
+        (
+            dict.fromkeys(range(VOCAB), -1.0) | {7: -0.9},
+            {"prompt": (7,), "repetition_penalty": 2.0},
+            0,
+        ),
+        # Of the output only.
+        (CLOSE, {"prompt": (7, 8), "presence_penalty": 0.5}, 7),
+        (CLOSE, {"output": (7, 7, 7), "presence_penalty": 0.5}, 8),
+        (CLOSE, {"output": (7,), "frequency_penalty": 0.3}, 7),
+        (CLOSE, {"output": (7, 7, 8), "frequency_penalty": 0.3}, 7),
+        (CLOSE, {"output": (7, 7, 7, 8), "frequency_penalty": 0.3}, 8),
+    ],
+)
+def test_rules(logits: dict[int, float], start: dict[str, Any], expected: int) -> None:
+    assert _one(logits, _start(**start)) == expected
 
 
 def test_penalties_grow_with_every_token() -> None:
@@ -123,30 +123,29 @@ def _kept(logits: Tensor, **params: Any) -> set[int]:
     return set(sampled.token_ids.values())
 
 
-def test_top_k() -> None:
-    logits = torch.full((1, VOCAB), -4.0)
-    logits[0, [3, 7, 11]] = torch.tensor([1.0, 0.5, 0.2])
-    assert _kept(logits, top_k=2) == {3, 7}
-    assert _kept(logits, top_k=1) == {3}
-    assert len(_kept(logits, top_k=-1)) > 3
-    assert _kept(torch.zeros(1, VOCAB), top_k=3) == set(range(VOCAB))  # equals are kept, as in vLLM
+FALLING = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
 
 
-def test_top_p() -> None:
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    assert _kept(logits, top_p=0.35) == {0}
-    assert _kept(logits, top_p=0.6) == {0, 1}
-    assert _kept(logits, top_p=0.75) == {0, 1, 2}
-    assert _kept(logits, top_p=0.95) == {0, 1, 2, 3}
-    assert _kept(torch.zeros(1, VOCAB), top_p=1e-9) == {0}
-    assert _kept(logits, top_p=0.6, top_k=2) == {0, 1}
-    assert _kept(logits, top_p=0.5, top_k=2) == {0}  # 4/7 of what top-k leaves
-
-
-def test_min_p() -> None:
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    assert _kept(logits, min_p=0.6) == {0, 1}
-    assert _kept(logits, min_p=1.0) == {0}
+@pytest.mark.parametrize(
+    ("logits", "params", "kept"),
+    [
+        (FALLING, {"top_k": 2}, {0, 1}),
+        (FALLING, {"top_k": 1}, {0}),
+        (FALLING, {"top_k": -1}, {0, 1, 2, 3}),
+        (torch.zeros(1, VOCAB), {"top_k": 3}, set(range(VOCAB))),  # equals are kept, as in vLLM
+        (FALLING, {"top_p": 0.35}, {0}),
+        (FALLING, {"top_p": 0.6}, {0, 1}),
+        (FALLING, {"top_p": 0.75}, {0, 1, 2}),
+        (FALLING, {"top_p": 0.95}, {0, 1, 2, 3}),
+        (torch.zeros(1, VOCAB), {"top_p": 1e-9}, {0}),
+        (FALLING, {"top_p": 0.6, "top_k": 2}, {0, 1}),
+        (FALLING, {"top_p": 0.5, "top_k": 2}, {0}),  # 4/7 of what top-k leaves
+        (FALLING, {"min_p": 0.6}, {0, 1}),
+        (FALLING, {"min_p": 1.0}, {0}),
+    ],
+)
+def test_truncation(logits: Tensor, params: dict[str, Any], kept: set[int]) -> None:
+    assert _kept(logits, **params) == kept
 
 
 def test_nucleus_equals_a_full_sort() -> None:

@@ -44,7 +44,9 @@ from pagoda.backend.weights import (
     GroupedWeight,
     Int8Weight,
     LinearWeight,
+    same_order,
     total_outputs,
+    weight_format,
     weight_shape,
 )
 from pagoda.errors import ConfigError
@@ -426,27 +428,15 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 def _runs_of_one_format(parts: Sequence[LinearWeight]) -> list[list[LinearWeight]]:
     runs: list[list[LinearWeight]] = []
     for part in parts:
-        if runs and _same_format(runs[-1][0], part):
+        if (
+            runs
+            and weight_format(runs[-1][0]) == weight_format(part)
+            and same_order(runs[-1][0], part)
+        ):
             runs[-1].append(part)
         else:
             runs.append([part])
     return runs
-
-
-def _same_format(one: LinearWeight, other: LinearWeight) -> bool:
-    if not (isinstance(one, GroupedWeight) and isinstance(other, GroupedWeight)):
-        return type(one) is type(other)
-    return (
-        (one.bits, one.group_size) == (other.bits, other.group_size)
-        and (one.offsets is None) == (other.offsets is None)
-        and _same_order(one.act_order, other.act_order)
-    )
-
-
-def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
 
 
 def _join(parts: Sequence[LinearWeight], field: str) -> Tensor:
