@@ -84,11 +84,10 @@ def steps_by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
 def _engine_steps(engine: Process) -> list[Step]:
     found = []
     for row in engine.rows:
-        for span in row.spans if row.tid != engine.pid else ():
-            if span.name == "step":
-                told = read_args(span.args, StepArgs)
-                if told is not None:
-                    found.append(Step(PlacedSpan(engine.pid, row.tid, span), told))
+        for span in row.named("step") if row.tid != engine.pid else ():
+            told = read_args(span.args, StepArgs)
+            if told is not None:
+                found.append(Step(PlacedSpan(engine.pid, row.tid, span), told))
     found.sort(key=lambda step: step.place.span.start)
     return found
 
@@ -112,8 +111,8 @@ def _part(process: Process) -> tuple[str, list[str]]:
 
 
 def _worker_steps(worker: Process, row: Row) -> Iterator[tuple[int, PlacedSpan]]:
-    for span in row.spans:
-        told = read_args(span.args, _WorkerStepArgs) if span.name == "step" else None
+    for span in row.named("step"):
+        told = read_args(span.args, _WorkerStepArgs)
         if told is not None:
             yield told.step, PlacedSpan(worker.pid, row.tid, span)
 

@@ -58,8 +58,7 @@ def request_reports(
     """Each request that somebody has told of, and the times between its tokens where these were traced."""
     by_row = steps_by_row(steps)
     for request, seen in _seen(trace).items():
-        whole = next((span for span in seen.outer.spans if span.name == "request"), None)
-        if whole is not None:
+        for whole in seen.outer.named("request")[:1]:
             yield _report(request, whole, seen, by_row), _token_times(seen)
 
 
@@ -88,14 +87,13 @@ def _report(request: str, whole: Span, seen: _Seen, by_row: StepsByRow) -> Reque
     stepping = union((it.place.span.start, it.place.span.end) for it in own)
     parts = _parts(whole, seen, phases, stepping if own else computing)
     told = _told(whole)
-    in_engine = [
-        _told(span) for _, row in seen.engines for span in row.spans if span.name == "request"
-    ]
+    in_engine = [_told(span) for _, row in seen.engines for span in row.named("request")]
+    firsts = seen.outer.named("first token")
     report = RequestReport(
         request=request,
         arrived=whole.start / 1e9,
         end_to_end=(whole.end - whole.start) / 1e9,
-        first_token=_first_token(whole, seen.outer),
+        first_token=(firsts[0].end - whole.start) / 1e9 if firsts else None,
         per_token=_per_token(seen.outer, told.output_tokens),
         prompt_tokens=told.prompt_tokens,
         cached_tokens=told.cached_tokens,
@@ -118,8 +116,8 @@ def _phases(whole: Span, seen: _Seen) -> list[Span]:
     found = [
         span
         for _, row in seen.engines
-        for span in row.spans
-        if span.name in _PHASES and span.end > whole.start and span.start < whole.end
+        for span in row.named(*_PHASES)
+        if span.end > whole.start and span.start < whole.end
     ]
     phases: list[Span] = []
     free = whole.start
@@ -136,8 +134,7 @@ def _parts(
 ) -> dict[str, int]:
     """Nanoseconds of each part; together they are the request's time."""
     parts = dict.fromkeys(PARTS, 0)
-    prepared = [it for it in seen.outer.spans if it.name == "prepare"]
-    parts["HTTP, prepare"] = length((it.start, it.end) for it in prepared)
+    parts["HTTP, prepare"] = length((it.start, it.end) for it in seen.outer.named("prepare"))
     parts[BEFORE] = sum(it.end - it.start for it in _before(whole, seen))
     parts[AFTER] = _after(whole, seen)
     for phase in phases:
@@ -156,7 +153,7 @@ def _before(whole: Span, seen: _Seen) -> list[Span]:
     process, row = min(
         seen.engines, key=lambda it: it[1].spans[0].start, default=(seen.process, seen.outer)
     )
-    start = max((it.end for it in seen.outer.spans if it.name == "prepare"), default=whole.start)
+    start = max((it.end for it in seen.outer.named("prepare")), default=whole.start)
     end = min(_traced_from(process, row), whole.end)
     return [Span(start, end, BEFORE, b"")] if end > start else []
 
@@ -169,7 +166,7 @@ def _traced_from(process: Process, row: Row) -> int:
 def _after(whole: Span, seen: _Seen) -> int:
     """Nanoseconds for which an engine went on with the request when its tracing had ended."""
     rows = sorted((row for _, row in seen.engines), key=lambda it: it.spans[0].end)
-    own = [span for row in rows[-1:] for span in row.spans if span.name == "request"]
+    own = [span for row in rows[-1:] for span in row.named("request")]
     return sum(max(0, whole.end - span.end) for span in own if not _told(span).finish_reason)
 
 
@@ -188,13 +185,8 @@ def _told(span: Span) -> _Told:
     return read_args(span.args, _Told) or _Told()
 
 
-def _first_token(whole: Span, outer: Row) -> float | None:
-    ends = [span.end for span in outer.spans if span.name == "first token"]
-    return (ends[0] - whole.start) / 1e9 if ends else None
-
-
 def _per_token(outer: Row, output_tokens: int) -> float | None:
-    streams = [span.end - span.start for span in outer.spans if span.name == "stream"]
+    streams = [span.end - span.start for span in outer.named("stream")]
     return streams[0] / 1e9 / (output_tokens - 1) if streams and output_tokens > 1 else None
 
 
@@ -203,12 +195,10 @@ def _token_times(seen: _Seen) -> list[float]:
 
     After a first token from before the trace, there were others that nobody saw.
     """
-    spans = seen.outer.spans
-    ends = [span.end for span in spans if span.name == "token"]
+    ends = [span.end for span in seen.outer.named("token")]
     if ends:
         began = _traced_from(seen.process, seen.outer)
-        first = (span.end for span in spans if span.name == "first token")
-        ends[:0] = [end for end in first if end >= began]
+        ends[:0] = [it.end for it in seen.outer.named("first token") if it.end >= began]
     return [(later - earlier) / 1e9 for earlier, later in pairwise(ends)]
 
 
