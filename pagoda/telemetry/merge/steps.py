@@ -42,14 +42,14 @@ class PlacedSpan:
 @dataclass(frozen=True)
 class Step:
     place: PlacedSpan
-    told: StepArgs
+    args: StepArgs
     workers: list[PlacedSpan] = field(default_factory=list)
     """The same step at each worker."""
 
     @property
     def is_whole(self) -> bool:
         """True if the duration of the step is known."""
-        return not (self.told.cut or self.told.lost)
+        return not (self.args.cut or self.args.lost)
 
 
 StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
@@ -76,7 +76,7 @@ def steps_by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
     index: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
     for pid, found in steps.items():
         for step in found:
-            for tid in step.told.rows:
+            for tid in step.args.rows:
                 index[pid, tid].append(step)
     return index
 
@@ -95,7 +95,7 @@ def _engine_steps(engine: Process) -> list[Step]:
 def _numbered(steps: Sequence[Step]) -> dict[int, list[Step]]:
     index: defaultdict[int, list[Step]] = defaultdict(list)
     for step in steps:
-        index[step.told.step].append(step)
+        index[step.args.step].append(step)
     return index
 
 
