@@ -20,6 +20,7 @@ from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiers import build_tiers
+from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepResult, WorkerReady
@@ -95,7 +96,7 @@ def _measure_burst() -> str:
         summary="",
         kv_host_slots=num_blocks,
     )
-    tiers = build_tiers(None, ready, kv.pool, clock)
+    tiers = build_tiers(None, ready, kv.pool, TransferLedger(kv.pool), clock)
     if tiers is None:
         raise RuntimeError("there is no host tier")
     tiers.workers_ready(ready)

@@ -71,8 +71,8 @@ def _parts(flag: str, place: int) -> tuple[str, str]:
         raise ConfigError("--api-key must not be empty.")
     if not (key.isascii() and key.isprintable()) or key != key.strip():
         raise ConfigError(
-            "--api-key must be of visible ASCII characters, with spaces between them at most; "
-            "others may not arrive as they were sent."
+            "--api-key must be of visible ASCII characters, with spaces only between them; "
+            "HTTP may change others on their way."
         )
     return name, key
 

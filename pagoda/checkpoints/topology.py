@@ -45,20 +45,20 @@ def check_shares(model: str, config: ModelConfig, parallel: ParallelConfig) -> N
     if not can_share_heads(heads, kv_heads, tp_size):
         raise ConfigError(
             f"--tensor-parallel-size {tp_size} neither divides the {kv_heads} key-value heads of {model} nor is a "
-            f"multiple of them; the nearest that is one or the other is {nearest}."
+            f"multiple of them; the nearest possible size is {nearest}."
         )
     for count, what in _channels(config, expert_parallel=parallel.expert_parallel):
         if tp_size > count:
             raise ConfigError(
-                f"--tensor-parallel-size {tp_size} is more than the {count} {what} of {model}, of which every "
-                f"rank needs one at least; the nearest that is not is {nearest}."
+                f"--tensor-parallel-size {tp_size} is more than the {count} {what} of {model}, and every "
+                f"rank needs at least one; the nearest possible size is {nearest}."
             )
     if parallel.expert_parallel:
         _check_experts(model, tp_size, 0 if config.experts is None else config.experts.num_experts)
     if num_stages > config.num_layers:
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages} is more than the {config.num_layers} layers of {model}; "
-            f"a stage has at least one, so it may be at most {config.num_layers}."
+            f"every stage needs at least one, so it may be at most {config.num_layers}."
         )
 
 

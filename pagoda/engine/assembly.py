@@ -33,14 +33,6 @@ class Timed(Protocol):
         ...
 
 
-class Connected(Protocol):
-    """A part with file descriptors or sockets of its own."""
-
-    def pollables(self) -> list[object]: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class EngineParts:
     worker: WorkerReady
@@ -58,7 +50,8 @@ class EngineParts:
         return [part for part in parts if part is not None]
 
     @property
-    def connected(self) -> Sequence[Connected]:
+    def connected(self) -> Sequence[KVExporter | TieredKVConnector]:
+        """Parts with file descriptors or sockets of their own."""
         parts = (self.scheduler.exporter, self.scheduler.tiers)
         return [part for part in parts if part is not None]
 
@@ -80,54 +73,43 @@ def build_parts(
         prefix_caching=config.enable_prefix_caching,
         recorder=recorder,
     )
+    ledger = TransferLedger(kv.pool)
     remote: RemoteKV | None = None
     exporter: KVExporter | None = None
-    open_remote: Callable[[TransferLedger], RemoteKV] | None = None
     handoff = config.handoff
     if links is not None and handoff is not None:
-        tokens, peers, engine_id = TransferTokens(handoff.keys), links.peers, links.engine_id
-        if peers is not None:
-
-            def open_remote(ledger: TransferLedger) -> RemoteKV:
-                nonlocal remote
-                remote = RemoteKV(
-                    peers,
-                    ledger,
-                    clock,
-                    tokens=tokens,
-                    engine_id=engine_id,
-                    also_holds=handoff.role.holds_kv,
-                    fails=config.fail_on_load_failure,
-                )
-                return remote
-
+        tokens, engine_id = TransferTokens(handoff.keys), links.engine_id
+        if links.peers is not None:
+            remote = RemoteKV(
+                links.peers,
+                ledger,
+                clock,
+                tokens=tokens,
+                engine_id=engine_id,
+                also_holds=handoff.role.holds_kv,
+                fails=config.fail_on_load_failure,
+            )
         if links.listener is not None:
             tp_size = config.worker.parallel.tensor_parallel_size
             exporter = KVExporter(
                 links.listener, kv.pool, clock, tokens, engine_id, handoff.lease_s, tp_size
             )
     tiers = None
-    if config.kv_tiers is not None or open_remote is not None:
+    if config.kv_tiers is not None or remote is not None:
         tiers = build_tiers(
             config.kv_tiers,
             worker,
             kv.pool,
+            ledger,
             clock,
             recorder,
-            open_remote,
+            remote,
             fail_on_load_failure=config.fail_on_load_failure,
         )
-    limits = SchedulerLimits.within(
-        worker.capabilities,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=worker.max_model_len,
-        num_stages=config.worker.parallel.pipeline_parallel_size,
-    )
     near_pools = [] if tiers is None else tiers.near_pools
     return EngineParts(
         worker=worker,
-        scheduler=Scheduler(limits, kv, clock, tiers, exporter),
+        scheduler=Scheduler(SchedulerLimits.within(config, worker), kv, clock, tiers, exporter),
         cache_reporter=CacheReporter([kv.pool, *near_pools], recorder, clock),
         cache_recorder=recorder,
         remote=remote,

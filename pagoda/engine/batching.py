@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from pagoda.engine.config import EngineConfig
 from pagoda.engine.kv_exports import KVExports
 from pagoda.engine.kv_loading import KVLoader, LoadStart
-from pagoda.engine.places import Places
-from pagoda.engine.quarantine import Quarantine
+from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
-from pagoda.messages.worker import Capabilities, SlotStart, StepPlan
+from pagoda.messages.worker import SlotStart, StepPlan, WorkerReady
 
 _BLOCKED_STEPS = 16
 """Steps after which a request that did not fit is looked at again, when nothing became free."""
@@ -44,25 +44,17 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
 
     @classmethod
-    def within(
-        cls,
-        capabilities: Capabilities,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        num_stages: int = 1,
-    ) -> SchedulerLimits:
+    def within(cls, config: EngineConfig, worker: WorkerReady) -> SchedulerLimits:
         """The limits asked for, cut to what the backend can do."""
-        multiple = capabilities.batch_multiple
-        budget = min(max_num_batched_tokens, capabilities.max_batch_tokens)
+        capabilities, multiple = worker.capabilities, worker.capabilities.batch_multiple
+        budget = min(config.max_num_batched_tokens, capabilities.max_batch_tokens)
         return cls(
-            max_num_seqs=min(max_num_seqs, capabilities.max_batch_seqs),
+            max_num_seqs=min(config.max_num_seqs, capabilities.max_batch_seqs),
             max_num_batched_tokens=max(multiple, budget - budget % multiple),
-            max_model_len=min(max_model_len, capabilities.max_model_len),
+            max_model_len=min(worker.max_model_len, capabilities.max_model_len),
             batch_multiple=multiple,
             mixed_steps=capabilities.mixed_steps,
-            num_stages=num_stages,
+            num_stages=config.worker.parallel.pipeline_parallel_size,
         )
 
 

@@ -42,7 +42,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
         count = 2 * num_replicas
         if not 1 <= self.port <= 2**16 - count:
             raise ConfigError(
-                f"--kv-events takes {count} ports from the one it names on, which must be 1 to {2**16 - count}, "
+                f"--kv-events takes {count} ports from PORT on, so PORT must be 1 to {2**16 - count}, "
                 f"got {self.port}."
             )
 

@@ -20,8 +20,7 @@ import msgspec
 from pagoda.engine.batching import Batcher, SchedulerLimits
 from pagoda.engine.kv_exports import KVExports
 from pagoda.engine.kv_loading import KVLoader, LoadStart
-from pagoda.engine.places import Places
-from pagoda.engine.quarantine import Quarantine
+from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
 from pagoda.engine.request_tracing import RequestRows
 from pagoda.ipc.clock import Clock

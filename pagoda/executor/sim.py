@@ -18,7 +18,7 @@ engines in processes of their own nothing is copied: such transfers only take th
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count as count_from
 from typing import Any, NamedTuple
@@ -46,6 +46,8 @@ _MASK = 2**64 - 1
 
 Cells = dict[int, tuple[int, ...]]
 """A block: offset -> the tokens of the sequence up to and including that cell."""
+_Place = tuple[str, int | bytes]
+"""A kind of memory, and the number or key of a block in it."""
 
 
 def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int) -> int:
@@ -63,32 +65,11 @@ class TransferFate(NamedTuple):
     failed: tuple[int, ...] = ()
 
 
-class SimNeighbours:
-    """The workers of all simulated engines of one process, each of which may read the KV of the others."""
-
-    def __init__(self) -> None:
-        self._workers: dict[bytes, SimWorker] = {}
-        self._numbers = count_from()
-
-    def enter(self, worker: SimWorker) -> bytes:
-        name = str(next(self._numbers)).encode()
-        self._workers[name] = worker
-        return name
-
-    def leave(self, name: bytes) -> None:
-        self._workers.pop(name, None)
-
-    def find(self, peer: KVPeer) -> SimWorker | None:
-        return self._workers.get(peer.ranks[0].descriptors[_NEIGHBOUR])
-
-
+SimNeighbours = dict[bytes, "SimWorker"]
+"""The workers of all simulated engines of one process, by name; each may read the KV of the others."""
 _NEIGHBOUR = "sim"
 """The transport between simulated workers of one process."""
-
-
-class _Copying(NamedTuple):
-    transfer: Transfer
-    failed: tuple[int, ...]
+_numbers = count_from()
 
 
 class SimExecutor:
@@ -113,8 +94,8 @@ class SimExecutor:
         self._clock = clock
         self._check_kv = check_kv
         self._transfer_fate = transfer_fate
-        self._events: list[tuple[float, int, ExecutorEvent | _Copying]] = []
-        """A heap, by time; among equals in the order in which they were foreseen."""
+        self._events: list[tuple[float, int, ExecutorEvent | tuple[Transfer, TransferFate]]] = []
+        """A heap, by time; among equals in the order in which they were foreseen. A transfer is copied then."""
         self._order = count_from()
         self._steps: deque[tuple[float, int]] = deque()
         """Steps under way, and when they will have been executed."""
@@ -124,26 +105,21 @@ class SimExecutor:
         self._neighbours = neighbours
         self._name = b""
         self._peers: dict[str, KVPeer] = {}
-        self.worker = self._new_worker()
+        self.worker: SimWorker
         self.max_in_flight = max_in_flight(num_stages)
 
-    def _new_worker(self) -> SimWorker:
-        num_stages = len(self._busy_until)
-        return SimWorker(
-            self._config, check_kv=self._check_kv, num_stages=num_stages, disk=self._disk
-        )
-
     def start(self, num_blocks: int | None = None) -> None:
-        config = self._config
-        self.worker = self._new_worker()
+        config, num_stages = self._config, len(self._busy_until)
+        self.worker = SimWorker(
+            config, check_kv=self._check_kv, num_stages=num_stages, disk=self._disk
+        )
         self._executed_step = -1
-        self._busy_until = [self._clock.now()] * len(self._busy_until)
+        self._busy_until = [self._clock.now()] * num_stages
         self.close()
         num_blocks = num_blocks or config.num_blocks
-        descriptors = {}
+        self._name = b"%d" % next(_numbers)
         if self._neighbours is not None:
-            self._name = self._neighbours.enter(self.worker)
-            descriptors = {_NEIGHBOUR: self._name}
+            self._neighbours[self._name] = self.worker
         ready = WorkerReady(
             capabilities=Capabilities(
                 block_sizes=(config.block_size,),
@@ -159,7 +135,9 @@ class SimExecutor:
             arithmetic="simulated",
             kv_host_slots=config.kv_host_slots,
             kv_directories=config.kv_directories,
-            kv_ranks=(KVRank(parts=(), num_blocks=num_blocks, descriptors=descriptors),),
+            kv_ranks=(
+                KVRank(parts=(), num_blocks=num_blocks, descriptors={_NEIGHBOUR: self._name}),
+            ),
             kv_digest=f"simulated, {config.block_size} tokens of {config.vocab_size}",
         )
         self._foresee(self._clock.now(), ready)
@@ -187,7 +165,7 @@ class SimExecutor:
             begins = self._executed_at(transfer.after_step)
             fate = self._transfer_fate(transfer)
             cost = self._config.per_transferred_block_s * num_blocks + fate.delay_s
-            self._foresee(begins + cost, _Copying(transfer, fate.failed))
+            self._foresee(begins + cost, (transfer, fate))
         for peer_id in removed_peers:
             del self._peers[peer_id]
 
@@ -210,7 +188,9 @@ class SimExecutor:
                 return done
         raise ValueError(f"A transfer would wait for step {step} for ever.")
 
-    def _foresee(self, instant: float, event: ExecutorEvent | _Copying) -> None:
+    def _foresee(
+        self, instant: float, event: ExecutorEvent | tuple[Transfer, TransferFate]
+    ) -> None:
         heapq.heappush(self._events, (instant, next(self._order), event))
 
     def _forget_executed_steps(self) -> None:
@@ -223,25 +203,21 @@ class SimExecutor:
         due: list[ExecutorEvent] = []
         while self._events and self._events[0][0] <= now:
             _, _, event = heapq.heappop(self._events)
-            if isinstance(event, _Copying):
-                event = self._end(event)
-            due.append(event)
+            due.append(self._end(*event) if isinstance(event, tuple) else event)
         return due
 
-    def _end(self, copying: _Copying) -> TransferEnd:
-        transfer, failed = copying
-        if not isinstance(transfer.source, RemoteBlocks):
-            return self.worker.end(transfer, failed)
-        block_ids = transfer.source.block_ids
-        peer = self._peers.get(transfer.source.peer_id)
-        if peer is None:
-            return self.worker.end(transfer, tuple(range(len(block_ids))))
-        if self._neighbours is None:
-            return self.worker.end(transfer, failed, remote={})
-        neighbour = self._neighbours.find(peer)
+    def _end(self, transfer: Transfer, fate: TransferFate) -> TransferEnd:
+        source = transfer.source
+        if not isinstance(source, RemoteBlocks):
+            return self.worker.end(transfer, fate.failed)
+        peer = self._peers.get(source.peer_id)
+        if peer is not None and self._neighbours is None:
+            return self.worker.end(transfer, fate.failed)
+        name = b"" if peer is None else peer.ranks[0].descriptors[_NEIGHBOUR]
+        neighbour = (self._neighbours or {}).get(name)
         if neighbour is None:
-            return self.worker.end(transfer, tuple(range(len(block_ids))))
-        return self.worker.end(transfer, failed, remote=neighbour.device)
+            return self.worker.end(transfer, tuple(range(len(source.block_ids))))
+        return self.worker.end(transfer, fate.failed, neighbour.memory["device"])
 
     def pollables(self) -> list[object]:
         return []
@@ -257,7 +233,7 @@ class SimExecutor:
         self._steps.clear()
         self._peers.clear()
         if self._neighbours is not None:
-            self._neighbours.leave(self._name)
+            self._neighbours.pop(self._name, None)
 
 
 class SimWorker:
@@ -276,16 +252,18 @@ class SimWorker:
         self._num_stages = num_stages
         self._check_kv = check_kv
         self.slots: dict[int, _Slot] = {}
-        self.device: dict[int, Cells] = {}
-        self._host: dict[int, Cells] = {}
-        self._disk = {} if disk is None else disk
-        self._step_writes: dict[int, set[int]] = {}
-        """Step under way -> blocks that it writes to."""
-        self._step_reads: dict[int, set[int]] = {}
-        """Step under way -> blocks that it reads."""
-        self._reading: Counter[tuple[str, int]] = Counter()
-        self._writing: set[tuple[str, int]] = set()
-        """Device blocks and host slots that transfers use."""
+        self.memory: dict[str, dict[Any, Cells]] = {
+            "device": {},
+            "host": {},
+            "disk": {} if disk is None else disk,
+        }
+        """Blocks by the two parts of their places."""
+        self._step_writes: defaultdict[int, set[_Place]] = defaultdict(set)
+        self._step_reads: defaultdict[int, set[_Place]] = defaultdict(set)
+        """Places that each step under way uses."""
+        self._reading: Counter[_Place] = Counter()
+        self._writing: set[_Place] = set()
+        """Places that transfers use."""
 
     def execute(self, plan: StepPlan, cost_s: float) -> StepResult:
         for slot_id in plan.freed_slots:
@@ -330,28 +308,26 @@ class SimWorker:
         self._step_reads.pop(step, None)
 
     def _write(self, step: int, slot: _Slot, count: int) -> None:
-        written = self._step_writes.setdefault(step, set())
         for position in range(slot.num_computed_tokens, slot.num_computed_tokens + count):
             block_id, offset = self._cell(slot, position)
-            place = ("device", block_id)
+            place: _Place = ("device", block_id)
             if place in self._writing or self._reading[place]:
                 raise ValueError(
                     f"Step {step} writes to block {block_id}, which is under transfer."
                 )
-            written.add(block_id)
-            cells = self.device.setdefault(block_id, {})
+            self._step_writes[step].add(place)
+            cells = self.memory["device"].setdefault(block_id, {})
             cells[offset] = tuple(slot.token_ids[: position + 1])
 
     def _read(self, step: int, slot_id: int, slot: _Slot) -> None:
         num_blocks = -(-slot.num_computed_tokens // self._config.block_size)
-        block_ids = slot.block_ids[:num_blocks]
-        self._step_reads.setdefault(step, set()).update(block_ids)
-        for block_id in block_ids:
+        for block_id in slot.block_ids[:num_blocks]:
+            self._step_reads[step].add(("device", block_id))
             if ("device", block_id) in self._writing:
                 raise ValueError(f"Step {step} reads block {block_id}, which is under transfer.")
         for position in range(slot.num_computed_tokens):
             block_id, offset = self._cell(slot, position)
-            cells = self.device.get(block_id, {})
+            cells = self.memory["device"].get(block_id, {})
             if cells.get(offset) != tuple(slot.token_ids[: position + 1]):
                 raise ValueError(
                     f"Slot {slot_id} would read another sequence's KV at position {position}."
@@ -369,22 +345,21 @@ class SimWorker:
         Raises:
             ValueError: something else reads what is written, or writes what is read.
         """
-        sources, targets = _places(transfer.source), _places(transfer.target)
-        early = [step for step in self._step_reads if step > transfer.after_step]
-        for step, blocks in self._step_writes.items():
-            touched = [*sources, *targets] if step in early else sources
-            if _on_device(touched, blocks):
+        sources, targets = _overwritten(transfer.source), _overwritten(transfer.target)
+        for step, written in self._step_writes.items():
+            touched = sources | targets if step > transfer.after_step else sources
+            if not touched.isdisjoint(written):
                 raise ValueError(f"{transfer} uses what step {step} writes to.")
-        for step in early:
-            if _on_device(targets, self._step_reads[step]):
+        for step, read in self._step_reads.items():
+            if step > transfer.after_step and not targets.isdisjoint(read):
                 raise ValueError(f"{transfer} writes to what step {step} reads.")
         if any(self._reading[place] for place in targets):
             raise ValueError(f"{transfer} writes to what another transfer reads.")
-        if not self._writing.isdisjoint([*sources, *targets]):
+        if not self._writing.isdisjoint(sources | targets):
             raise ValueError(f"{transfer} uses what another transfer writes to.")
         self._reading.update(sources)
-        self._writing.update(targets)
-        return len(_contents(transfer.source))
+        self._writing |= targets
+        return len(_places(transfer.source))
 
     def end(
         self,
@@ -396,62 +371,38 @@ class SimWorker:
 
         `remote` is the device of another engine, where the source is there.
         """
-        self._reading.subtract(_places(transfer.source))
-        self._writing.difference_update(_places(transfer.target))
-        target = self._memory(transfer.target)
-        is_remote = isinstance(transfer.source, RemoteBlocks)
-        source = (remote or {}) if is_remote else self._memory(transfer.source)
+        self._reading.subtract(_overwritten(transfer.source))
+        self._writing -= _overwritten(transfer.target)
         not_copied = []
-        both = zip(_contents(transfer.source), _contents(transfer.target), strict=True)
-        for index, (read, written) in enumerate(both):
-            cells = source.get(read)
-            if index in failed or (cells is None and isinstance(transfer.source, DiskObjects)):
+        both = zip(_places(transfer.source), _places(transfer.target), strict=True)
+        for index, ((kind, read), (target_kind, written)) in enumerate(both):
+            cells = (remote or {}).get(read) if kind == "remote" else self.memory[kind].get(read)
+            if index in failed or (cells is None and kind == "disk"):
                 not_copied.append(index)
-                target.pop(written, None)
-            elif cells is None and self._check_kv and not is_remote:
+                self.memory[target_kind].pop(written, None)
+            elif cells is None and self._check_kv and kind != "remote":
                 raise ValueError(f"{transfer} reads {read!r}, where nothing is.")
             else:
-                target[written] = dict(cells or {})
+                self.memory[target_kind][written] = dict(cells or {})
         error = "it was not to be" if not_copied else ""
         return TransferEnd(transfer.transfer_id, transfer.generation, not_copied, error)
 
-    def _memory(self, place: TransferPlace) -> dict[Any, Cells]:
-        match place:
-            case DeviceBlocks():
-                return self.device
-            case HostSlots():
-                return self._host
-            case DiskObjects():
-                return self._disk
-            case RemoteBlocks():
-                raise ValueError("Another engine's memory is not this worker's.")
 
-
-def _contents(place: TransferPlace) -> Sequence[int | bytes]:
+def _places(place: TransferPlace) -> list[_Place]:
     match place:
-        case DeviceBlocks():
-            return place.block_ids
-        case HostSlots():
-            return place.slots
-        case DiskObjects():
-            return place.keys
-        case RemoteBlocks():
-            return place.block_ids
+        case DeviceBlocks(block_ids):
+            return [("device", block_id) for block_id in block_ids]
+        case HostSlots(slots):
+            return [("host", slot) for slot in slots]
+        case DiskObjects(keys):
+            return [("disk", key) for key in keys]
+        case RemoteBlocks(_, block_ids):
+            return [("remote", block_id) for block_id in block_ids]
 
 
-def _places(place: TransferPlace) -> list[tuple[str, int]]:
-    """Cells that are overwritten in place. Objects on disk are not: a new object replaces the old one at once."""
-    match place:
-        case DeviceBlocks():
-            return [("device", block_id) for block_id in place.block_ids]
-        case HostSlots():
-            return [("host", slot) for slot in place.slots]
-        case DiskObjects() | RemoteBlocks():
-            return []
-
-
-def _on_device(places: Sequence[tuple[str, int]], blocks: set[int]) -> bool:
-    return any(name == "device" and number in blocks for name, number in places)
+def _overwritten(place: TransferPlace) -> set[_Place]:
+    """Places that are overwritten bit by bit. Objects on disk are not: a new one replaces the old one at once."""
+    return set() if isinstance(place, DiskObjects | RemoteBlocks) else set(_places(place))
 
 
 class _Slot:

@@ -374,7 +374,7 @@ class HandoffOptions:
             return None
         if cluster_key_file is None:
             raise ConfigError(
-                f"--role {role} needs --cluster-key-file, a secret that all hosts have in common."
+                f"--role {role} needs --cluster-key-file, a file with the secret that all hosts share."
             )
         if self.kv_port + num_replicas - 1 > 65535:
             raise ConfigError(
@@ -382,7 +382,7 @@ class HandoffOptions:
             )
         if self.kv_port and not role.holds_kv:
             raise ConfigError(
-                "--kv-port needs --role prefill or both: decode hosts ask, nobody asks them."
+                "--kv-port needs --role prefill or both; no host fetches KV from a decode host."
             )
         transports = tuple(name.strip() for name in self.kv_transports.split(","))
         if len(set(transports)) < len(transports) or not set(transports) <= TRANSPORTS.keys():

@@ -117,7 +117,7 @@ class HostServer:
         except zmq.ZMQError as error:
             self._socket.close()
             raise ConfigError(
-                f"--advertise: routers cannot be listened to on {address.removeprefix('tcp://')} "
+                f"--advertise: this host cannot listen for routers on {address.removeprefix('tcp://')} "
                 f"({error.strerror}); name an address of this host, with a port that is free or without one."
             ) from None
         self.port = self._socket.port

@@ -180,6 +180,6 @@ def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, f
         msgspec.convert(found, SamplingParams).checked()
     except (msgspec.ValidationError, InvalidRequestError) as error:
         raise ConfigError(
-            f"{str(path)!r} prefers sampling that is not possible: {error}."
+            f"{str(path)!r} has sampling parameters that are not possible: {error}."
         ) from None
     return found

@@ -181,7 +181,7 @@ def open_directory(root: Path, manifest: Manifest) -> Path:
     directory = root / manifest.digest
     try:
         if root.exists() and not root.is_dir():
-            raise ConfigError(f"{root} is to hold KV blocks, but is not a directory.")
+            raise ConfigError(f"KV blocks cannot be kept in {root}, which is not a directory.")
         if (root / MANIFEST_NAME).exists():
             above = root.absolute().parent
             raise ConfigError(
@@ -260,7 +260,7 @@ def _check_owner(directory: Path) -> None:
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{directory} is to hold KV blocks, but is not a directory.")
+        raise ConfigError(f"KV blocks cannot be kept in {directory}, which is not a directory.")
     if found.st_uid != os.geteuid():
         raise ConfigError(
             f"{directory} belongs to another user, who could put anything there; "
@@ -446,6 +446,10 @@ class FoundFile(NamedTuple):
     def is_stale(self, now: float) -> bool:
         """True if the file is so old that no process can still be writing it."""
         return now - self.used_at > _STALE_AFTER_S
+
+    def is_left_over(self, now: float) -> bool:
+        """True if a killed writer left the file."""
+        return self.is_temporary and self.is_stale(now)
 
 
 def object_directories(root: str) -> list[str]:

@@ -78,9 +78,10 @@ def build_tiers(
     config: KVTiersConfig | None,
     ready: WorkerReady,
     pool: BlockPool,
+    ledger: TransferLedger,
     clock: Clock,
     recorder: CacheRecorder | None = None,
-    open_remote: Callable[[TransferLedger], KVConnector] | None = None,
+    remote: KVConnector | None = None,
     *,
     fail_on_load_failure: bool = False,
     open_scanner: Callable[[Sequence[KVDirectory], Clock], DiskScanner] = DiskScanner,
@@ -88,10 +89,9 @@ def build_tiers(
 ) -> TieredKVConnector | None:
     """Returns the tiers below `pool`, nearest first; None if there are none.
 
-    `open_remote` makes the connector to other engines, the farthest of all. `epoch_s` is the time at which the
+    `remote` is the connector to other engines, the farthest of all. `epoch_s` is the time at which the
     clock read 0, in seconds since 1970; None asks the system.
     """
-    ledger = TransferLedger(pool)
     if epoch_s is None:
         epoch_s = time.time() - clock.now()
     context = TierContext(config, ready, ledger, clock, recorder, open_scanner, epoch_s)
@@ -100,8 +100,8 @@ def build_tiers(
         tier = build(context, connectors)
         if tier is not None:
             connectors.append(tier)
-    if open_remote is not None:
-        connectors.append(open_remote(ledger))
+    if remote is not None:
+        connectors.append(remote)
     if not connectors:
         return None
     host = _host_of(connectors)

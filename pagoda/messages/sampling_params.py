@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         try:
             params = msgspec.convert(fields, SamplingParams)
         except msgspec.ValidationError as error:
-            raise InvalidRequestError(f"a sampling parameter is not right: {error}.") from None
+            raise InvalidRequestError(f"a sampling parameter is invalid: {error}.") from None
         params._check_ranges()
         return params
 

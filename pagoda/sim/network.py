@@ -50,7 +50,7 @@ class SimNetwork:
     """Network of simulated engines. Messages arrive as `fate` says; by default at once."""
 
     def __init__(self, clock: Clock, fate: Fate = lambda _: (0.0,)) -> None:
-        self.neighbours = SimNeighbours()
+        self.neighbours: SimNeighbours = {}
         self._clock = clock
         self._fate = fate
         self._numbers = count(1)

@@ -168,7 +168,9 @@ def test_parts_that_do_not_fit_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"name the first one, big-00001-of-00003\.gguf"):
         read_gguf(paths[1])
     paths[2].unlink()
-    with pytest.raises(ConfigError, match=r"goes on in big-00003-of-00003\.gguf, which is missing"):
+    with pytest.raises(
+        ConfigError, match=r"continues in big-00003-of-00003\.gguf, which is missing"
+    ):
         read_gguf(paths[0])
     paths[2].write_bytes(paths[1].read_bytes())
     with pytest.raises(ConfigError, match=r"tensor part1\.a is in another part already"):

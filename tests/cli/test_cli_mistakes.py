@@ -109,7 +109,7 @@ MISTAKES = [
     ("serve KEY --role=decode --advertise=[::1]", "--advertise must be .* an IPv4"),
     ("serve KEY --join=[::1]:1 --advertise=a", "--join must be .* an IPv4 address"),
     ("serve KEY --join=a:1 --advertise=a/b", "--advertise must be HOST or HOST:PO"),
-    ("route", "pagoda route needs --cluster-key-file, a file that all hosts and routers"),
+    ("route", "pagoda route needs --cluster-key-file, a file with the secret that hosts"),
     (
         "route KEY --discovery=etcd://h:1/p --join-listen=h:1",
         "--discovery and --join-listen exclude each other",

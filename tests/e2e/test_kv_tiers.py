@@ -6,18 +6,18 @@ Workers, engines and servers are killed meanwhile, and objects on disk are damag
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 import pytest
+from kv_tiers import mount, small_file_system
 from streams import bodies, children, stream_all, until_more
 from tiers import (
     BLOCK_SIZE,
@@ -135,35 +135,15 @@ async def test_worker_and_engine_may_die(copy: Path, expected: Expected) -> None
     assert loaded["disk", "loaded"] > 0
 
 
-def flip_payload(path: Path) -> None:
+def flip(path: Path, offset: int | None = None) -> None:
+    """Changes a byte, by default one in the middle, which is of the payload."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
+    data[len(data) // 2 if offset is None else offset] ^= 0x10
     path.write_bytes(data)
 
 
-def flip_header(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[1] ^= 1
-    path.write_bytes(data)
-
-
-def other_version(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[8] ^= 0xFF
-    path.write_bytes(data)
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def grow(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"more")
+def truncate(path: Path, share: float) -> None:
+    os.truncate(path, int(share * path.stat().st_size))
 
 
 def of_another_key(path: Path) -> None:
@@ -172,32 +152,22 @@ def of_another_key(path: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
-def make_directory(path: Path) -> None:
+def replace(path: Path, make: Callable[[Path], None]) -> None:
     path.unlink()
-    path.mkdir()
+    make(path)
 
 
-def dangle(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def make_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-DAMAGES = [
-    flip_payload,
-    flip_header,
-    other_version,
-    cut,
-    empty,
-    grow,
+DAMAGES: list[Callable[[Path], None]] = [
+    flip,
+    lambda path: flip(path, 1),  # of the header
+    lambda path: flip(path, 8),  # of the version
+    lambda path: truncate(path, 0.5),
+    lambda path: truncate(path, 0),
+    lambda path: truncate(path, 1.5),
     of_another_key,
-    make_directory,
-    dangle,
-    make_pipe,
+    lambda path: replace(path, Path.mkdir),
+    lambda path: replace(path, lambda it: it.symlink_to("nowhere")),
+    lambda path: replace(path, os.mkfifo),
 ]
 
 
@@ -245,7 +215,7 @@ async def test_a_request_may_fail_instead_of_being_computed_again(
     """Once: what is damaged is removed, and the next request computes it. As ever, the log says why it failed."""
     index = next(index for index, keys in enumerate(expected.keys) if len(keys) > 9)
     [damaged] = objects(copy)[expected.keys[index][5]]
-    flip_payload(damaged)
+    flip(damaged)
     body = QUESTIONS[index].body("pagoda-tiny")
     fail = [*flags(copy, host_blocks=0), "--kv-load-failure", "fail"]
     with server_process(fail) as server:
@@ -278,15 +248,6 @@ def test_the_manifest_of_other_blocks_is_refused(copy: Path) -> None:
     assert f"{manifest} is that of other blocks, of pagoda_tiny" in error
 
 
-def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
-    with mounted(tmp_path / "locked", "4m") as locked:
-        subprocess.run(["mount", "-o", "remount,ro", str(locked)], check=True)
-        code, error = serve(*flags(locked / "kv", kv_disk_bytes="1MiB"))
-    assert code == 2
-    assert error.count("\n") == 1
-    assert "this user may not read and write" in error
-
-
 def test_what_a_server_wrote_can_be_looked_into(copy: Path, expected: Expected) -> None:
     def kv(command: str) -> tuple[int, str]:
         arguments = [sys.executable, "-m", "pagoda", "kv", command, str(copy)]
@@ -300,7 +261,7 @@ def test_what_a_server_wrote_can_be_looked_into(copy: Path, expected: Expected) 
     assert f"{count} blocks" in listed
     assert kv("verify") == (0, f"{count} blocks checked, none damaged.\n")
     [damaged] = objects(copy)[expected.keys[-1][0]]
-    flip_payload(damaged)
+    flip(damaged)
     code, found = kv("verify")
     assert code == 1
     assert f"{damaged}: its checksum is wrong" in found
@@ -319,27 +280,10 @@ def test_a_directory_that_vanishes_is_a_miss(
     assert "WARNING" in capfd.readouterr().err
 
 
-@contextlib.contextmanager
-def mounted(directory: Path, size: str) -> Iterator[Path]:
-    """A small file system of its own; only root can make one."""
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
-    try:
-        done = subprocess.run(mount, capture_output=True)
-    except OSError:
-        pytest.skip("there is no mount here")
-    if done.returncode != 0:
-        pytest.skip("this user cannot mount a file system")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
-
-
 def test_a_full_disk_stops_writing_only(
     tmp_path: Path, expected: Expected, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with mounted(tmp_path / "small", "8m") as small:
+    with small_file_system(tmp_path / "small", "8m") as small:
         (small / "ballast").write_bytes(bytes(6 * 2**20))
         with server_process(flags(small / "kv", kv_disk_bytes="7MiB")) as server:
             passes = [asyncio.run(ask_all(server.base_url, QUESTIONS)) for _ in range(2)]
@@ -357,13 +301,13 @@ def test_a_full_disk_stops_writing_only(
 def test_a_file_system_that_becomes_read_only_is_read_still(
     kept: Kept, tmp_path: Path, expected: Expected, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with mounted(tmp_path / "locked", "256m") as locked:
+    with small_file_system(tmp_path / "locked", "256m") as locked:
         some = shutil.copytree(kept.directory, locked / "kv")
         for path in sorted(some.glob("*/??"))[::2]:
             shutil.rmtree(path)
         with server_process(flags(some, host_blocks=0, kv_disk_bytes="200MiB")) as server:
             asyncio.run(ask_all(server.base_url, FEW))
-            subprocess.run(["mount", "-o", "remount,ro", str(locked)], check=True)
+            mount("-o", "remount,ro", str(locked))
             replies = asyncio.run(ask_all(server.base_url, QUESTIONS))
             counts = asyncio.run(figures(server.base_url))
     assert messages(replies) == expected.messages

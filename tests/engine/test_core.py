@@ -6,8 +6,7 @@ from harness import Harness, assert_complete, make_request
 from mortal_executor import SpeakingExecutor, speaking
 
 from pagoda.engine.config import EngineConfig, SimConfig
-from pagoda.engine.core import EngineCore
-from pagoda.engine.worker_restarts import MAX_IDLE_LOSSES, STABLE_S
+from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor

@@ -5,12 +5,14 @@ import pytest
 from harness import Harness, assert_complete, expected_tokens, make_request, make_scheduler
 
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.quarantine import MAX_CRASHES
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.places import MAX_CRASHES
 from pagoda.engine.request import OrderKey
 from pagoda.engine.scheduler import Scheduler
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import Capabilities, StepPlan, StepResult
+from pagoda.messages.worker import Capabilities, StepPlan, StepResult, WorkerReady
+from pagoda.messages.worker_config import WorkerConfig
 
 
 @pytest.fixture
@@ -135,15 +137,23 @@ def test_a_budget_below_the_batch_multiple_is_raised_to_it() -> None:
         max_model_len=64,
         batch_multiple=8,
     )
+    worker = WorkerReady(
+        capabilities=capabilities,
+        num_blocks=9,
+        block_size=16,
+        max_model_len=99,
+        vocab_size=9,
+        summary="",
+    )
+    config = EngineConfig(worker=WorkerConfig(model="m"), max_num_seqs=9)
     limits = [
         SchedulerLimits.within(
-            capabilities, max_num_seqs=9, max_num_batched_tokens=budget, max_model_len=99
+            msgspec.structs.replace(config, max_num_batched_tokens=budget), worker
         )
         for budget in (5, 30, 1000)
     ]
     assert [one.max_num_batched_tokens for one in limits] == [8, 24, 96]
-    assert {one.max_num_seqs for one in limits} == {4}
-    assert {one.max_model_len for one in limits} == {64}
+    assert {(one.max_num_seqs, one.max_model_len) for one in limits} == {(4, 64)}
 
 
 def test_a_blocked_head_is_looked_at_again_only_when_something_became_free(

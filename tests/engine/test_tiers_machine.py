@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections import deque
-
-from harness import VOCAB_SIZE, assert_nothing_under_way, check_books, expected_tokens
+from harness import VOCAB_SIZE, assert_nothing_under_way, check_books
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, SchedulerRules
 from sim_disk import SimDisk
 
 from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.config import KVTiersConfig, SimConfig
+from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.scheduler import Scheduler
-from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.kv.tiers import build_tiers
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
-from pagoda.messages.sampling_params import SamplingParams
+from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
-from pagoda.messages.worker import Capabilities, StepResult, WorkerReady
+from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.pd.connector import Failed
 
-MAX_MODEL_LEN = 32
-BLOCK_SIZE = 4
 DOCUMENTS = ([0] * MAX_MODEL_LEN, [0, 1] * (MAX_MODEL_LEN // 2), [1] * MAX_MODEL_LEN)
 
 
-class TiersMachine(RuleBasedStateMachine):
+class TiersMachine(SchedulerRules):
+    max_in_flight = 3
+
     @initialize(
         extra_blocks=st.integers(0, 4),
         max_num_seqs=st.integers(1, 3),
@@ -59,7 +56,6 @@ class TiersMachine(RuleBasedStateMachine):
         )
         self.clock = VirtualClock()
         self.disk = SimDisk(lambda: 1.0)
-        self.sim = SimConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE)
         self.ready = WorkerReady(
             capabilities=Capabilities(
                 block_sizes=(BLOCK_SIZE,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
@@ -78,6 +74,7 @@ class TiersMachine(RuleBasedStateMachine):
             config,
             self.ready,
             kv.pool,
+            TransferLedger(kv.pool),
             self.clock,
             open_scanner=lambda _, clock: self.disk.open(clock),
             epoch_s=1e9,
@@ -85,24 +82,14 @@ class TiersMachine(RuleBasedStateMachine):
         )
         assert tiers is not None
         self.tiers: TieredKVConnector = tiers
-        self.scheduler = Scheduler(limits, kv, self.clock, tiers)
-        self.start_the_worker()
         self.told: list[TransferEnd] = []
-        self.fails = fails
-        self.requests: dict[str, GenerateRequest] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.count = 0
+        self.may_fail = fails
+        self.begin(Scheduler(limits, kv, self.clock, tiers), self.disk.objects)
 
     def start_the_worker(self) -> None:
-        self.worker = SimWorker(
-            self.sim,
-            check_kv=True,
-            num_stages=self.scheduler.limits.num_stages,
-            disk=self.disk.objects,
-        )
-        self.results: deque[StepResult] = deque()
+        assert_nothing_under_way(self.tiers)
+        super().start_the_worker()
         self.transfers: list[Transfer] = []
-        self.executed_step = self.scheduler.batcher.next_step - 1
         self.tiers.workers_ready(self.ready)
 
     @rule(
@@ -115,25 +102,8 @@ class TiersMachine(RuleBasedStateMachine):
     def add(
         self, document: list[int], length: int, tail: list[int], max_tokens: int, priority: int
     ) -> None:
-        self.count += 1
-        request = GenerateRequest(
-            request_id=f"r{self.count}",
-            prompt_token_ids=[*document[:length], *tail][: MAX_MODEL_LEN - 1],
-            sampling=SamplingParams(seed=self.count, max_tokens=max_tokens),
-            priority=priority,
-        )
-        assert self.scheduler.add(request) == []
-        self.requests[request.request_id] = request
-        self.tokens[request.request_id] = []
-        self.submit_transfers()
-
-    @precondition(lambda self: len(self.scheduler.in_flight) < 3)
-    @rule()
-    def schedule(self) -> None:
-        self.turn()
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.results.append(self.worker.execute(plan, 0.0))
+        prompt = [*document[:length], *tail][: MAX_MODEL_LEN - 1]
+        self.arrive(prompt, max_tokens, priority)
         self.submit_transfers()
 
     def submit_transfers(self) -> None:
@@ -142,15 +112,6 @@ class TiersMachine(RuleBasedStateMachine):
             assert transfer.after_step < self.scheduler.batcher.next_step
             self.worker.begin(transfer)
             self.transfers.append(transfer)
-
-    @precondition(lambda self: self.results)
-    @rule()
-    def deliver(self) -> None:
-        result = self.results.popleft()
-        self.worker.step_done(result.step)
-        self.executed_step = result.step
-        self.take(self.scheduler.update(result))
-        self.submit_transfers()
 
     @precondition(lambda self: self.transfers)
     @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
@@ -191,9 +152,7 @@ class TiersMachine(RuleBasedStateMachine):
     def run(self, rounds: int) -> None:
         """All goes well for a while, so that there is something in the tiers."""
         for _ in range(rounds):
-            self.schedule()
-            if self.results:
-                self.deliver()
+            super().go_on()
             for transfer in list(self.transfers):
                 if transfer.after_step <= self.executed_step:
                     self.end(transfer)
@@ -212,56 +171,25 @@ class TiersMachine(RuleBasedStateMachine):
         del self.requests[request_id]
         self.submit_transfers()
 
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        assert self.scheduler.abort(request_id)
-        del self.requests[request_id]
-
-    @rule()
-    def lose_the_worker(self) -> None:
-        self.take(self.scheduler.recover())
-        assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
-        assert_nothing_under_way(self.tiers)
-        self.start_the_worker()
-
-    def take(self, chunks: list[TokenChunk]) -> None:
-        for chunk in chunks:
-            request = self.requests[chunk.request_id]
-            self.tokens[chunk.request_id] += chunk.token_ids
-            whole = expected_tokens(request, MAX_MODEL_LEN)
-            so_far = self.tokens[chunk.request_id]
-            assert so_far == whole[: len(so_far)]
-            if chunk.finish_reason is FinishReason.ERROR:
-                assert "worker died" in (chunk.error or "") or self.fails
-            elif chunk.finish_reason is not None:
-                assert so_far == whole
-            if chunk.finish_reason is not None:
-                del self.requests[chunk.request_id]
-
     @invariant()
     def always_true(self) -> None:
         check_books(self.scheduler)
-        assert set(self.scheduler.requests) == set(self.requests)
         for request in self.scheduler.requests.values():
-            assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens
             assert (request.prefix is None) == (request.slot is not None)
 
-    def teardown(self) -> None:
-        """All requests that are left complete, nothing is stuck and nothing stays behind."""
-        if not hasattr(self, "scheduler"):
-            return
+    @property
+    def is_busy(self) -> bool:
+        return super().is_busy or bool(self.transfers)
+
+    def go_on(self) -> None:
+        self.run(1)
+        self.wait(1.5)
         self.turn()
-        for _ in range(2000):
-            if not (self.scheduler.requests or self.results or self.transfers):
-                break
-            self.run(1)
-            self.wait(1.5)
-            self.turn()
-        assert not self.scheduler.requests
-        assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
-        assert_nothing_under_way(self.tiers)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "scheduler"):
+            assert_nothing_under_way(self.tiers)
 
 
 TestTiersMachine = TiersMachine.TestCase

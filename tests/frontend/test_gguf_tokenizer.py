@@ -353,7 +353,9 @@ def test_sampling_preferences(tmp_path: Path) -> None:
     assert text.default_sampling == {"temperature": 0.5, "top_k": 20}
     assert load_text(files, simulated=True, chat_template=None).default_sampling == {}
     path = write_tokenizer(tmp_path / "t.gguf", gpt2(), {**keys, "general.sampling.temp": -1.0})
-    with pytest.raises(ConfigError, match=r"t\.gguf' prefers sampling that is not possible"):
+    with pytest.raises(
+        ConfigError, match=r"t\.gguf' has sampling parameters that are not possible"
+    ):
         load_gguf_text(path)
 
 

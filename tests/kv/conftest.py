@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from kv_tiers import mount, mounted, small_file_system, small_manifest
 
 from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 
 
 @pytest.fixture
 def manifest() -> Manifest:
-    return Manifest(
-        model="some-model",
-        model_digest="5eed",
-        dtype="float32",
-        kv_dtype="float32",
-        quantization="none",
-        arithmetic="cpu (avx512)",
-        layout="layer, side, head, token, element",
-        block_size=16,
-        payload_bytes=10_000,
-    )
+    return small_manifest()
 
 
 @pytest.fixture
@@ -54,32 +44,13 @@ def _without_permission(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _read_only_mount(directory: Path) -> Iterator[None]:
-    _mount("--bind", str(directory), str(directory))
-    try:
-        _mount("-o", "remount,ro,bind", str(directory))
+    with mounted(directory, "--bind", str(directory)):
+        mount("-o", "remount,ro,bind", str(directory))
         yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    _mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", str(directory))
-    try:
+    with small_file_system(tmp_path / "disk", "256k") as directory:
         yield directory
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
-
-
-def _mount(*arguments: str) -> None:
-    try:
-        done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if done.returncode:
-        pytest.skip(f"root may not mount here: {done.stderr.strip()}")

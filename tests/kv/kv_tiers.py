@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
+from pagoda.kv.objects import Manifest
 from pagoda.messages.transfers import Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, WorkerReady
 
@@ -48,3 +56,46 @@ def cached_blocks_of(
 
 def end_of(transfer: Transfer, failed: list[int] | None = None, error: str = "") -> TransferEnd:
     return TransferEnd(transfer.transfer_id, transfer.generation, failed or [], error)
+
+
+def small_manifest(payload_bytes: int = 10_000, **fields: object) -> Manifest:
+    return Manifest(
+        **{
+            "model": "some-model",
+            "model_digest": "5eed",
+            "dtype": "float32",
+            "kv_dtype": "float32",
+            "quantization": "none",
+            "arithmetic": "cpu (avx512)",
+            "layout": "layer, side, head, token, element",
+            "block_size": 16,
+            "payload_bytes": payload_bytes,
+            **fields,
+        }
+    )
+
+
+def mount(*arguments: str) -> None:
+    """Skips the test if this user, or this system, cannot mount."""
+    try:
+        done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"this user may not mount here: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, *arguments: str) -> Iterator[None]:
+    mount(*arguments, str(directory))
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+@contextlib.contextmanager
+def small_file_system(directory: Path, size: str) -> Iterator[Path]:
+    directory.mkdir()
+    with mounted(directory, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
+        yield directory

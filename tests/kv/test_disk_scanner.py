@@ -144,29 +144,19 @@ def listed(news: Sequence[News], directory: int = OWN) -> dict[int, set[bytes]]:
 def test_all_objects_are_found_with_the_time_of_their_last_use(
     own: KVDirectory, keep: Open
 ) -> None:
-    for number, key in enumerate(KEYS):
-        put(own, [key], age_s=1000 * number)
+    ages = {key: 1000 * number for number, key in enumerate(KEYS)}
+    ages[KEYS[3]], ages[KEYS[7]] = -(10**9), int(time.time()) + 5000  # times that cannot be
+    for key, age_s in ages.items():
+        put(own, [key], age_s=age_s)
     news = keep(own).until(ScanEnded)
     assert found(news) == set(KEYS)
     assert listed(news) == {
         fan_out: {key for key in KEYS if key[0] == fan_out} for fan_out in range(5)
     }
-    used_at = {
-        key: at
-        for item in news
-        if isinstance(item, ObjectsFound)
-        for key, at in item.used_at.items()
-    }
-    for number, key in enumerate(KEYS):
-        assert used_at[key] == pytest.approx(time.time() - 1000 * number, abs=30)
-
-
-def test_times_that_cannot_be_are_brought_into_range(own: KVDirectory, keep: Open) -> None:
-    put(own, [KEYS[0]], age_s=-(10**9))
-    put(own, [KEYS[5]])
-    os.utime(path_of(own, KEYS[5]), (-5000, -5000))
-    (item,) = [item for item in keep(own).until(ScanEnded) if isinstance(item, ObjectsFound)]
-    assert item.used_at == {KEYS[0]: pytest.approx(time.time(), abs=30), KEYS[5]: 0}
+    for item in news:
+        for key, at in item.used_at.items() if isinstance(item, ObjectsFound) else ():
+            wanted = max(0, min(time.time(), time.time() - ages[key]))
+            assert at == pytest.approx(wanted, abs=30)
 
 
 def test_foreign_files_are_no_objects_and_are_left_alone(own: KVDirectory, keep: Open) -> None:
@@ -231,36 +221,39 @@ def test_directories_of_other_models_are_found_behind_the_own_one(
     assert kinds == sorted(kinds)
 
 
-def test_a_directory_whose_manifest_means_nothing_is_left_out_with_a_warning(
-    own: KVDirectory, other: KVDirectory, keep: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    put(other, KEYS)
-    (Path(other.path) / MANIFEST_NAME).write_text('{"format_version": 9}')
-    assert [type(item) for item in keep(own).until(ScanEnded)] == [ScanEnded]
-    assert caplog.text.count("its manifest cannot be understood") == 1
-
-
 @pytest.mark.parametrize(
     "content",
-    [b'{"model": "\xff"}', b"[" * 60_000, b'{"payload_bytes": -1000000000000}', b""],
-    ids=["no-text", "deep", "negative", "empty"],
+    [
+        b'{"format_version": 9}',
+        b'{"model": "\xff"}',
+        b"[" * 60_000,
+        b'{"payload_bytes": -1000000000000}',
+        b"",
+        None,
+    ],
+    ids=["version", "no-text", "deep", "negative", "empty", "pipe"],
 )
-def test_no_content_of_a_manifest_ends_the_thread(
-    own: KVDirectory, other: KVDirectory, keep: Open, content: bytes
+def test_a_directory_whose_manifest_means_nothing_is_left_out_with_a_warning(
+    own: KVDirectory,
+    other: KVDirectory,
+    keep: Open,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes | None,
 ) -> None:
-    (Path(other.path) / MANIFEST_NAME).write_bytes(content)
+    manifest = Path(other.path) / MANIFEST_NAME
+    if content is None:
+        manifest.unlink()
+        os.mkfifo(manifest)
+    else:
+        manifest.write_bytes(content)
     put(own, KEYS)
+    put(other, KEYS)
     keeper = keep(own)
-    assert found(keeper.until(ScanEnded)) == set(KEYS)
+    news = keeper.until(ScanEnded)
+    assert found(news) == set(KEYS)
+    assert not any(isinstance(item, DirectoryFound) for item in news)
+    assert caplog.text.count("its manifest cannot be understood") == 1
     assert keeper.probe("1", KEYS) == [ProbeAnswer("1", KEYS)]
-
-
-def test_a_manifest_that_is_a_pipe_is_not_waited_for(
-    own: KVDirectory, other: KVDirectory, keep: Open
-) -> None:
-    (Path(other.path) / MANIFEST_NAME).unlink()
-    os.mkfifo(Path(other.path) / MANIFEST_NAME)
-    assert [type(item) for item in keep(own).until(ScanEnded)] == [ScanEnded]
 
 
 def test_work_that_breaks_is_answered_and_other_work_goes_on(
@@ -307,29 +300,19 @@ def test_other_ranks_are_part_of_the_own_directory(
         assert [path_of(directory, key).exists() for key in KEYS[:4]] == [False, False, True, True]
 
 
-def test_objects_are_removed_from_the_directory_that_is_meant(
-    own: KVDirectory, other: KVDirectory, keep: Open
-) -> None:
-    put(own, KEYS)
-    put(other, KEYS)
-    keeper = keep(own, is_scanned=True)
-    keeper.remove(1, KEYS)
-    assert all(path_of(own, key).exists() for key in KEYS)
-    assert not any(path_of(other, key).exists() for key in KEYS)
-
-
-def test_many_removals_are_told_in_parts(own: KVDirectory, keep: Open) -> None:
+def test_many_removals_are_told_in_parts(own: KVDirectory, other: KVDirectory, keep: Open) -> None:
     keys = [number.to_bytes(32) for number in range(600)]
-    put(own, keys)
+    for directory in (own, other):
+        put(directory, keys)
     keeper = keep(own, is_scanned=True)
-    keeper.thread.remove(OWN, keys)
+    keeper.thread.remove(1, keys)
     removed: list[bytes] = []
     while len(removed) < len(keys):
         parts = [item for item in keeper.until(Removed) if isinstance(item, Removed)]
         assert all(len(part.keys) <= 256 for part in parts)
         removed += [key for part in parts for key in part.keys]
     assert removed == keys
-    assert not list(Path(own.path).glob("*/*"))
+    assert [len(list(Path(it.path).glob("*/*"))) for it in (own, other)] == [600, 0]
 
 
 def test_what_cannot_be_removed_is_told_as_well(
@@ -342,15 +325,6 @@ def test_what_cannot_be_removed_is_told_as_well(
         assert [len(item.keys) for item in keeper.until(Removed)] == [len(KEYS) + 1]
     assert all(path_of(own, key).exists() for key in KEYS)
     assert caplog.text.count("WARNING") == 1
-
-
-def test_a_probe_finds_objects_up_to_the_first_that_is_not_there(
-    own: KVDirectory, keep: Open
-) -> None:
-    keeper = keep(own, is_scanned=True)
-    put(own, [*KEYS[:3], *KEYS[4:6]])
-    assert keeper.probe("5", KEYS) == [ProbeAnswer("5", KEYS[:3])]
-    assert keeper.probe("6", KEYS[3:]) == [ProbeAnswer("6", [])]
 
 
 def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
@@ -379,16 +353,17 @@ def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
     assert sorted(answers) == [ProbeAnswer("0", []), ProbeAnswer("3", [])]
 
 
-def test_a_probe_does_not_take_everything_for_an_object(own: KVDirectory, keep: Open) -> None:
+def test_a_probe_finds_objects_up_to_the_first_that_is_none(own: KVDirectory, keep: Open) -> None:
     keeper = keep(own, is_scanned=True)
-    put(own, KEYS[:1])
-    os.truncate(path_of(own, KEYS[0]), 7)
-    path_of(own, KEYS[1]).parent.mkdir()
-    path_of(own, KEYS[1]).mkdir()
-    path_of(own, KEYS[2]).parent.mkdir()
-    path_of(own, KEYS[2]).symlink_to("/dev/zero")
-    for number in range(3):
-        assert keeper.probe(str(number), KEYS[number:]) == [ProbeAnswer(str(number), [])]
+    put(own, [*KEYS[:4], *KEYS[5:9:2]])
+    os.truncate(path_of(own, KEYS[3]), 7)
+    path_of(own, KEYS[6]).mkdir()
+    path_of(own, KEYS[8]).symlink_to("/dev/zero")
+    for number, num_found in enumerate([3, 2, 1, 0, 0, 1, 0, 1, 0]):
+        name = str(number)
+        assert keeper.probe(name, KEYS[number:]) == [
+            ProbeAnswer(name, KEYS[number : number + num_found])
+        ]
 
 
 def test_probes_are_answered_while_nobody_takes_what_a_scan_finds(
@@ -449,21 +424,16 @@ def test_a_rescan_tells_one_by_one_only_what_was_used_since(own: KVDirectory, ke
 
 
 def test_a_fan_out_directory_that_has_just_changed_is_listed_again(
-    own: KVDirectory, keep: Open
-) -> None:
-    put(own, KEYS[:1])
-    keeper = keep(own, is_scanned=True)
-    # Within one tick of the file system's clock a second change leaves the same time.
-    assert listed(keeper.rescan()) == {0: {KEYS[0]}}
-
-
-def test_nobody_misses_the_directory_of_another_model(
     own: KVDirectory, other: KVDirectory, keep: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
+    put(own, KEYS[:1])
     put(other, KEYS)
     keeper = keep(own, is_scanned=True)
-    shutil.rmtree(other.path)
-    assert listed(keeper.rescan(), 1) == {fan_out: set() for fan_out in range(5)}
+    shutil.rmtree(other.path)  # nobody misses it
+    news = keeper.rescan()
+    # Within one tick of the file system's clock a second change leaves the same time.
+    assert listed(news) == {0: {KEYS[0]}}
+    assert listed(news, 1) == {fan_out: set() for fan_out in range(5)}
     assert not caplog.messages
 
 

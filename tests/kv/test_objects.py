@@ -181,11 +181,11 @@ def open_to_others(mode: int) -> Callable[[Path, Manifest], None]:
 @pytest.mark.parametrize(
     ("prepare", "sentence"),
     [
-        (make_file, r"kv is to hold KV blocks, but is not a directory\.$"),
+        (make_file, r"kept in .*kv, which is not a directory\.$"),
         (lambda *_: Path(__file__) / "kv", r"cannot be kept in .*/kv: Not a directory\.$"),
         (name_one_model, r"name the one above it, .*/kv\.$"),
         (put_another_manifest, "is that of other blocks, of other-model"),
-        (link_elsewhere, "but is not a directory"),
+        (link_elsewhere, "which is not a directory"),
         *((open_to_others(mode), r"by other users.*`chmod 700 .*/kv/") for mode in (0o770, 0o702)),
     ],
 )

@@ -283,7 +283,7 @@ def test_groups_made_on_load_are_of_the_size_asked_for() -> None:
 def test_every_rank_needs_a_channel(changes: dict[str, int], what: str) -> None:
     shards(model(**changes), 4)
     with pytest.raises(
-        ConfigError, match=f"8 is more than the {what} of the model, .* nearest that is not is 4"
+        ConfigError, match=f"8 is more than the {what} of the model, .* nearest possible size is 4"
     ):
         shards(model(**changes), 8)
 

@@ -120,21 +120,17 @@ def test_every_layout(make: MakeEngine, model: Path, backend: str, kv_dtype: str
     engine.read_and_check(SOURCES, TARGETS)
 
 
-def test_several_transfers_come_one_after_the_other(make: MakeEngine, model: Path) -> None:
-    _, engine = both(make, model, topology(tp=2), topology(tp=2))
-    ids = [engine.begin([block], [block]) for block in range(NUM_BLOCKS)]
-    ends = engine.wait(NUM_BLOCKS)
-    assert sorted(ends) == ids
-    assert all(not end.failed for several in ends.values() for end in several)
-    engine.check(range(NUM_BLOCKS), range(NUM_BLOCKS))
-
-
-def test_small_batches_copy_the_same(
+def test_several_transfers_in_small_batches(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetcher, "BATCH_BYTES", 1)
     _, engine = both(make, model, topology(tp=2), topology())
-    engine.read_and_check(SOURCES, TARGETS)
+    pieces = [range(6), range(6, 9), range(9, NUM_BLOCKS)]
+    ids = [engine.begin(blocks, blocks) for blocks in pieces]
+    ends = engine.wait(len(pieces))
+    assert sorted(ends) == ids
+    assert all(not end.failed for several in ends.values() for end in several)
+    engine.check(range(NUM_BLOCKS), range(NUM_BLOCKS))
 
 
 def test_nothing_is_written_before_the_step_is_done(make: MakeEngine, model: Path) -> None:
@@ -157,13 +153,6 @@ def all_failed(engine: Engine, sources: list[int], targets: list[int]) -> str:
     assert end.failed == list(range(len(sources)))
     assert end.error
     return end.error
-
-
-def test_a_peer_that_nobody_knows(make: MakeEngine, model: Path) -> None:
-    _, engine = both(make, model)
-    engine.remove_peer("prefill-1")
-    engine.remove_peer("prefill-1")
-    assert "nobody knows" in all_failed(engine, SOURCES, TARGETS)
 
 
 def test_a_peer_that_has_gone(make: MakeEngine, model: Path) -> None:
@@ -196,38 +185,38 @@ def test_a_transport_that_does_not_work_is_passed_over(make: MakeEngine, model: 
     engine.check(SOURCES, TARGETS)
 
 
-def test_what_is_not_named_is_not_used(make: MakeEngine, model: Path) -> None:
-    prefill = make(model, topology(), Role.PREFILL, transports=("shm",))
-    engine = make(model, topology(), Role.DECODE, transports=("tcp",))
-    engine.add_peer(prefill.peer())
-    assert "over shm, this one reads over tcp" in all_failed(engine, SOURCES, TARGETS)
-
-
-def test_another_secret(make: MakeEngine, model: Path) -> None:
-    prefill = make(model, topology(), Role.PREFILL, secret=b"another secret of theirs")
-    engine = make(model, topology(), Role.DECODE)
-    engine.add_peer(prefill.peer())
-    assert "cluster's key" in all_failed(engine, SOURCES, TARGETS)
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ({"transports": ("shm",)}, {"transports": ("tcp",)}, "over shm, this one reads over tcp"),
+        ({"secret": b"another secret of theirs"}, {}, "cluster's key"),
+        (
+            {"kv_cache_dtype": "bfloat16"},
+            {"kv_cache_dtype": "float32"},
+            "bytes per block, here they have",
+        ),
+    ],
+)
+def test_engines_that_do_not_go_together(
+    make: MakeEngine, model: Path, prefill: dict[str, Any], decode: dict[str, Any], reason: str
+) -> None:
+    engine = make(model, topology(), Role.DECODE, **decode)
+    assert "nobody knows" in all_failed(engine, SOURCES, TARGETS)
+    engine.add_peer(make(model, topology(), Role.PREFILL, **prefill).peer())
+    assert reason in all_failed(engine, SOURCES, TARGETS)
     engine.check([], [])
 
 
-def test_kv_that_does_not_fit_is_refused(make: MakeEngine, model: Path, two_heads: Path) -> None:
-    prefill = make(model, topology(), Role.PREFILL, kv_cache_dtype="bfloat16")
-    engine = make(model, topology(), Role.DECODE, kv_cache_dtype="float32")
-    assert prefill.digests != engine.digests
-    engine.add_peer(prefill.peer())
-    assert "bytes per block, here they have" in all_failed(engine, SOURCES, TARGETS)
-    half = make(two_heads, topology(), Role.PREFILL)
-    engine.add_peer(half.peer("half"))
-    engine.begin([0], [0], "half")
-    ((end,),) = engine.wait().values()
-    assert end.error
-
-
-def test_a_rank_that_is_missing(make: MakeEngine, model: Path) -> None:
-    prefill = make(model, topology(tp=2), Role.PREFILL)
+def test_kv_of_other_shapes_is_refused(make: MakeEngine, model: Path, two_heads: Path) -> None:
     engine = make(model, topology(), Role.DECODE)
-    engine.add_peer(KVPeer(peer_id="prefill-1", ranks=prefill.described()[:1]))
+    half = make(two_heads, topology(), Role.PREFILL)
+    assert half.digests != engine.digests
+    engine.add_peer(half.peer())
+    assert all_failed(engine, [0], [0])
+    whole = make(model, topology(tp=2), Role.PREFILL)
+    engine.remove_peer("prefill-1")
+    engine.remove_peer("prefill-1")
+    engine.add_peer(KVPeer(peer_id="prefill-1", ranks=whole.described()[:1]))
     assert all_failed(engine, SOURCES, TARGETS) == "it has no keys of head 2 of layer 0"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,24 +43,20 @@ class Half:
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
-        self.begun: list[Transfer] = []
-        self.told: list[tuple[str, str]] = []
-        self.has_parted = threading.Event()
-        self.has_begun = threading.Semaphore(0)
+        self.told: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self.is_closed = False
 
     def start(self, transfers: Sequence[Transfer]) -> None:
-        self.begun += transfers
-        self.told += [("begun", str(transfer.transfer_id)) for transfer in transfers]
-        self.has_begun.release()
+        for transfer in transfers:
+            self.told.put(("begun", transfer))
 
     def add_peers(self, peers: Sequence[KVPeer]) -> None:
-        self.told += [("added_peers", peer.peer_id) for peer in peers]
+        for peer in peers:
+            self.told.put(("added", peer.peer_id))
 
     def remove_peers(self, peer_ids: Sequence[str]) -> None:
-        self.told += [("removed_peers", peer_id) for peer_id in peer_ids]
-        if peer_ids:
-            self.has_parted.set()
+        for peer_id in peer_ids:
+            self.told.put(("removed", peer_id))
 
     def end(self, *ids: int) -> None:
         for transfer_id in ids:
@@ -88,16 +85,8 @@ class Engine:
         assert identity == b"kv-1"
         return self._decode(payload)
 
-    def send(
-        self,
-        transfers: list[Transfer],
-        added_peers: Sequence[KVPeer] = (),
-        removed_peers: Sequence[str] = (),
-    ) -> None:
-        payload = msgspec.msgpack.encode(
-            Transfers(transfers, list(added_peers), list(removed_peers))
-        )
-        self.socket.send_multipart([b"kv-1", payload])
+    def send(self, *args: object) -> None:
+        self.socket.send_multipart([b"kv-1", msgspec.msgpack.encode(Transfers(*args))])
 
 
 @pytest.fixture(params=["plain", "encrypted"])
@@ -128,37 +117,18 @@ def half(link: TransferThread) -> Half:
     return link.transfers
 
 
-def test_it_says_first_that_it_is_there(engine: Engine, link: TransferThread) -> None:  # noqa: ARG001
-    assert engine.receive() == TransferLink()
-
-
-def test_transfers_begin_in_order_and_end_in_any(engine: Engine, link: TransferThread) -> None:
-    engine.receive()
-    engine.send([FIRST])
-    engine.send([SECOND])
-    for _ in range(2):
-        assert half(link).has_begun.acquire(timeout=20)
-    assert half(link).begun == [FIRST, SECOND]
-    half(link).end(8)
-    assert engine.receive() == TransferEnd(8, 3)
-    half(link).end(7)
-    assert engine.receive() == TransferEnd(7, 3)
-
-
-def test_peers_are_met_before_transfers_begin_and_parted_from_behind(
+def test_transfers_and_peers_come_in_order_and_ends_go_in_any(
     engine: Engine, link: TransferThread
 ) -> None:
-    engine.receive()
-    engine.send([FIRST], added_peers=[KVPeer(peer_id="p", ranks=())], removed_peers=["q"])
-    assert half(link).has_parted.wait(20)
-    assert half(link).told == [("added_peers", "p"), ("begun", "7"), ("removed_peers", "q")]
-
-
-def test_ends_that_come_together_are_all_sent(engine: Engine, link: TransferThread) -> None:
-    engine.receive()
-    half(link).end(1, 2, 3)
-    half(link).end(4)
-    assert [engine.receive() for _ in range(4)] == [TransferEnd(n, 3) for n in (1, 2, 3, 4)]
+    assert engine.receive() == TransferLink(), "it says first that it is there"
+    engine.send([FIRST], [KVPeer(peer_id="p", ranks=())], ["q"])
+    engine.send([SECOND])
+    told = [half(link).told.get(timeout=20) for _ in range(4)]
+    assert told == [("added", "p"), ("begun", FIRST), ("removed", "q"), ("begun", SECOND)]
+    half(link).end(8)
+    assert engine.receive() == TransferEnd(8, 3)
+    half(link).end(7, 2, 3)
+    assert [engine.receive() for _ in range(3)] == [TransferEnd(n, 3) for n in (7, 2, 3)]
 
 
 def test_closing_it_closes_the_workers_half(engine: Engine, link: TransferThread) -> None:

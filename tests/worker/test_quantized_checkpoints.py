@@ -26,11 +26,11 @@ from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight, dequ
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.errors import ConfigError
+from pagoda.ipc.machine import format_bytes
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.sharding import whole
 from pagoda.model.weights import open_checkpoint
-from pagoda.worker.memory import format_bytes
 
 FORMATS: dict[str, Format] = {
     "int8": int8_format(),

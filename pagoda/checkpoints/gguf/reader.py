@@ -178,7 +178,7 @@ def _other_parts(path: Path, metadata: Fields, num_parts: int) -> Iterator[Path]
         )
     for name in names[1:]:
         if not (path.parent / name).is_file():
-            raise ConfigError(f"{path} goes on in {name}, which is missing beside it.")
+            raise ConfigError(f"{path} continues in {name}, which is missing in its directory.")
         yield path.parent / name
 
 

@@ -82,7 +82,7 @@ def read_hosts(path: Path) -> dict[str, HostRecord]:
         raise ConfigError(f"--discovery {path} is longer than {_MAX_BYTES} characters.")
     if text and not text.endswith("\n"):
         raise ConfigError(
-            f"--discovery {path} must end with a line break: who writes it may not have finished."
+            f"--discovery {path} must end with a line break; without one the file may be incomplete."
         )
     hosts: dict[str, HostRecord] = {}
     for number, line in enumerate(text.splitlines(), 1):

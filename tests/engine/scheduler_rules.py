@@ -1,0 +1,151 @@
+"""Rules and invariants that state machines of the scheduler have in common."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from harness import VOCAB_SIZE, expected_tokens
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pagoda.engine.config import SimConfig
+from pagoda.engine.scheduler import Scheduler
+from pagoda.executor.sim import Cells, SimWorker
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import StepPlan, StepResult
+
+MAX_MODEL_LEN = 32
+BLOCK_SIZE = 4
+
+
+class SchedulerRules(RuleBasedStateMachine):
+    """Steps, results, aborts and lost workers in any order; machines add arrivals and whatever else happens."""
+
+    scheduler: Scheduler
+    max_in_flight = 4
+    may_fail = True
+    """Requests may fail for other reasons than workers that died."""
+
+    def begin(self, scheduler: Scheduler, disk: dict[bytes, Cells] | None = None) -> None:
+        self.scheduler = scheduler
+        self.disk_objects = disk
+        self.requests: dict[str, GenerateRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.start_the_worker()
+
+    def start_the_worker(self) -> None:
+        self.worker = SimWorker(
+            SimConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE),
+            check_kv=True,
+            num_stages=self.scheduler.limits.num_stages,
+            disk=self.disk_objects,
+        )
+        self.results: deque[StepResult] = deque()
+        self.executed_step = self.scheduler.batcher.next_step - 1
+
+    def arrive(
+        self, prompt: list[int], max_tokens: int, priority: int, eos: tuple[int, ...] = ()
+    ) -> None:
+        number = len(self.tokens) + 1
+        request = GenerateRequest(
+            request_id=f"r{number}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(seed=number, max_tokens=max_tokens),
+            eos_token_ids=eos,
+            priority=priority,
+        )
+        assert self.scheduler.add(request) == []
+        self.requests[request.request_id] = request
+        self.tokens[request.request_id] = []
+
+    def turn(self) -> None:
+        """Happens before a step is planned."""
+
+    def submit_transfers(self) -> None:
+        """Happens after all that may begin transfers."""
+
+    @precondition(lambda self: len(self.scheduler.in_flight) < self.max_in_flight)
+    @rule()
+    def schedule(self) -> None:
+        self.turn()
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.check_plan(plan)
+            self.results.append(self.worker.execute(plan, 0.0))
+        self.submit_transfers()
+
+    def check_plan(self, plan: StepPlan) -> None:
+        limits = self.scheduler.limits
+        assert 0 < sum(plan.num_tokens) <= limits.max_num_batched_tokens
+        assert len(plan.slots) == len(set(plan.slots)) <= limits.max_num_seqs
+        assert all(0 <= slot < limits.max_num_seqs for slot in plan.slots)
+        assert min(plan.num_tokens) >= 1
+
+    @precondition(lambda self: self.results)
+    @rule()
+    def deliver(self) -> None:
+        self.hand_in(self.results.popleft())
+
+    def hand_in(self, result: StepResult) -> None:
+        self.worker.step_done(result.step)
+        self.executed_step = result.step
+        self.take(self.scheduler.update(result))
+        self.submit_transfers()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        assert self.scheduler.abort(request_id)
+        assert not self.scheduler.abort(request_id)
+        del self.requests[request_id]
+
+    @rule()
+    def lose_the_worker(self) -> None:
+        self.take(self.scheduler.recover())
+        assert len(self.scheduler.running) == 0
+        assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
+        self.start_the_worker()
+
+    def take(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            request = self.requests[chunk.request_id]
+            self.tokens[chunk.request_id] += chunk.token_ids
+            whole = expected_tokens(request, MAX_MODEL_LEN)
+            so_far = self.tokens[chunk.request_id]
+            assert so_far == whole[: len(so_far)]
+            if chunk.finish_reason is FinishReason.ERROR:
+                assert "worker died" in (chunk.error or "") or self.may_fail
+            elif chunk.finish_reason is not None:
+                assert so_far == whole
+            if chunk.finish_reason is not None:
+                del self.requests[chunk.request_id]
+
+    @invariant()
+    def requests_are_where_they_should_be(self) -> None:
+        assert set(self.scheduler.requests) == set(self.requests)
+        for request in self.scheduler.requests.values():
+            assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.scheduler.requests or self.results)
+
+    def go_on(self) -> None:
+        """Nothing goes wrong for a moment."""
+        self.schedule()
+        if self.results:
+            self.deliver()
+
+    def teardown(self) -> None:
+        """All requests that are left complete, nothing is stuck and nothing stays behind."""
+        if not hasattr(self, "scheduler"):
+            return
+        self.turn()
+        for _ in range(5000):
+            if not self.is_busy:
+                break
+            self.go_on()
+        assert not self.scheduler.requests
+        assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
