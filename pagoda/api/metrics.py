@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from copy import deepcopy
 from typing import NamedTuple
 
 from aiohttp import web
@@ -60,7 +59,7 @@ async def _snapshot(service: Service) -> Snapshot:
             pass  # what was counted of requests is still there
     return Snapshot(
         service.config.served_model_name,
-        deepcopy(service.request_metrics),
+        service.request_metrics.copy(),
         service.tracker.longest_wait_ns() / 1e9,
         own_memory(service),
         report,

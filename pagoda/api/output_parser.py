@@ -8,15 +8,17 @@ white space that a tag would swallow. Work is linear in the text, however the te
 
 from __future__ import annotations
 
-import enum
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 import msgspec
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
+T = TypeVar("T")
 
 MAX_HEAD_CHARS = 1024
 """The name of a call must come within so many characters to be streamed; names have at most 64."""
@@ -53,15 +55,8 @@ class AnswerDelta(msgspec.Struct, frozen=True):
         return AnswerDelta(self.content, self.reasoning, calls)
 
 
-class _State(enum.Enum):
-    BEGIN = enum.auto()
-    """Nothing but white space has come; reasoning may begin."""
-    REASONING = enum.auto()
-    CONTENT = enum.auto()
-    CALL_HEAD = enum.auto()
-    CALL_ARGUMENTS = enum.auto()
-    CALL_TAIL = enum.auto()
-    """The arguments of a call are complete, its closing tag has not come."""
+_Steps = Generator[None, str | None, T]
+"""Work that is sent the next piece of text at each `yield`, and None at the end of the text."""
 
 
 class OutputParser:
@@ -71,118 +66,94 @@ class OutputParser:
         self, *, thinks: bool = False, in_reasoning: bool = False, calls_tools: bool = False
     ) -> None:
         """`thinks`: reasoning may come first. `in_reasoning`: the prompt has already opened it."""
-        self._calls_tools = calls_tools
         self.num_calls = 0
-        self._scanner = _ObjectScanner()
+        self._calls_tools = calls_tools
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
-        self._state = _State.CONTENT
-        self._search = _TagSearch(CALL)
-        self._held: list[str] = []
-        """White space that the next tag would swallow; in CALL_HEAD all of the call so far."""
-        self._skip_space = False
+        self._in_content = False
+        self._in_arguments = False
+        self._skip_space = in_reasoning
         """White space is dropped until other text comes: a tag was before it."""
-        self._may_be_head = False
-        if in_reasoning:
-            self._enter(_State.REASONING)
-        elif thinks:
-            self._state = _State.BEGIN
-            self._search = _TagSearch(THINK)
+        self._steps = self._parse(thinks=thinks, in_reasoning=in_reasoning)
+        next(self._steps)
 
     @property
     def one_call_complete(self) -> bool:
-        is_open = self._state is _State.CALL_ARGUMENTS
-        return self.num_calls > is_open
+        return self.num_calls > self._in_arguments
 
     @property
     def transparent(self) -> bool:
         """All further text is content, so the parser need not see it."""
-        return self._state is _State.CONTENT and not (self._calls_tools or self._skip_space)
+        return self._in_content and not (self._calls_tools or self._skip_space)
 
     def push(self, text: str) -> AnswerDelta:
         if self.transparent:
             return AnswerDelta(text)
-        rest: str | None = text
-        while rest is not None:
-            rest = self._step(rest)
+        self._steps.send(text)
         return self._drain()
 
     def flush(self) -> AnswerDelta:
-        text = "".join(self._held) + self._search.held
-        self._held = []
-        match self._state:
-            case _State.BEGIN | _State.CONTENT:
-                self._emit(self._content, text)
-            case _State.REASONING:
-                self._emit(self._reasoning, text.rstrip())
-            case _State.CALL_HEAD:
-                self._finish_odd_call(text, closed=False)
-            case _State.CALL_ARGUMENTS | _State.CALL_TAIL:
-                pass
+        """The parts that were held back, once no more text follows."""
+        with suppress(StopIteration):
+            self._steps.send(None)
         return self._drain()
 
     def _drain(self) -> AnswerDelta:
         delta = AnswerDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
-        self._content, self._reasoning, self._calls = [], [], []
+        for parts in (self._content, self._reasoning, self._calls):
+            parts.clear()
         return delta
 
-    def _step(self, text: str) -> str | None:
-        """Takes in `text`; returns the text behind the tag that ended the state, or None."""
-        match self._state:
-            case _State.BEGIN:
-                return self._begin(text)
-            case _State.REASONING:
-                return self._until_tag(text, self._reasoning, _State.CONTENT)
-            case _State.CONTENT if self._calls_tools:
-                return self._until_tag(text, self._content, _State.CALL_HEAD)
-            case _State.CONTENT:
+    def _parse(self, *, thinks: bool, in_reasoning: bool) -> _Steps[None]:
+        text = yield
+        if thinks and not in_reasoning:
+            in_reasoning, text = yield from self._begin(text)
+        if in_reasoning:
+            text = yield from self._until(THINK_END, self._reasoning, text)
+        self._in_content = True
+        while text is not None:
+            if self._calls_tools:
+                text = yield from self._until(CALL, self._content, text)
+                if text is not None:
+                    text = yield from self._call(text)
+            else:
                 self._emit(self._content, text)
-                return None
-            case _State.CALL_HEAD:
-                return self._call_head(text)
-            case _State.CALL_ARGUMENTS:
-                return self._call_arguments(text)
-            case _State.CALL_TAIL:
-                _, behind = self._search.feed(text)
-                if behind is not None:
-                    self._enter(_State.CONTENT)
+                text = yield
+
+    def _begin(self, text: str | None) -> _Steps[tuple[bool, str | None]]:
+        """Returns True and the text behind `<think>`, or False and all text if it begins in another way."""
+        search, held = _TagSearch(THINK), list[str]()
+        while text is not None:
+            before, behind = search.feed(text)
+            held.append(before)
+            if before and not before.isspace():
+                return False, "".join(held) + search.rest(behind)
+            if behind is not None:
+                self._skip_space = True
+                return True, behind
+            text = yield
+        self._emit(self._content, "".join(held) + search.held)
+        return False, None
+
+    def _until(self, tag: str, part: list[str], text: str | None) -> _Steps[str | None]:
+        """Emits text up to `tag` without the white space around it; returns the text behind the tag."""
+        search, held = _TagSearch(tag), list[str]()
+        while text is not None:
+            before, behind = search.feed(text)
+            solid = before.rstrip()
+            if solid:
+                self._emit(part, "".join(held) + solid)
+                held = []
+            if behind is not None:
+                self._skip_space = True
                 return behind
-
-    def _enter(self, state: _State) -> None:
-        self._state = state
-        self._skip_space = True
-        self._held = []
-        self._may_be_head = state is _State.CALL_HEAD
-        next_tag = {_State.REASONING: THINK_END, _State.CONTENT: CALL}
-        self._search = _TagSearch(next_tag.get(state, CALL_END))
-
-    def _begin(self, text: str) -> str | None:
-        before, behind = self._search.feed(text)
-        if not before.isspace() and before:
-            text = "".join(self._held) + before + self._search.held
-            text += "" if behind is None else THINK + behind
-            self._enter(_State.CONTENT)
-            self._skip_space = False
-            return text
-        if behind is None:
-            self._held.append(before)
-        else:
-            self._enter(_State.REASONING)
-        return behind
-
-    def _until_tag(self, text: str, part: list[str], following: _State) -> str | None:
-        """Emits text up to the tag that is searched for, without the white space around it."""
-        before, behind = self._search.feed(text)
-        solid = before.rstrip()
-        if solid:
-            self._emit(part, "".join(self._held) + solid)
-            self._held = []
-        if behind is not None:
-            self._enter(following)
-        elif not self._skip_space and len(solid) < len(before):
-            self._held.append(before[len(solid) :])
-        return behind
+            if not self._skip_space:
+                held.append(before[len(solid) :])
+            text = yield
+        rest = "".join(held) + search.held
+        self._emit(part, rest if part is self._content else rest.rstrip())
+        return None
 
     def _emit(self, part: list[str], text: str) -> None:
         if self._skip_space:
@@ -191,57 +162,62 @@ class OutputParser:
         if text:
             part.append(text)
 
-    def _call_head(self, text: str) -> str | None:
-        before, behind = self._search.feed(text)
-        self._held.append(before)
-        if self._may_be_head:
-            body = "".join(self._held)
-            self._held = [body]
-            head = _CALL_HEAD.match(body, 0, MAX_HEAD_CHARS)
-            name = None if head is None else _decoded(head.group(1))
-            if head is not None and name is not None:
-                rest = body[head.end() :] + self._search.held
-                self._begin_call(name)
-                self._state = _State.CALL_ARGUMENTS
-                return rest if behind is None else rest + CALL_END + behind
-            self._may_be_head = head is None and len(body) < MAX_HEAD_CHARS
-        if behind is not None:
-            self._finish_odd_call("".join(self._held), closed=True)
-            self._enter(_State.CONTENT)
+    def _call(self, text: str | None) -> _Steps[str | None]:
+        """Emits a call, or content if it turns out to be none; returns the text behind its closing tag.
+
+        The arguments are emitted as they come if the call begins with its name, in the usual order.
+        """
+        search, held, may_be_head = _TagSearch(CALL_END), list[str](), True
+        behind = None
+        while text is not None and behind is None:
+            before, behind = search.feed(text)
+            held.append(before)
+            if may_be_head:
+                body = "".join(held)
+                held = [body]
+                head = _CALL_HEAD.match(body, 0, MAX_HEAD_CHARS)
+                name = None if head is None else _decoded(head.group(1))
+                if head is not None and name is not None:
+                    self._add_piece(name, "")
+                    return (yield from self._arguments(body[head.end() :] + search.rest(behind)))
+                may_be_head = head is None and len(body) < MAX_HEAD_CHARS
+            if behind is None:
+                text = yield
+        call = _parse_call(body := "".join(held) + search.held)
+        if call is not None:
+            self._add_piece(*call)
+        else:
+            self._skip_space = False
+            self._emit(self._content, CALL + body + ("" if behind is None else CALL_END))
+        self._skip_space |= behind is not None
         return behind
 
-    def _finish_odd_call(self, body: str, *, closed: bool) -> None:
-        """A call that is not written in the usual order; if it is no call at all, it is content."""
-        call = _parse_call(body)
-        if call is None:
-            self._skip_space = False
-            self._emit(self._content, CALL + body + (CALL_END if closed else ""))
-            return
-        name, arguments = call
-        self._begin_call(name)
-        self._add_arguments(arguments)
+    def _arguments(self, text: str | None) -> _Steps[str | None]:
+        """Emits the arguments of a call; returns the text behind the closing tag of the call."""
+        scanner, search = _ObjectScanner(), _TagSearch(CALL_END)
+        self._in_arguments = True
+        while text is not None:
+            if self._in_arguments:
+                end = scanner.scan(text)
+                self._in_arguments = end is None
+                if text[:end]:
+                    self._add_piece(None, text[:end])
+                text = "" if end is None else text[end:]
+            _, behind = search.feed(text)
+            if behind is not None:
+                self._skip_space = True
+                return behind
+            text = yield
+        return None
 
-    def _begin_call(self, name: str) -> None:
-        self._calls.append(ToolCallDelta(self.num_calls, name, ""))
-        self.num_calls += 1
-
-    def _add_arguments(self, text: str) -> None:
-        """One delta has at most one piece of a call."""
-        index, name = self.num_calls - 1, None
+    def _add_piece(self, name: str | None, arguments: str) -> None:
+        """A name begins the next call; None adds to the last one. One delta has at most one piece of a call."""
+        self.num_calls += name is not None
+        index = self.num_calls - 1
         if self._calls and self._calls[-1].index == index:
             last = self._calls.pop()
-            name, text = last.name, last.arguments + text
-        self._calls.append(ToolCallDelta(index, name, text))
-
-    def _call_arguments(self, text: str) -> str | None:
-        end = self._scanner.scan(text)
-        piece = text if end is None else text[:end]
-        if piece:
-            self._add_arguments(piece)
-        if end is None:
-            return None
-        self._enter(_State.CALL_TAIL)
-        return text[end:]
+            name, arguments = last.name, last.arguments + arguments
+        self._calls.append(ToolCallDelta(index, name, arguments))
 
 
 class _TagSearch:
@@ -251,6 +227,10 @@ class _TagSearch:
         self._tag = tag
         self.held = ""
         """The end of the text so far, if the tag may begin there."""
+
+    def rest(self, behind: str | None) -> str:
+        """The text that `feed` has not returned as certain, with the tag and `behind` if the tag was found."""
+        return self.held if behind is None else self._tag + behind
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """The text that is certainly before the tag, and the text behind the tag once the tag is complete."""

@@ -77,6 +77,12 @@ class KeyFigures:
         self.num_tokens = 0
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
 
+    def copy(self) -> KeyFigures:
+        copied = KeyFigures()
+        copied.histograms = {name: own.copy() for name, own in self.histograms.items()}
+        copied.num_tokens, copied.finished = self.num_tokens, self.finished.copy()
+        return copied
+
     def end(self, record: RequestStatistics) -> None:
         self.finished[record.finish_reason] += 1
         if record.finish_reason == REFUSED:
@@ -107,7 +113,7 @@ class Refusal(NamedTuple):
 
 
 class RequestMetrics:
-    """Counts requests and tokens; listens to a `RequestTracker`. A deep copy is a snapshot."""
+    """Counts requests and tokens; listens to a `RequestTracker`."""
 
     def __init__(self, keys: Sequence[str] = ("",)) -> None:
         """`keys` are the names of those that there are; others may come too."""
@@ -118,6 +124,13 @@ class RequestMetrics:
         tracker.subscribe(
             on_start=self._on_start, on_tokens=self._on_tokens, on_finish=self._on_finish
         )
+
+    def copy(self) -> RequestMetrics:
+        """The figures as they are now, for another thread."""
+        copied = RequestMetrics(())
+        copied.by_key = {key: own.copy() for key, own in self.by_key.items()}
+        copied.refusals = self.refusals.copy()
+        return copied
 
     def total(self, name: str) -> Histogram:
         return total(

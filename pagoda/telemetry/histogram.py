@@ -25,6 +25,9 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
+    def copy(self) -> Histogram:
+        return Histogram(self.bounds, self.counts, self.sum)
+
 
 def total(histograms: Iterable[Histogram], bounds: Sequence[float]) -> Histogram:
     """All values of histograms that have the same bounds."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import reduce
@@ -78,10 +80,25 @@ class Api:
         self.port = 0
         self.session: aiohttp.ClientSession
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     async def request(self, method: str, path: str, **options: Any) -> Answer:
-        url = f"http://127.0.0.1:{self.port}{path}"
-        async with self.session.request(method, url, **options) as response:
+        async with self.session.request(method, self.url + path, **options) as response:
             return Answer(response.status, response.headers, await response.read())
+
+    async def raw(self, request: bytes) -> tuple[int, bytes]:
+        """The status and the body of the answer to bytes as they are."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(request)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+        body = reader.read() if length is None else reader.readexactly(int(length[1]))
+        try:
+            return int(head.split()[1]), await asyncio.wait_for(body, 30)
+        finally:
+            writer.close()
 
     async def get(self, path: str, **options: Any) -> Answer:
         return await self.request("GET", path, **options)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
 import pytest
+from linked_hosts import until
 
 from pagoda.api.answer_log import log_answer
 from pagoda.api.keys import ApiKeys
@@ -99,11 +99,9 @@ async def test_what_programs_ask_for_again_and_again_is_said_when_it_fails(serve
 
 async def test_a_page_that_closes_is_well(api, caplog) -> None:
     caplog.set_level(logging.DEBUG, logger="pagoda.api")
-    async with api.session.get(f"http://127.0.0.1:{api.port}/v1/live") as response:
+    async with api.session.get(f"{api.url}/v1/live") as response:
         await response.content.readline()
-    async with asyncio.timeout(10):
-        while not lines(caplog):
-            await asyncio.sleep(0.01)
+    await until(lambda: lines(caplog) != [])
     [line] = lines(caplog)
     assert (line.levelname, line.fields["status"]) == ("DEBUG", 200)
 

@@ -11,17 +11,6 @@ from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import Health
 from pagoda.version import __version__
 
-
-async def raw(port: int, request: bytes) -> tuple[int, bytes]:
-    """The status and the body of the answer to bytes as they are."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-    body = await reader.readexactly(int(head.lower().split(b"content-length:")[1].split()[0]))
-    writer.close()
-    return int(head.split()[1]), body
-
-
 # ---- routes
 
 
@@ -159,9 +148,7 @@ async def test_every_route_but_health_and_the_page_asks_for_the_key(
 @pytest.mark.parametrize("path", ["//health/live", "/health/live?x", "/health/live#/v1/models"])
 async def test_a_path_cannot_pretend_to_be_open(serve_api, path: str) -> None:
     api = await serve_api(api_keys=ApiKeys(["secret"]))
-    status, body = await raw(
-        api.port, f"GET {path} HTTP/1.1\r\nHost: /health/live\r\n\r\n".encode()
-    )
+    status, body = await api.raw(f"GET {path} HTTP/1.1\r\nHost: /health/live\r\n\r\n".encode())
     assert status in (200, 400, 401)
     assert b'"data"' not in body
 
@@ -171,7 +158,7 @@ async def test_only_its_own_pages_may_ask(api) -> None:
         answer = await api.get("/v1/models", headers={"Origin": origin})
         assert (answer.status, answer.error()["type"]) == (403, "permission_error")
         assert "Access-Control-Allow-Origin" not in answer.headers
-    headers = {"Origin": f"http://127.0.0.1:{api.port}"}
+    headers = {"Origin": api.url}
     assert (await api.get("/v1/models", headers=headers)).status == 200
 
 
@@ -229,9 +216,7 @@ async def test_a_body_over_the_limit(serve_api) -> None:
         for _ in range(20):
             yield b"x" * 100
 
-    url = f"http://127.0.0.1:{api.port}/v1/completions"
-    async with api.session.post(url, data=chunks()) as response:
-        assert response.status == 413
+    assert (await api.request("POST", "/v1/completions", data=chunks())).status == 413
 
 
 async def test_a_body_that_grows_when_unpacked(serve_api) -> None:
@@ -246,7 +231,7 @@ async def test_a_body_that_grows_when_unpacked(serve_api) -> None:
 async def test_a_body_that_does_not_come(serve_api) -> None:
     api = await serve_api(body_timeout_s=0.05)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
-    status, body = await raw(api.port, head)
+    status, body = await api.raw(head)
     assert status == 408
     assert b"did not arrive" in body
 
@@ -266,7 +251,7 @@ async def test_a_body_that_does_not_come(serve_api) -> None:
 async def test_what_is_no_request_gets_an_error_object(
     api, request_bytes: bytes, status: int
 ) -> None:
-    answered, body = await raw(api.port, request_bytes)
+    answered, body = await api.raw(request_bytes)
     assert answered == status
     assert body.startswith(b'{"error":{"message":')
     assert b"Traceback" not in body

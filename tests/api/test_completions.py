@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from linked_hosts import until
 
 from pagoda.api.errors import INTERNAL_ERROR
 from pagoda.errors import EngineDeadError, OverloadedError
@@ -204,19 +205,14 @@ async def test_a_client_that_goes_away_aborts(serve_api, stream: bool, n: int) -
     asking = asyncio.create_task(api.complete(stream=stream, n=n))
     await api.endpoint.paused.wait()
     asking.cancel()
-    await api.endpoint.any_aborted.wait()
-    while len(api.endpoint.aborted) < n:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(api.endpoint.aborted) == n)
     assert sorted(api.endpoint.aborted) == sorted(r.request_id for r in api.endpoint.requests)
 
 
 async def test_a_client_of_http_1_0_gets_the_events_without_chunks(api) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     body = b'{"prompt": "hi", "stream": true}'
     head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
-    writer.write(head + body)
-    _, _, events = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
-    writer.close()
+    _, events = await api.raw(head + body)
     *pieces, last, rest = events.split(b"\n\n")
     texts = [json.loads(piece[6:])["choices"][0]["text"] for piece in pieces]
     assert ("".join(texts), last, rest) == ("ok", b"data: [DONE]", b"")
@@ -226,8 +222,8 @@ async def test_a_client_of_http_1_0_gets_the_events_without_chunks(api) -> None:
 async def test_an_idle_stream_gets_comments(serve_api, num_tokens: int) -> None:
     api = await serve_api("ok", keep_alive_s=0.02)
     api.endpoint.pause_after = num_tokens
-    url = f"http://127.0.0.1:{api.port}/v1/completions"
-    async with api.session.post(url, json={"prompt": "hi", "stream": True}) as response:
+    asking = api.session.post(f"{api.url}/v1/completions", json={"prompt": "hi", "stream": True})
+    async with asking as response:
         while await response.content.readline() != b": keep-alive\n":
             pass
         api.endpoint.go_on.set()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from linked_hosts import KEYS, Host, join_discovery, until
@@ -107,12 +108,7 @@ async def test_when_all_hosts_are_full_clients_are_told_when_to_come_again(
 
 async def test_a_server_that_is_no_router_has_no_hosts(api: Any) -> None:
     assert (await api.get("/v1/hosts")).status == 503  # it may become one
-    api.service.fleet = _NoRouter()  # type: ignore[assignment]
+    api.service.fleet = SimpleNamespace(is_router=False, registry=None)
     answer = await api.get("/v1/hosts")
     assert answer.status == 404
     assert answer.error()["message"] == "This server has no hosts; a router (pagoda route) has."
-
-
-class _NoRouter:
-    registry = None
-    is_router = False

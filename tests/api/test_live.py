@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from linked_hosts import until
 
 from pagoda.api import live_stats
 from pagoda.api.keys import ApiKeys
@@ -24,8 +25,8 @@ def _quick(monkeypatch) -> None:
 
 @asynccontextmanager
 async def watching(api, **headers: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-    url = f"http://127.0.0.1:{api.port}/v1/live"
-    async with asyncio.timeout(20), api.session.get(url, headers=headers) as response:
+    asking = api.session.get(f"{api.url}/v1/live", headers=headers)
+    async with asyncio.timeout(20), asking as response:
         assert response.status == 200
         assert response.headers["Content-Type"].startswith("text/event-stream")
 
@@ -35,12 +36,6 @@ async def watching(api, **headers: str) -> AsyncIterator[AsyncIterator[dict[str,
                     yield json.loads(line[6:])
 
         yield snapshots()
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 # ---- snapshots

@@ -334,10 +334,7 @@ async def test_answers_that_a_refusal_ends_are_refused(api) -> None:
 
 
 async def test_what_is_not_http_is_counted_too(api) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
-    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"x" * 20000 + b"\r\n\r\n")
-    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-    writer.close()
+    await api.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"x" * 20000 + b"\r\n\r\n")
     assert value(await scrape(api), "pagoda_http_errors_total", status="431", route="") == 1
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,16 +74,12 @@ async def test_what_cannot_be_asked_for(
 
 async def test_a_router_counts_no_steps(serve_api: Any, tmp_path: Path) -> None:
     api = with_control(await serve_api(), tmp_path)
-    api.service.fleet = Router()  # type: ignore[assignment]
+    api.service.fleet = SimpleNamespace(is_router=True)
     refused = await api.post("/profile/start", {"num_steps": 5})
     assert refused.status == 400
     assert refused.error()["message"] == "a router computes no steps; give seconds."
     assert (await api.post("/profile/start", {"seconds": 5})).status == 200
     assert (await api.post("/profile/stop")).status == 200
-
-
-class Router:
-    is_router = True
 
 
 async def test_a_directory_that_cannot_be_written_is_an_error_of_the_server(

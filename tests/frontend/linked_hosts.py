@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from typing import Self
 
 import zmq
 from scripted_endpoint import EOS, ScriptedEndpoint
+from virtual_fleet import request
 
 from pagoda.frontend.discovery.base import Context, Discovery
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import new_id
-from pagoda.frontend.host_client import Identity
+from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.registry import HostReport, Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keys_of, start_authenticator
-from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.frontend import FinishReason
 from pagoda.messages.hosts import HostRecord
-from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import CurveKeys
+from pagoda.telemetry.tracer import Tracer
 
 KEYS = keys_of(b"a secret of all hosts and routers")
 TTL_S = 0.4
@@ -31,11 +32,24 @@ TTL_S = 0.4
 Discover = Callable[[Context], Discovery]
 
 
+class Closing:
+    """An asynchronous context manager that closes itself."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+
 def join_discovery(context: Context) -> JoinDiscovery:
     return JoinDiscovery(context, "127.0.0.1:*", KEYS, ttl_s=TTL_S)
 
 
-class Router:
+class Router(Closing):
     """Finds hosts in the given way."""
 
     def __init__(self, discover: Discover = join_discovery) -> None:
@@ -56,15 +70,9 @@ class Router:
         await until(lambda: len(self.dispatcher.replicas) == count)
 
     async def ask(self, request_id: str, max_tokens: int = 20) -> tuple[str, FinishReason | None]:
-        sampling = SamplingParams(seed=1, max_tokens=max_tokens)
-        request = GenerateRequest(
-            request_id=request_id,
-            prompt_token_ids=[65, 66],
-            sampling=sampling,
-            eos_token_ids=(EOS,),
-        )
+        asked = request(request_id, [65, 66], max_tokens, eos_token_ids=(EOS,))
         tokens: list[int] = []
-        async for chunk in self.dispatcher.generate(request):
+        async for chunk in self.dispatcher.generate(asked):
             tokens += chunk.token_ids
             if chunk.finish_reason is not None:
                 return bytes(token for token in tokens if token < 128).decode(), chunk.finish_reason
@@ -76,7 +84,7 @@ class Router:
         self.context.term()
 
 
-class Host:
+class Host(Closing):
     """An endpoint that routers can reach."""
 
     def __init__(
@@ -85,6 +93,7 @@ class Host:
         keys: CurveKeys = KEYS,
         port: str = "*",
         tracker: RequestTracker | None = None,
+        tracer: Tracer | None = None,
         **identity: object,
     ) -> None:
         self.endpoint = endpoint
@@ -94,12 +103,19 @@ class Host:
         self.identity = Identity(**whole)  # type: ignore[arg-type]
         address = f"tcp://127.0.0.1:{port}"
         self.door = HostServer(
-            endpoint, self.context, address, keys, self.identity, tracker=tracker
+            endpoint, self.context, address, keys, self.identity, tracer, tracker
         )
         self.address = f"127.0.0.1:{self.door.port}"
         self.record = HostRecord(host_id=self.identity.id, address=f"tcp://{self.address}")
         self._keys = keys
         self._memberships: list[Membership] = []
+
+    async def dial(self, tracer: Tracer | None = None) -> HostClient:
+        """A router's connection to this host."""
+        router = Identity("router", "m", "1", is_router=True)
+        client = HostClient(self.context, self.record.address, KEYS, router, tracer)
+        await client.start()
+        return client
 
     def join(self, router: Router) -> Membership:
         membership = Membership(self.context, router.address, self._keys, self.record)
@@ -127,26 +143,6 @@ class ScriptedHost(Host):
         endpoint = ScriptedEndpoint(lambda request: answer[len(request.output_token_ids) :])
         super().__init__(endpoint, keys, **identity)
         self.membership = self.join(router)
-
-
-@asynccontextmanager
-async def routed(discover: Discover = join_discovery) -> AsyncIterator[Router]:
-    router = Router(discover)
-    try:
-        yield router
-    finally:
-        await router.close()
-
-
-@asynccontextmanager
-async def joined(
-    router: Router, answer: str = "ok", **fields: object
-) -> AsyncIterator[ScriptedHost]:
-    host = ScriptedHost(router, answer, **fields)  # type: ignore[arg-type]
-    try:
-        yield host
-    finally:
-        await host.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:

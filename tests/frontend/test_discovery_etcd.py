@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 from etcd_server import EtcdServer
-from linked_hosts import Host, Router, routed, until
+from linked_hosts import Host, Router, until
 from scripted_endpoint import ScriptedEndpoint
 
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.discovery.addresses import EtcdPlace
 from pagoda.frontend.discovery.etcd import EtcdDiscovery, EtcdRegistration
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.hosts import HostRecord
-
-PREFIX = "pagoda/tests"
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +44,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"pagoda.frontend.discovery.etcd.{name}", value)
 
 
-def place(server: EtcdServer, prefix: str = PREFIX) -> EtcdPlace:
-    return EtcdPlace((server.address,), prefix)
-
-
 class View:
     """The hosts that a discovery names, and how often it withdrew one."""
 
@@ -65,223 +60,219 @@ class View:
         self.ids.remove(host.host_id)
         self.num_removed += 1
 
+    async def until(self, *ids: str) -> None:
+        await until(lambda: self.ids == set(ids))
+
     async def close(self) -> None:
-        self._following.cancel()
-        await asyncio.wait([self._following])
+        await cancel_all([self._following])
         await self.discovery.close()
-
-
-@asynccontextmanager
-async def viewed(at: EtcdPlace) -> AsyncIterator[View]:
-    view = View(at)
-    try:
-        yield view
-    finally:
-        await view.close()
 
 
 def record(name: str) -> HostRecord:
     return HostRecord(host_id=name, address="tcp://127.0.0.1:1")
 
 
-async def overwrite(client: EtcdClient, key: str, value: bytes) -> None:
-    """Another value for a key that there is; its lease stays."""
-    await client.call("kv/put", {"key": key.encode(), "value": value, "ignore_lease": True}, dict)
+class Place:
+    """A prefix in an etcd, and who reads and writes there until the test ends."""
+
+    def __init__(self, server: EtcdServer, prefix: str, stack: AsyncExitStack) -> None:
+        self.server = server
+        self.prefix = prefix
+        self._stack = stack
+        self.client = EtcdClient([server.address])
+        stack.push_async_callback(self.client.close)
+
+    def below(self, path: str) -> Place:
+        return Place(self.server, self.prefix + path, self._stack)
+
+    def named(self) -> EtcdPlace:
+        return EtcdPlace((self.server.address,), self.prefix)
+
+    def register(self, host: str | HostRecord) -> EtcdRegistration:
+        host = record(host) if isinstance(host, str) else host
+        registration = EtcdRegistration(self.named(), host)
+        self._stack.push_async_callback(registration.close)
+        return registration
+
+    def view(self) -> View:
+        view = View(self.named())
+        self._stack.push_async_callback(view.close)
+        return view
+
+    async def overwrite(self, name: str, value: bytes) -> None:
+        """Another value for a key that there is; its lease stays."""
+        key = f"{self.prefix}/{name}".encode()
+        await self.client.call("kv/put", {"key": key, "value": value, "ignore_lease": True}, dict)
 
 
-async def test_hosts_come_and_go(shared: EtcdServer) -> None:
-    at = place(shared, "come-and-go")
-    first = EtcdRegistration(at, record("a"))
-    async with viewed(at) as view:
-        await until(lambda: view.ids == {"a"})
-        second = EtcdRegistration(at, record("b"))
-        await until(lambda: view.ids == {"a", "b"})
-        await first.close()
-        await until(lambda: view.ids == {"b"})
-        await second.close()
-        await until(lambda: view.ids == set())
+@pytest.fixture
+async def place(shared: EtcdServer, request: pytest.FixtureRequest) -> AsyncIterator[Place]:
+    async with AsyncExitStack() as stack:
+        yield Place(shared, request.node.name, stack)
 
 
-async def test_a_host_that_does_not_renew_its_lease_is_gone(shared: EtcdServer) -> None:
-    at = place(shared, "silent")
-    host = EtcdRegistration(at, record("a"))
-    async with viewed(at) as view:
-        await until(lambda: view.ids == {"a"})
-        host.beating.cancel()
-        await until(lambda: view.ids == set())
-    await host.close()
+@pytest.fixture
+async def own_place(own: EtcdServer) -> AsyncIterator[Place]:
+    async with AsyncExitStack() as stack:
+        yield Place(own, "pagoda/tests", stack)
 
 
-async def test_prefixes_do_not_mix(shared: EtcdServer) -> None:
-    host = EtcdRegistration(place(shared, "one"), record("a"))
-    others = [
-        EtcdRegistration(place(shared, prefix), record("b")) for prefix in ("onetwo", "one/two")
-    ]
-    async with viewed(place(shared, "one/two")) as view:
-        await until(lambda: view.ids == {"b"})
-    async with viewed(place(shared, "one")) as view:
-        await until(lambda: view.ids == {"a"})
-        late = EtcdRegistration(place(shared, "one/two"), record("c"))
-        last = EtcdRegistration(place(shared, "one"), record("d"))
-        await until(lambda: len(view.ids) == 2)
-        assert view.ids == {"a", "d"}
-    for registration in (host, late, last, *others):
-        await registration.close()
+async def test_hosts_come_and_go(place: Place) -> None:
+    first, view = place.register("a"), place.view()
+    await view.until("a")
+    second = place.register("b")
+    await view.until("a", "b")
+    await first.close()
+    await view.until("b")
+    await second.close()
+    await view.until()
+
+
+async def test_a_host_that_does_not_renew_its_lease_is_gone(place: Place) -> None:
+    host, view = place.register("a"), place.view()
+    await view.until("a")
+    host.beating.cancel()
+    await view.until()
+
+
+async def test_prefixes_do_not_mix(place: Place) -> None:
+    place.register("a")
+    for path in ("two", "/two"):
+        place.below(path).register("b")
+    await place.below("/two").view().until("b")
+    view = place.view()
+    await view.until("a")
+    place.below("/two").register("c")
+    place.register("d")
+    await until(lambda: len(view.ids) == 2)
+    assert view.ids == {"a", "d"}
 
 
 async def test_what_is_no_host_is_told_of_and_left_out(
-    shared: EtcdServer, caplog: pytest.LogCaptureFixture
+    place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    at = place(shared, "garbage")
-    client = EtcdClient(at.servers)
-    lease = await client.grant(60)
-    await client.put("garbage/x", b"{}", lease)
-    host = EtcdRegistration(at, record("a"))
-    async with viewed(at) as view:
-        await until(lambda: view.ids == {"a"})
-    assert "has no host at garbage/x: Object missing required field" in caplog.text
-    await host.close()
-    await client.close()
+    key = f"{place.prefix}/x"
+    await place.client.put(key, b"{}", await place.client.grant(60))
+    place.register("a")
+    await place.view().until("a")
+    assert f"has no host at {key}: Object missing required field" in caplog.text
 
 
 async def test_hosts_stay_while_etcd_is_away_and_others_come_when_it_is_back(
-    own: EtcdServer, caplog: pytest.LogCaptureFixture
+    own_place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = EtcdRegistration(place(own), record("a"))
-    gone = EtcdRegistration(place(own), record("b"))
-    async with viewed(place(own)) as view:
-        await until(lambda: view.ids == {"a", "b"})
-        await asyncio.to_thread(own.kill)
-        await gone.close()
-        new = EtcdRegistration(place(own), record("c"))
-        await until(lambda: "cannot be used" in caplog.text)
-        assert view.ids == {"a", "b"}
-        await asyncio.to_thread(own.start)
-        await until(lambda: view.ids == {"a", "c"})
-        await host.close()
-        await new.close()
+    own_place.register("a")
+    gone, view = own_place.register("b"), own_place.view()
+    await view.until("a", "b")
+    await asyncio.to_thread(own_place.server.kill)
+    await gone.close()
+    own_place.register("c")
+    await until(lambda: "cannot be used" in caplog.text)
+    assert view.ids == {"a", "b"}
+    await asyncio.to_thread(own_place.server.start)
+    await view.until("a", "c")
 
 
-async def test_hosts_are_not_gone_when_etcd_has_lost_everything(own: EtcdServer) -> None:
-    host = EtcdRegistration(place(own), record("a"))
-    async with viewed(place(own)) as view:
-        await until(lambda: view.ids == {"a"})
-        await asyncio.to_thread(own.forget)
-        await asyncio.to_thread(own.start)
-        client = EtcdClient([own.address])
-        key = f"{PREFIX}/a"
-        async with asyncio.timeout(20):
-            while await client.get(key) is None:
-                await asyncio.sleep(0.02)
-        await client.close()
-        await host.close()
-        await until(lambda: view.ids == set())
-        assert view.num_removed == 1, "a host that was there all the time was withdrawn"
-
-
-async def test_a_router_goes_on_after_a_compaction(own: EtcdServer) -> None:
-    """The events that it missed are not kept any more."""
-    at = place(own)
-    host = EtcdRegistration(at, record("a"))
-    client = EtcdClient(at.servers)
-    async with viewed(at) as view:
-        await until(lambda: view.ids == {"a"})
-        revision = (await client.read(f"{PREFIX}/")).header.revision
-        for _ in range(3):
-            await overwrite(client, f"{PREFIX}/a", json.dumps(_value("a")).encode())
-        body = {"revision": revision + 2, "physical": True}
-        await client.call("kv/compaction", body, dict)
-        watched = [events async for events in client.watch(f"{PREFIX}/", revision)]
-        assert not any(watched)
-        await host.close()
-        await until(lambda: view.ids == set())
-    await client.close()
-
-
-def _value(name: str) -> dict[str, object]:
-    return {"host": {"host_id": name, "address": "tcp://127.0.0.1:1"}}
-
-
-async def test_a_host_that_was_dismissed_stays_away_from_all(
-    shared: EtcdServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    at = place(shared, "dismissed")
-    host = EtcdRegistration(at, record("a"))
-    async with viewed(at) as view, viewed(at) as other:
-        await until(lambda: view.ids == other.ids == {"a"})
-        view.discovery.dismiss(record("a"), "Go.")
-        await until(lambda: view.ids == other.ids == set())
-        await until(host.beating.done)
-        assert "let go by a router" in caplog.text
+async def test_hosts_are_not_gone_when_etcd_has_lost_everything(own_place: Place) -> None:
+    host, view = own_place.register("a"), own_place.view()
+    await view.until("a")
+    await asyncio.to_thread(own_place.server.forget)
+    await asyncio.to_thread(own_place.server.start)
+    async with asyncio.timeout(20):
+        while await own_place.client.get(f"{own_place.prefix}/a") is None:
+            await asyncio.sleep(0.02)
     await host.close()
+    await view.until()
+    assert view.num_removed == 1, "a host that was there all the time was withdrawn"
 
 
-async def test_a_host_that_was_late_reads_its_dismissal_all_the_same(
-    shared: EtcdServer, caplog: pytest.LogCaptureFixture
+async def test_a_router_goes_on_after_a_compaction(own_place: Place) -> None:
+    """The events that it missed are not kept any more."""
+    host, view, client = own_place.register("a"), own_place.view(), own_place.client
+    prefix = f"{own_place.prefix}/"
+    await view.until("a")
+    revision = (await client.read(prefix)).header.revision
+    for _ in range(3):
+        await own_place.overwrite("a", msgspec.json.encode({"host": record("a")}))
+    await client.call("kv/compaction", {"revision": revision + 2, "physical": True}, dict)
+    watched = [events async for events in client.watch(prefix, revision)]
+    assert not any(watched)
+    await host.close()
+    await view.until()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_host_that_was_dismissed_stays_away_from_all(
+    place: Place, is_late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    at = place(shared, "late")
-    host = EtcdRegistration(at, record("a"))
-    async with viewed(at) as view:
-        await until(lambda: view.ids == {"a"})
+    """A late host reads its dismissal all the same."""
+    host, view, other = place.register("a"), place.view(), place.view()
+    for each in (view, other):
+        await each.until("a")
+    if is_late:
         host.beating.cancel()
-        await until(lambda: view.ids == set())  # its lease has run out
-        view.discovery.dismiss(record("a"), "Go.")
+        await view.until()  # its lease has run out
+    view.discovery.dismiss(record("a"), "Go.")
+    if is_late:
         await until(lambda: not view.discovery.dismissals)
         await host.beat()
-        assert "let go by a router" in caplog.text
-        assert view.ids == set()
-    await host.close()
+    else:
+        await until(host.beating.done)
+    assert "let go by a router" in caplog.text
+    for each in (view, other):
+        await each.until()
 
 
 async def test_a_host_writes_itself_anew_where_something_else_stands(
-    shared: EtcdServer, caplog: pytest.LogCaptureFixture
+    place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    at = place(shared, "overwritten")
-    host = EtcdRegistration(at, record("a"))
-    client = EtcdClient(at.servers)
-    async with viewed(at) as view:
-        await until(lambda: view.ids == {"a"})
-        for garbage in (b"nonsense", b'{"host": "\xff"}', b"[" * 9999):
-            await overwrite(client, "overwritten/a", garbage)
-            async with asyncio.timeout(20):
-                while await client.get("overwritten/a") == garbage:
-                    await asyncio.sleep(0.02)
-        assert not host.beating.done()
-        assert "overwritten/a in etcd at" in caplog.text
-    await client.close()
-    await host.close()
+    host = place.register("a")
+    await place.view().until("a")
+    key = f"{place.prefix}/a"
+    for garbage in (b"nonsense", b'{"host": "\xff"}', b"[" * 9999):
+        await place.overwrite("a", garbage)
+        async with asyncio.timeout(20):
+            while await place.client.get(key) == garbage:
+                await asyncio.sleep(0.02)
+    assert not host.beating.done()
+    assert f"{key} in etcd at" in caplog.text
+
+
+@asynccontextmanager
+async def client_of(*servers: str) -> AsyncIterator[EtcdClient]:
+    client = EtcdClient(servers)
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 async def test_a_server_that_does_not_answer_is_passed_over(shared: EtcdServer) -> None:
-    client = EtcdClient(["127.0.0.1:9", shared.address])
-    assert await client.get("nothing") is None
-    await client.close()
+    async with client_of("127.0.0.1:9", shared.address) as client:
+        assert await client.get("nothing") is None
 
 
 async def test_an_etcd_that_is_not_there_is_told_of() -> None:
-    client = EtcdClient(["127.0.0.1:9"])
-    with pytest.raises(EtcdError, match=r"127.0.0.1:9 cannot be reached"):
-        await client.get("nothing")
-    await client.close()
+    async with client_of("127.0.0.1:9") as client:
+        with pytest.raises(EtcdError, match=r"127.0.0.1:9 cannot be reached"):
+            await client.get("nothing")
 
 
 async def test_what_is_not_an_etcd_is_told_of() -> None:
-    async with answering("hello") as server:
-        client = EtcdClient([server])
+    async with answering("hello") as server, client_of(server) as client:
         with pytest.raises(EtcdError, match="not as etcd"):
             await client.get("nothing")
-        await client.close()
 
 
 async def test_a_server_that_has_lost_the_others_is_passed_over(shared: EtcdServer) -> None:
-    async with answering('{"message": "etcdserver: no leader"}', status=503) as lonely:
-        client = EtcdClient([lonely, shared.address])
-        assert await client.get("nothing") is None
-        await client.close()
-        client = EtcdClient([lonely])
+    async with (
+        answering('{"message": "etcdserver: no leader"}', status=503) as lonely,
+        client_of(lonely, shared.address) as both,
+        client_of(lonely) as client,
+    ):
+        assert await both.get("nothing") is None
         with pytest.raises(EtcdError, match="no leader"):
             await client.get("nothing")
-        await client.close()
 
 
 @asynccontextmanager
@@ -301,31 +292,28 @@ async def answering(text: str, status: int = 200) -> AsyncIterator[str]:
 
 
 async def test_a_router_uses_hosts_of_etcd_also_while_it_is_away(
-    own: EtcdServer, caplog: pytest.LogCaptureFixture
+    own_place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     host = Host(ScriptedEndpoint("hello"))
-    registration = EtcdRegistration(place(own), host.record)
-    async with routed(lambda _: EtcdDiscovery(place(own))) as router:
+    own_place.register(host.record)
+    async with Router(lambda _: EtcdDiscovery(own_place.named())) as router:
         await router.until_hosts(1)
-        await asyncio.to_thread(own.kill)
+        await asyncio.to_thread(own_place.server.kill)
         await until(lambda: "hosts stay as they were" in caplog.text)
         assert await router.ask("r1") == ("hello", FinishReason.STOP)
         await host.close()  # its connection tells, whatever etcd says
         await router.until_hosts(0)
-        await registration.close()
 
 
-async def test_a_host_of_etcd_is_dismissed_through_one_router_for_both(own: EtcdServer) -> None:
+async def test_a_host_of_etcd_is_dismissed_through_one_router_for_both(place: Place) -> None:
     host = Host(ScriptedEndpoint("hello"))
-    registration = EtcdRegistration(place(own), host.record)
-    routers = [Router(lambda _: EtcdDiscovery(place(own))) for _ in range(2)]
-    for router in routers:
-        await router.until_hosts(1)
-    assert routers[0].registry.dismiss(host.identity.id)
-    for router in routers:
-        await router.until_hosts(0)
-    for router in routers:
-        await router.close()
-    await registration.close()
+    place.register(host.record)
+    discover = lambda _: EtcdDiscovery(place.named())  # noqa: E731
+    async with Router(discover) as one, Router(discover) as other:
+        for router in (one, other):
+            await router.until_hosts(1)
+        assert one.registry.dismiss(host.identity.id)
+        for router in (one, other):
+            await router.until_hosts(0)
     await host.close()

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from linked_hosts import Host, routed, until, until_refused
+from linked_hosts import Host, Router, until, until_refused
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.errors import ConfigError
@@ -66,7 +66,7 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(path: Path) -> None:
 async def test_hosts_follow_the_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosts = [Host(ScriptedEndpoint(answer)) for answer in ("first", "second")]
     path.write_text(f"{hosts[0].address}\n")
-    async with routed(lambda _: FileDiscovery(path)) as router:
+    async with Router(lambda _: FileDiscovery(path)) as router:
         await router.until_hosts(1)
         assert await router.ask("r1") == ("first", FinishReason.STOP)
         path.write_text(f"{hosts[0].address}\n{hosts[1].address}\n")
@@ -90,7 +90,7 @@ async def test_a_host_that_is_not_listed_any_more_finishes_what_it_has(path: Pat
     endpoint.pause_after = 2
     host = Host(endpoint)
     path.write_text(f"{host.address}\n")
-    async with routed(lambda _: FileDiscovery(path)) as router:
+    async with Router(lambda _: FileDiscovery(path)) as router:
         await router.until_hosts(1)
         asking = asyncio.create_task(router.ask("r1"))
         await endpoint.paused.wait()
@@ -109,7 +109,7 @@ async def test_a_host_that_is_not_listed_any_more_finishes_what_it_has(path: Pat
 async def test_a_host_that_was_started_anew_is_used_again(path: Path) -> None:
     host = Host(ScriptedEndpoint("old"))
     path.write_text(f"{host.address}\n")
-    async with routed(lambda _: FileDiscovery(path)) as router:
+    async with Router(lambda _: FileDiscovery(path)) as router:
         await router.until_hosts(1)
         await host.leave()
         await router.until_hosts(0)
@@ -123,7 +123,7 @@ async def test_a_host_that_was_started_anew_is_used_again(path: Path) -> None:
 async def test_a_dismissed_host_comes_back_only_when_it_was_started_anew(path: Path) -> None:
     host = Host(ScriptedEndpoint("old"))
     path.write_text(f"{host.address}\n")
-    async with routed(lambda _: FileDiscovery(path)) as router:
+    async with Router(lambda _: FileDiscovery(path)) as router:
         await router.until_hosts(1)
         assert not router.registry.dismiss("nobody")
         assert router.registry.dismiss(host.identity.id)
@@ -151,7 +151,7 @@ async def test_another_model_or_key_is_refused_with_the_reason(
 ) -> None:
     host = Host(ScriptedEndpoint("ok"), **fields)  # type: ignore[arg-type]
     path.write_text(f"{host.address}\n")
-    async with routed(lambda _: FileDiscovery(path)) as router:
+    async with Router(lambda _: FileDiscovery(path)) as router:
         await until(lambda: reason in caplog.text)
         assert router.dispatcher.replicas == []
     await host.close()
@@ -198,7 +198,7 @@ async def test_a_host_whose_line_is_cut_is_lost_and_found_again(
     relay = _Relay()
     await relay.start(cut.address)
     path.write_text(f"{relay.address}\n")
-    async with routed(lambda _: FileDiscovery(path)) as router:
+    async with Router(lambda _: FileDiscovery(path)) as router:
         await router.until_hosts(1)
         scripted.pause_after = 3
         asking = asyncio.create_task(router.ask("r1"))

@@ -15,23 +15,21 @@ import psutil
 import pytest
 import zmq
 from fragment_files import assert_nested, phases_of, read_fragments
+from virtual_fleet import VOCAB_SIZE, expected, request
 
 from pagoda.engine.config import EngineConfig, HandoffConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
-from pagoda.executor.sim import sim_token
 from pagoda.frontend import engine_client
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.ipc.curve import keys_of
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
-from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import Role, WorkerConfig
 from pagoda.pd.links import SocketPeers
 from pagoda.pd.messages import KVRelease, KVSubscribe
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
-VOCAB_SIZE = 100
 Answer = tuple[list[int], TokenChunk]
 
 
@@ -96,34 +94,15 @@ def assert_gone(pid: int) -> None:
 
 
 def make_request(index: int, max_tokens: int = 40) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=f"r{index}",
-        prompt_token_ids=[index, 1, 2],
-        sampling=SamplingParams(seed=index, max_tokens=max_tokens),
-    )
+    return request(f"r{index}", [index, 1, 2], max_tokens)
 
 
-def expected(request: GenerateRequest) -> list[int]:
-    tokens = [request.prompt_token_ids[-1]]
-    for position in range(request.sampling.max_tokens or 0):
-        tokens.append(sim_token(request.sampling.seed or 0, position, tokens[-1], VOCAB_SIZE))
-    return tokens[1:]
-
-
-async def collect(client: EngineClient, request: GenerateRequest) -> Answer:
+async def collect(client: EngineClient, asked: GenerateRequest) -> Answer:
     tokens: list[int] = []
-    async for chunk in client.replica.generate(request):
+    async for chunk in client.replica.generate(asked):
         tokens += chunk.token_ids
         last = chunk
     return tokens, last
-
-
-async def test_many_requests_at_once(client: EngineClient) -> None:
-    requests = [make_request(i) for i in range(50)]
-    answers = await asyncio.gather(*(collect(client, request) for request in requests))
-    assert [tokens for tokens, _ in answers] == [expected(request) for request in requests]
-    assert {last.finish_reason for _, last in answers} == {FinishReason.LENGTH}
-    assert (await client.replica.load()).num_running == 0
 
 
 async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_comes(
@@ -132,9 +111,9 @@ async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_com
     replica = client.replica
     states: list[ReplicaState] = []
     replica.watch(lambda: states.append(replica.state))
-    request = make_request(1, max_tokens=100_000)
+    asked = make_request(1, max_tokens=100_000)
     tokens: list[int] = []
-    stream = replica.generate(request)
+    stream = replica.generate(asked)
     while len(tokens) < 10:
         tokens += (await anext(stream)).token_ids
     counted = (await replica.load()).num_generated_tokens
@@ -145,7 +124,7 @@ async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_com
         async for chunk in stream:
             tokens.extend(chunk.token_ids)
 
-    for lost in (rest(), replica.load(), collect(client, request)):
+    for lost in (rest(), replica.load(), collect(client, asked)):
         with pytest.raises(EngineLostError):
             await lost
     assert tokens == expected(make_request(1, max_tokens=len(tokens)))
@@ -238,14 +217,6 @@ async def test_a_reader_that_leaves_aborts_its_request(client: EngineClient) -> 
             await asyncio.sleep(0)
 
 
-async def test_abort_ends_the_stream(client: EngineClient) -> None:
-    stream = client.replica.generate(make_request(1, max_tokens=100_000))
-    await anext(stream)
-    await client.replica.abort("r1")
-    await client.replica.abort("unknown")
-    assert [chunk async for chunk in stream][-1].finish_reason is FinishReason.ABORT
-
-
 async def test_draining_finishes_what_runs_and_takes_nothing_new(client: EngineClient) -> None:
     running = asyncio.create_task(collect(client, make_request(1)))
     await asyncio.sleep(0)
@@ -266,8 +237,8 @@ async def test_draining_waits_for_who_reads_kv() -> None:
     try:
         async with started(handoff=handoff) as client:
             replica = client.replica
-            request = msgspec.structs.replace(make_request(1), holds_kv=True)
-            source = [chunk async for chunk in replica.generate(request)][-1].kv_source
+            asked = msgspec.structs.replace(make_request(1), holds_kv=True)
+            source = [chunk async for chunk in replica.generate(asked)][-1].kv_source
             assert source is not None
             assert (await replica.load()).num_wanted_leases == 0, "nobody has asked"
             peers.send(source.address, KVSubscribe(source.transfer_id, 0, 0))
@@ -292,14 +263,6 @@ async def test_draining_ends_stragglers(client: EngineClient) -> None:
     assert (await running)[1].finish_reason is FinishReason.ABORT
 
 
-async def test_a_full_queue_refuses() -> None:
-    sim = SimConfig(base_s=0.02)
-    async with started(max_num_seqs=1, max_num_waiting=1, sim=sim) as client:
-        asked = [collect(client, make_request(i, max_tokens=3)) for i in range(6)]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-    assert [type(answer) for answer in answers] == [tuple] * 2 + [OverloadedError] * 4
-
-
 async def test_too_long_a_directory_for_sockets_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,13 +272,6 @@ async def test_too_long_a_directory_for_sockets_is_refused(
     with pytest.raises(ConfigError, match=r"TMPDIR .* is too long"):
         EngineClient(sim_config())
     assert list(deep.iterdir()) == []
-
-
-async def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
-    client = EngineClient(EngineConfig(worker=WorkerConfig(model="/no/such/directory")))
-    with pytest.raises(ConfigError, match="/no/such/directory"):
-        await client.start()
-    assert client.engine_pid is None
 
 
 async def test_after_closing_requests_are_refused_with_the_reason(client: EngineClient) -> None:

@@ -11,8 +11,9 @@ from typing import cast
 import msgspec
 import psutil
 import pytest
-from test_engine_client import VOCAB_SIZE, expected, make_request, sim_config
 from test_engine_client import kill as kill_engine
+from test_engine_client import make_request, sim_config
+from virtual_fleet import VOCAB_SIZE, expected
 
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
@@ -143,17 +144,6 @@ async def test_a_restarted_engine_takes_back_all_that_it_had_taken() -> None:
             await asyncio.sleep(0)
         kill(dispatcher, 0)
         assert [tokens for tokens, _ in await answers] == [expected(r) for r in requests]
-
-
-async def test_only_when_all_replicas_are_full_a_request_is_refused() -> None:
-    sim = SimConfig(base_s=0.05, vocab_size=VOCAB_SIZE)
-    async with fleet(2, max_num_seqs=1, max_num_waiting=1, sim=sim) as dispatcher:
-        answers = await asyncio.gather(
-            *(collect(dispatcher, make_request(i, max_tokens=3)) for i in range(7)),
-            return_exceptions=True,
-        )
-        assert [type(answer) for answer in answers] == [tuple] * 4 + [OverloadedError] * 3
-        assert_settled(dispatcher)
 
 
 async def test_while_no_engine_runs_only_so_many_requests_wait() -> None:

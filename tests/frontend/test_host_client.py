@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 import zmq.asyncio
-from linked_hosts import KEYS
+from linked_hosts import KEYS, Closing
 from scripted_endpoint import LIMITS
+from virtual_fleet import request
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.ipc.curve import encrypt_server, start_authenticator
-from pagoda.messages.frontend import EngineFailed, GenerateRequest
+from pagoda.messages.frontend import EngineFailed
 from pagoda.messages.hosts import HostMessage
-from pagoda.messages.sampling_params import SamplingParams
 
 ROUTER = Identity("router", "m", "digest", is_router=True)
 
 
-class Host:
+class Host(Closing):
     """The other end of a `HostClient`."""
 
     def __init__(self, **options: float) -> None:
@@ -43,25 +41,16 @@ class Host:
             payload = msgspec.msgpack.encode(payload)
         await self.socket.send_multipart([router, payload])
 
-
-@asynccontextmanager
-async def host(**options: float) -> AsyncIterator[Host]:
-    peer = Host(**options)
-    try:
-        yield peer
-    finally:
-        await peer.client.close()
-        peer.socket.close()
-        peer.context.term()
+    async def close(self) -> None:
+        await self.client.close()
+        self.socket.close()
+        self.context.term()
 
 
 async def test_a_host_that_hangs_is_lost_though_its_sockets_answer_heartbeats() -> None:
-    async with host(hang_timeout_s=0.4) as peer:
+    async with Host(hang_timeout_s=0.4) as peer:
         await asyncio.gather(peer.client.start(), peer.answer(LIMITS))
-        request = GenerateRequest(
-            request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2)
-        )
-        stream = peer.client.replica.generate(request)
+        stream = peer.client.replica.generate(request("r"))
         with pytest.raises(EngineLostError, match=r"host at .* did not answer for 0.4 s"):
             await anext(stream)
         assert peer.client.replica.state is ReplicaState.FAILED
@@ -69,7 +58,7 @@ async def test_a_host_that_hangs_is_lost_though_its_sockets_answer_heartbeats() 
 
 
 async def test_a_host_that_does_not_say_hello_is_given_up() -> None:
-    async with host(hello_timeout_s=0.05) as peer:
+    async with Host(hello_timeout_s=0.05) as peer:
         with pytest.raises(EngineDeadError, match="does not answer; it is not there"):
             await peer.client.start()
 
@@ -84,6 +73,6 @@ async def test_a_host_that_does_not_say_hello_is_given_up() -> None:
 async def test_a_host_that_refuses_or_sends_nonsense_is_given_up(
     answer: HostMessage | bytes, error: type[Exception], reason: str
 ) -> None:
-    async with host() as peer:
+    async with Host() as peer:
         with pytest.raises(error, match=reason):
             await asyncio.gather(peer.client.start(), peer.answer(answer))

@@ -3,95 +3,64 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq.asyncio
 from fragment_files import read_fragments
-from linked_hosts import until
+from linked_hosts import KEYS, Host, until
 from scripted_endpoint import ScriptedEndpoint
+from virtual_fleet import engine_config, request
 
-from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Endpoint
-from pagoda.frontend.host_client import HostClient, Identity
-from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
-from pagoda.ipc.curve import encrypt_client, keys_of, start_authenticator
+from pagoda.ipc.curve import encrypt_client
 from pagoda.messages.frontend import (
     AbortRequests,
     FinishReason,
     FrontendMessage,
-    GenerateRequest,
     SubscribeCache,
     TokenChunk,
     TokenChunks,
 )
 from pagoda.messages.hosts import HostMessage
-from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.engine import SimEngine
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
-KEYS = keys_of(b"a secret of all hosts and routers")
-HOST = Identity("host", "m", "digest", is_router=False)
-ROUTER = Identity("router", "m", "digest", is_router=True)
-
-
-@asynccontextmanager
-async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
-    """A router's dispatcher over one host, whose own is over one engine."""
-    context = zmq.Context()
-    start_authenticator(context, KEYS)
-    host = Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])
-    await host.start()
-    door = HostServer(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
-    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER).replica
-    router = Dispatcher([remote], POLICIES["round-robin"])
-    try:
-        await router.start()
-        yield router
-    finally:
-        await router.close()
-        await door.close()
-        await host.close()
-        context.term()
-
 
 async def test_a_router_sees_how_far_a_prompt_is() -> None:
-    config = sim_config(max_num_batched_tokens=32)
-    request = GenerateRequest(
-        request_id="r",
-        prompt_token_ids=list(range(100)),
-        sampling=SamplingParams(seed=1, max_tokens=2),
-    )
-    async with routed(config) as router:
+    config = engine_config(max_num_batched_tokens=32)
+    asked = request("r", range(100), max_tokens=2)
+    host = Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])
+    await host.start()
+    async with Host(host) as door:
+        router = Dispatcher([], POLICIES["round-robin"])
+        router.add((await door.dial()).replica)
         seen = [
             (chunk.num_computed_tokens, next(iter(router.slots)).work.pending_tokens)
-            async for chunk in router.generate(request)
+            async for chunk in router.generate(asked)
             if chunk.is_news
         ]
         assert seen == [(32, 68 + 2), (64, 36 + 2), (96, 4 + 2)]
         assert [slot.work.pending_tokens for slot in router.slots] == [0]
+        await router.close()
+    await host.close()
 
 
-class Door:
-    """A host's door, and a router's socket at it that says whatever a test wants."""
+class Door(Host):
+    """A host, and a router's socket at it that says whatever a test wants."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.context = zmq.Context()
-        start_authenticator(self.context, KEYS)
-        self.door = HostServer(endpoint, self.context, "tcp://127.0.0.1:*", KEYS, HOST)
+        super().__init__(endpoint)
         self.socket = self.connect()
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Socket(self.context, zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         encrypt_client(socket, KEYS)
-        socket.connect(f"tcp://127.0.0.1:{self.door.port}")
+        socket.connect(self.record.address)
         return socket
 
     async def say(self, message: FrontendMessage) -> None:
@@ -109,43 +78,14 @@ class Door:
 
     async def close(self) -> None:
         self.socket.close()
-        await self.door.close()
-        self.context.term()
-
-
-@asynccontextmanager
-async def doored(endpoint: Endpoint) -> AsyncIterator[Door]:
-    door = Door(endpoint)
-    try:
-        yield door
-    finally:
-        await door.close()
-
-
-def request(request_id: str, wire_id: str = "1", max_tokens: int = 9) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_token_ids=[65],
-        sampling=SamplingParams(seed=1, max_tokens=max_tokens),
-        wire_id=wire_id,
-    )
-
-
-def sim_config(**fields: object) -> EngineConfig:
-    sim = SimConfig(base_s=0.001, vocab_size=100)
-    return EngineConfig(
-        worker=WorkerConfig(model="sim"),
-        executor="sim",
-        sim=sim,
-        **fields,  # type: ignore[arg-type]
-    )
+        await super().close()
 
 
 async def test_a_request_with_which_the_host_fails_is_answered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     endpoint = ScriptedEndpoint("ok")
-    async with doored(endpoint) as door:
+    async with Door(endpoint) as door:
         endpoint.raises = RuntimeError("nobody has thought of this")
         await door.say(request("r"))
         chunk = await door.last_chunk()
@@ -155,7 +95,7 @@ async def test_a_request_with_which_the_host_fails_is_answered(
 
 
 async def test_a_message_of_more_frames_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async with doored(ScriptedEndpoint("ok")) as door:
+    async with Door(ScriptedEndpoint("ok")) as door:
         await door.socket.send_multipart([b"one", b"two"])
         await door.say(request("r"))
         assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
@@ -165,13 +105,13 @@ async def test_a_message_of_more_frames_ends_nothing(caplog: pytest.LogCaptureFi
 async def test_an_id_may_be_used_again_at_once_when_its_request_was_aborted() -> None:
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
-    async with doored(endpoint) as door:
-        await door.say(request("r", "1"))
+    async with Door(endpoint) as door:
+        await door.say(request("r", wire_id="1"))
         await endpoint.paused.wait()
         endpoint.pause_after = None
         # The host reads both in one turn: the first request has not ended when the second one begins.
         door.socket.send(msgspec.msgpack.encode(AbortRequests(["1"])))
-        await door.say(request("r", "2"))
+        await door.say(request("r", wire_id="2"))
         chunk = await door.last_chunk()
         assert (chunk.request_id, chunk.finish_reason) == ("2", FinishReason.LENGTH)
         assert endpoint.aborted == ["r"]
@@ -180,11 +120,11 @@ async def test_an_id_may_be_used_again_at_once_when_its_request_was_aborted() ->
 
 async def test_routers_may_have_the_same_request_also_one_that_has_connected_anew() -> None:
     """The host need not have noticed that the router's first connection is no more."""
-    config = sim_config(max_num_seqs=8)
+    config = engine_config(max_num_seqs=8)
     engine = Dispatcher([SimEngine(config).replica], POLICIES["round-robin"])
     await engine.start()
-    asked = request("r", "7", max_tokens=100)
-    async with doored(engine) as door:
+    asked = request("r", max_tokens=100, wire_id="7")
+    async with Door(engine) as door:
         await door.say(asked)
         await until(lambda: door.door.num_requests == 1)
         first, door.socket = door.socket, door.connect()
@@ -198,9 +138,9 @@ async def test_routers_may_have_the_same_request_also_one_that_has_connected_ane
 async def test_a_wire_id_that_is_taken_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
-    async with doored(endpoint) as door:
+    async with Door(endpoint) as door:
         for name in ("first", "second"):
-            await door.say(request(name, "1"))
+            await door.say(request(name, wire_id="1"))
         await until(lambda: "a second request with this wire id" in caplog.text)
         endpoint.go_on.set()
         assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
@@ -210,7 +150,7 @@ async def test_a_wire_id_that_is_taken_is_ignored(caplog: pytest.LogCaptureFixtu
 async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
-    async with doored(endpoint) as door:
+    async with Door(endpoint) as door:
         await door.say(SubscribeCache())
         await door.say(request("r"))
         await endpoint.paused.wait()
@@ -224,26 +164,18 @@ async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
 
 
 async def test_a_host_that_traces_knows_the_time_of_its_routers(tmp_path: Path) -> None:
-    context = zmq.Context()
-    start_authenticator(context, KEYS)
-    host, asleep = Tracer("frontend"), Tracer("router")
+    tracer, asleep = Tracer("frontend"), Tracer("router")
     session = TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="host")
-    door = HostServer(ScriptedEndpoint(), context, "tcp://127.0.0.1:*", KEYS, HOST, host)
-    address = f"tcp://127.0.0.1:{door.port}"
-    before, after = (HostClient(context, address, KEYS, ROUTER, asleep) for _ in range(2))
-    try:
-        await before.start()
-        host.start(session)
-        door.compare_clocks()
+    async with Host(ScriptedEndpoint(), tracer=tracer) as host:
+        before = await host.dial(asleep)
+        tracer.start(session)
+        host.door.compare_clocks()
         await until_clocks(tmp_path, 1)
-        await after.start()  # a router that comes later is asked as well
+        after = await host.dial(asleep)  # a router that comes later is asked as well
         await until_clocks(tmp_path, 2)
-    finally:
-        for remote in (before, after):
-            await remote.close()
-        await door.close()
-        context.term()
-        host.stop()
+        await before.close()
+        await after.close()
+    tracer.stop()
     (fragment,) = read_fragments(tmp_path)
     assert {clock["peer"] for clock in fragment.clocks} == {asleep.process.uid}
     for clock in fragment.clocks:
@@ -257,21 +189,12 @@ async def until_clocks(directory: Path, count: int) -> None:
 
 
 async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
-    context = zmq.Context()
-    start_authenticator(context, KEYS)
-    router = Tracer("router")
-    router.start(TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="router"))
-    door = HostServer(ScriptedEndpoint("abc"), context, "tcp://127.0.0.1:*", KEYS, HOST)
-    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER, router)
-    try:
-        await remote.start()
-        sampling = SamplingParams(seed=1, max_tokens=3)
-        request = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
-        assert [chunk async for chunk in remote.replica.generate(request)]
-    finally:
+    tracer = Tracer("router")
+    tracer.start(TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="router"))
+    async with Host(ScriptedEndpoint("abc")) as host:
+        remote = await host.dial(tracer)
+        assert [chunk async for chunk in remote.replica.generate(request("r", [1], max_tokens=3))]
         await remote.close()
-        await door.close()
-        context.term()
-        router.stop()
+    tracer.stop()
     (fragment,) = read_fragments(tmp_path)
     assert sum(event["args"]["chunks"] for event in fragment.named("chunks")) == 3

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import zmq.asyncio
-from linked_hosts import KEYS, Host, Router, ScriptedHost, joined, routed, until, until_refused
+from linked_hosts import KEYS, Host, Router, ScriptedHost, until, until_refused
 from operations import assert_linear
 from scripted_endpoint import ScriptedEndpoint
 
@@ -24,7 +24,7 @@ from pagoda.messages.hosts import HostRecord, JoinAnswer
 
 
 async def test_a_host_answers_for_the_router() -> None:
-    async with routed() as router, joined(router, "hello"):
+    async with Router() as router, ScriptedHost(router, "hello"):
         await router.registry.first_host()
         assert router.dispatcher.limits.summary == "scripted"
         assert await router.ask("r1") == ("hello", FinishReason.STOP)
@@ -32,7 +32,7 @@ async def test_a_host_answers_for_the_router() -> None:
 
 
 async def test_a_request_goes_on_elsewhere_when_its_host_hangs_up() -> None:
-    async with routed() as router, joined(router, "abcdef") as second:
+    async with Router() as router, ScriptedHost(router, "abcdef") as second:
         first = ScriptedHost(router, "abcdef")
         await router.until_hosts(2)
         for host in (first, second):
@@ -50,7 +50,7 @@ async def test_a_request_goes_on_elsewhere_when_its_host_hangs_up() -> None:
 
 
 async def test_a_host_that_falls_silent_is_let_go() -> None:
-    async with routed() as router, joined(router) as host:
+    async with Router() as router, ScriptedHost(router) as host:
         await router.until_hosts(1)
         await host.membership.close()
         await router.until_hosts(0)
@@ -58,13 +58,13 @@ async def test_a_host_that_falls_silent_is_let_go() -> None:
 
 
 async def test_a_host_that_leaves_finishes_what_it_has_and_gets_nothing_new() -> None:
-    async with routed() as router, joined(router, "old") as leaving:
+    async with Router() as router, ScriptedHost(router, "old") as leaving:
         await router.until_hosts(1)
         leaving.endpoint.pause_after = 1
         asking = asyncio.create_task(router.ask("r1"))
         await leaving.endpoint.paused.wait()
         await leaving.leave()
-        async with joined(router, "new"):
+        async with ScriptedHost(router, "new"):
             await router.until_hosts(2)
             await until(lambda: any(slot.is_leaving for slot in router.dispatcher.slots))
             assert await router.ask("r2") == ("new", FinishReason.STOP)
@@ -75,7 +75,7 @@ async def test_a_host_that_leaves_finishes_what_it_has_and_gets_nothing_new() ->
 async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with routed() as router, joined(router, "abc") as host:
+    async with Router() as router, ScriptedHost(router, "abc") as host:
         await router.until_hosts(1)
         host.endpoint.pause_after = 1
         asking = asyncio.create_task(router.ask("r1"))
@@ -86,12 +86,12 @@ async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
         host.endpoint.go_on.set()
         assert await asking == ("abc", FinishReason.STOP)
         await router.until_hosts(0)
-        async with joined(router, "new"):
+        async with ScriptedHost(router, "new"):
             assert await router.ask("r2") == ("new", FinishReason.STOP)
 
 
 async def test_an_answer_that_nobody_wants_ends_at_the_host() -> None:
-    async with routed() as router, joined(router, "abcdef") as host:
+    async with Router() as router, ScriptedHost(router, "abcdef") as host:
         await router.until_hosts(1)
         host.endpoint.pause_after = 2
         asking = asyncio.create_task(router.ask("r1"))
@@ -104,7 +104,7 @@ async def test_another_version_is_refused_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.frontend.host_server.PROTOCOL_VERSION", 1)
-    async with routed() as router, joined(router):
+    async with Router() as router, ScriptedHost(router):
         await until(lambda: "does not use this host: The router speaks protocol" in caplog.text)
         assert "install the same version of Pagoda on both" in caplog.text
         assert router.dispatcher.replicas == []
@@ -121,7 +121,7 @@ async def test_a_host_learns_that_it_cannot_be_reached(
     address: str, problem: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.frontend.registry.HELLO_TIMEOUT_S", 0.1)
-    async with routed() as router, joined(router) as host:
+    async with Router() as router, ScriptedHost(router) as host:
         elsewhere = msgspec.structs.replace(host.record, host_id="elsewhere", address=address)
         membership = Membership(host.context, router.address, KEYS, elsewhere)
         await until(lambda: f"does not use this host: {problem}" in caplog.text)
@@ -134,13 +134,13 @@ async def test_a_join_without_the_key_is_not_heard(
 ) -> None:
     monkeypatch.setattr("pagoda.frontend.discovery.joins.TTL_S", 0.2)
     caplog.set_level(logging.WARNING)
-    async with routed() as router, joined(router, keys=keys_of(b"some other secret")):
+    async with Router() as router, ScriptedHost(router, keys=keys_of(b"some other secret")):
         await until(lambda: "has another --cluster-key-file" in caplog.text)
         assert router.dispatcher.replicas == []
 
 
 async def test_nonsense_is_ignored() -> None:
-    async with routed() as router, joined(router, "hello"):
+    async with Router() as router, ScriptedHost(router, "hello"):
         await router.until_hosts(1)
         for address in (router.address, router.dispatcher.replicas[0].name):
             stranger = router.context.socket(zmq.DEALER)
@@ -152,7 +152,7 @@ async def test_nonsense_is_ignored() -> None:
 
 
 async def test_when_all_hosts_are_full_a_request_is_refused_with_the_shortest_delay() -> None:
-    async with routed() as router, joined(router) as first, joined(router) as second:
+    async with Router() as router, ScriptedHost(router) as first, ScriptedHost(router) as second:
         await router.until_hosts(2)
         first.endpoint.raises = OverloadedError("The waiting queue is full.", retry_after_s=9)
         assert await router.ask("r1") == ("ok", FinishReason.STOP)
@@ -163,7 +163,7 @@ async def test_when_all_hosts_are_full_a_request_is_refused_with_the_shortest_de
 
 
 async def test_a_router_holds_no_more_requests_than_its_hosts_have_room_for() -> None:
-    async with routed() as router, joined(router) as host:
+    async with Router() as router, ScriptedHost(router) as host:
         await router.until_hosts(1)
         host.endpoint.pause_after = 0
         asking = [asyncio.create_task(router.ask(f"r{index}")) for index in range(16)]
@@ -176,7 +176,7 @@ async def test_a_router_holds_no_more_requests_than_its_hosts_have_room_for() ->
 
 
 async def test_an_address_that_is_taken_is_refused() -> None:
-    async with routed() as router:
+    async with Router() as router:
         with pytest.raises(ConfigError, match=r"--join-listen .* cannot be listened on"):
             JoinDiscovery(router.context, router.address, KEYS)
 
@@ -219,7 +219,7 @@ async def telling(failures: int = 0) -> AsyncIterator[tuple[Router, _Told, Host]
     """A router that is told of its hosts, and a host of which it was not told yet."""
     host, told = Host(ScriptedEndpoint("ok")), _Told()
     told.failures = failures
-    async with routed(lambda _: told) as router:
+    async with Router(lambda _: told) as router:
         await told.followed.wait()
         yield router, told, host
     await host.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import traceback
-from collections.abc import Awaitable, Callable
 
 import pytest
 from scripted_endpoint import LIMITS
+from virtual_fleet import request, virtual
 
 from pagoda.errors import EngineDeadError, EngineLostError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
@@ -26,8 +26,6 @@ from pagoda.messages.frontend import (
     TokenChunks,
 )
 from pagoda.messages.load import LoadReport
-from pagoda.messages.sampling_params import SamplingParams
-from pagoda.sim.event_loop import run
 from pagoda.telemetry.tracer import Tracer
 
 TIMEOUT_S = 8.0
@@ -76,29 +74,11 @@ def report(query_id: int | None, **fields: object) -> LoadReport:
     return LoadReport(**fields, query_id=query_id)  # type: ignore[arg-type]
 
 
-def request(request_id: str = "r", wire_id: str = "") -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=2)
-    return GenerateRequest(
-        request_id=request_id, prompt_token_ids=[1], sampling=sampling, wire_id=wire_id
-    )
-
-
-def in_virtual_time(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    async def work() -> None:
-        await test()
-
-    def in_loop() -> None:
-        run(work())
-
-    in_loop.__name__, in_loop.__doc__ = test.__name__, test.__doc__
-    return in_loop
-
-
-@in_virtual_time
+@virtual
 async def test_chunks_are_stamped_on_arrival_not_when_they_are_read() -> None:
     peer = Peer()
-    stream = peer.replica.generate(request())
-    assert peer.sent == [request(wire_id="1")]
+    stream = peer.replica.generate(request("r"))
+    assert peer.sent == [request("r", wire_id="1")]
     peer.now_ns = 5
     peer.push("1", 7)
     peer.now_ns = 8
@@ -107,41 +87,41 @@ async def test_chunks_are_stamped_on_arrival_not_when_they_are_read() -> None:
     assert [chunk.received_ns async for chunk in stream] == [5, 8]
 
 
-@in_virtual_time
+@virtual
 async def test_a_second_request_of_an_id_is_refused_and_the_first_one_goes_on() -> None:
     peer = Peer()
-    first = peer.replica.generate(request())
+    first = peer.replica.generate(request("r"))
     with pytest.raises(InvalidRequestError, match="id r is already running"):
-        peer.replica.generate(request())
+        peer.replica.generate(request("r"))
     peer.push("1", 1, 2, reason=FinishReason.LENGTH)
     assert [chunk.token_ids async for chunk in first] == [[1, 2]]
-    assert peer.sent == [request(wire_id="1")]
-    peer.replica.generate(request())
+    assert peer.sent == [request("r", wire_id="1")]
+    peer.replica.generate(request("r"))
 
 
-@in_virtual_time
+@virtual
 async def test_chunks_of_an_earlier_request_are_not_mistaken_for_those_of_one_with_its_id() -> None:
     peer = Peer()
-    first = peer.replica.generate(request())
+    first = peer.replica.generate(request("r"))
     await first.aclose()
-    second = peer.replica.generate(request())
+    second = peer.replica.generate(request("r"))
     peer.push("1", 7, reason=FinishReason.LENGTH)  # was on its way when the first one was aborted
     peer.replica.receive(RequestRefused("1", 7))
     peer.push("2", 8, reason=FinishReason.LENGTH)
     assert [(chunk.request_id, chunk.token_ids) async for chunk in second] == [("r", [8])]
     assert [m for m in peer.sent if isinstance(m, GenerateRequest)] == [
-        request(wire_id="1"),
-        request(wire_id="2"),
+        request("r", wire_id="1"),
+        request("r", wire_id="2"),
     ]
 
 
-@in_virtual_time
+@virtual
 async def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
     peer = Peer()
     replica = peer.replica
     peer.raises = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
     for ask in (
-        lambda: replica.generate(request()),
+        lambda: replica.generate(request("r")),
         lambda: replica.subscribe_cache(print),
         lambda: replica.subscribe_steps(print),
     ):
@@ -153,35 +133,35 @@ async def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
     await asyncio.sleep(3 * TIMEOUT_S)
     assert not peer.hung_at, "no answer is owed"
     peer.raises = None
-    stream = replica.generate(request())
+    stream = replica.generate(request("r"))
     peer.push("2", 1, reason=FinishReason.LENGTH)
     assert [chunk.token_ids async for chunk in stream] == [[1]]
 
 
-@in_virtual_time
+@virtual
 async def test_a_stream_that_is_closed_early_is_aborted_once() -> None:
     peer = Peer()
-    stream = peer.replica.generate(request())
+    stream = peer.replica.generate(request("r"))
     peer.push("1", 1)
     async with contextlib.aclosing(stream):
         assert (await anext(stream)).token_ids == [1]
     await stream.aclose()
-    assert peer.sent == [request(wire_id="1"), AbortRequests(["1"])]
+    assert peer.sent == [request("r", wire_id="1"), AbortRequests(["1"])]
     assert peer.replica.num_streams == 0
     assert [chunk async for chunk in stream] == []
 
 
-@in_virtual_time
+@virtual
 async def test_aborting_ends_the_stream_and_unknown_ids_are_ignored() -> None:
     peer = Peer()
-    stream = peer.replica.generate(request())
+    stream = peer.replica.generate(request("r"))
     await peer.replica.abort("unknown")
     await peer.replica.abort("r")
     assert [chunk.finish_reason async for chunk in stream] == [FinishReason.ABORT]
-    assert peer.sent == [request(wire_id="1"), AbortRequests(["1"])]
+    assert peer.sent == [request("r", wire_id="1"), AbortRequests(["1"])]
 
 
-@in_virtual_time
+@virtual
 async def test_a_refusal_ends_its_stream_alone() -> None:
     peer = Peer()
     refused, other = (peer.replica.generate(request(name)) for name in "ab")
@@ -193,7 +173,7 @@ async def test_a_refusal_ends_its_stream_alone() -> None:
     assert (await anext(other)).token_ids == [1]
 
 
-@in_virtual_time
+@virtual
 async def test_a_lost_peer_fails_every_stream_and_query_with_an_error_of_its_own() -> None:
     """One exception that several tasks raise collects the frames of all of them."""
     peer = Peer()
@@ -208,23 +188,23 @@ async def test_a_lost_peer_fails_every_stream_and_query_with_an_error_of_its_own
     assert len({id(error) for error in errors}) == 3
     assert peer.replica.state is ReplicaState.STARTING
     with pytest.raises(EngineLostError, match="The engine is not running"):
-        peer.replica.generate(request())
+        peer.replica.generate(request("r"))
 
 
-@in_virtual_time
+@virtual
 async def test_a_failure_that_is_raised_again_and_again_keeps_no_frames() -> None:
     peer = Peer()
     peer.replica.fail(EngineDeadError("It was given up."))
     depths = []
     for _ in range(3):
         with pytest.raises(EngineDeadError, match="given up") as caught:
-            peer.replica.generate(request())
+            peer.replica.generate(request("r"))
         depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
     assert depths == depths[:1] * 3
     assert str(await peer.replica.wait_failed()) == "It was given up."
 
 
-@in_virtual_time
+@virtual
 async def test_the_next_peer_is_asked_for_what_the_last_one_was_asked_for() -> None:
     peer = Peer()
     heard: list[PrefixCacheUpdate] = []
@@ -240,7 +220,7 @@ async def test_the_next_peer_is_asked_for_what_the_last_one_was_asked_for() -> N
     assert heard == [update]
 
 
-@in_virtual_time
+@virtual
 async def test_a_query_that_is_not_answered_times_out() -> None:
     peer = Peer()
     with pytest.raises(TimeoutError):
@@ -248,7 +228,7 @@ async def test_a_query_that_is_not_answered_times_out() -> None:
     assert (await peer.replica.health()).reason == "the engine does not answer"
 
 
-@in_virtual_time
+@virtual
 async def test_reports_say_if_the_worker_computes() -> None:
     peer = Peer()
     states = [peer.replica.state]
@@ -261,16 +241,16 @@ async def test_reports_say_if_the_worker_computes() -> None:
 # ---- watchdog
 
 
-@in_virtual_time
+@virtual
 async def test_a_silent_peer_with_a_request_hangs_within_the_time_out() -> None:
     peer = Peer()
-    peer.replica.generate(request())
+    peer.replica.generate(request("r"))
     await asyncio.sleep(3 * TIMEOUT_S)
     assert len(peer.hung_at) == 1
     assert TIMEOUT_S * 7 / 8 <= peer.hung_at[0] <= TIMEOUT_S
 
 
-@in_virtual_time
+@virtual
 async def test_a_silent_peer_hangs_though_who_asked_has_given_up() -> None:
     peer = Peer(hang_timeout_s=10 * QUERY_TIMEOUT_S)  # a tick is longer than a query
     with pytest.raises(TimeoutError):
@@ -279,11 +259,11 @@ async def test_a_silent_peer_hangs_though_who_asked_has_given_up() -> None:
     assert peer.hung_at == [10 * QUERY_TIMEOUT_S]
 
 
-@in_virtual_time
+@virtual
 async def test_a_peer_that_answers_probes_may_compute_for_as_long_as_it_takes() -> None:
     peer = Peer()
     peer.answers_probes = True
-    stream = peer.replica.generate(request())
+    stream = peer.replica.generate(request("r"))
     await asyncio.sleep(10 * TIMEOUT_S)
     assert not peer.hung_at
     peer.push("1", 1, reason=FinishReason.LENGTH)
@@ -293,7 +273,7 @@ async def test_a_peer_that_answers_probes_may_compute_for_as_long_as_it_takes() 
     assert len(peer.sent) <= num_sent + 1, "an idle peer is left alone"
 
 
-@in_virtual_time
+@virtual
 async def test_an_idle_peer_that_leaves_a_query_unanswered_hangs_too() -> None:
     peer = Peer()
     assert not (await peer.replica.health()).ready
@@ -301,10 +281,10 @@ async def test_an_idle_peer_that_leaves_a_query_unanswered_hangs_too() -> None:
     assert len(peer.hung_at) == 1
 
 
-@in_virtual_time
+@virtual
 async def test_a_frontend_that_was_stopped_itself_does_not_blame_its_peer() -> None:
     peer = Peer()
-    peer.replica.generate(request())
+    peer.replica.generate(request("r"))
     loop = asyncio.get_running_loop()
     loop.clock.advance_to(now() + 100 * TIMEOUT_S)  # type: ignore[attr-defined]
     await asyncio.sleep(0.01)

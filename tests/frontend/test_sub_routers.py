@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from linked_hosts import Host, Router, ScriptedHost, joined, routed, until, until_refused
+from linked_hosts import Host, Router, ScriptedHost, until, until_refused
 
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
@@ -42,9 +42,9 @@ def limits_of(router: Router) -> EngineReady:
 
 async def test_a_router_answers_with_the_hosts_of_a_router_below_it() -> None:
     async with (
-        routed() as upper,
-        routed() as lower,
-        joined(lower, "hello"),
+        Router() as upper,
+        Router() as lower,
+        ScriptedHost(lower, "hello"),
         below(lower, upper),
     ):
         await upper.until_hosts(1)
@@ -55,7 +55,7 @@ async def test_a_router_answers_with_the_hosts_of_a_router_below_it() -> None:
 
 
 async def test_limits_grow_and_shrink_with_the_hosts_below() -> None:
-    async with routed() as upper, routed() as lower, joined(lower), below(lower, upper):
+    async with Router() as upper, Router() as lower, ScriptedHost(lower), below(lower, upper):
         await upper.until_hosts(1)
         assert upper.dispatcher.limits.max_num_seqs == 8
         second = ScriptedHost(lower)
@@ -72,10 +72,10 @@ async def test_limits_grow_and_shrink_with_the_hosts_below() -> None:
 
 async def test_a_router_without_hosts_is_avoided_and_then_used_again() -> None:
     async with (
-        routed() as upper,
-        routed() as lower,
-        routed() as other,
-        joined(other, "other"),
+        Router() as upper,
+        Router() as lower,
+        Router() as other,
+        ScriptedHost(other, "other"),
         below(other, upper),
     ):
         only = ScriptedHost(lower, "lower")
@@ -86,7 +86,7 @@ async def test_a_router_without_hosts_is_avoided_and_then_used_again() -> None:
             await until(lambda: states() == {ReplicaState.READY, ReplicaState.DEGRADED})
             for index in range(4):
                 assert await upper.ask(f"r{index}") == ("other", FinishReason.STOP)
-            async with joined(lower, "lower"):
+            async with ScriptedHost(lower, "lower"):
                 await until(lambda: states() == {ReplicaState.READY})
                 answers = {(await upper.ask(f"s{index}"))[0] for index in range(4)}
                 assert answers == {"lower", "other"}
@@ -94,10 +94,10 @@ async def test_a_router_without_hosts_is_avoided_and_then_used_again() -> None:
 
 async def test_a_request_below_a_router_that_lost_its_hosts_goes_on_elsewhere() -> None:
     async with (
-        routed() as upper,
-        routed() as lower,
-        routed() as other,
-        joined(other, "abcdef"),
+        Router() as upper,
+        Router() as lower,
+        Router() as other,
+        ScriptedHost(other, "abcdef"),
     ):
         only = ScriptedHost(lower, "abcdef")
         only.endpoint.pause_after = 3
@@ -113,11 +113,11 @@ async def test_a_request_below_a_router_that_lost_its_hosts_goes_on_elsewhere() 
 
 async def test_a_router_that_leaves_finishes_what_it_has() -> None:
     async with (
-        routed() as upper,
-        routed() as lower,
-        joined(lower, "old") as host,
+        Router() as upper,
+        Router() as lower,
+        ScriptedHost(lower, "old") as host,
         below(lower, upper) as door,
-        joined(upper, "new"),
+        ScriptedHost(upper, "new"),
     ):
         await upper.until_hosts(2)
         host.endpoint.pause_after = 1
@@ -133,7 +133,7 @@ async def test_a_router_that_leaves_finishes_what_it_has() -> None:
 
 
 async def test_a_router_that_joins_itself_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    async with routed() as router, joined(router, "hello"):
+    async with Router() as router, ScriptedHost(router, "hello"):
         async with below(router, router):
             await until(lambda: "does not use this host" in caplog.text)
             assert "requests would go round in circles" in caplog.text
@@ -146,10 +146,10 @@ async def test_routers_that_join_each_other_in_a_circle_are_refused(
 ) -> None:
     """However many there are between; also when the circle is closed by a router that had joined before."""
     async with (
-        routed() as a,
-        routed() as b,
-        routed() as c,
-        joined(c, "hello"),
+        Router() as a,
+        Router() as b,
+        Router() as c,
+        ScriptedHost(c, "hello"),
         below(c, b),
         below(b, a),
         below(a, c),
@@ -162,10 +162,10 @@ async def test_routers_that_join_each_other_in_a_circle_are_refused(
 
 async def test_two_that_join_each_other_at_the_same_time_do_not_ask_each_other() -> None:
     async with (
-        routed() as a,
-        routed() as b,
-        joined(a, "a"),
-        joined(b, "b"),
+        Router() as a,
+        Router() as b,
+        ScriptedHost(a, "a"),
+        ScriptedHost(b, "b"),
         below(a, b),
         below(b, a),
     ):
@@ -188,12 +188,12 @@ async def test_two_that_join_each_other_at_the_same_time_do_not_ask_each_other()
 
 async def test_the_role_of_a_router_is_that_of_its_hosts() -> None:
     """With prefill hosts alone it computes prompts for others; with a decode host too it needs nobody else."""
-    async with routed() as upper, routed() as lower, joined(lower) as host:
+    async with Router() as upper, Router() as lower, ScriptedHost(lower) as host:
         roles(host, Role.PREFILL)
         async with below(lower, upper):
             await until(lambda: len(upper.hosts.prefill.replicas) == 1)
             [link] = upper.dispatcher.replicas
-            async with joined(lower) as second:
+            async with ScriptedHost(lower) as second:
                 roles(second, Role.DECODE)
                 await until(lambda: upper.dispatcher.limits.role is Role.BOTH)
                 assert upper.hosts.prefill.replicas == []

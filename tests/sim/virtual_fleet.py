@@ -65,24 +65,24 @@ def run_seeds(life: Callable[[int], Coroutine[Any, Any, T]], seeds: Sequence[int
 
 
 def engine_config(**fields: object) -> EngineConfig:
+    """`fields` are those of `EngineConfig` and of `SimConfig`."""
     sim = {"base_s": 0.01, "per_token_s": 0.0002, "num_blocks": 64, "block_size": 4}
     sim |= {"max_model_len": 128, "vocab_size": VOCAB_SIZE}
     names = SimConfig.__struct_fields__
     sim |= {name: value for name, value in fields.items() if name in names}
-    rest = {name: value for name, value in fields.items() if name not in names}
-    return EngineConfig(
-        worker=WorkerConfig(model="sim"),
-        executor="sim",
-        sim=SimConfig(**sim),  # type: ignore[arg-type]
-        **{"max_num_batched_tokens": 64, "max_num_seqs": 8, **rest},  # type: ignore[arg-type]
-    )
+    own = {"worker": WorkerConfig(model="sim"), "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    own |= {name: value for name, value in fields.items() if name not in names}
+    return EngineConfig(executor="sim", sim=SimConfig(**sim), **own)  # type: ignore[arg-type]
 
 
-def request(name: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 20) -> GenerateRequest:
+def request(
+    name: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 20, **fields: object
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=name,
         prompt_token_ids=list(prompt),
         sampling=SamplingParams(seed=sum(name.encode()), max_tokens=max_tokens),
+        **fields,  # type: ignore[arg-type]
     )
 
 

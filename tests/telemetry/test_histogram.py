@@ -31,3 +31,10 @@ def test_a_total_is_what_one_histogram_of_all_values_says(groups: list[list[int]
     values = [value for group in groups for value in group]
     expected = [bisect_left(BOUNDS, value) for value in values]
     assert added.counts == [expected.count(place) for place in range(4)]
+
+
+def test_a_copy_stays_as_it_is() -> None:
+    histogram = Histogram(BOUNDS)
+    copy = histogram.copy()
+    histogram.observe(5)
+    assert (copy.counts, copy.sum) == ([0] * 4, 0.0)
