@@ -173,13 +173,14 @@ class Harness:
         assert self.core.scheduler is not None
         return self.core.scheduler
 
-    def add(self, request: GenerateRequest, *, steps: bool = True) -> None:
+    def add(self, request: GenerateRequest, *, steps: bool = True) -> list[TokenChunk]:
         self.tokens[request.request_id] = list(request.output_token_ids)
         answer = self.core.add(request)
         assert isinstance(answer, list)
         self.record(answer)
         if steps:
             self.step()
+        return answer
 
     def step(self) -> list[TokenChunk]:
         chunks = self.core.step()
@@ -254,29 +255,39 @@ class Harness:
         assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
         assert len(scheduler.running) == len(scheduler.waiting) == len(scheduler.in_flight) == 0
         assert scheduler.loader.num_requests == 0
+        check_books(scheduler)
         if scheduler.tiers is not None:
-            check_books(scheduler)
             assert_nothing_under_way(scheduler.tiers)
+        if scheduler.exporter is not None:
+            assert not scheduler.exporter.leases
+            assert not scheduler.exporter.early
         assert not scheduler.requests
         assert not scheduler.quarantine.requests
-        check_sums(scheduler)
 
 
 def check_books(scheduler: Scheduler) -> None:
     """A block's references are those of requests and of open transfers; nobody is in two places or in none."""
     check_sums(scheduler)
-    tiers = scheduler.tiers
-    assert tiers is not None
+    tiers, exporter = scheduler.tiers, scheduler.exporter
     held = Counter(
         block.block_id for request in scheduler.requests.values() for block in request.table.blocks
     )
-    held.update(block.block_id for block in tiers.ledger.held_blocks())
-    if scheduler.exporter is not None:
-        leases = scheduler.exporter.leases.values()
+    if tiers is not None:
+        held.update(block.block_id for block in tiers.ledger.held_blocks())
+    if exporter is not None:
+        leases = exporter.leases.values()
         held.update(block.block_id for lease in leases for block in lease.blocks)
+        assert exporter.num_leased_blocks == sum(len(lease.blocks) for lease in leases)
+        assert exporter.num_wanted == sum(lease.asker is not None for lease in leases)
     pool = scheduler.kv.pool
     pool.check()
     assert pool.references() == held
+    if tiers is not None:
+        check_tiers(scheduler, tiers)
+
+
+def check_tiers(scheduler: Scheduler, tiers: TieredKVConnector) -> None:
+    """Every request that awaits KV is known to the tiers."""
     check_slots(tiers)
     loading = in_state(scheduler, RequestState.LOADING)
     awaiting = in_state(scheduler, RequestState.AWAITING_KV)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -15,7 +14,7 @@ from pagoda.engine.config import HandoffConfig
 from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
-from pagoda.messages.frontend import GenerateRequest, KVSource, RequestRefused, TokenChunk
+from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.connector import RemoteKV
 from pagoda.pd.exporter import KVExporter
@@ -42,7 +41,7 @@ def make_exporter(num_blocks: int) -> tuple[KVExporter, SimListener, BlockPool, 
     return KVExporter(listener, pool, clock, tokens, "e", LEASE_S), listener, pool, clock
 
 
-class Engine:
+class Engine(Harness):
     """One engine with a role, from one of its starts to the next."""
 
     _starts = count()
@@ -53,7 +52,7 @@ class Engine:
         self.address = address
         self._network = pair.network
         self.links = pair.network.links(f"engine{next(self._starts)}", role, address)
-        self.harness = Harness(
+        super().__init__(
             clock=pair.clock,
             handoff=handoff(role),
             fails=fails,
@@ -64,60 +63,38 @@ class Engine:
 
     @property
     def exporter(self) -> KVExporter:
-        exporter = self.harness.core.parts.scheduler.exporter
+        exporter = self.core.parts.scheduler.exporter
         assert exporter is not None
         return exporter
 
     @property
     def remote(self) -> RemoteKV:
-        remote = self.harness.core.parts.remote
+        remote = self.core.parts.remote
         assert remote is not None
         return remote
 
-    def add(self, request: GenerateRequest) -> list[TokenChunk]:
-        harness = self.harness
-        harness.tokens[request.request_id] = list(request.output_token_ids)
-        answer = harness.core.add(request)
-        assert not isinstance(answer, RequestRefused)
-        harness.record(answer)
-        return answer
+    def add(self, request: GenerateRequest, *, steps: bool = False) -> list[TokenChunk]:
+        return super().add(request, steps=steps)
 
     def next_event_at(self) -> float | None:
         places: Sequence[SimListener | SimPeers | None] = (self.links.listener, self.links.peers)  # type: ignore[assignment]
         instants = [place.next_event_at() for place in places if place is not None]
-        return earliest([*instants, self.harness.core.next_wakeup()])
+        return earliest([*instants, self.core.next_wakeup()])
 
     def kill(self) -> None:
         """Ends the engine without a last message; others see that it hung up."""
         self.links.close()
-        self.harness.core.executor.close()
+        self.core.executor.close()
 
     def check_books(self) -> None:
-        scheduler = self.harness.scheduler
-        if scheduler.tiers is not None:
-            check_books(scheduler)
-        else:
-            tables = [request.table.blocks for request in scheduler.requests.values()]
-            wanted = Counter(block.block_id for blocks in tables for block in blocks)
-            leases = self.exporter.leases.values()
-            wanted.update(block.block_id for lease in leases for block in lease.blocks)
-            pool = scheduler.kv.pool
-            pool.check()
-            assert pool.references() == wanted
-        if scheduler.exporter is not None:
-            leases = scheduler.exporter.leases.values()
-            assert scheduler.exporter.num_leased_blocks == sum(len(it.blocks) for it in leases)
-            assert scheduler.exporter.num_wanted == sum(it.asker is not None for it in leases)
-        if self.harness.core.parts.remote is not None:
+        check_books(self.scheduler)
+        if self.core.parts.remote is not None:
             assert_consistent(self.remote)
 
     def check_nothing_left(self) -> None:
         self.check_books()
-        self.harness.check_nothing_left()
-        if self.harness.core.parts.scheduler.exporter is not None:
-            assert not self.exporter.leases
-            assert not self.exporter.early
-        if self.harness.core.parts.remote is not None:
+        super().check_nothing_left()
+        if self.core.parts.remote is not None:
             assert not self.remote.fetches
             assert not any(peer.fetches for peer in self.remote.peers.values())
 
@@ -162,7 +139,7 @@ class Pair:
     @property
     def num_loaded(self) -> int:
         """Blocks that the decode engine has loaded into its nearest tier."""
-        return self.decode.harness.core.load().tiers[0].num_loaded
+        return self.decode.core.load().tiers[0].num_loaded
 
     @property
     def engines(self) -> tuple[Engine, Engine]:
@@ -203,16 +180,16 @@ class Pair:
         old = self.decode
         old.kill()
         self.decode = Engine(self, self._roles[1], old.address, **self._options[1])
-        for request_id in old.harness.scheduler.requests:
+        for request_id in old.scheduler.requests:
             request = self.requests[request_id]
             source = choose(request) if choose else self.sources.get(request_id)
-            so_far = old.harness.tokens[request_id]
+            so_far = old.tokens[request_id]
             again = msgspec.structs.replace(
                 request, output_token_ids=so_far, returns=True, kv_source=source
             )
             self.decode.add(again)
-        self.decode.harness.tokens = old.harness.tokens | self.decode.harness.tokens
-        self.decode.harness.finished = old.harness.finished | self.decode.harness.finished
+        self.decode.tokens = old.tokens | self.decode.tokens
+        self.decode.finished = old.finished | self.decode.finished
 
     def next_event_at(self) -> float | None:
         return earliest([engine.next_event_at() for engine in self.engines])
@@ -232,7 +209,7 @@ class Pair:
         self.clock.advance_to(self.clock.now() + self._lateness())
 
     def step(self) -> None:
-        self.chunks = [chunk for engine in self.engines for chunk in engine.harness.step()]
+        self.chunks = [chunk for engine in self.engines for chunk in engine.step()]
 
     def run(self, max_ticks: int = 20_000) -> None:
         """Runs until nothing happens any more."""
@@ -241,7 +218,7 @@ class Pair:
     def finish(self, *requests: GenerateRequest) -> None:
         """Runs until nothing happens any more: the decode engine has answered `requests`, and nothing is left."""
         self.run()
-        assert_complete(self.decode.harness, list(requests))
+        assert_complete(self.decode, list(requests))
         self.check_nothing_left()
 
     def run_until(self, condition: Callable[[], bool], max_ticks: int = 20_000) -> None:
@@ -289,11 +266,11 @@ def requests_of(count: int, **options: Any) -> list[GenerateRequest]:
 
 
 def is_loading(pair: Pair) -> bool:
-    return bool(in_state(pair.decode.harness.scheduler, RequestState.LOADING))
+    return bool(in_state(pair.decode.scheduler, RequestState.LOADING))
 
 
 def is_awaiting(pair: Pair) -> bool:
-    return bool(in_state(pair.decode.harness.scheduler, RequestState.AWAITING_KV))
+    return bool(in_state(pair.decode.scheduler, RequestState.AWAITING_KV))
 
 
 def has_leases(pair: Pair) -> bool:

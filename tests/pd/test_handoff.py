@@ -26,7 +26,7 @@ def test_the_answer_is_that_of_one_engine() -> None:
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.finish(request)
-    assert pair.prefill.harness.tokens["r"] == pair.decode.harness.tokens["r"][:1]
+    assert pair.prefill.tokens["r"] == pair.decode.tokens["r"][:1]
     assert pair.num_loaded == 10
     assert len(pair.told(KVRelease)) == len(pair.told(KVPrefilled)) == 1
     assert len(pair.told(KVBlocks)) == 2, "one for each chunk"
@@ -36,8 +36,8 @@ def test_chunks_travel_while_the_next_ones_are_computed() -> None:
     pair = Pair(prefill={"max_num_batched_tokens": 12})
     request = make_request("r", PROMPT)
     pair.submit(request)
-    pair.run_until(lambda: bool(pair.decode.harness.tiers.ledger.transfers))
-    assert pair.prefill.harness.scheduler.requests, "the prompt is still being computed"
+    pair.run_until(lambda: bool(pair.decode.tiers.ledger.transfers))
+    assert pair.prefill.scheduler.requests, "the prompt is still being computed"
     pair.finish(request)
     assert len(pair.told(KVBlocks)) == 4
 
@@ -47,17 +47,17 @@ def test_blocks_that_the_decode_sides_host_tier_has_are_not_fetched() -> None:
     pair = Pair(decode=tiers)
     pair.decode.add(make_request("before", PROMPT[:22]))
     pair.run()
-    pair.decode.harness.core.lose_worker(WorkerLost("it was killed"))
+    pair.decode.core.lose_worker(WorkerLost("it was killed"))
     pair.run()
     pair.decode.add(make_request("again", PROMPT[:22]))
     pair.run()
-    pool = pair.decode.harness.scheduler.kv.pool
+    pool = pair.decode.scheduler.kv.pool
     for key in list(pool.keys()):
         pool.discard(key)
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.finish(request)
-    host, remote = pair.decode.harness.core.load().tiers
+    host, remote = pair.decode.core.load().tiers
     assert (host.num_loaded, remote.num_loaded) == (5, 5)
     pair.check_nothing_left()
 
@@ -75,7 +75,7 @@ def test_log_probabilities_come_with_the_token() -> None:
     assert first.logprobs is not None
     assert first.logprobs[0].top_token_ids == first.token_ids
     assert sum(len(chunk.logprobs or []) for chunk in chunks) == 1 + 8, "of both engines"
-    assert_complete(pair.decode.harness, [request])
+    assert_complete(pair.decode, [request])
 
 
 def test_a_token_without_the_log_probabilities_that_are_asked_for_is_not_taken() -> None:
@@ -105,8 +105,8 @@ def test_engines_that_do_both_hand_over_to_each_other(num_blocks: int) -> None:
     pair.run()
     for number, request in enumerate(requests):
         answers = pair.engines[number % 2]
-        assert_complete(answers.harness, [request])
-    num_loaded = sum(engine.harness.core.load().tiers[0].num_loaded for engine in pair.engines)
+        assert_complete(answers, [request])
+    num_loaded = sum(engine.core.load().tiers[0].num_loaded for engine in pair.engines)
     assert num_loaded == (80 if num_blocks == 200 else 0)
     pair.check_nothing_left()
 
@@ -123,14 +123,14 @@ def test_an_engine_without_the_role_refuses_to_hold() -> None:
 def test_the_last_chunk_of_prefill_names_the_blocks() -> None:
     pair = Pair()
     source = pair.hold(make_request("r", PROMPT))
-    pair.run_until(lambda: "r" in pair.prefill.harness.finished)
-    last = pair.prefill.harness.finished["r"].kv_source
+    pair.run_until(lambda: "r" in pair.prefill.finished)
+    last = pair.prefill.finished["r"].kv_source
     assert last is not None
     assert msgspec.structs.replace(last, block_ids=()) == source
     leased = pair.prefill.exporter.leases[source.transfer_id].blocks
     assert last.block_ids == tuple(block.block_id for block in leased)
     assert len(last.block_ids) == len(PROMPT) // 4
-    load = pair.prefill.harness.core.load()
+    load = pair.prefill.core.load()
     assert (load.num_leases, load.num_leased_blocks) == (1, 10)
 
 
@@ -139,7 +139,7 @@ def test_the_client_is_told_what_was_cached_where_the_prompt_was_computed() -> N
     pair.prefill.add(make_request("before", PROMPT[:22]))
     pair.run()
     pair.submit(make_request("r", PROMPT))
-    pair.run_until(lambda: pair.decode.harness.tokens["r"] != [])
+    pair.run_until(lambda: pair.decode.tokens["r"] != [])
     first = next(chunk for chunk in pair.chunks if chunk.request_id == "r")
     assert first.num_cached_tokens == 20
 
@@ -159,12 +159,12 @@ def test_the_token_comes_even_where_no_block_does(num_tokens: int, is_cached: bo
     )
     assert expected_tokens(there)[0] != expected_tokens(here)[0]
     source = pair.hold(there)
-    pair.run_until(lambda: "r" in pair.prefill.harness.finished)
+    pair.run_until(lambda: "r" in pair.prefill.finished)
     pair.fetch(here, source)
     pair.run()
-    assert pair.decode.harness.tokens["r"][0] == expected_tokens(there)[0]
-    assert len(pair.decode.harness.tokens["r"]) == 3
-    load = pair.decode.harness.core.load()
+    assert pair.decode.tokens["r"][0] == expected_tokens(there)[0]
+    assert len(pair.decode.tokens["r"]) == 3
+    load = pair.decode.core.load()
     assert load.tiers[0].num_loaded == (0 if is_cached else num_tokens // 4)
     pair.check_nothing_left()
 
@@ -176,12 +176,12 @@ def test_what_was_fetched_was_not_cached() -> None:
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.finish(request)
-    load = pair.decode.harness.core.load()
+    load = pair.decode.core.load()
     assert (load.tiers[0].num_loaded, load.num_prefix_hit_tokens) == (5, 20)
     pair.decode.add(make_request("again", PROMPT))
     pair.run()
-    assert pair.decode.harness.core.load().num_prefix_hit_tokens == 20 + 40
-    assert pair.decode.harness.finished["again"].num_cached_tokens == 40
+    assert pair.decode.core.load().num_prefix_hit_tokens == 20 + 40
+    assert pair.decode.finished["again"].num_cached_tokens == 40
 
 
 def test_a_whole_prompt_that_has_no_room_does_not_stay_for_ever() -> None:
@@ -219,11 +219,11 @@ def loading_from_host(role: Role, **request_options: Any) -> tuple[Pair, Engine]
     else:
         engine.add(make_request("before", PROMPT[:22]))
     pair.run()
-    pool = engine.harness.scheduler.kv.pool
+    pool = engine.scheduler.kv.pool
     for key in list(pool.keys()):
         pool.discard(key)
     pair.submit(make_request("r", PROMPT, **request_options))
-    pair.run_until(lambda: "r" in engine.harness.tiers.loads)
+    pair.run_until(lambda: "r" in engine.tiers.loads)
     return pair, engine
 
 
@@ -231,28 +231,28 @@ def loading_from_host(role: Role, **request_options: Any) -> tuple[Pair, Engine]
 def test_an_abort_meets_the_end_of_a_load(role: Role) -> None:
     pair, engine = loading_from_host(role)
     pair.clock.advance_to(pair.clock.now() + 2.0)
-    engine.harness.core.abort("r")
+    engine.core.abort("r")
     pair.finish()
 
 
 def test_a_release_meets_the_end_of_a_load() -> None:
     pair, _ = loading_from_host(Role.PREFILL)
-    pair.decode.harness.core.abort("r")
-    pair.decode.harness.step()
+    pair.decode.core.abort("r")
+    pair.decode.step()
     pair.clock.advance_to(pair.clock.now() + 2.0)
-    pair.prefill.harness.step()
-    assert not pair.prefill.harness.scheduler.requests
+    pair.prefill.step()
+    assert not pair.prefill.scheduler.requests
     pair.finish()
 
 
 def test_a_first_token_that_is_the_last_meets_the_end_of_a_load() -> None:
     pair, engine = loading_from_host(Role.DECODE, max_tokens=1)
-    while pair.prefill.harness.scheduler.requests:
+    while pair.prefill.scheduler.requests:
         at = pair.prefill.next_event_at()
         assert at is not None
         pair.clock.advance_to(at)
-        pair.prefill.harness.step()
+        pair.prefill.step()
     pair.clock.advance_to(pair.clock.now() + 2.0)
-    engine.harness.step()
-    assert engine.harness.finished["r"].finish_reason is FinishReason.LENGTH
+    engine.step()
+    assert engine.finished["r"].finish_reason is FinishReason.LENGTH
     pair.finish()

@@ -48,7 +48,7 @@ def test_decode_aborts_and_prefill_lets_go_at_once(state) -> None:  # type: igno
     pair = Pair(prefill=CHUNKS)
     pair.submit(make_request("r", PROMPT))
     pair.run_until(lambda: state(pair))
-    pair.decode.harness.core.abort("r")
+    pair.decode.core.abort("r")
     aborted_at = pair.clock.now()
     pair.run_until(lambda: not has_leases(pair))
     assert pair.clock.now() - aborted_at < 0.1
@@ -62,8 +62,8 @@ def test_decode_refuses_a_request_and_prefill_lets_go_at_once(why: str) -> None:
     pair.run()
     request = make_request("r", PROMPT)
     source = pair.hold(request)
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
-    core = pair.decode.harness.core
+    pair.run_until(lambda: not pair.prefill.scheduler.requests)
+    core = pair.decode.core
     refused = msgspec.structs.replace(request, kv_source=source)
     match why:
         case "too long":
@@ -92,13 +92,13 @@ def test_decode_needs_nothing_and_prefill_lets_go_at_once() -> None:
     pair.run()
     assert len(pair.told(KVSubscribe)) == len(pair.told(KVRelease)) == 2
     assert pair.num_loaded == 10, "those of the first"
-    assert pair.decode.harness.tokens["again"] == expected_tokens(make_request("again", PROMPT))
+    assert pair.decode.tokens["again"] == expected_tokens(make_request("again", PROMPT))
 
 
 def test_nobody_fetches_and_the_lease_runs_out() -> None:
     pair = Pair()
     pair.hold(make_request("r", PROMPT))
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
+    pair.run_until(lambda: not pair.prefill.scheduler.requests)
     finished_at = pair.clock.now()
     pair.run_until(lambda: not has_leases(pair))
     assert pair.clock.now() - finished_at == pytest.approx(LEASE_S)
@@ -117,7 +117,7 @@ def test_what_is_freed_while_it_is_read_is_not_used() -> None:
     )
     request = make_request("r", PROMPT)
     source = pair.submit(request)
-    reads = pair.decode.harness.tiers.ledger
+    reads = pair.decode.tiers.ledger
     pair.run_until(lambda: bool(reads.transfers) and bool(pair.told(KVPrefilled)))
     pair.prefill.exporter.drop(source.transfer_id, "somebody made a mistake")
     for number, document in enumerate(documents(2)):
@@ -139,12 +139,12 @@ MOMENTS: dict[str, Callable[[Pair], bool]] = {
 }
 FAULTS: dict[str, Callable[[Pair], object]] = {
     "connection": lambda pair: pair.network.cut(pair.prefill.address),
-    "prefill request": lambda pair: pair.prefill.harness.scheduler.apply_kv_events(
+    "prefill request": lambda pair: pair.prefill.scheduler.apply_kv_events(
         [Failed("r0", "it breaks here")]
     ),
-    "prefill worker": lambda pair: pair.prefill.harness.core.lose_worker(WorkerLost("killed")),
+    "prefill worker": lambda pair: pair.prefill.core.lose_worker(WorkerLost("killed")),
     "prefill engine": Pair.replace_prefill,
-    "decode worker": lambda pair: pair.decode.harness.core.lose_worker(WorkerLost("killed")),
+    "decode worker": lambda pair: pair.decode.core.lose_worker(WorkerLost("killed")),
     "decode engine": Pair.replace_decode,
 }
 
@@ -159,7 +159,7 @@ def test_whatever_is_lost_changes_no_token_and_leaves_nothing(lost: str, moment:
     pair.run_until(lambda: MOMENTS[moment](pair))
     lost_at = pair.clock.now()
     FAULTS[lost](pair)
-    pair.run_until(lambda: len(pair.decode.harness.finished) == len(requests))
+    pair.run_until(lambda: len(pair.decode.finished) == len(requests))
     assert pair.clock.now() - lost_at < ANSWERED_S
     pair.finish(*requests)
     if (lost, moment) == ("prefill request", "on its way"):
@@ -185,9 +185,9 @@ def test_prefill_dies_during_the_handshake(successor: str) -> None:
         pair.prefill.kill()
     if successor == "a silent one":
         pair.network.listener(pair.prefill.address)
-    pair.run_until(lambda: "r" in pair.decode.harness.finished)
+    pair.run_until(lambda: "r" in pair.decode.finished)
     assert pair.clock.now() < ANSWERED_S
-    assert_complete(pair.decode.harness, [request])
+    assert_complete(pair.decode, [request])
     pair.decode.check_nothing_left()
 
 
@@ -215,7 +215,7 @@ def test_releases_and_ends_of_transfers_may_come_late_and_twice() -> None:
     pair.submit(*requests)
     pair.run_until(lambda: len(pair.told(KVCheckResult)) == len(requests))
     for number in range(20):
-        pair.decode.harness.tiers.transfer_ended(TransferEnd(number, 0))
+        pair.decode.tiers.transfer_ended(TransferEnd(number, 0))
     pair.finish(*requests)
     assert pair.num_loaded == 30
 
@@ -233,15 +233,15 @@ def test_what_is_not_read_whole_is_not_used(fails: bool) -> None:
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.run()
-    last = pair.decode.harness.finished["r"]
+    last = pair.decode.finished["r"]
     if fails:
         assert last.finish_reason is FinishReason.ERROR
         assert last.error == (
             "KV that was found for this request could not be loaded: it could not be read (it was not to be)."
         )
     else:
-        assert_complete(pair.decode.harness, [request])
-    assert pair.decode.harness.core.load().tiers[0].num_failed == 10
+        assert_complete(pair.decode, [request])
+    assert pair.decode.core.load().tiers[0].num_failed == 10
     pair.check_nothing_left()
 
 
@@ -252,7 +252,7 @@ def test_what_cannot_be_asked_for_fails_the_request_where_it_is_to() -> None:
     transfer_id = TransferTokens(NO_KEYS).new_id(address, "e")
     pair.fetch(request, KVSource(address=address, engine_id="e", transfer_id=transfer_id))
     pair.run()
-    error = pair.decode.harness.finished["r"].error
+    error = pair.decode.finished["r"].error
     assert error == "KV of this request could not be fetched: nobody is there."
 
 
@@ -266,7 +266,7 @@ def test_workers_started_anew_are_other_peers() -> None:
     pair.run()
     exporter = pair.prefill.exporter
     before = exporter.peer
-    pair.prefill.harness.core.lose_worker(WorkerLost("it was killed"))
+    pair.prefill.core.lose_worker(WorkerLost("it was killed"))
     pair.run()
     assert exporter.peer not in (None, before)
     pair.submit(second)
@@ -275,7 +275,7 @@ def test_workers_started_anew_are_other_peers() -> None:
         f"{exporter.engine_id}-1",
         f"{exporter.engine_id}-2",
     }
-    assert pair.decode.harness.core.load().tiers[0].num_failed == 0
+    assert pair.decode.core.load().tiers[0].num_failed == 0
 
 
 # ---- P rejects an over-long prompt, D generates garbage (sglang#30233)

@@ -39,16 +39,16 @@ def test_the_first_token_is_told_once_and_not_sampled_again() -> None:
     firsts = expected_tokens(held)[0], expected_tokens(request)[0]
     assert firsts[0] != firsts[1]
     pair.fetch(request, pair.hold(held))
-    pair.run_until(lambda: pair.decode.harness.tokens["r"] != [])
+    pair.run_until(lambda: pair.decode.tokens["r"] != [])
     assert is_loading(pair), "it is told while KV still travels"
-    assert pair.decode.harness.tokens["r"] == [firsts[0]]
+    assert pair.decode.tokens["r"] == [firsts[0]]
     pair.run()
-    assert len(pair.decode.harness.tokens["r"]) == 8
-    assert pair.decode.harness.tokens["r"][0] == firsts[0]
+    assert len(pair.decode.tokens["r"]) == 8
+    assert pair.decode.tokens["r"][0] == firsts[0]
     continued = msgspec.structs.replace(request, request_id="c", output_token_ids=[firsts[0]])
     pair.decode.add(continued)
     pair.run()
-    assert pair.decode.harness.tokens["c"] == pair.decode.harness.tokens["r"]
+    assert pair.decode.tokens["c"] == pair.decode.tokens["r"]
 
 
 @pytest.mark.parametrize("end", ["stop", "length"])
@@ -58,10 +58,10 @@ def test_a_first_token_that_ends_the_answer_ends_it(end: str) -> None:
     if end == "stop":
         request = msgspec.structs.replace(request, eos_token_ids=(expected_tokens(request)[0],))
     pair.submit(request)
-    pair.run_until(lambda: "r" in pair.decode.harness.finished)
+    pair.run_until(lambda: "r" in pair.decode.finished)
     assert pair.clock.now() < 5
-    assert pair.decode.harness.finished["r"].finish_reason is FinishReason(end)
-    assert pair.prefill.harness.finished["r"].finish_reason is FinishReason(end)
+    assert pair.decode.finished["r"].finish_reason is FinishReason(end)
+    assert pair.prefill.finished["r"].finish_reason is FinishReason(end)
     pair.finish(request)
 
 
@@ -89,7 +89,7 @@ def test_a_request_that_is_preempted_after_its_kv_came_goes_on_rightly() -> None
         for _ in range(12):
             pair.tick()
     pair.finish(*requests)
-    assert pair.decode.harness.scheduler.counters.num_preemptions > 0
+    assert pair.decode.scheduler.counters.num_preemptions > 0
     assert pair.num_loaded > 0
 
 
@@ -109,7 +109,7 @@ def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() ->
     pair = Pair()
     exporter = pair.prefill.exporter
     for _ in range(2):  # after the second, the next one waits
-        pair.prefill.harness.core.lose_worker(WorkerLost("it was killed"))
+        pair.prefill.core.lose_worker(WorkerLost("it was killed"))
     peers = pair.network.peers()
     peers.send(pair.prefill.address, KVHello(digest="of another model"))
     pair.run_until(lambda: bool(exporter.early))
@@ -126,7 +126,7 @@ def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() ->
 def test_waiting_for_the_handshake_costs_nothing() -> None:
     pair = Pair(fate=lambda it: (0.9,) if isinstance(it, KVWelcome) else (0.001,))
     pair.submit(make_request("r", PROMPT))
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
+    pair.run_until(lambda: not pair.prefill.scheduler.requests)
     steps = 0
     while not pair.told(KVCheck):
         assert pair.tick()
@@ -145,8 +145,8 @@ def test_a_prompt_is_computed_for_others_whatever_max_tokens_is() -> None:
         pair.hold(msgspec.structs.replace(request, sampling=sampling))
     pair.run()
     for number in range(4):
-        assert len(pair.prefill.harness.tokens[f"r{number}"]) == 1
-        assert pair.prefill.harness.finished[f"r{number}"].finish_reason is FinishReason.LENGTH
+        assert len(pair.prefill.tokens[f"r{number}"]) == 1
+        assert pair.prefill.finished[f"r{number}"].finish_reason is FinishReason.LENGTH
 
 
 def test_a_request_that_has_tokens_gets_one_more() -> None:
@@ -156,7 +156,7 @@ def test_a_request_that_has_tokens_gets_one_more() -> None:
     request = msgspec.structs.replace(request, output_token_ids=so_far)
     pair.submit(request)
     pair.finish(request)
-    assert pair.prefill.harness.tokens["r"] == expected_tokens(request)[:4]
+    assert pair.prefill.tokens["r"] == expected_tokens(request)[:4]
     assert pair.num_loaded == 11
 
 
@@ -174,7 +174,7 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
     pair.submit(first)
     pair.run_until(lambda: is_loading(pair))
     is_silent = True
-    pair.run_until(lambda: "r0" in pair.decode.harness.finished)
+    pair.run_until(lambda: "r0" in pair.decode.finished)
     assert pair.clock.now() < SILENCE_S + 2.5
     assert pair.decode.remote.peers == {}
     is_silent = False
@@ -213,7 +213,7 @@ def test_requests_whose_kv_is_on_its_way_count_as_running() -> None:
     )
     requests = requests_of(8)
     pair.submit(*requests)
-    scheduler = pair.decode.harness.scheduler
+    scheduler = pair.decode.scheduler
     most_loading = 0
     while pair.tick():
         loading = len(in_state(scheduler, RequestState.LOADING))
@@ -234,7 +234,7 @@ def test_engines_that_wait_for_each_others_room_get_on() -> None:
     )
     behind = [third, fourth]
     sources = [pair.hold(request) for request in behind]
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
+    pair.run_until(lambda: not pair.prefill.scheduler.requests)
     pair.submit(*first)
     for request, source in zip(behind, sources, strict=True):
         pair.fetch(request, source)
@@ -250,10 +250,10 @@ def test_a_prompt_that_nobody_needs_any_more_is_not_computed_on() -> None:
     pair = Pair(prefill={"max_num_batched_tokens": 4})
     pair.submit(make_request("r", PROMPT))
     pair.run_until(lambda: bool(pair.told(KVBlocks)))
-    pair.decode.harness.core.abort("r")
+    pair.decode.core.abort("r")
     pair.run()
-    assert pair.prefill.harness.finished["r"].finish_reason is FinishReason.ABORT
-    assert pair.prefill.harness.scheduler.counters.num_steps < len(PROMPT) // 4 // 2
+    assert pair.prefill.finished["r"].finish_reason is FinishReason.ABORT
+    assert pair.prefill.scheduler.counters.num_steps < len(PROMPT) // 4 // 2
     pair.check_nothing_left()
 
 
@@ -263,16 +263,16 @@ def test_a_prompt_whose_kv_is_lost_is_computed_once_more_only(loses_workers: boo
     requests = [make_request("r", PROMPT), make_request("held", documents(1)[0])]
     pair.submit(requests[0])
     pair.hold(requests[1])
-    core, scheduler = pair.prefill.harness.core, pair.prefill.harness.scheduler
+    core, scheduler = pair.prefill.core, pair.prefill.scheduler
     pair.run_until(lambda: bool(pair.told(KVBlocks)))
     if loses_workers:
         core.lose_worker(WorkerLost("it was killed"))
     else:
         scheduler.preempt(scheduler.requests["r"])
     pair.run()
-    assert pair.prefill.harness.finished["r"].finish_reason is FinishReason.ABORT
-    assert pair.prefill.harness.finished["held"].finish_reason is FinishReason.LENGTH
-    assert_complete(pair.decode.harness, requests[:1])
+    assert pair.prefill.finished["r"].finish_reason is FinishReason.ABORT
+    assert pair.prefill.finished["held"].finish_reason is FinishReason.LENGTH
+    assert_complete(pair.decode, requests[:1])
     pair.check_nothing_left()
 
 
@@ -283,10 +283,10 @@ def test_kv_that_nobody_has_asked_for_gives_way_the_oldest_first() -> None:
     held = requests_of(3)
     wanted, oldest, newest = (pair.hold(request) for request in held)
     pair.fetch(held[0], wanted)
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
+    pair.run_until(lambda: not pair.prefill.scheduler.requests)
     asked_at = pair.clock.now()
     pair.prefill.add(make_request("next", PROMPT, max_tokens=2))
-    pair.run_until(lambda: "next" in pair.prefill.harness.finished)
+    pair.run_until(lambda: "next" in pair.prefill.finished)
     assert pair.clock.now() - asked_at < 1
     leases = pair.prefill.exporter.leases
     assert [source.transfer_id in leases for source in (wanted, oldest, newest)] == [
@@ -294,7 +294,7 @@ def test_kv_that_nobody_has_asked_for_gives_way_the_oldest_first() -> None:
         False,
         True,
     ]
-    assert pair.prefill.harness.core.load().num_leases_expired == 1
+    assert pair.prefill.core.load().num_leases_expired == 1
     pair.fetch(held[1], oldest)
     pair.fetch(held[2], newest)
     pair.finish(*held)
@@ -303,10 +303,10 @@ def test_kv_that_nobody_has_asked_for_gives_way_the_oldest_first() -> None:
 def test_a_request_that_waits_for_its_turn_takes_no_kv_away() -> None:
     pair = Pair(prefill={"max_num_seqs": 1})
     source = pair.hold(make_request("held", PROMPT))
-    pair.run_until(lambda: "held" in pair.prefill.harness.finished)
+    pair.run_until(lambda: "held" in pair.prefill.finished)
     for number, document in enumerate(documents(3)):
         pair.prefill.add(make_request(f"r{number}", document))
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
+    pair.run_until(lambda: not pair.prefill.scheduler.requests)
     assert source.transfer_id in pair.prefill.exporter.leases
 
 
@@ -316,8 +316,8 @@ def test_who_may_not_ask_yet_stops_nobody_who_need_not_ask() -> None:
     pair.submit(*fetched)
     plain = make_request("plain", PROMPT[:9], max_tokens=2)
     pair.decode.add(plain)
-    pair.run_until(lambda: bool(pair.decode.harness.finished))
-    assert list(pair.decode.harness.finished) == ["plain"]
+    pair.run_until(lambda: bool(pair.decode.finished))
+    assert list(pair.decode.finished) == ["plain"]
     pair.finish(*fetched, plain)
     assert pair.num_loaded == 60
 
@@ -326,8 +326,8 @@ def test_who_may_not_ask_yet_takes_no_slot_from_lower_priorities() -> None:
     pair = Pair(prefill={"max_num_seqs": 1}, decode={"max_num_seqs": 1})
     low = make_request("low", PROMPT[:9], max_tokens=40, priority=1)
     pair.decode.add(low)
-    pair.run_until(lambda: len(pair.decode.harness.tokens["low"]) > 2)
+    pair.run_until(lambda: len(pair.decode.tokens["low"]) > 2)
     fetched = requests_of(3)
     pair.submit(*fetched)
     pair.finish(*fetched, low)
-    assert pair.decode.harness.scheduler.counters.num_preemptions <= 3
+    assert pair.decode.scheduler.counters.num_preemptions <= 3
