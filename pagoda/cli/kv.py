@@ -15,8 +15,8 @@ from cyclopts import Parameter
 
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions
-from pagoda.cli.output import format_bytes
 from pagoda.errors import ConfigError
+from pagoda.ipc.machine import format_bytes
 from pagoda.kv.objects import (
     FAN_OUTS,
     MANIFEST_NAME,
