@@ -217,8 +217,6 @@ class TextGenerator:
                     session=session,
                     holds_kv=holds_kv,
                     kv_source=kv_source,
-                    traceparent=client_request.traceparent,
-                    tracestate=client_request.tracestate,
                 ),
                 sampling=sampling,
                 prompt=text,
