@@ -6,7 +6,6 @@ import asyncio
 import enum
 from collections.abc import Callable
 
-from pagoda.errors import EngineDeadError, EngineLostError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import ReplicaHealth, Waiting
@@ -14,7 +13,6 @@ from pagoda.frontend.prefix_index import PrefixIndex
 from pagoda.frontend.replica import Replica
 from pagoda.frontend.tracked_request import Placement, RequestState, TrackedRequest
 from pagoda.messages.frontend import EngineReady, GenerateRequest
-from pagoda.messages.load import LoadReport
 from pagoda.messages.worker_config import Role
 
 
@@ -56,8 +54,6 @@ class ReplicaSlot:
         self.had_engine = False
         self.num_losses = 0
         """Number of times that the replica's engine was lost."""
-        self.last_report = LoadReport()
-        """The replica's latest answer, with the counters of its engines before the running one."""
         self.left = asyncio.Event()
         """Set whenever a request has left the replica."""
         self.unwatch: Callable[[], None] = lambda: None
@@ -73,10 +69,6 @@ class ReplicaSlot:
     @property
     def role(self) -> Role:
         return Role.NONE if self.limits is None else self.limits.role
-
-    @property
-    def has_engine(self) -> bool:
-        return self.replica.state in (ReplicaState.READY, ReplicaState.DEGRADED)
 
     def waiting(self) -> Waiting | None:
         """The requests that clients wait for; None where nobody waits, or the replica computes nothing."""
@@ -107,15 +99,6 @@ class ReplicaSlot:
         num_places = max(1, max_num_seqs - len(computing))
         unread = [r for r in queued if self.requests[r].after_ns >= self._earlier_ns]
         return {*computing, *queued[:num_places], *unread}
-
-    async def load(self) -> LoadReport | None:
-        """The replica's report; None if it has no engine, or the engine does not answer."""
-        try:
-            report = await self.replica.load()
-        except (TimeoutError, EngineLostError, EngineDeadError):
-            return None
-        self.last_report = report
-        return report
 
 
 def has_part_in(role: Role, request: GenerateRequest) -> bool:
