@@ -11,8 +11,8 @@ import psutil
 
 from benchmarks.figure import Figure
 from pagoda.cli.openai_client import OpenAIClient
-from pagoda.cli.output import format_bytes
 from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.ipc.machine import format_bytes
 
 _STARTS = 5
 

@@ -23,7 +23,7 @@ from cyclopts import App
 
 from benchmarks.handoff.bandwidth_exporter import HOST, SECRET
 from pagoda.cli import output
-from pagoda.cli.output import format_bytes
+from pagoda.ipc.machine import format_bytes
 from pagoda.pd.transport.base import Access, MemoryLink, OwnMemory, Region, Span
 from pagoda.pd.transport.choose import TRANSPORTS
 

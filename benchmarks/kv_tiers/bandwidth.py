@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.kv_tiers.blocks import Blocks
 from pagoda.cli import output
-from pagoda.cli.output import format_bytes
+from pagoda.ipc.machine import format_bytes
 
 _Times = dict[tuple[str, str], list[float]]
 """Seconds of each round, by mover of the bytes and direction (written or read)."""

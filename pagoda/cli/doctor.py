@@ -17,9 +17,8 @@ from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import machine_facts, output
 from pagoda.cli.machine_facts import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions
-from pagoda.cli.output import format_bytes
 from pagoda.cli.weight_traffic import WeightTraffic, gguf_traffic, stored_traffic, weight_traffic
-from pagoda.ipc.machine import available_cores, available_memory_bytes
+from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
 from pagoda.version import __version__
 
 

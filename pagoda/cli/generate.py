@@ -1,12 +1,21 @@
-"""`pagoda generate`: answers to prompts of the command line, or to the lines of an OpenAI batch file."""
+"""`pagoda generate`: answers to prompts of the command line, or to the lines of an OpenAI batch file.
+
+A batch file has one request a line; the results have one response a line, in the same order:
+
+in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+out  {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}},
+      "error": null}
+"""
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import Parameter
@@ -14,7 +23,7 @@ from rich.style import Style
 
 from pagoda.cli import output
 from pagoda.cli.answer import ask
-from pagoda.cli.batch_file import BatchRequest, answer_batch, read_batch
+from pagoda.cli.files import read_jsonl
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS, Choice
 from pagoda.cli.options import Count, GeneralOptions, SamplingOptions
@@ -79,6 +88,70 @@ async def _print_answer(
 def _print_text(choice: Choice) -> None:
     delta = choice.delta.content if choice.delta is not None else None
     output.write_answer(choice.text or delta or "")
+
+
+class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of the input."""
+
+    custom_id: str
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, object]
+    method: Literal["POST"] = "POST"
+
+
+def read_batch(path: Path) -> list[BatchRequest]:
+    """All requests of a batch file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not a request; the error says which.
+    """
+    requests: dict[str, BatchRequest] = {}
+    for place, request in read_jsonl(path, BatchRequest, "--input"):
+        if request.body.get("stream"):
+            raise ConfigError(f"{place}: a batch request cannot be a stream.")
+        if request.custom_id in requests:
+            raise ConfigError(f"{place}: custom_id {request.custom_id} is used twice.")
+        requests[request.custom_id] = request
+    if not requests:
+        raise ConfigError(f"--input: {path} holds no request.")
+    return list(requests.values())
+
+
+async def answer_batch(
+    connection: Connection, requests: Sequence[BatchRequest], concurrency: int
+) -> AsyncGenerator[tuple[int, dict[str, object]], None]:
+    """Statuses and output lines in the order of the requests, `concurrency` under way at a time.
+
+    Requests that name no model are sent to the connection's.
+    """
+    room = asyncio.Semaphore(concurrency)
+
+    async def answer(request: BatchRequest) -> tuple[int, dict[str, object]]:
+        body = {"model": connection.model, **request.body}
+        async with room:
+            status, data = await connection.client.post_raw(request.url, body)
+        advance()
+        response = {
+            "status_code": status,
+            "request_id": f"req_{uuid.uuid4().hex}",
+            "body": msgspec.Raw(data),
+        }
+        return status, {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": request.custom_id,
+            "response": response,
+            "error": None,
+        }
+
+    with output.progress("requests", len(requests)) as advance:
+        tasks = [asyncio.create_task(answer(request)) for request in requests]
+        try:
+            for task in tasks:
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _generate_batch(

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +15,8 @@ from cyclopts import Parameter
 
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions
-from pagoda.cli.output import format_bytes
 from pagoda.errors import ConfigError
+from pagoda.ipc.machine import format_bytes
 from pagoda.kv.objects import (
     FAN_OUTS,
     MANIFEST_NAME,
@@ -33,34 +32,47 @@ from pagoda.kv.objects import (
 
 _SHOWN_DIGITS = 8
 """Digits of a model's directory name in the table."""
-_NUM_PARTS = len(FAN_OUTS) + 1
 _EXIT_FAILED = 1
 
 Root = Annotated[Path, Parameter(name="DIR")]
 Flag = Annotated[bool, Parameter(negative=())]
 
 
-@dataclass
 class _Directory:
     """The directory of one model's blocks, and what is in it."""
 
-    path: str
-    manifest: Manifest | None
-    """None if it cannot be understood."""
-    num_blocks: int = 0
-    num_bytes: int = 0
-    num_left_over: int = 0
-    """Files that a killed writer left."""
-    used_at: float | None = None
-    """Time of the last use of a block; None without blocks."""
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.digest = os.path.basename(path)
+        self.manifest = read_manifest(Path(path))
+        """None if it cannot be understood."""
+        self.model = "unknown" if self.manifest is None else self.manifest.model
+        self.num_blocks = 0
+        self.num_bytes = 0
+        self.num_left_over = 0
+        """Files that a killed writer left."""
+        self.used_at: float | None = None
+        """Time of the last use of a block; None without blocks."""
 
-    @property
-    def model(self) -> str:
-        return "unknown" if self.manifest is None else self.manifest.model
+    def parts(self) -> Iterator[Sequence[FoundFile]]:
+        """The files in the directory itself, then those in each fan-out directory."""
+        for name in ("", *FAN_OUTS):
+            try:
+                yield list(list_files(os.path.join(self.path, name) if name else self.path))
+            except FileNotFoundError:
+                yield ()
 
-    @property
-    def digest(self) -> str:
-        return os.path.basename(self.path)
+    def files(self) -> Iterator[FoundFile]:
+        for part in self.parts():
+            yield from part
+
+    def count(self, found: FoundFile) -> None:
+        if found.key is not None:
+            self.num_blocks += 1
+            self.num_bytes += found.num_bytes
+            self.used_at = max(self.used_at or 0.0, found.used_at)
+        elif found.is_left_over(time.time()):
+            self.num_left_over += 1
 
 
 def ls(root: Root, /, *, general: GeneralOptions = GeneralOptions()) -> int:
@@ -140,10 +152,11 @@ def clear(
     total = sum(it.num_blocks + it.num_left_over for it in directories)
     with _failures_in_a_sentence(), output.progress("Removing", total) as advance:
         for directory in directories:
-            for found in _removable(directory.path):
-                Path(found.path).unlink(missing_ok=True)
-                num_removed += found.key is not None
-                advance()
+            for found in directory.files():
+                if found.key is not None or found.is_left_over(time.time()):
+                    Path(found.path).unlink(missing_ok=True)
+                    num_removed += found.key is not None
+                    advance()
             _remove_empty(directory.path)
     output.stdout().print(f"{_count_of(num_removed, 'block')} removed.")
     for directory in directories:
@@ -170,42 +183,18 @@ def _look_into(root: Path) -> list[_Directory]:
     if not root.is_dir():
         raise ConfigError(f"{root} is no directory.")
     with _failures_in_a_sentence():
-        directories = [
-            _Directory(path, read_manifest(Path(path))) for path in object_directories(str(root))
-        ]
+        directories = [_Directory(path) for path in object_directories(str(root))]
         if not directories:
             raise ConfigError(
                 f"{root} holds no KV blocks: no directory in it has a {MANIFEST_NAME}."
             )
-        with output.progress("Counting", len(directories) * _NUM_PARTS) as advance:
+        with output.progress("Counting", len(directories) * (1 + len(FAN_OUTS))) as advance:
             for directory in directories:
-                for files in _parts(directory.path):
+                for files in directory.parts():
                     for found in files:
-                        _count(directory, found)
+                        directory.count(found)
                     advance()
     return directories
-
-
-def _parts(path: str) -> Iterator[Sequence[FoundFile]]:
-    """The files of a directory of blocks: those in itself, then those of each fan-out directory."""
-    for name in ("", *FAN_OUTS):
-        try:
-            yield list(list_files(os.path.join(path, name) if name else path))
-        except FileNotFoundError:
-            yield ()
-
-
-def _count(directory: _Directory, found: FoundFile) -> None:
-    if found.key is not None:
-        directory.num_blocks += 1
-        directory.num_bytes += found.num_bytes
-        directory.used_at = max(directory.used_at or 0.0, found.used_at)
-    elif _is_left_over(found):
-        directory.num_left_over += 1
-
-
-def _is_left_over(found: FoundFile) -> bool:
-    return found.is_temporary and found.is_stale(time.time())
 
 
 def _row(directory: _Directory) -> tuple[str, ...]:
@@ -267,17 +256,16 @@ def _check(
             continue
         files = ObjectFiles(Path(directory.path), directory.manifest)
         buffer = files.new_buffer()
-        for part in _parts(directory.path):
-            for found in part:
-                if found.key is None:
-                    continue
-                try:
-                    files.read(found.key, buffer, is_use=False)
-                    yield found, None
-                except ObjectError as error:
-                    if os.path.lexists(found.path):
-                        yield found, str(error)
-                advance()
+        for found in directory.files():
+            if found.key is None:
+                continue
+            try:
+                files.read(found.key, buffer, is_use=False)
+                yield found, None
+            except ObjectError as error:
+                if os.path.lexists(found.path):
+                    yield found, str(error)
+            advance()
 
 
 # ---- removing
@@ -304,13 +292,6 @@ def _agreed(question: str) -> bool:
     except EOFError:
         return False
     return answer.strip().lower() in ("y", "yes")
-
-
-def _removable(path: str) -> Iterator[FoundFile]:
-    for part in _parts(path):
-        for found in part:
-            if found.key is not None or _is_left_over(found):
-                yield found
 
 
 def _remove_empty(path: str) -> None:

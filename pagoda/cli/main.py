@@ -88,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(tokens)
+        code = build_app()(tokens, exit_on_error=False, print_error=False)
+        return code if isinstance(code, int) else 0
     except CycloptsError as error:
         return _complain(str(error), EXIT_USAGE)
     except EngineDeadError as error:
@@ -101,11 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The interpreter flushes standard output once more at exit; that must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-
-
-def _run(tokens: list[str]) -> int:
-    code = build_app()(tokens, exit_on_error=False, print_error=False)
-    return code if isinstance(code, int) else 0
 
 
 def _complain(sentence: str, code: int) -> int:

@@ -103,7 +103,8 @@ class OpenAIClient:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
+        """Opened by the context."""
 
     async def __aenter__(self) -> OpenAIClient:
         self._session = aiohttp.ClientSession(
@@ -115,8 +116,7 @@ class OpenAIClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def first_model(self) -> str:
         try:
@@ -202,8 +202,6 @@ class OpenAIClient:
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> aiohttp.client._RequestContextManager:
-        if self._session is None:
-            raise RuntimeError("the client is used outside of its context")
         data = None if body is None else _encode(body)
         return self._session.request(method, self._base_url + path, data=data)
 

@@ -5,7 +5,6 @@ Both are plain text when they are not a terminal: no colours, no wrapped lines, 
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,11 +93,3 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
-
-
-def format_bytes(amount: float) -> str:
-    """`amount` with a binary unit and about three digits: `1.11 GiB`."""
-    power = min(3, max(0, math.frexp(amount)[1] - 1) // 10)
-    value = amount / 2 ** (10 * power)
-    digits = 0 if power == 0 or value >= 100 else 1 if value >= 10 else 2
-    return f"{value:.{digits}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -25,7 +25,6 @@ from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions, Seconds
-from pagoda.cli.output import format_bytes
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.engine.config import KVTiersConfig
 from pagoda.errors import ConfigError
@@ -43,6 +42,7 @@ from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.ipc.machine import format_bytes
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import LEVELS, Tracer

@@ -12,10 +12,9 @@ from pagoda.cli import output as out
 from pagoda.cli.files import write_file
 from pagoda.cli.machine_facts import measure_read_bandwidth
 from pagoda.cli.options import GeneralOptions
-from pagoda.cli.output import format_bytes
 from pagoda.cli.trace_page import alongside, page_of, tables_of
 from pagoda.errors import ConfigError
-from pagoda.ipc.machine import available_cores
+from pagoda.ipc.machine import available_cores, format_bytes
 from pagoda.telemetry.merge.chrome import write_chrome_trace
 from pagoda.telemetry.merge.merging import merge_fragments
 from pagoda.telemetry.report.data import Limits, Report, seconds

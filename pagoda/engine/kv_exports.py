@@ -63,7 +63,7 @@ class KVExports:
         """Lets go of the KV: two requests that hold each other's room for others would wait for ever."""
         transfer_id, request.transfer_id = request.transfer_id, None
         if transfer_id is not None and self._exporter is not None:
-            self._exporter.drop_lost(transfer_id, "its request was preempted")
+            self._exporter.drop(transfer_id, "its request was preempted", goes_on=True)
 
     def on_workers_lost(self, requests: Iterable[Request]) -> None:
         if self._exporter is not None:

@@ -305,7 +305,7 @@ class Dispatcher:
         if self._placer.failure is not None:
             raise EngineDeadError(str(self._placer.failure))
         slots = list(self.slots)
-        reports = await asyncio.gather(*(_load_of(slot.replica) for slot in slots))
+        reports = await asyncio.gather(*(slot.load() for slot in slots))
         loads = tuple(map(self._load_of, slots, reports))
         num_waiting = sum(tracked.placement is None for tracked in self.requests.values())
         both = zip(slots, reports, strict=True)
@@ -590,14 +590,6 @@ class Dispatcher:
 
 class _MovedError(Exception):
     """The request is not at its replica any more, and no engine died of it."""
-
-
-async def _load_of(replica: Replica) -> LoadReport | None:
-    """The report of a replica; None if it does not answer."""
-    try:
-        return await replica.load()
-    except (TimeoutError, EngineLostError, EngineDeadError):
-        return None
 
 
 def _pass_on(replica: str, listener: StepListener, steps: StepStatistics) -> None:

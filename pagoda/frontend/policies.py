@@ -26,8 +26,6 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     request_id: str
     number: int
     """Number of requests placed before this one."""
-    num_tokens: int
-    """Prompt and output so far: tokens to compute where none of them is cached."""
     session: str | None = None
 
 

@@ -247,9 +247,7 @@ class ReplicaSet:
         replica takes requests, or all have refused this one.
         """
         self._refit_returned()
-        request = RoutingRequest(
-            tracked.request_id, self._num_placed, tracked.num_tokens, tracked.request.session
-        )
+        request = RoutingRequest(tracked.request_id, self._num_placed, tracked.request.session)
         slots = self._candidates(tracked, request, keys)
         if not slots:
             return None

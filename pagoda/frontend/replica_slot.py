@@ -6,6 +6,7 @@ import asyncio
 import enum
 from collections.abc import Callable
 
+from pagoda.errors import EngineDeadError, EngineLostError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import ReplicaHealth, Waiting
@@ -13,6 +14,7 @@ from pagoda.frontend.prefix_index import PrefixIndex
 from pagoda.frontend.replica import Replica
 from pagoda.frontend.tracked_request import Placement, RequestState, TrackedRequest
 from pagoda.messages.frontend import EngineReady, GenerateRequest
+from pagoda.messages.load import LoadReport
 from pagoda.messages.worker_config import Role
 
 
@@ -99,6 +101,13 @@ class ReplicaSlot:
         num_places = max(1, max_num_seqs - len(computing))
         unread = [r for r in queued if self.requests[r].after_ns >= self._earlier_ns]
         return {*computing, *queued[:num_places], *unread}
+
+    async def load(self) -> LoadReport | None:
+        """The report of the replica; None if it does not answer."""
+        try:
+            return await self.replica.load()
+        except (TimeoutError, EngineLostError, EngineDeadError):
+            return None
 
 
 def has_part_in(role: Role, request: GenerateRequest) -> bool:

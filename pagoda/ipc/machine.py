@@ -6,6 +6,7 @@ any ancestor of the process's own group, so the tightest on the way up counts.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -123,3 +124,11 @@ def _statistic(path: Path, key: str) -> int:
         if name == key and value.isdecimal():
             return int(value)
     return 0
+
+
+def format_bytes(amount: float) -> str:
+    """`amount` with a binary unit and about three digits: `1.11 GiB`."""
+    power = min(3, max(0, math.frexp(amount)[1] - 1) // 10)
+    value = amount / 2 ** (10 * power)
+    digits = 0 if power == 0 or value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -141,6 +141,10 @@ class Evictor:
     def is_removing(self, directory: int, key: bytes) -> bool:
         return (directory, key) in self._removing
 
+    def is_changing(self, key: bytes) -> bool:
+        """True while the object in `OWN` is being written or removed."""
+        return key in self.storing or self.is_removing(OWN, key)
+
     def make_room(self, count: int) -> int:
         """Returns how many of `count` further objects may be written now."""
         each = self._index.object_bytes(OWN)

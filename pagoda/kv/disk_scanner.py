@@ -105,10 +105,8 @@ class _Directory:
         self.counterparts = paths[1:]
         """Directories of the other ranks."""
         self.object_bytes = object_bytes
-        self.changed_at: dict[int, int] = {}
-        """Times of change, in ns, of fan-out directories that have been listed."""
-        self.listed_at: dict[int, int] = {}
-        """Times at which they were listed, in seconds since 1970."""
+        self.listed: dict[int, tuple[int, int]] = {}
+        """Times at which fan-out directories were listed, in s, and of their last change before, in ns."""
 
 
 class DiskScanner:
@@ -281,8 +279,17 @@ class DiskScanner:
 
     def _scan(self) -> Iterator[bool]:
         started = self._clock.now()
+        self._misfits.clear()
         yield from self._list(self._own)
-        self._tell_of_misfits()
+        if self._misfits:
+            logger.warning(
+                "KV blocks in %s: %d of a wrong length were removed, the first %s with %d bytes instead of %d.",
+                self._own.path,
+                len(self._misfits),
+                self._misfits[0].path,
+                self._misfits[0].num_bytes,
+                self._own.object_bytes,
+            )
         for directory in self._find_others():
             yield from self._list(directory)
         seconds = self._clock.now() - started
@@ -315,7 +322,7 @@ class DiskScanner:
             self._complain(path, error)
             return
         if manifest is None:
-            self._complain_of(path, "its manifest cannot be understood; it is not counted")
+            self._complain(path, "its manifest cannot be understood; it is not counted")
             return
         directory = _Directory(len(self._others) + 1, [path], manifest.object_bytes)
         self._others[path] = directory
@@ -325,7 +332,7 @@ class DiskScanner:
         try:
             for path in (directory.path, *directory.counterparts):
                 self._tidy(list_files(path))
-            self._recovered(directory.path)
+            self._complaints = {it for it in self._complaints if it[0] != directory.path}
         except OSError as error:
             # Another model's directory may be removed at any time, and nobody here misses it.
             if directory.number == OWN or not isinstance(error, FileNotFoundError):
@@ -334,7 +341,7 @@ class DiskScanner:
             try:
                 yield from self._list_fan_out(directory, number, f"/{fan_out}")
             except FileNotFoundError:
-                if directory.changed_at.pop(number, None) is not None:
+                if directory.listed.pop(number, None) is not None:
                     listed_at = int(time.time()) - _SAME_TICK_S
                     self._tell(FanOutListed(directory.number, number, {}, listed_at))
             except OSError as error:
@@ -344,15 +351,15 @@ class DiskScanner:
     def _list_fan_out(self, directory: _Directory, number: int, fan_out: str) -> Iterator[bool]:
         path = directory.path + fan_out
         changed_at = os.stat(path).st_mtime_ns
-        if directory.changed_at.get(number) == changed_at:
+        last_listed_at, last_changed_at = directory.listed.get(number, (0, _UNSURE))
+        if last_changed_at == changed_at:
             return
-        now = time.time()
-        listed_at = int(now) - _SAME_TICK_S
-        last_listed_at = directory.listed_at.get(number, 0)
+        now = int(time.time())
+        listed_at = now - _SAME_TICK_S
         everything: dict[bytes, int] = {}
         files = list_files(path)
         while piece := list(itertools.islice(files, _PIECE)):
-            used_at = self._collect_objects(directory, piece, int(now))
+            used_at = self._collect_objects(directory, piece, now)
             everything |= used_at
             # What is known and was not used since would only be work for the engine.
             news = {key: at for key, at in used_at.items() if at >= last_listed_at}
@@ -361,8 +368,7 @@ class DiskScanner:
             yield True
         # What changes within one tick of the file system's clock shows no other time.
         is_sure = changed_at < listed_at * 10**9
-        directory.changed_at[number] = changed_at if is_sure else _UNSURE
-        directory.listed_at[number] = listed_at
+        directory.listed[number] = listed_at, changed_at if is_sure else _UNSURE
         self._tell(FanOutListed(directory.number, number, everything, listed_at))
         for counterpart in directory.counterparts:
             yield True
@@ -387,7 +393,7 @@ class DiskScanner:
     def _tidy(self, files: Iterable[FoundFile]) -> None:
         now = time.time()
         for found in files:
-            if found.is_temporary and found.is_stale(now):
+            if found.is_left_over(now):
                 self._unlink(found.path, os.path.dirname(found.path))
 
     def _remove_orphans(self, path: str, keys: Collection[bytes]) -> None:
@@ -401,29 +407,13 @@ class DiskScanner:
 
     # ---- warnings
 
-    def _tell_of_misfits(self) -> None:
-        misfits, self._misfits = self._misfits, []
-        if misfits:
-            logger.warning(
-                "KV blocks in %s: %d of a wrong length were removed, the first %s with %d bytes instead of %d.",
-                self._own.path,
-                len(misfits),
-                misfits[0].path,
-                misfits[0].num_bytes,
-                self._own.object_bytes,
-            )
-
-    def _complain(self, path: str, error: OSError) -> None:
-        self._complain_of(path, error.strerror or str(error))
-
-    def _complain_of(self, path: str, problem: str) -> None:
+    def _complain(self, path: str, problem: OSError | str) -> None:
         """Logs a problem once while it lasts."""
+        if isinstance(problem, OSError):
+            problem = problem.strerror or str(problem)
         if (path, problem) not in self._complaints:
             self._complaints.add((path, problem))
             logger.warning("KV blocks in %s: %s.", path, problem)
-
-    def _recovered(self, path: str) -> None:
-        self._complaints = {complaint for complaint in self._complaints if complaint[0] != path}
 
 
 def _weight(news: News) -> int:

@@ -95,6 +95,7 @@ class DiskTier:
     def _open_directories(self, directories: Sequence[KVDirectory]) -> None:
         """Starts anew with directories of which nothing is known yet."""
         self._directories = directories
+        self._path = directories[0].path
         self._block_bytes = sum(directory.object_bytes for directory in directories)
         """Bytes of one block, on all ranks together."""
         if self._block_bytes > self._quota_bytes:
@@ -192,7 +193,7 @@ class DiskTier:
             is_worth_it = self._admission.touch(key, cached.parent, is_kept=is_kept)
             if is_kept:
                 known.append(key)
-            elif is_worth_it and may_store and not self._is_changing(key):
+            elif is_worth_it and may_store and not self._evictor.is_changing(key):
                 if len(wanted) == room and key not in wanted:
                     break
                 wanted[key] = cached
@@ -200,10 +201,6 @@ class DiskTier:
         self._use(known)
         self._store(list(wanted.values()))
         return num_done
-
-    def _is_changing(self, key: bytes) -> bool:
-        """True while the object is being written or removed."""
-        return key in self._evictor.storing or self._evictor.is_removing(OWN, key)
 
     def _store(self, saved: Sequence[CachedBlock]) -> None:
         saved = saved[: self._evictor.make_room(len(saved))]
@@ -271,23 +268,20 @@ class DiskTier:
         for cached in good:
             self._recorder.store(cached.key, cached.parent, cached.token_ids, Medium.DISK)
         if failed:
-            self._warn_of_stores(end.error)
+            pause_s = self._backoff.failed()
+            if pause_s is not None:
+                logger.warning(
+                    "KV blocks cannot be written to %s (%s); the next try is in %g s.",
+                    self._path,
+                    end.error,
+                    pause_s,
+                )
             if len(self._directories) > 1:  # some ranks may have written theirs
                 self._evictor.discard([saved[index].key for index in end.failed])
         elif self._backoff.succeeded():
             logger.info("KV blocks are written to %s again.", self._path)
         if good:
             self._scanner.rescan()
-
-    def _warn_of_stores(self, error: str) -> None:
-        pause_s = self._backoff.failed()
-        if pause_s is not None:
-            logger.warning(
-                "KV blocks cannot be written to %s (%s); the next try is in %g s.",
-                self._path,
-                error,
-                pause_s,
-            )
 
     def _warn_of_loads(self, end: TransferEnd) -> None:
         if self._clock.now() < self._next_warning_at:
@@ -299,10 +293,6 @@ class DiskTier:
             self._path,
             end.error,
         )
-
-    @property
-    def _path(self) -> str:
-        return self._directories[0].path
 
     # ---- the workers, and the engine's loop
 

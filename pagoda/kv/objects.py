@@ -447,6 +447,10 @@ class FoundFile(NamedTuple):
         """True if the file is so old that no process can still be writing it."""
         return now - self.used_at > _STALE_AFTER_S
 
+    def is_left_over(self, now: float) -> bool:
+        """True if a killed writer left the file."""
+        return self.is_temporary and self.is_stale(now)
+
 
 def object_directories(root: str) -> list[str]:
     """The directories of objects under `root`, in the order of their names.

@@ -481,13 +481,7 @@ class RemoteKV:
         return self._links.pollables()
 
     def load_report(self) -> TierLoad:
-        return TierLoad(
-            name=self.tier,
-            num_blocks=0,
-            num_total_blocks=0,
-            num_loaded=self._num_loaded,
-            num_failed=self._num_failed,
-        )
+        return TierLoad(name=self.tier, num_loaded=self._num_loaded, num_failed=self._num_failed)
 
     def close(self) -> None:
         for fetch in list(self.fetches.values()):

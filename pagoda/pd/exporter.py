@@ -141,18 +141,16 @@ class KVExporter:
             self._listener.send(lease.asker, lease.prefilled)
         return self._source(transfer_id, lease.blocks)
 
-    def drop(self, transfer_id: str, reason: str) -> None:
-        """Ends a lease and tells the engine that asked for it; `reason` is a clause."""
+    def drop(self, transfer_id: str, reason: str, *, goes_on: bool = False) -> None:
+        """Ends a lease and tells the engine that asked for it; `reason` is a clause.
+
+        If the request `goes_on`, no engine needs it any more: the one that asked computes it, too.
+        """
         lease = self._end(transfer_id)
         if lease is not None and lease.asker is not None:
             self._listener.send(lease.asker, messages.KVDropped(transfer_id, reason))
-
-    def drop_lost(self, transfer_id: str, reason: str) -> None:
-        """Drops KV of a request that goes on: from now on the engine that asked for it computes it, too."""
-        lease = self.leases.get(transfer_id)
-        if lease is not None and lease.asker is not None:
-            self._note_unwanted(lease)
-        self.drop(transfer_id, reason)
+            if goes_on:
+                self._note_unwanted(lease)
 
     def _end(self, transfer_id: str) -> Lease | None:
         """Ends a lease and releases its blocks; returns None if it had ended before."""
@@ -220,7 +218,7 @@ class KVExporter:
     def workers_lost(self) -> None:
         self.peer = None
         for transfer_id in list(self.leases):
-            self.drop_lost(transfer_id, "the workers that held it were lost")
+            self.drop(transfer_id, "the workers that held it were lost", goes_on=True)
 
     def step(self) -> None:
         """Answers messages that have come, and drops KV whose lease has run out."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
-from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future
 
 from pagoda.telemetry.fragments import CLOSING_S
 from pagoda.telemetry.tracer import Tracer
@@ -21,10 +19,8 @@ class TraceEnding:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._number = 0
-        """Number of the trace whose end is waited for; reports of earlier traces are dropped."""
-        self._is_under_way = False
-        self._ended: queue.SimpleQueue[tuple[int, list[str]]] = queue.SimpleQueue()
+        self._ended: Future[list[str]] | None = None
+        """The end that is waited for; ends of earlier traces are forgotten."""
         self._bell: int | None = None
         self._lock = threading.Lock()
         """Guards the bell: threads that wait for a hanging disk may ring it at any time."""
@@ -32,47 +28,46 @@ class TraceEnding:
     @property
     def pollables(self) -> list[object]:
         """The bell, which is readable once `take` has news; nothing if no trace ends."""
-        return [self._bell] if self._is_under_way else []
+        return [] if self._ended is None else [self._bell]
 
     def begin(self) -> None:
         """Traces no longer, and does not wait. Does nothing while an end is under way."""
-        if self._is_under_way:
+        if self._ended is not None:
             return
         if self._bell is None:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._is_under_way = True
-        finish = partial(self._finish, self._number, self._tracer.end())
+        ended: Future[list[str]] = Future()
+        self._ended = ended
+        finish = self._tracer.end()
+
+        def wait(timeout_s: float) -> None:
+            ended.set_result(finish(timeout_s))
+            with self._lock:
+                if self._bell is not None:
+                    os.eventfd_write(self._bell, 1)
+
         try:
             threading.Thread(
-                target=finish, args=(CLOSING_S,), name="trace-ending", daemon=True
+                target=wait, args=(CLOSING_S,), name="trace-ending", daemon=True
             ).start()
         except RuntimeError:  # there are too many threads
-            finish(0.0)
-
-    def _finish(self, number: int, finish: Callable[[float], list[str]], timeout_s: float) -> None:
-        self._ended.put((number, finish(timeout_s)))
-        with self._lock:
-            if self._bell is not None:
-                os.eventfd_write(self._bell, 1)
+            wait(0.0)
 
     def take(self) -> list[str] | None:
         """Sentences about what is missing in the fragment that is closed now; None if none was closed since the
         last call."""
-        if not self._is_under_way or self._bell is None:
+        if self._ended is None or self._bell is None:
             return None
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        while not self._ended.empty():
-            number, problems = self._ended.get()
-            if number == self._number:
-                self._is_under_way = False
-                return problems
-        return None
+        if not self._ended.done():
+            return None
+        problems, self._ended = self._ended.result(), None
+        return problems
 
     def forget(self) -> None:
         """Another trace begins: nobody wants to know of the last one any more."""
-        self._number += 1
-        self._is_under_way = False
+        self._ended = None
 
     def close(self) -> None:
         """The process ends; waits for the disk, but not for long."""
@@ -81,4 +76,4 @@ class TraceEnding:
             if self._bell is not None:
                 os.close(self._bell)
                 self._bell = None
-        self._is_under_way = False
+        self._ended = None

@@ -19,7 +19,7 @@ from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.checkpoints.quantization_config import CheckpointQuantization
 from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
-from pagoda.ipc.machine import available_cores, available_memory_bytes
+from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.decoder import Decoder
@@ -39,7 +39,7 @@ from pagoda.worker.backends import choose_backend
 from pagoda.worker.group_sampler import GroupSampler
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.kv.memory import SharedKVMemory, shares_kv
-from pagoda.worker.memory import check_arena, choose_num_blocks, format_bytes, left_for_kv_cache
+from pagoda.worker.memory import check_arena, choose_num_blocks, left_for_kv_cache
 from pagoda.worker.progress import loading_weights
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagoda.errors import ConfigError
+from pagoda.ipc.machine import format_bytes
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.worker.kv.memory import slot_bytes
 
@@ -90,13 +91,3 @@ def choose_num_blocks(
             f"{available} of memory free; lower {flag}."
         )
     return num_blocks
-
-
-def format_bytes(count: int) -> str:
-    """Formats a count such as `4.2 GiB`."""
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from pagoda.ipc.machine import format_bytes
 from pagoda.parallel.config import RankPlace
-from pagoda.worker.memory import format_bytes
 
 _BAR_COLUMNS = 16
 _LINE_COLUMNS = 60

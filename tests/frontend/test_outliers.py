@@ -119,19 +119,16 @@ def test_a_prompt_takes_its_time(waiting: Waiting, patience_s: float) -> None:
     assert [ejection.replica for ejection in ejected] == [1]
 
 
-def test_when_all_are_silent_it_is_not_one_of_them() -> None:
+def test_silence_is_that_of_requests_while_others_get_on() -> None:
     group = Group(3)
     group.steps(40, 0.01)
     group.pass_time(100)
-    assert group.check() == ([], [])
-
-
-def test_beside_idle_members_a_silent_one_is_silent() -> None:
+    assert group.check() == ([], [])  # all are silent: it is not one of them
     group = Group(2)
     group.steps(40, 0.01)
     del group.since[1]
     group.pass_time(STUCK_S)
-    assert group.check() == ([0], [0])
+    assert group.check() == ([0], [0])  # the other is idle
 
 
 def test_a_member_without_requests_is_not_silent() -> None:
@@ -145,41 +142,31 @@ def test_a_member_without_requests_is_not_silent() -> None:
     assert group.check() == ([], [])
 
 
-def test_a_slow_member_is_left_out() -> None:
-    group = Group(3)
-    for _ in range(20):
-        group.steps(10, 0.02, without=(2,))
-        group.step(2, 0.2)
-    assert group.check() == ([2], [])
-
-
-def test_a_member_that_computes_long_prompts_is_not_slow() -> None:
+@pytest.mark.parametrize(
+    ("step_s", "other_s", "num_tokens", "is_slow"),
+    [
+        (0.02, 0.2, 1, True),
+        (0.02, 0.2, 2048, False),  # a long prompt
+        (0.001, 0.03, 1, False),  # fast enough for anybody
+        (0.02, 0.02, 10, False),  # its client took ten times as long
+    ],
+)
+def test_a_member_is_slow_that_takes_longer_for_the_same(
+    step_s: float, other_s: float, num_tokens: int, is_slow: bool
+) -> None:
     group = Group(3)
     for _ in range(40):
-        group.steps(10, 0.02, without=(2,))
-        group.step(2, 0.2, num_tokens=2048)
-    assert group.check() == ([], [])
+        group.steps(10, step_s, without=(2,))
+        group.step(2, other_s, num_tokens=num_tokens)
+    assert group.check() == ([2] * is_slow, [])
+
+
+def test_long_prompts_are_compared_with_long_prompts() -> None:
     group = Group(3)
     for member, step_s in ((0, 0.2), (1, 0.2), (2, 2.0)):
         for _ in range(40):
             group.step(member, step_s, num_tokens=2048)
     assert group.check() == ([2], [])
-
-
-def test_what_is_fast_enough_for_anybody_is_not_slow() -> None:
-    group = Group(2)
-    for _ in range(40):
-        group.steps(10, 0.001, without=(1,))
-        group.step(1, 0.03)
-    assert group.check() == ([], [])
-
-
-def test_time_in_which_nobody_waits_is_not_counted() -> None:
-    group = Group(2)
-    for _ in range(40):
-        group.steps(10, 0.02, without=(1,))
-        group.step(1, 0.02, num_tokens=10)  # its client took ten times as long
-    assert group.check() == ([], [])
 
 
 def test_failures_in_a_row_with_nothing_in_between() -> None:
@@ -238,7 +225,7 @@ def test_the_share_of_one_that_is_back_grows() -> None:
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 4)])
-def test_at_most_half_are_left_out(count: int, most: int) -> None:
+def test_at_most_half_are_ejected(count: int, most: int) -> None:
     group = Group(count)
     for member in group.members:
         group.lose(member)
@@ -258,7 +245,7 @@ def test_members_of_other_kinds_are_not_compared() -> None:
 
 
 class Fleet(RuleBasedStateMachine):
-    """Whatever members do: at least half of each group are in, and whoever is out comes back in time."""
+    """Whatever members do: at least half of each group are in, and ejected ones come back in time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +254,7 @@ class Fleet(RuleBasedStateMachine):
         self.groups: dict[int, str] = {}
         self.health: dict[int, ReplicaHealth] = {}
         self.since: dict[int, float] = {}
-        self.out_until: dict[int, float] = {}
+        self.ejected_until: dict[int, float] = {}
         self.next_member = 0
 
     @rule(group=st.sampled_from("ab"))
@@ -284,7 +271,7 @@ class Fleet(RuleBasedStateMachine):
         self.detector.remove(self.health.pop(member))
         del self.groups[member]
         self.since.pop(member, None)
-        self.out_until.pop(member, None)
+        self.ejected_until.pop(member, None)
 
     @precondition(lambda self: self.groups)
     @rule(data=st.data(), step_s=st.sampled_from([0.0, 0.01, 1.0]), count=st.integers(1, 30))
@@ -305,12 +292,12 @@ class Fleet(RuleBasedStateMachine):
     @rule(data=st.data(), loses=st.booleans())
     def go_wrong(self, data: st.DataObject, loses: bool) -> None:
         member = self.member(data)
-        before = self.num_out(self.groups[member])
+        before = self.num_ejected(self.groups[member])
         health = self.health[member]
         ejection = self.detector.on_loss(health) if loses else self.detector.on_failure(health)
         if ejection is not None:
             self.note(ejection.replica, ejection.duration_s)
-            assert self.num_out(self.groups[member]) == before + 1
+            assert self.num_ejected(self.groups[member]) == before + 1
 
     @rule(num_prompt_tokens=st.sampled_from([0, 10**6]), kv_s=st.sampled_from([0.0, 9.0]))
     def judge(self, num_prompt_tokens: int, kv_s: float) -> None:
@@ -330,22 +317,22 @@ class Fleet(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.groups)))
 
     def note(self, member: int, duration_s: float) -> None:
-        assert self.out_until.get(member, 0.0) <= self.clock.now()
+        assert self.ejected_until.get(member, 0.0) <= self.clock.now()
         assert EJECTION_S <= duration_s <= MAX_EJECTION_S
         size = list(self.groups.values()).count(self.groups[member])
-        assert 2 * self.num_out(self.groups[member]) <= size
-        self.out_until[member] = self.clock.now() + duration_s
+        assert 2 * self.num_ejected(self.groups[member]) <= size
+        self.ejected_until[member] = self.clock.now() + duration_s
 
-    def num_out(self, group: str) -> int:
+    def num_ejected(self, group: str) -> int:
         mine = [member for member in self.groups if self.groups[member] == group]
         return sum(self.health[member].share(self.clock.now()) == 0 for member in mine)
 
     @invariant()
-    def those_that_are_out_are_back_in_time(self) -> None:
+    def ejected_members_are_back_in_time(self) -> None:
         for member in self.groups:
             share = self.health[member].share(self.clock.now())
-            is_out = self.clock.now() < self.out_until.get(member, 0.0)
-            assert (share == 0) == is_out
+            is_ejected = self.clock.now() < self.ejected_until.get(member, 0.0)
+            assert (share == 0) == is_ejected
             assert 0 <= share <= 1
 
 

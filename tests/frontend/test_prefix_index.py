@@ -25,18 +25,12 @@ A, B, C = 100, 200, 300
 # ---- what was sent, while the replica says nothing
 
 
-def test_the_longest_chain_from_the_root_counts() -> None:
-    index = PrefixIndex(10)
-    index.add(keys(A, 3))
-    assert index.num_cached(keys(A, 5)) == 3
-    assert index.num_cached(keys(A, 2)) == 2
-    assert index.num_cached(keys(B, 2)) == 0
-    assert index.num_cached([]) == 0
-
-
 def test_what_was_not_sent_for_longest_goes_first_and_ends_before_roots() -> None:
     index = PrefixIndex(5)
     index.add(keys(A, 3))
+    assert [index.num_cached(some) for some in (keys(A, 5), keys(A, 2), keys(B, 2), [])] == [
+        *(3, 2, 0, 0)
+    ]
     index.add(keys(B, 2))
     index.add(keys(A, 1))
     index.add(keys(C, 2))
@@ -44,20 +38,8 @@ def test_what_was_not_sent_for_longest_goes_first_and_ends_before_roots() -> Non
     assert index.num_cached(keys(A, 3)) == 1
     assert index.num_cached(keys(B, 2)) == 2
     assert index.num_cached(keys(C, 2)) == 2
-
-
-def test_a_chain_longer_than_the_cache_keeps_its_root() -> None:
-    index = PrefixIndex(4)
     index.add(keys(A, 9))
-    assert index.num_cached(keys(A, 9)) == 4
-
-
-def test_after_a_restart_nothing_is_cached() -> None:
-    index = PrefixIndex(4)
-    index.add(keys(A, 2))
-    index.apply(news(keys(B, 2), anew=True))
-    index.clear()
-    assert len(index) == index.num_cached(keys(A, 2)) == index.num_cached(keys(B, 2)) == 0
+    assert index.num_cached(keys(A, 9)) == 5
 
 
 def test_requests_that_begin_alike_are_counted_while_they_are_there() -> None:
@@ -66,7 +48,9 @@ def test_requests_that_begin_alike_are_counted_while_they_are_there() -> None:
     assert [index.num_sharing(key) for key in keys(A, 4)] == [2, 2, 1, 0]
     index.end(first, keys(A, 3))
     assert [index.num_sharing(key) for key in keys(A, 4)] == [1, 1, 0, 0]
-    index.clear()
+    index.apply(news(keys(B, 2), anew=True))
+    index.clear()  # its engine is lost
+    assert len(index) == index.num_cached(keys(A, 2)) == index.num_cached(keys(B, 2)) == 0
     index.end(second, keys(A, 2))
     assert index.num_running == {}
 
@@ -87,28 +71,17 @@ def test_what_the_replica_says_counts_however_long_ago_it_was_sent() -> None:
 def test_what_was_sent_and_never_stored_is_forgotten_with_the_second_news_after_the_end() -> None:
     index = PrefixIndex(9)
     index.apply(news([], anew=True))
-    number = index.add(keys(A, 4))
-    index.apply(news(keys(A, 1)))
-    assert index.num_cached(keys(A, 4)) == 4
-    index.end(number, keys(A, 4))
-    index.apply(news([]))
-    assert index.num_cached(keys(A, 4)) == 4
-    index.apply(news([]))
-    assert index.num_cached(keys(A, 4)) == 1
-
-
-def test_what_another_request_brings_stays_until_that_ends() -> None:
-    index = PrefixIndex(9)
-    index.apply(news([], anew=True))
     first, second = index.add(keys(A, 4)), index.add(keys(A, 2))
+    index.apply(news(keys(A, 1)))
     index.end(first, keys(A, 4))
-    for _ in range(3):
-        index.apply(news([]))
-    assert index.num_cached(keys(A, 4)) == 2
+    index.apply(news([]))
+    assert index.num_cached(keys(A, 4)) == 4
+    index.apply(news([]))
+    assert index.num_cached(keys(A, 4)) == 2  # until the second has ended too
     index.end(second, keys(A, 2))
     for _ in range(2):
         index.apply(news([]))
-    assert len(index) == 0
+    assert index.num_cached(keys(A, 4)) == len(index) == 1
 
 
 def test_a_replica_that_never_has_news_is_known_by_no_more_than_its_cache_has_room_for() -> None:
@@ -192,37 +165,22 @@ def test_listeners_know_what_all_replicas_have_together(data: st.DataObject) -> 
         assert all(listener.told == whole for listener in listeners)
 
 
-def test_a_listener_that_has_ended_hears_nothing_more() -> None:
+def test_listeners_are_told_what_changes_for_all_replicas_together_until_they_end() -> None:
     union = CacheUnion()
-    index = PrefixIndex(10, union=union)
+    first, second = (PrefixIndex(9, replica=number, union=union) for number in range(2))
     heard: list[PrefixCacheUpdate] = []
     end = union.listen(heard.append)
-    assert heard == [news([], anew=True)]
-    end()
-    index.apply(news([1]))
-    assert len(heard) == 1
-
-
-def test_listeners_are_told_what_is_new_in_news() -> None:
-    union = CacheUnion()
-    index = PrefixIndex(9, union=union)
-    heard: list[PrefixCacheUpdate] = []
-    union.listen(heard.append)
-    index.apply(news([1, 2], anew=True))
-    index.apply(news([2, 3], [1, 7]))
-    index.apply(news([3, 4], anew=True))
-    assert heard[1:] == [news([1, 2]), news([3], [1]), news([4], [2])]
-
-
-def test_what_changes_nothing_for_all_together_is_not_told() -> None:
-    union = CacheUnion()
-    first, second = (PrefixIndex(10, replica=number, union=union) for number in range(2))
-    heard: list[PrefixCacheUpdate] = []
-    union.listen(heard.append)
-    first.apply(news([1]))
-    second.apply(news([1]))
+    first.apply(news([1, 2], anew=True))
+    first.apply(news([2, 3], [1, 7]))
+    first.apply(news([3, 4], anew=True))
+    second.apply(news([3]))
     first.clear()
-    assert heard[1:] == [news([1])]
+    assert heard == [
+        *(news([], anew=True), news([1, 2]), news([3], [1]), news([4], [2]), news([], [4]))
+    ]
+    end()
+    first.apply(news([1]))
+    assert len(heard) == 5
 
 
 def test_holders_of_the_longest_prefix_come_first() -> None:

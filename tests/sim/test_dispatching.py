@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -139,16 +139,6 @@ async def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
 
 
 @virtual
-async def test_what_is_closed_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
-    dispatcher, engines = await start(2)
-    engines[1].kill(restart_s=0.1)
-    await asyncio.sleep(0.2)
-    await dispatcher.close()
-    assert [slot.num_losses for slot in dispatcher.slots] == [0, 1]
-    assert "was lost" not in caplog.text
-
-
-@virtual
 async def test_time_without_a_replica_is_time_in_the_queue() -> None:
     dispatcher, (engine,) = await start(1)
     engine.kill(restart_s=3.0)
@@ -162,15 +152,20 @@ async def test_time_without_a_replica_is_time_in_the_queue() -> None:
 
 
 @virtual
-async def test_lost_engines_are_counted_beyond_their_ends() -> None:
+async def test_lost_engines_are_counted_beyond_their_ends_and_closed_ones_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     dispatcher, engines = await start(2)
     for _ in range(2):
         engines[1].kill(restart_s=0.1)
         assert (await dispatcher.load()).replicas[1].report is None
         await asyncio.sleep(0.2)
     report = await dispatcher.load()
-    assert [replica.num_losses for replica in report.replicas] == [0, 2]
     assert report.num_engine_restarts == 2
+    caplog.clear()
+    await dispatcher.close()
+    assert [slot.num_losses for slot in dispatcher.slots] == [0, 2]
+    assert "was lost" not in caplog.text
 
 
 @virtual
@@ -201,32 +196,30 @@ async def test_counters_of_an_engine_that_dies_between_two_reports_are_not_lost(
     assert await generated() == 53
 
 
-@virtual
-async def test_a_request_without_anywhere_to_go_waits_for_the_worker() -> None:
-    dispatcher, (only,) = await start(1)
-    answer = asyncio.create_task(ask(dispatcher, request("r", [1, 2], max_tokens=60)))
-    await asyncio.sleep(0.1)
-    only.lose_worker(restart_s=0.1)
-    assert (await answer).complete
+async def _lose_worker(engine: SimEngine) -> None:
+    engine.lose_worker(restart_s=0.1)
 
 
-@virtual
-async def test_what_a_replica_ends_unasked_goes_on_elsewhere() -> None:
+async def _end_unasked(engine: SimEngine) -> None:
+    await engine.replica.abort("r")
+
+
+async def _drain(engine: SimEngine) -> None:
     """A host that ends aborts what it still has then."""
-    dispatcher, engines = await start(2)
-    asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
-    await asyncio.sleep(0.1)
-    await engines[0].replica.drain(0)
-    assert (await asking).complete
+    await engine.replica.drain(0)
 
 
+@pytest.mark.parametrize(
+    ("count", "fault"), [(1, _lose_worker), (1, _end_unasked), (2, _end_unasked), (2, _drain)]
+)
 @virtual
-async def test_what_the_only_replica_ends_unasked_waits() -> None:
-    dispatcher, (only,) = await start(1)
+async def test_what_a_replica_gives_up_goes_on_elsewhere_or_waits(
+    count: int, fault: Callable[[SimEngine], Awaitable[None]]
+) -> None:
+    dispatcher, engines = await start(count)
     asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
     await asyncio.sleep(0.1)
-    await only.replica.abort("r")
-    await asyncio.sleep(0.1)
+    await fault(engines[0])
     assert not asking.done()
     assert (await asking).complete
 
@@ -246,14 +239,11 @@ async def test_the_client_is_told_what_the_first_engine_had_cached() -> None:
 
 
 @virtual
-async def test_prefixes_are_forgotten_with_the_engine_that_had_them() -> None:
+async def test_a_prefix_stays_at_one_replica_and_is_forgotten_with_its_engine() -> None:
     dispatcher, engines = await start(2, "prefix-affinity")
-    prompt = list(range(60))
-    await ask(dispatcher, request("first", prompt))
+    for index in range(5):
+        await ask(dispatcher, request(f"r{index}", list(range(60))))
     [home] = [slot for slot in dispatcher.slots if len(slot.prefixes)]
-    for i in range(5):
-        await ask(dispatcher, request(f"again{i}", prompt))
-    assert [len(slot.prefixes) > 0 for slot in dispatcher.slots].count(True) == 1
     engines[home.number].kill(restart_s=0.01)
     assert len(home.prefixes) == 0
 

@@ -35,17 +35,26 @@ async def test_a_request_that_is_moved_often_kills_no_engines() -> None:
     assert (await asking).complete
 
 
-@pytest.mark.parametrize("kills", [poisoned, worker_breaking])
+@pytest.mark.parametrize(
+    ("num_replicas", "kills", "num_good", "num_before"),
+    [
+        (3, poisoned, 12, 12),
+        (3, worker_breaking, 12, 12),
+        *((1, poisoned, 60, num_before) for num_before in (0, 5, 40)),
+    ],
+)
 @virtual
 async def test_a_request_that_kills_engines_or_workers_fails_alone(
-    kills: Callable[[SimEngine], SimEngine],
+    num_replicas: int, kills: Callable[[SimEngine], SimEngine], num_good: int, num_before: int
 ) -> None:
-    engines = [kills(SimEngine(engine_config(), check_kv=True)) for _ in range(3)]
+    config = engine_config(max_num_waiting=1000)
+    engines = [kills(SimEngine(config, check_kv=True)) for _ in range(num_replicas)]
     dispatcher = await start_fleet(engines, "round-robin")
-    good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
-    bad = request("bad", [POISON])
-    *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
-    assert all(answer.complete for answer in answers)
+    good = [request(f"g{i}", [i % 90, 1], max_tokens=60) for i in range(num_good)]
+    asked = [*good[:num_before], request("bad", [POISON]), *good[num_before:]]
+    answers = await asyncio.gather(*(ask(dispatcher, one) for one in asked))
+    [failed] = [answer for answer in answers if not answer.complete]
+    assert failed.request.request_id == "bad"
     assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
     assert failed.error == "3 engines in a row died while this request was running."
 
@@ -86,14 +95,3 @@ async def test_requests_that_only_wait_are_not_suspected_when_engines_die() -> N
         assert sum(tracked.is_suspect for tracked in suspects) <= 1
     assert 0 < most_suspects <= 2 * 8
     assert all(answer.complete for answer in await asyncio.gather(*asking))
-
-
-@pytest.mark.parametrize("num_before", [0, 5, 40])
-@virtual
-async def test_a_request_that_kills_engines_is_found_behind_others(num_before: int) -> None:
-    dispatcher, _ = await start(1, max_num_waiting=1000)
-    good = [request(f"g{i}", [i % 90, 1], max_tokens=10) for i in range(60)]
-    asked = [*good[:num_before], request("bad", [POISON]), *good[num_before:]]
-    answers = await asyncio.gather(*(ask(dispatcher, one) for one in asked))
-    failed = [answer.request.request_id for answer in answers if not answer.complete]
-    assert failed == ["bad"]

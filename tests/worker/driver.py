@@ -6,6 +6,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
@@ -118,3 +121,18 @@ class Driver:
             result = self.step({slot: self.share(slot, chunk) for slot in active})
             if result.errors:
                 raise RuntimeError(f"Slots failed: {result.errors}")
+
+
+def answer_differences(runner: Runner, model: Any) -> Tensor:
+    """Differences of log-probabilities from those of an oracle along an answer [8, 20]."""
+    prompt = torch.randint(320, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    driver = Driver(runner)
+    driver.start(0, prompt, SamplingParams(temperature=0, seed=0, max_tokens=100, logprobs=20))
+    driver.run([0], 8)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + driver.output(0)])).logits[0]
+    expected = logits.log_softmax(-1)[len(prompt) - 1 :]
+    tops = [result.logprobs[0] for result in driver.results]
+    ours = torch.tensor([top.top_logprobs for top in tops])
+    theirs = expected[:-1].gather(1, torch.tensor([top.top_token_ids for top in tops]))
+    return (ours - theirs).abs()

@@ -20,10 +20,14 @@ from pagoda.messages.frontend import GenerateRequest, TokenChunk
 from pagoda.messages.load import LoadReport
 from pagoda.messages.worker import StepPlan
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.stages import StageState
+
+CONTEXT = 96
+"""Tokens of the longest sequence of `engine`."""
 
 
 class InProcessExecutor:
@@ -148,3 +152,21 @@ class InProcessEngine:
 
     def load(self) -> LoadReport:
         return self._core.load()
+
+
+def engine(
+    directory: Path,
+    backend: str,
+    tp: int = 1,
+    pp: int = 1,
+    *,
+    experts: bool = False,
+    **options: Any,
+) -> InProcessEngine:
+    """An engine over the ranks of a topology, for short sequences."""
+    parallel = ParallelConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=experts
+    )
+    return InProcessEngine(
+        directory, backend=backend, max_model_len=CONTEXT, parallel=parallel, **options
+    )

@@ -44,11 +44,11 @@ def test_a_terminal_shows_a_line_that_goes_away(caplog: pytest.LogCaptureFixture
     drawn = stream.getvalue().split("\r\x1b[K")
     assert drawn == [
         "",
-        "loading weights [########--------] 512.0 MiB of 1.0 GiB\r",
-        "loading weights [################] 1.0 GiB of 1.0 GiB\r",
+        "loading weights [########--------] 512 MiB of 1.00 GiB\r",
+        "loading weights [################] 1.00 GiB of 1.00 GiB\r",
         "",
     ]
-    assert caplog.messages == ["loaded 1.0 GiB of weights in 2.0 s, 512.0 MiB/s"]
+    assert caplog.messages == ["loaded 1.00 GiB of weights in 2.0 s, 512 MiB/s"]
 
 
 def test_a_failure_leaves_no_bar_behind(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,7 +69,7 @@ def test_a_terminal_that_has_gone_stops_nothing(caplog: pytest.LogCaptureFixture
     stream, ticks = _Gone(), _clock(0, 0, 1, 1)
     with loading_weights(FIRST, 100, stream=stream, clock=lambda: next(ticks)) as advance:
         advance(100)
-    assert caplog.messages == ["loaded 100 bytes of weights in 1.0 s, 100 bytes/s"]
+    assert caplog.messages == ["loaded 100 B of weights in 1.0 s, 100 B/s"]
 
 
 def test_what_loads_at_once_shows_nothing() -> None:
@@ -102,4 +102,4 @@ def test_elsewhere_there_is_one_line_in_the_log(
     with loading_weights(place, 3 << 20, stream=stream, clock=lambda: next(ticks)) as advance:
         advance(3 << 20)
     assert stream.getvalue() == ""
-    assert caplog.messages == ["loaded 3.0 MiB of weights in 4.0 s, 768.0 KiB/s"]
+    assert caplog.messages == ["loaded 3.00 MiB of weights in 4.0 s, 768 KiB/s"]

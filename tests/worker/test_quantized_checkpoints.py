@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driver import Driver, load, load_config
+from driver import answer_differences, load, load_config
 from quantized_models import (
     Format,
     awq_format,
@@ -26,12 +26,11 @@ from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight, dequ
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.errors import ConfigError
-from pagoda.messages.sampling_params import SamplingParams
+from pagoda.ipc.machine import format_bytes
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.sharding import whole
 from pagoda.model.weights import open_checkpoint
-from pagoda.worker.memory import format_bytes
 
 FORMATS: dict[str, Format] = {
     "int8": int8_format(),
@@ -86,7 +85,7 @@ def test_experts(name: str, backend: str, tmp_path: Path) -> None:
     expert = "model.layers.1.mlp.experts.5.down_proj"
     actual = dequantize(_linear(tmp_path, expert, *meant[expert].shape)).double().numpy()
     np.testing.assert_allclose(actual, meant[expert], rtol=1e-6, atol=2e-3 if "awq" in name else 0)
-    differences = _differences(tmp_path, model, backend)
+    differences = answer_differences(load(tmp_path, backend=backend), model)
     assert differences.mean() < 0.04
     # A rounded input may change a close choice of experts, and with it more at that token.
     assert differences.amax(dim=1).median() < 0.2
@@ -274,22 +273,6 @@ def _linear(directory: Path, name: str, outputs: int, inputs: int) -> LinearWeig
 
 
 def _assert_answers_alike(directory: Path, model: Any) -> None:
-    differences = _differences(directory, model, "reference")
+    differences = answer_differences(load(directory, backend="reference"), model)
     assert differences.mean() < 0.04
     assert differences.max() < 0.2
-
-
-def _differences(directory: Path, model: Any, backend: str) -> Tensor:
-    """Differences of log-probabilities along an answer [tokens, 20]; rounded inputs make them."""
-    prompt = torch.randint(320, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-    driver = Driver(load(directory, backend=backend))
-    sampling = SamplingParams(temperature=0, seed=0, max_tokens=100, logprobs=20)
-    driver.start(0, prompt, sampling)
-    driver.run([0], 8)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + driver.output(0)])).logits[0]
-    expected = logits.log_softmax(-1)[len(prompt) - 1 :]
-    tops = [result.logprobs[0] for result in driver.results if 0 in result.logprobs]
-    ours = torch.tensor([top.top_logprobs for top in tops])
-    theirs = expected[:-1].gather(1, torch.tensor([top.top_token_ids for top in tops]))
-    return (ours - theirs).abs()

@@ -5,38 +5,18 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from distributions import differences, log_probabilities
-from in_process import InProcessEngine
+from in_process import engine
 from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model
 
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.parallel.config import ParallelConfig
 
 LENGTH = 24
-CONTEXT = 96
 TOPOLOGIES = [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
-
-
-def engine(
-    directory: Path,
-    backend: str,
-    tp: int = 1,
-    pp: int = 1,
-    *,
-    experts: bool = False,
-    **options: Any,
-) -> InProcessEngine:
-    parallel = ParallelConfig(
-        tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=experts
-    )
-    return InProcessEngine(
-        directory, backend=backend, max_model_len=CONTEXT, parallel=parallel, **options
-    )
 
 
 @dataclass(frozen=True)
@@ -149,22 +129,6 @@ def test_stages_change_no_bit(directory: Path, backend: str, dtype: str, pp: int
     requests = _requests(temperature=1.0, top_p=0.9, logit_bias={5: 2.0})
     one, split = (engine(directory, backend, 1, n, dtype=dtype) for n in (1, pp))
     assert split.answer(requests) == one.answer(requests)
-
-
-@pytest.mark.parametrize(("quantization", "apart"), [("int8", 0.04), ("int4", 0.01)])
-def test_quantized(backend: str, quantization: str, apart: float, tmp_path: Path) -> None:
-    """Groups of int4 are the same on any rank; int8 maps split by inputs have scales of their own on each."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
-    make_model("llama", **sizes, initializer_range=0.06).save_pretrained(tmp_path)
-    one, *others = (
-        log_probabilities(
-            engine(tmp_path, backend, tp, pp, dtype="float32", quantization=quantization)
-        )
-        for tp, pp in ((1, 1), (2, 1), (4, 1), (2, 2))
-    )
-    for other in others:
-        assert differences(one, other).mean() < apart
-        assert differences(one, other).max() < 5 * apart
 
 
 def test_sampled_with_every_rule(directory: Path, backend: str) -> None:

@@ -25,7 +25,7 @@ from pagoda.pd.transport.base import TransportError
 _ATTEMPTS = 5
 _PAUSE_S = 0.05
 """Seconds before the second attempt; doubled before each further one."""
-EXPORT_ID_BYTES = 16
+_EXPORT_ID_BYTES = 16
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _WISH_BYTES = 1
@@ -37,16 +37,13 @@ class HungUpError(TransportError):
     """The exporter hung up without a reason."""
 
 
-def new_export_id() -> bytes:
-    return secrets.token_bytes(EXPORT_ID_BYTES)
-
-
 class Prover:
     """Proves and verifies knowledge of the secret, for one exported memory."""
 
-    def __init__(self, secret: bytes, export_id: bytes) -> None:
+    def __init__(self, secret: bytes, export_id: bytes | None = None) -> None:
+        """An exporter gives no `export_id`: it gets a new one."""
+        self.export_id = export_id or secrets.token_bytes(_EXPORT_ID_BYTES)
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"pagoda-kv").digest()
-        self._export_id = export_id
 
     def admit(self, stream: socket.socket, channel: bytes, deadline: float) -> int:
         """The exporter's part; returns the reader's wish, a number below 256. `channel` names the channel at
@@ -87,7 +84,7 @@ class Prover:
             raise TransportError("whoever is there does not know the cluster's key")
 
     def _proof(self, who: bytes, channel: bytes, transcript: bytes) -> bytes:
-        parts = (who.ljust(8), self._export_id, hashlib.sha256(channel).digest(), transcript)
+        parts = (who.ljust(8), self.export_id, hashlib.sha256(channel).digest(), transcript)
         return hmac.digest(self._key, b"".join(parts), "sha256")
 
 

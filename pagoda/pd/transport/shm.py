@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, TransportError
-from pagoda.pd.transport.proof import Prover, keep_trying, new_export_id, wait_until
+from pagoda.pd.transport.proof import Prover, keep_trying, wait_until
 from pagoda.pd.transport.remote_memory import BatchedLink, Piece, check_time, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer
 
@@ -70,7 +70,7 @@ class ShmTransport:
         return ShmLink(descriptor, self._access.secret, deadline)
 
 
-class ShmListener:
+class ShmListener(StreamServer):
     def __init__(self, memory: OwnMemory, secret: bytes) -> None:
         """
         Raises:
@@ -82,8 +82,7 @@ class ShmListener:
         self._file = file.descriptor
         sizes = (region.num_bytes for region in memory.regions)
         regions = list(map(Region, file.offsets, sizes))
-        export_id = new_export_id()
-        self.prover = Prover(secret, export_id)
+        self.prover = Prover(secret)
         name = f"pagoda-kv-{secrets.token_hex(16)}"
         try:
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
@@ -92,12 +91,9 @@ class ShmListener:
         except OSError as error:
             raise TransportError(f"memory cannot be shared here: {error}") from None
         self.descriptor = msgspec.msgpack.encode(
-            ShmDescriptor(_boot_id(), name, export_id, regions)
+            ShmDescriptor(_boot_id(), name, self.prover.export_id, regions)
         )
-        self._server = StreamServer(listener, self._admit, self._serve, "kv-shm-export")
-
-    def close(self) -> None:
-        self._server.close()
+        super().__init__(listener, "kv-shm-export")
 
     def _admit(self, stream: socket.socket, deadline: float) -> socket.socket:
         _check_user(stream)

@@ -7,8 +7,8 @@ import logging
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
 
 from pagoda.pd.transport.base import TransportError
 
@@ -47,22 +47,12 @@ class _Connection:
             self._handle.close()
 
 
-class StreamServer:
+class StreamServer(ABC):
     """A thread that accepts connections, and one for each of them."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        admit: Callable[[socket.socket, float], socket.socket],
-        serve: Callable[[socket.socket], None],
-        name: str,
-    ) -> None:
-        """`admit` gets a stream and a deadline, and raises TransportError or OSError for strangers; it returns
-        the stream for `serve`, which returns, or raises these, when the reader has gone. The threads are called
-        `name`."""
+    def __init__(self, listener: socket.socket, name: str) -> None:
+        """The threads are called `name`, and begin at once."""
         self._listener = listener
-        self._admit = admit
-        self._serve = serve
         self._name = name
         self._state = threading.Condition()
         """Guards all that follows."""
@@ -75,6 +65,18 @@ class StreamServer:
         listener.listen(_BACKLOG)
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
         self._thread.start()
+
+    @abstractmethod
+    def _admit(self, stream: socket.socket, deadline: float) -> socket.socket:
+        """Returns the stream for `_serve`.
+
+        Raises:
+            TransportError, OSError: a stranger is there, or it takes longer than until `deadline`.
+        """
+
+    @abstractmethod
+    def _serve(self, stream: socket.socket) -> None:
+        """Returns, or raises TransportError or OSError, when the reader has gone."""
 
     def close(self) -> None:
         with self._state:

@@ -30,14 +30,7 @@ from typing import Any
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.proof import (
-    Prover,
-    keep_trying,
-    new_export_id,
-    receive,
-    send_all,
-    wait_until,
-)
+from pagoda.pd.transport.proof import Prover, keep_trying, receive, send_all, wait_until
 from pagoda.pd.transport.remote_memory import batches, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer
 
@@ -79,7 +72,7 @@ class TcpTransport:
         return TcpLink(descriptor, self._access, deadline)
 
 
-class TcpListener:
+class TcpListener(StreamServer):
     """Serves regions of this process, each reader in a thread of its own."""
 
     def __init__(self, regions: Sequence[Region], access: Access) -> None:
@@ -93,8 +86,7 @@ class TcpListener:
         ]
         self._encrypts = access.encrypts
         self._tls = {wish: tls_context(ssl.PROTOCOL_TLS_SERVER, wish) for wish in _CIPHERS}
-        export_id = new_export_id()
-        self.prover = Prover(access.secret, export_id)
+        self.prover = Prover(access.secret)
         listener = socket.socket()
         try:
             listener.bind((access.host, 0))
@@ -103,12 +95,9 @@ class TcpListener:
             raise TransportError(f"{access.host} is no address of this host: {error}") from None
         port: int = listener.getsockname()[1]
         self.descriptor = msgspec.msgpack.encode(
-            TcpDescriptor(access.host, port, export_id, access.encrypts)
+            TcpDescriptor(access.host, port, self.prover.export_id, access.encrypts)
         )
-        self._server = StreamServer(listener, self._admit, self._serve, "kv-tcp-export")
-
-    def close(self) -> None:
-        self._server.close()
+        super().__init__(listener, "kv-tcp-export")
 
     def _admit(self, stream: socket.socket, deadline: float) -> socket.socket:
         _tune(stream)

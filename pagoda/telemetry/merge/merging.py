@@ -144,13 +144,16 @@ def find_shifts(
     main = processes[0]
     shifts: dict[str, Shift] = {}
     for process in processes:
-        if clocks[process.uid] in shifts:
-            continue
-        if process is main:
-            shift = Shift(0, "main")
-        else:
-            shift = Shift(_ahead_of_wall(main) - _ahead_of_wall(process), "wall")
-        _spread(clocks[process.uid], shift, graph, shifts)
+        offset_ns = _ahead_of_wall(main) - _ahead_of_wall(process)
+        first = Shift(0, "main") if process is main else Shift(offset_ns, "wall")
+        reached: ClockSource = "measured" if process is main else "wall"
+        queue = deque([(clocks[process.uid], first)])
+        while queue:
+            clock, shift = queue.popleft()
+            if clock not in shifts:
+                shifts[clock] = shift
+                for peer, edge in graph.get(clock, {}).items():
+                    queue.append((peer, Shift(shift.ns - edge.offset_ns, reached)))
     return {uid: shifts[clock] for uid, clock in clocks.items()}
 
 
@@ -169,19 +172,6 @@ def _graph(edges: Mapping[str, Iterable[ClockEdge]], clocks: Mapping[str, str]) 
                 graph[own][peer] = ClockEdge(peer, edge.offset_ns, edge.round_trip_ns)
                 graph[peer][own] = ClockEdge(own, -edge.offset_ns, edge.round_trip_ns)
     return graph
-
-
-def _spread(start: str, shift: Shift, graph: _Graph, shifts: dict[str, Shift]) -> None:
-    """Adds the shifts of all clocks that measurements lead to, breadth first."""
-    shifts[start] = shift
-    source: ClockSource = "wall" if shift.source == "wall" else "measured"
-    queue = deque([start])
-    while queue:
-        clock = queue.popleft()
-        for peer, edge in graph.get(clock, {}).items():
-            if peer not in shifts:
-                shifts[peer] = Shift(shifts[clock].ns - edge.offset_ns, source)
-                queue.append(peer)
 
 
 _ROUNDING_NS = 1_000

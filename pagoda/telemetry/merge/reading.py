@@ -78,7 +78,11 @@ def read_fragments(directories: Iterable[Path]) -> tuple[list[Fragment], list[st
     notes: list[str] = []
     found: dict[tuple[str, int], Fragment] = {}
     for path in _fragment_paths(directories):
-        fragment = _read_in_notes(path, notes)
+        try:
+            fragment = _read(path, notes)
+        except OSError as error:
+            notes.append(f"{path.name} was left out: {error.strerror or error}.")
+            continue
         if fragment is None:
             continue
         key = (fragment.header.uid, fragment.header.clock_ns)
@@ -103,14 +107,6 @@ def _fragment_paths(directories: Iterable[Path]) -> list[Path]:
         where = " and ".join(map(str, names))
         raise ConfigError(f"{where} holds no fragments of a trace (*{FRAGMENT_SUFFIX}).")
     return paths
-
-
-def _read_in_notes(path: Path, notes: list[str]) -> Fragment | None:
-    try:
-        return _read(path, notes)
-    except OSError as error:
-        notes.append(f"{path.name} was left out: {error.strerror or error}.")
-        return None
 
 
 def _read(path: Path, notes: list[str]) -> Fragment | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli.batch_file import read_batch
+from pagoda.cli.generate import read_batch
 from pagoda.errors import ConfigError
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
