@@ -69,7 +69,8 @@ class Job:
         self._num_completion_tokens = 0
         self._num_cached_tokens = 0
         self._cached_by_answer: dict[int, int] = {}
-        self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.index == 0)
+        prompts = [r.request.prompt_token_ids for r in requests if r.index == 0]
+        self._num_prompt_tokens = sum(map(len, prompts))
         self._envelope = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "object": chunk_kind if self._streams else kind,

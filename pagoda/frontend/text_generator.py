@@ -15,13 +15,13 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError, refuse
+from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_tracker import REFUSED, ClientRequest, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.stop import StopHit, StopMatcher, StopStrings
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import (
@@ -81,10 +81,6 @@ class TextRequest:
     """The automaton of `sampling.stop`; None without stop strings."""
     index: int = 0
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
 
 async def start_generator(
@@ -247,14 +243,7 @@ class TextGenerator:
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
-        record = tracker.start(
-            request.request.request_id,
-            request.client_request,
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.request.sampling.max_tokens or 0,
-        )
-        reason, error = str(FinishReason.ABORT), ""
-        try:
+        with tracker.answering(request.request, request.client_request) as record:
             value = record.with_span(request.request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
             async with contextlib.aclosing(chunks):
@@ -269,7 +258,7 @@ class TextGenerator:
                     tracker.on_chunk(record, chunk, len(delta.token_ids))
                     decoded_ns = tracker.clock_ns() if received_ns else 0
                     if delta.finish_reason is not None:
-                        reason, error = delta.finish_reason, delta.error or ""
+                        record.ending = delta.finish_reason, delta.error or ""
                         delta = msgspec.structs.replace(delta, kv_source=source)
                     yield delta
                     if received_ns:
@@ -278,14 +267,6 @@ class TextGenerator:
                             listener(record, received_ns, decoded_ns, written_ns)
                     if delta.finish_reason is not None:
                         return
-        except OverloadedError as refusal:
-            reason, error = REFUSED, str(refusal)
-            raise
-        except EngineDeadError as death:
-            reason, error = str(FinishReason.ERROR), str(death)
-            raise
-        finally:
-            tracker.finish(record, reason, error)
 
 
 def derive_seed(seed: int, index: int) -> int:
