@@ -30,6 +30,7 @@ from virtual_fleet import (
     virtual,
 )
 
+from benchmarks.simulation.engine import SimEngine
 from pagoda.engine.reports import REPORT_INTERVAL_S
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.dispatcher import Dispatcher
@@ -38,7 +39,6 @@ from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.load import LoadReport, TierLoad
-from pagoda.sim.engine import SimEngine
 
 NUM_SEEDS = 300
 SEEDS_PER_TEST = 50

@@ -19,6 +19,8 @@ from virtual_fleet import (
     virtual,
 )
 
+from benchmarks.simulation.engine import SimEngine
+from benchmarks.simulation.network import SimNetwork
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import OverloadedError
 from pagoda.frontend.dispatcher import Dispatcher
@@ -36,8 +38,6 @@ from pagoda.messages.frontend import (
     TokenChunk,
 )
 from pagoda.messages.worker_config import CurveKeys, Role
-from pagoda.sim.engine import SimEngine
-from pagoda.sim.network import SimNetwork
 
 P, D, NONE = Role.PREFILL, Role.DECODE, Role.NONE
 LONG, SHORT = list(range(40)), list(range(10))

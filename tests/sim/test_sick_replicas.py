@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from virtual_fleet import ask, engine_config, request, start, start_fleet, virtual
 
+from benchmarks.simulation.engine import SimEngine
 from pagoda.frontend import outliers
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.policies import PolicyName
-from pagoda.sim.engine import SimEngine
 
 
 class Traffic:
