@@ -117,9 +117,11 @@ class SimExecutor:
         self._busy_until = [self._clock.now()] * num_stages
         self.close()
         num_blocks = num_blocks or config.num_blocks
-        self._name = b"%d" % next(_numbers)
+        descriptors = {}
         if self._neighbours is not None:
+            self._name = b"%d" % next(_numbers)
             self._neighbours[self._name] = self.worker
+            descriptors = {_NEIGHBOUR: self._name}
         ready = WorkerReady(
             capabilities=Capabilities(
                 block_sizes=(config.block_size,),
@@ -135,9 +137,7 @@ class SimExecutor:
             arithmetic="simulated",
             kv_host_slots=config.kv_host_slots,
             kv_directories=config.kv_directories,
-            kv_ranks=(
-                KVRank(parts=(), num_blocks=num_blocks, descriptors={_NEIGHBOUR: self._name}),
-            ),
+            kv_ranks=(KVRank(parts=(), num_blocks=num_blocks, descriptors=descriptors),),
             kv_digest=f"simulated, {config.block_size} tokens of {config.vocab_size}",
         )
         self._foresee(self._clock.now(), ready)

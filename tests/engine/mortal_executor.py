@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from typing import Any
 
 from harness import VOCAB_SIZE, Harness
 
@@ -12,9 +12,7 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.transfers import KVPeer, Transfer
 from pagoda.messages.worker import StepPlan
-from pagoda.telemetry.tracer import TraceSession
 
 POISON = VOCAB_SIZE + 1
 
@@ -28,7 +26,6 @@ class MortalExecutor:
     def __init__(
         self, inner: SimExecutor, clock: VirtualClock, rng: random.Random, rate: float
     ) -> None:
-        self.max_in_flight = inner.max_in_flight
         self._inner = inner
         self._clock = clock
         self._rng = rng
@@ -41,14 +38,6 @@ class MortalExecutor:
         )
         self._inner.start(num_blocks)
 
-    def submit_transfers(
-        self,
-        transfers: list[Transfer],
-        added_peers: Sequence[KVPeer] = (),
-        removed_peers: Sequence[str] = (),
-    ) -> None:
-        self._inner.submit_transfers(transfers, added_peers, removed_peers)
-
     def submit(self, plan: StepPlan) -> None:
         self._inner.submit(plan)
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
@@ -57,11 +46,8 @@ class MortalExecutor:
             if POISON in slot.token_ids[end - count : end]:
                 self._death_at = self._clock.now()
 
-    def start_trace(self, session: TraceSession) -> None:
-        self._inner.start_trace(session)
-
-    def stop_trace(self) -> None:
-        self._inner.stop_trace()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def poll(self) -> list[ExecutorEvent]:
         events = self._inner.poll()
@@ -72,17 +58,11 @@ class MortalExecutor:
             events.append(WorkerLost("the simulated worker was lost"))
         return events
 
-    def pollables(self) -> list[object]:
-        return []
-
     def next_event_at(self) -> float | None:
         upcoming = self._inner.next_event_at()
         if upcoming is None:
             return None  # an idle worker may live on
         return min(upcoming, self._death_at) if self._death_at is not None else upcoming
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class SpeakingExecutor(MortalExecutor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -46,9 +47,12 @@ def config(port: int, num_replicas: int = 1, num_blocks: int = 64) -> EngineConf
     )
 
 
+Subscribe = Callable[[int, int], Subscriber]
+
+
 @asynccontextmanager
-async def running(engine: EngineConfig) -> AsyncIterator[Dispatcher]:
-    dispatcher = Fleet.of_engines(engine, "round-robin").dispatcher
+async def running(port: int, **settings: int) -> AsyncIterator[Dispatcher]:
+    dispatcher = Fleet.of_engines(config(port, **settings), "round-robin").dispatcher
     await dispatcher.start()
     try:
         yield dispatcher
@@ -57,16 +61,20 @@ async def running(engine: EngineConfig) -> AsyncIterator[Dispatcher]:
 
 
 @pytest.fixture
-def subscribe() -> Iterator[Callable[[int, int], Subscriber]]:
-    opened: list[Subscriber] = []
+def subscribe() -> Iterator[Subscribe]:
+    with contextlib.ExitStack() as opened:
+        yield lambda *ports: opened.enter_context(contextlib.closing(Subscriber(*ports)))
 
-    def subscribe(publish_port: int, replay_port: int) -> Subscriber:
-        opened.append(Subscriber(publish_port, replay_port))
-        return opened[-1]
 
-    yield subscribe
-    for subscriber in opened:
-        subscriber.close()
+@pytest.fixture
+def port() -> int:
+    """The first of two free ports."""
+    return free_ports(2)
+
+
+@pytest.fixture
+def subscriber(subscribe: Subscribe, port: int) -> Subscriber:
+    return subscribe(port, port + 1)
 
 
 async def answer(
@@ -89,10 +97,8 @@ async def until(subscriber: Subscriber, num_cached: int) -> None:
             await asyncio.to_thread(subscriber.replay)
 
 
-async def test_a_prefix_is_stored_once(subscribe: Callable[[int, int], Subscriber]) -> None:
-    port = free_ports(2)
-    subscriber = subscribe(port, port + 1)
-    async with running(config(port)) as dispatcher:
+async def test_a_prefix_is_stored_once(port: int, subscriber: Subscriber) -> None:
+    async with running(port) as dispatcher:
         await answer(dispatcher, "a", PROMPT)
         await until(subscriber, 4)
         assert isinstance(subscriber.events[0], ClearedOnTheWire)
@@ -116,10 +122,8 @@ async def test_a_prefix_is_stored_once(subscribe: Callable[[int, int], Subscribe
         assert (report.num_blocks_stored, report.num_blocks_removed) == (9, 0)
 
 
-async def test_evicted_blocks_are_removed(subscribe: Callable[[int, int], Subscriber]) -> None:
-    port = free_ports(2)
-    subscriber = subscribe(port, port + 1)
-    async with running(config(port, num_blocks=16)) as dispatcher:
+async def test_evicted_blocks_are_removed(port: int, subscriber: Subscriber) -> None:
+    async with running(port, num_blocks=16) as dispatcher:
         for index in range(10):
             await answer(dispatcher, f"r{index}", [index, *PROMPT])
         report = await dispatcher.load()
@@ -129,12 +133,8 @@ async def test_evicted_blocks_are_removed(subscribe: Callable[[int, int], Subscr
         assert any(isinstance(event, RemovedOnTheWire) for event in subscriber.events)
 
 
-async def test_subscribers_are_told_without_asking(
-    subscribe: Callable[[int, int], Subscriber],
-) -> None:
-    port = free_ports(2)
-    subscriber = subscribe(port, port + 1)
-    async with running(config(port)) as dispatcher:
+async def test_subscribers_are_told_without_asking(port: int, subscriber: Subscriber) -> None:
+    async with running(port) as dispatcher:
         index = 0
         while not await asyncio.to_thread(subscriber.receive, 0.05):
             await answer(dispatcher, f"r{index}", [index, *PROMPT])
@@ -148,11 +148,9 @@ async def test_subscribers_are_told_without_asking(
 
 
 async def test_the_next_engine_begins_with_nothing_cached(
-    subscribe: Callable[[int, int], Subscriber],
+    port: int, subscriber: Subscriber, subscribe: Subscribe
 ) -> None:
-    port = free_ports(2)
-    subscriber = subscribe(port, port + 1)
-    async with running(config(port)) as dispatcher:
+    async with running(port) as dispatcher:
         await answer(dispatcher, "a", PROMPT)
         await until(subscriber, 4)
         pid = cast(EngineClient, dispatcher.replicas[0].transport).engine_pid
@@ -167,11 +165,9 @@ async def test_the_next_engine_begins_with_nothing_cached(
         assert fresh.view.keys == set(prefix_keys([1, *PROMPT[:8]], SIZE, None, 2))
 
 
-async def test_every_replica_has_ports_of_its_own(
-    subscribe: Callable[[int, int], Subscriber],
-) -> None:
+async def test_every_replica_has_ports_of_its_own(subscribe: Subscribe) -> None:
     port = free_ports(4)
-    async with running(config(port, num_replicas=2)) as dispatcher:
+    async with running(port, num_replicas=2) as dispatcher:
         for index in range(2):
             await answer(dispatcher, f"r{index}", [index, *PROMPT])
         for replica in range(2):
@@ -194,10 +190,8 @@ async def test_a_taken_port_is_the_reason_of_a_start_that_fails() -> None:
             await client.start()
 
 
-def test_an_llm_publishes_too(subscribe: Callable[[int, int], Subscriber]) -> None:
-    port = free_ports(2)
+def test_an_llm_publishes_too(port: int, subscriber: Subscriber) -> None:
     options = {"executor": "sim", "num_kv_blocks": 64, "block_size": SIZE, "max_model_len": 64}
-    subscriber = subscribe(port, port + 1)
     address = f"tcp://127.0.0.1:{port}"
     with LLM(kv_events=address, **options) as llm:
         llm.generate({"prompt_token_ids": PROMPT})

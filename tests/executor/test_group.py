@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -34,7 +35,7 @@ from pagoda.messages.worker import (
     WorkerFailed,
     WorkerReady,
 )
-from pagoda.messages.worker_config import CurveKeys, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 from pagoda.worker.engine_link import EngineLink
@@ -275,83 +276,69 @@ class NobodyLaunched:
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """Of sockets whose messages perhaps nobody fetches: those that are let go wait for that."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     yield context
     context.destroy(linger=0)
 
 
 @pytest.fixture
-def unheard() -> list[EngineLink]:
-    """Links whose messages nobody fetches: those that are let go wait for that."""
-    return []
-
-
-def unlaunched(address: str, kv_host_bytes: int = 0) -> tuple[GroupExecutor, NobodyLaunched]:
+def unlaunched(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[GroupExecutor, NobodyLaunched]]:
+    """An executor that has started, with tiers and over the transport named by the parameter."""
     launcher = NobodyLaunched()
     executor = GroupExecutor(
-        WorkerConfig(model="m", place=RankPlace(dp=3), kv_host_bytes=kv_host_bytes),
+        WorkerConfig(model="m", place=RankPlace(dp=3), kv_host_bytes=1),
         launcher,
-        address=address,
+        address="tcp://127.0.0.1" if request.param == "tcp" else f"ipc://{tmp_path / 'w'}",
         step_timeout_s=30.0,
         clock=MonotonicClock(),
     )
     executor.start()
-    return executor, launcher
+    yield executor, launcher
+    executor.close()
 
 
-def with_keys(config: WorkerConfig, keys: CurveKeys | None) -> WorkerConfig:
-    return WorkerConfig(model=config.model, place=config.place, curve=keys)
+Unlaunched = tuple[GroupExecutor, NobodyLaunched]
+over_both = pytest.mark.parametrize("unlaunched", ["ipc", "tcp"], indirect=True)
 
 
+@pytest.mark.parametrize("unlaunched", ["tcp"], indirect=True)
 def test_strangers_are_not_heard_over_tcp(
-    unheard: list[EngineLink], context: zmq.Context[zmq.Socket[bytes]]
+    unlaunched: Unlaunched, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    executor, launcher = unlaunched("tcp://127.0.0.1")
-    try:
-        ([config], address) = launcher.starts[0]
-        keys = config.curve
-        assert keys is not None
-        assert config.place == RankPlace(dp=3)
-        other = new_keys()
-        stolen_address = CurveKeys(
-            server_key=keys.server_key,
-            public_key=other.public_key,
-            secret_key=other.secret_key,
-            server_secret_key=other.server_secret_key,
-        )
-        for strange in (None, other, stolen_address):
-            stranger = EngineLink(context, address, with_keys(config, strange))
-            stranger.send(WorkerFailed("nonsense", False))
-            unheard.append(stranger)
-        friend = EngineLink(context, address, config)
-        friend.send(WorkerFailed("No such model.", True))
-        assert next_event(executor) == WorkerLost("No such model.", is_user_error=True)
-    finally:
-        executor.close()
+    executor, launcher = unlaunched
+    ([config], address) = launcher.starts[0]
+    keys = config.curve
+    assert keys is not None
+    assert config.place == RankPlace(dp=3)
+    other = new_keys()
+    stolen_address = msgspec.structs.replace(other, server_key=keys.server_key)
+    strangers = [
+        EngineLink(context, address, msgspec.structs.replace(config, curve=strange))
+        for strange in (None, other, stolen_address)
+    ]
+    for stranger in strangers:
+        stranger.send(WorkerFailed("nonsense", False))
+    friend = EngineLink(context, address, config)
+    friend.send(WorkerFailed("No such model.", True))
+    assert next_event(executor) == WorkerLost("No such model.", is_user_error=True)
 
 
-@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+@over_both
 def test_workers_of_an_earlier_start_are_not_heard(
-    unheard: list[EngineLink],
-    context: zmq.Context[zmq.Socket[bytes]],
-    tmp_path: Path,
-    scheme: str,
+    unlaunched: Unlaunched, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    executor, launcher = unlaunched(
-        f"ipc://{tmp_path / 'w'}" if scheme == "ipc" else "tcp://127.0.0.1"
-    )
-    try:
-        ([config], address) = launcher.starts[0]
-        late = EngineLink(context, address, config)
-        unheard.append(late)
-        executor.close()
-        executor.start()
-        late.send(WorkerFailed("of the first start", False))
-        ([config], address) = launcher.starts[1]
-        EngineLink(context, address, config).send(WorkerFailed("of the second start", False))
-        assert next_event(executor) == WorkerLost("of the second start")
-    finally:
-        executor.close()
+    executor, launcher = unlaunched
+    ([config], address) = launcher.starts[0]
+    late = EngineLink(context, address, config)
+    executor.close()
+    executor.start()
+    late.send(WorkerFailed("of the first start", False))
+    ([config], address) = launcher.starts[1]
+    EngineLink(context, address, config).send(WorkerFailed("of the second start", False))
+    assert next_event(executor) == WorkerLost("of the second start")
 
 
 def connected_twice(
@@ -381,43 +368,34 @@ def poll_once_heard(executor: GroupExecutor) -> list[ExecutorEvent]:
     return executor.poll()
 
 
-@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+@over_both
 @pytest.mark.parametrize("link_is_first", [True, False])
 def test_a_worker_with_tiers_is_ready_once_it_has_connected_twice(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, scheme: str, link_is_first: bool
+    unlaunched: Unlaunched, context: zmq.Context[zmq.Socket[bytes]], link_is_first: bool
 ) -> None:
-    executor, launcher = unlaunched(
-        f"ipc://{tmp_path / 'w'}" if scheme == "ipc" else "tcp://127.0.0.1", kv_host_bytes=1
-    )
-    try:
-        worker, link = connected_twice(context, launcher)
-        if link_is_first:
-            link.send(msgspec.msgpack.encode(TransferLink()))
-            assert poll_once_heard(executor) == []
-            worker.send(ready_worker())
-        else:
-            worker.send(ready_worker())
-            assert poll_once_heard(executor) == []
-            link.send(msgspec.msgpack.encode(TransferLink()))
-        assert poll_once_heard(executor) == [ready_worker()]
-    finally:
-        executor.close()
+    executor, launcher = unlaunched
+    worker, link = connected_twice(context, launcher)
+    hello = partial(link.send, msgspec.msgpack.encode(TransferLink()))
+    sends = [hello, partial(worker.send, ready_worker())]
+    first, second = sends if link_is_first else reversed(sends)
+    first()
+    assert poll_once_heard(executor) == []
+    second()
+    assert poll_once_heard(executor) == [ready_worker()]
 
 
+@pytest.mark.parametrize("unlaunched", ["ipc"], indirect=True)
 @pytest.mark.parametrize(
     "message", [WorkerFailed("nonsense", True), StepResult(0, [], []), ready_worker()]
 )
 def test_a_link_does_not_speak_for_its_rank(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, message: msgspec.Struct
+    unlaunched: Unlaunched, context: zmq.Context[zmq.Socket[bytes]], message: msgspec.Struct
 ) -> None:
-    executor, launcher = unlaunched(f"ipc://{tmp_path / 'w'}", kv_host_bytes=1)
-    try:
-        _, link = connected_twice(context, launcher)
-        link.send(msgspec.msgpack.encode(message))
-        with pytest.raises(msgspec.ValidationError):
-            poll_once_heard(executor)
-    finally:
-        executor.close()
+    executor, launcher = unlaunched
+    _, link = connected_twice(context, launcher)
+    link.send(msgspec.msgpack.encode(message))
+    with pytest.raises(msgspec.ValidationError):
+        poll_once_heard(executor)
 
 
 # ---- traces

@@ -10,6 +10,7 @@ import kv_tiers
 import msgspec
 from harness import Harness, assert_complete, check_books, in_state, make_request
 
+from benchmarks.simulation.network import SimListener, SimNetwork, SimPeers
 from pagoda.engine.config import HandoffConfig
 from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
@@ -20,7 +21,6 @@ from pagoda.pd.connector import RemoteKV
 from pagoda.pd.exporter import KVExporter
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
 from pagoda.pd.transfer_tokens import TransferTokens
-from pagoda.sim.network import SimListener, SimNetwork, SimPeers
 
 LEASE_S = 30.0
 NO_KEYS = CurveKeys("", "", "", "")
