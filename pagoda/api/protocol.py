@@ -185,9 +185,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 def parse_body(body: bytes, kind: type[T]) -> T:
     """Decodes and checks a JSON body.
-
-    Raises InvalidRequestError: the body is not JSON, or not such a body; names the field.
-    """
+    Raises InvalidRequestError: the body is not JSON, or not such a body; names the field."""
     try:
         parsed: T = _decoder(cast(Any, kind)).decode(body)
     except msgspec.ValidationError as error:
@@ -302,9 +300,7 @@ def session_of(body: GenerationFields, header: str | None) -> str | None:
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     """The prompts of a body: a string, token ids, or a list of either.
-
-    Raises InvalidRequestError: the list is empty, mixed, or too long.
-    """
+    Raises InvalidRequestError: the list is empty, mixed, or too long."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -324,9 +320,7 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 
 def chat_logprobs_count(body: ChatRequest) -> int | None:
     """Number of most likely tokens per position that a chat body asks for; None without log-probabilities.
-
-    Raises InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`.
-    """
+    Raises InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`."""
     top = body.top_logprobs
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         refuse("top_logprobs", f"must be in [0, {MAX_LOGPROBS}], got {top}")

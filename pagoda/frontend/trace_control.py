@@ -73,9 +73,7 @@ class TraceControl:
         self, level: TraceLevel, *, num_steps: int | None = None, seconds: float | None = None
     ) -> TraceSession:
         """Traces until `stop`, until each engine has done `num_steps`, or for `seconds`.
-
-        Raises TraceStateError: tracing is on; ConfigError: the directory cannot be written.
-        """
+        Raises TraceStateError: tracing is on; ConfigError: the directory cannot be written."""
         if self._order is not None or self._is_starting:
             raise TraceStateError("Tracing is on already.")
         directory = self.directory.absolute()
@@ -116,9 +114,7 @@ class TraceControl:
 
     async def stop(self) -> EndedTrace:
         """Returns when all fragments are closed, or some seconds later. Tells once of one that ended by itself.
-
-        Raises TraceStateError: tracing is off.
-        """
+        Raises TraceStateError: tracing is off."""
         if self._order is not None:
             ended = await self._stop()
         elif self._ended is not None:
