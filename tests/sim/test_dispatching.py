@@ -382,19 +382,6 @@ async def test_the_last_replica_that_is_given_up_ends_what_waits() -> None:
     assert str(refusal) == "replica 0: It was broken too."
 
 
-@pytest.mark.parametrize("count", [16, 64])
-@virtual
-async def test_many_replicas_share_the_work(count: int) -> None:
-    dispatcher, engines = await start(count)
-    asking = [ask(dispatcher, request(f"r{i}")) for i in range(count * 4)]
-    asking_all = asyncio.gather(*asking)
-    await asyncio.sleep(0.1)
-    assert [len(slot.requests) for slot in dispatcher.slots] == [4] * count
-    for engine in engines[::3]:
-        engine.kill(restart_s=1)
-    assert all(answer.complete for answer in await asking_all)
-
-
 # ---- no replica comes
 
 

@@ -95,7 +95,7 @@ async def test_a_replica_that_flaps() -> None:
 
 
 @virtual
-async def test_the_last_one_is_never_left_out() -> None:
+async def test_the_last_one_is_never_ejected() -> None:
     dispatcher, engines = await start(2, "round-robin")
     traffic = Traffic(dispatcher)
     for _ in range(3):
