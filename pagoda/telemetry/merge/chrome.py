@@ -139,7 +139,7 @@ def _events_of(process: Process) -> Iterator[_Event]:
     for index, row in enumerate(process.rows):
         yield describe("thread_name", row.tid, name=row.name)
         yield describe("thread_sort_index", row.tid, sort_index=index)
-    category = process.header.storey
+    category = process.header.kind
     operations = operations_of(process)
     for row in process.rows:
         for index, it in enumerate(row.spans):
@@ -202,7 +202,7 @@ def _flows_of(trace: Trace) -> Iterator[list[_Point]]:
 
 def _points_of(process: Process, row: Row) -> Iterator[_Point]:
     """Points of a row: in an engine, phases that no step shows; else the beginning and the end of the request."""
-    is_engine = process.header.storey == "engine"
+    is_engine = process.header.kind == "engine"
     for span in row.spans:
         if is_engine and span.name in _WAYPOINTS:
             yield from _point(process.pid, row.tid, span, span.start)

@@ -58,11 +58,11 @@ StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
 
 def steps_of(trace: Trace) -> dict[int, list[Step]]:
     """The steps of each engine, in order, by the engine's `pid`."""
-    engines = [it for it in trace.processes if it.header.storey == "engine"]
+    engines = [it for it in trace.processes if it.header.kind == "engine"]
     steps = {engine.pid: _engine_steps(engine) for engine in engines}
     numbered = {pid: _numbered(found) for pid, found in steps.items()}
     for worker in trace.processes:
-        if worker.header.storey == "worker":
+        if worker.header.kind == "worker":
             own = [numbered[engine.pid] for engine in engines_of(worker, engines)]
             for number, place in _worker_steps(worker, worker.main):
                 step = _nearest([it for index in own for it in index.get(number, ())], place.span)
