@@ -32,7 +32,7 @@ def snapshot_of_everything() -> Snapshot:
         "model",
         requests,
         0.0,
-        ProcessMemory("frontend", 1, 2),
+        (ProcessMemory("frontend", 1, 2),),
         msgspec.structs.replace(report, replicas=(replica,)),
         EngineReady(
             max_model_len=1,

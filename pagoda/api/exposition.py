@@ -106,9 +106,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("pagoda_build_info", help_text, ["version", "python"], versions)
     yield from _requests(snapshot)
     reports = {} if snapshot.report is None else reports_of(snapshot.report)
-    processes = {name: report.processes for name, report in reports.items()}
-    if snapshot.own_memory is not None:
-        processes = {"": (snapshot.own_memory,), **processes}
+    processes = {"": snapshot.own_memory}
+    processes |= {name: report.processes for name, report in reports.items()}
     yield _gauge(
         "pagoda_process_resident_memory_bytes",
         "Memory of a process; memory that several processes share counts in each.",

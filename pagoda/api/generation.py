@@ -69,7 +69,8 @@ class Job:
         self._num_completion_tokens = 0
         self._num_cached_tokens = 0
         self._cached_by_answer: dict[int, int] = {}
-        self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.index == 0)
+        prompts = [r.request.prompt_token_ids for r in requests if r.index == 0]
+        self._num_prompt_tokens = sum(map(len, prompts))
         self._envelope = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "object": chunk_kind if self._streams else kind,
@@ -155,9 +156,7 @@ async def prepare(
     param: str = "prompt",
 ) -> list[TextRequest]:
     """The requests of all prompts of a body; `param` is the field of the prompt.
-
-    Raises InvalidRequestError: a value is not as it must be; names the field.
-    """
+    Raises InvalidRequestError: a value is not as it must be; names the field."""
     handoff = handoff_of(body, generator.endpoint.limits.role, is_router=context.service.is_router)
     if handoff != Handoff() and len(prompts) != 1:
         refuse("prompt", "must be a single prompt with kv_transfer_params")

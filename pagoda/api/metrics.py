@@ -12,7 +12,7 @@ from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.api.service import Service
 from pagoda.errors import EngineDeadError
-from pagoda.ipc.machine import process_memory_bytes
+from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.load import LoadReport, ProcessMemory
 
@@ -23,7 +23,7 @@ class Snapshot(NamedTuple):
     model_name: str
     requests: RequestMetrics
     longest_wait_s: float
-    own_memory: ProcessMemory | None
+    own_memory: tuple[ProcessMemory, ...]
     report: LoadReport | None
     """None while there is nothing that could report."""
     limits: EngineReady | None
@@ -61,14 +61,7 @@ async def _snapshot(service: Service) -> Snapshot:
         service.config.served_model_name,
         service.request_metrics.copy(),
         service.tracker.longest_wait_ns() / 1e9,
-        own_memory(service),
+        memory_of({"router" if service.is_router else "frontend": os.getpid()}),
         report,
         limits,
     )
-
-
-def own_memory(service: Service) -> ProcessMemory | None:
-    """Memory of this process; None if unknown."""
-    resident_bytes = process_memory_bytes(os.getpid())
-    role = "router" if service.is_router else "frontend"
-    return None if resident_bytes is None else ProcessMemory(role, os.getpid(), resident_bytes)

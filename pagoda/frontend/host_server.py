@@ -27,7 +27,7 @@ from pagoda.errors import (
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import Endpoint, ReplicaState, Unsubscribe
 from pagoda.frontend.host_client import Identity
-from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
+from pagoda.frontend.request_tracker import REFUSED, RequestTracker
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server
 from pagoda.ipc.event_socket import EventSocket, host_socket
@@ -309,43 +309,30 @@ class HostServer:
         self._request_ids.remove(request_id)
 
     async def _generate(self, router: _Router, wire_id: str, request: GenerateRequest) -> None:
-        record = self._tracker.start(
-            request.request_id,
-            ClientRequest(
-                id=request.request_id,
-                arrived_ns=self._tracker.clock_ns(),
-                traceparent=request.traceparent,
-                tracestate=request.tracestate,
-            ),
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=request.sampling.max_tokens or 0,
-        )
-        reason, problem = str(FinishReason.ABORT), ""
-        try:
-            value = record.with_span(request)
-            chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    self._tracker.on_chunk(record, chunk, len(chunk.token_ids))
-                    if chunk.finish_reason is not None:
-                        reason, problem = chunk.finish_reason, chunk.error or ""
-                    msgspec.structs.force_setattr(chunk, "request_id", wire_id)
-                    self._put(router, chunk)
-        except OverloadedError as error:
-            reason, problem = "refused", str(error)
-            self._send(router, RequestRefused(wire_id, error.retry_after_s))
-        except InvalidRequestError as error:
-            reason, problem = str(FinishReason.ERROR), str(error)
-            self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=problem))
-        except EngineDeadError:
-            pass  # this host ends; when it has hung up, the request goes on elsewhere
-        except Exception:
-            reason, problem = str(FinishReason.ERROR), "The host failed with this request."
-            _log.exception("request failed", extra={"request_id": request.request_id})
-            error_there = "The host failed with this request; its log says why."
-            self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=error_there))
-        finally:
-            self._tracker.finish(record, reason, problem)
+        with self._tracker.answering(request) as record:
+            try:
+                value = record.with_span(request)
+                chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
+                async with aclosing(chunks):
+                    async for chunk in chunks:
+                        self._tracker.on_chunk(record, chunk, len(chunk.token_ids))
+                        if chunk.finish_reason is not None:
+                            record.ending = chunk.finish_reason, chunk.error or ""
+                        msgspec.structs.force_setattr(chunk, "request_id", wire_id)
+                        self._put(router, chunk)
+            except OverloadedError as error:
+                record.ending = REFUSED, str(error)
+                self._send(router, RequestRefused(wire_id, error.retry_after_s))
+            except InvalidRequestError as error:
+                record.ending = str(FinishReason.ERROR), str(error)
+                self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=str(error)))
+            except EngineDeadError:
+                pass  # this host ends; when it has hung up, the request goes on elsewhere
+            except Exception:
+                record.ending = str(FinishReason.ERROR), "The host failed with this request."
+                _log.exception("request failed", extra={"request_id": request.request_id})
+                error_there = "The host failed with this request; its log says why."
+                self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=error_there))
 
     def _put(self, router: _Router, chunk: TokenChunk) -> None:
         """Chunks of one turn of the event loop become one message."""

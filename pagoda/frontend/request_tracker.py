@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
+from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 
 REFUSED = "refused"
@@ -57,6 +59,8 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
     """`stop`, `length`, `abort`, `error` or `refused`; empty while the answer runs."""
     error: str = ""
     """One sentence for the finish reasons `error` and `refused`."""
+    ending: tuple[str, str] = (str(FinishReason.ABORT), "")
+    """Finish reason and error, should the answer end now."""
 
     @property
     def admitted_ns(self) -> int | None:
@@ -168,6 +172,37 @@ class RequestTracker:
         now, running = self.clock_ns(), self.running.values()
         waiting = (record.client_request for record in running if record.first_token_ns is None)
         return max((now - request.arrived_ns for request in waiting), default=0)
+
+    @contextmanager
+    def answering(
+        self, request: GenerateRequest, client_request: ClientRequest | None = None
+    ) -> Iterator[RequestStatistics]:
+        """Records an answer to `request`, until the block ends, as what `ending` says then.
+
+        Without a `client_request` the request itself is taken as the client's.
+        """
+        record = self.start(
+            request.request_id,
+            client_request
+            or ClientRequest(
+                id=request.request_id,
+                arrived_ns=self.clock_ns(),
+                traceparent=request.traceparent,
+                tracestate=request.tracestate,
+            ),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens or 0,
+        )
+        try:
+            yield record
+        except OverloadedError as refusal:
+            record.ending = REFUSED, str(refusal)
+            raise
+        except EngineDeadError as death:
+            record.ending = str(FinishReason.ERROR), str(death)
+            raise
+        finally:
+            self.finish(record, *record.ending)
 
     def start(
         self,

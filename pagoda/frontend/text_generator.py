@@ -15,13 +15,13 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError, refuse
+from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_tracker import REFUSED, ClientRequest, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.stop import StopHit, StopMatcher, StopStrings
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import (
@@ -82,18 +82,12 @@ class TextRequest:
     index: int = 0
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
 
 async def start_generator(
     fleet: Fleet, load: Callable[[], ModelText], tracker: RequestTracker
 ) -> TextGenerator:
     """Starts the engines and, at the same time, loads the text side of their model.
-
-    Raises ConfigError: an engine cannot start, or the text side cannot be loaded; says why.
-    """
+    Raises ConfigError: an engine cannot start, or the text side cannot be loaded; says why."""
     starting = asyncio.create_task(fleet.start())
     try:
         text = await asyncio.to_thread(load)
@@ -137,9 +131,7 @@ class TextGenerator:
 
     async def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; `options` are those of `render_conversation`.
-
-        Raises InvalidRequestError: a message, a tool or a switch is not as it must be.
-        """
+        Raises InvalidRequestError: a message, a tool or a switch is not as it must be."""
         work = partial(render_conversation, self.text.require_template(), messages, **options)
         return await self._do(work, text_size(messages, options.get("tools")))
 
@@ -157,9 +149,7 @@ class TextGenerator:
 
     def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
-
-        Raises InvalidRequestError: a value is out of range or does not fit the model; names the field.
-        """
+        Raises InvalidRequestError: a value is out of range or does not fit the model; names the field."""
         sampling = sampling.checked()
         vocab_size = self.endpoint.limits.vocab_size
         sampling.check_vocabulary(vocab_size)
@@ -227,8 +217,6 @@ class TextGenerator:
                     session=session,
                     holds_kv=holds_kv,
                     kv_source=kv_source,
-                    traceparent=client_request.traceparent,
-                    tracestate=client_request.tracestate,
                 ),
                 sampling=sampling,
                 prompt=text,
@@ -241,20 +229,11 @@ class TextGenerator:
 
     async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         """The answer as it grows; the last delta has a finish reason. Closing the generator aborts the request.
-
-        Raises OverloadedError, EngineDeadError: as `Endpoint.generate`.
-        """
+        Raises OverloadedError, EngineDeadError: as `Endpoint.generate`."""
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
-        record = tracker.start(
-            request.request.request_id,
-            request.client_request,
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.request.sampling.max_tokens or 0,
-        )
-        reason, error = str(FinishReason.ABORT), ""
-        try:
+        with tracker.answering(request.request, request.client_request) as record:
             value = record.with_span(request.request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
             async with contextlib.aclosing(chunks):
@@ -269,7 +248,7 @@ class TextGenerator:
                     tracker.on_chunk(record, chunk, len(delta.token_ids))
                     decoded_ns = tracker.clock_ns() if received_ns else 0
                     if delta.finish_reason is not None:
-                        reason, error = delta.finish_reason, delta.error or ""
+                        record.ending = delta.finish_reason, delta.error or ""
                         delta = msgspec.structs.replace(delta, kv_source=source)
                     yield delta
                     if received_ns:
@@ -278,14 +257,6 @@ class TextGenerator:
                             listener(record, received_ns, decoded_ns, written_ns)
                     if delta.finish_reason is not None:
                         return
-        except OverloadedError as refusal:
-            reason, error = REFUSED, str(refusal)
-            raise
-        except EngineDeadError as death:
-            reason, error = str(FinishReason.ERROR), str(death)
-            raise
-        finally:
-            tracker.finish(record, reason, error)
 
 
 def derive_seed(seed: int, index: int) -> int:

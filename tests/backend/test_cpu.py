@@ -36,16 +36,9 @@ pytestmark = needs_kernels
 )  # fmt: skip
 @examples
 def test_linear(
-    name: str,
-    dtype: torch.dtype,
-    num_threads: int,
-    seed: int,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    biased: bool,
-    gap: int,
-) -> None:
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, inputs: int, outputs: int,
+    biased: bool, gap: int,
+) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
     x = random_tensor(rows, inputs + gap, seed=seed, dtype=dtype)[:, gap:]
     weight = random_tensor(outputs, inputs, seed=seed + 1, dtype=dtype)

@@ -127,38 +127,17 @@ def _logits(style: str, tokens: int, num_experts: int, seed: int, dtype: torch.d
 
 @needs_kernels
 @given(
-    name=sets,
-    dtype=dtypes,
-    num_threads=threads,
-    seed=seeds,
-    kind=st.sampled_from(FORMATS),
-    style=st.sampled_from(["usual", "tied", "few", "wide"]),
-    tokens=st.integers(1, 60),
-    num_experts=st.integers(1, 9),
-    per_token=st.integers(1, 9),
-    renormalize=st.booleans(),
-    hidden=st.integers(1, 5),
-    inner=st.integers(1, 4),
-    ragged=st.integers(0, 7),
-    share=st.tuples(st.integers(0, 8), st.integers(1, 9)),
-)
+    sets, dtypes, threads, seeds, st.sampled_from(FORMATS),
+    st.sampled_from(["usual", "tied", "few", "wide"]), st.integers(1, 60), st.integers(1, 9),
+    st.integers(1, 9), st.booleans(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 7),
+    st.tuples(st.integers(0, 8), st.integers(1, 9)),
+)  # fmt: skip
 @settings(max_examples=120, deadline=None, derandomize=True)
 def test_kernels_follow_the_reference(
-    name: str,
-    dtype: torch.dtype,
-    num_threads: int,
-    seed: int,
-    kind: str,
-    style: str,
-    tokens: int,
-    num_experts: int,
-    per_token: int,
-    renormalize: bool,
-    hidden: int,
-    inner: int,
-    ragged: int,
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, kind: str, style: str, tokens: int,
+    num_experts: int, per_token: int, renormalize: bool, hidden: int, inner: int, ragged: int,
     share: tuple[int, int],
-) -> None:
+) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
     more = ragged if kind in ("dense", "int8") else 0
     routing = ExpertRouting(num_experts, min(per_token, num_experts), renormalize)

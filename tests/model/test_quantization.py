@@ -20,16 +20,14 @@ from pagoda.backend.weights import (
     LinearWeight,
     dequantize,
 )
-from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.model_config import LinearSpec, Role
-from pagoda.checkpoints.presets import PRESETS
-from pagoda.checkpoints.weight_formats import GROUP_SIZES, format_bytes
+from pagoda.checkpoints.weight_formats import GROUP_SIZES
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import (
     QuantizationOnLoad,
     quantization_on_load,
 )
-from pagoda.model.sharding import Part, whole
+from pagoda.model.sharding import Part
 
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -145,25 +143,3 @@ def test_flags() -> None:
     with pytest.raises(ConfigError) as caught:
         quantization_on_load("int4", 48)
     assert str(caught.value) == "--quantization-group-size must be one of 32, 64, 128, got 48."
-
-
-def test_memory_is_reckoned_without_loading() -> None:
-    shape = whole(parse_model_config(PRESETS["llama-3.1-8b"], source="preset"))
-    tables = 2 * 128256 * 4096
-    linear = shape.weight_bytes(None, 1) - tables - 65 * 4096
-    in_tables, norms = tables + 4 * 2 * 128256, 65 * 4096 * 2
-    assert shape.weight_bytes(QuantizationOnLoad(32), 2) == linear * 9 // 16 + in_tables + norms
-    rows = sum(m.outputs for m in shape.linears())
-    assert shape.weight_bytes(QuantizationOnLoad(None), 2) == linear + tables + 4 * rows + norms
-
-
-@pytest.mark.parametrize(
-    "quantization", [QuantizationOnLoad(None), QuantizationOnLoad(128), QuantizationOnLoad(32)]
-)
-def test_reckoned_bytes_are_those_of_the_tensors(quantization: QuantizationOnLoad) -> None:
-    linear = _spec(24, 256)
-    weight = _quantized(quantization, linear, torch.ones(24, 256).bfloat16())
-    assert not isinstance(weight, DenseWeight)
-    matrix = weight.codes.nbytes // 2 if isinstance(weight, GroupedWeight) else weight.values.nbytes
-    held = quantization.format_of(linear)
-    assert format_bytes(held, linear.outputs, linear.inputs, 2) == matrix + weight.scales.nbytes

@@ -29,7 +29,7 @@ from pagoda.model.sharding import (
     take_part,
     whole,
 )
-from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share
+from pagoda.parallel.config import ParallelConfig, channel_share
 
 LAYER = LinearSpec("a.b", 48, 256, Role.MLP_IN)
 
@@ -271,27 +271,3 @@ def test_groups_made_on_load_are_of_the_size_asked_for() -> None:
         "of 128, into parts such as 0 to 448; the nearest that does not is 1, or take a smaller "
         "--quantization-group-size."
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"vocab_size": 7}, "7 tokens of the vocabulary"),
-        ({"intermediate_size": 5}, r"5 inner channels \(intermediate_size\)"),
-    ],
-)
-def test_every_rank_needs_a_channel(changes: dict[str, int], what: str) -> None:
-    shards(model(**changes), 4)
-    with pytest.raises(
-        ConfigError, match=f"8 is more than the {what} of the model, .* nearest possible size is 4"
-    ):
-        shards(model(**changes), 8)
-
-
-def test_places_of_ranks() -> None:
-    config = model()
-    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
-    first = shard_of(config, parallel, RankPlace(pp=0, tp=1))
-    last = shard_of(config, parallel, RankPlace(pp=1, tp=0))
-    assert (first.is_first, first.is_last, first.tp_rank) == (True, False, 1)
-    assert (last.is_first, last.is_last, last.tp_rank) == (False, True, 0)

@@ -8,6 +8,7 @@ from operations import assert_linear
 from pair import LEASE_S, NO_KEYS, READY, make_exporter
 from test_connector import KEYS
 
+from benchmarks.simulation.network import SimNetwork
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
@@ -16,7 +17,6 @@ from pagoda.messages.frontend import KVSource
 from pagoda.pd.connector import RemoteKV
 from pagoda.pd.messages import KVRelease, KVSubscribe
 from pagoda.pd.transfer_tokens import TransferTokens
-from pagoda.sim.network import SimNetwork
 
 SIZES = (512, 1024, 4096)
 

@@ -6,11 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from pagoda.cli.server_process import ServerProcess
+
+SUM = "What is 17 + 25?"
 
 
 def open_playground(page: Page, server: ServerProcess) -> None:
@@ -45,21 +48,40 @@ def set_field(page: Page, name: str, value: str, pane: int = 0) -> None:
         field.fill(value)
 
 
-def test_a_chat_is_answered_and_goes_on(page: Page, tiny: ServerProcess) -> None:
-    open_playground(page, tiny)
-    set_field(page, "temperature", "0")
-    ask(page, "What is 17 + 25?")
+def answered(page: Page, server: ServerProcess, question: str = SUM, **fields: str) -> Locator:
+    """The answer to a question that is asked first, greedily unless `fields` say otherwise."""
+    open_playground(page, server)
+    for name, value in {"temperature": "0", **fields}.items():
+        set_field(page, name, value)
+    ask(page, question)
     done(answers(page).first)
-    expect(answers(page).first.locator(".text")).to_have_text("17 + 25 = 42")
-    expect(answers(page).first.locator(".meta")).to_have_text(
+    return answers(page).first
+
+
+def code_of(page: Page, answer: Locator, kind: str) -> str:
+    answer.get_by_role("button", name=f"Copy as {kind}").click()
+    code = page.locator("#code").inner_text()
+    expect(page.locator("#code-note")).to_have_text("Copied to the clipboard.")
+    page.get_by_role("button", name="Close", exact=True).click()
+    return code
+
+
+def body_of(page: Page, answer: Locator) -> dict[str, Any]:
+    """The body that is copied with an answer."""
+    body: dict[str, Any] = json.loads(code_of(page, answer, "curl").split("-d '")[1][:-1])
+    return body
+
+
+def test_a_chat_is_answered_and_goes_on(page: Page, tiny: ServerProcess) -> None:
+    first = answered(page, tiny)
+    expect(first.locator(".text")).to_have_text("17 + 25 = 42")
+    expect(first.locator(".meta")).to_have_text(
         re.compile(r"complete · 9 tokens · TTFT .* ms · (.* tokens/s · )?prompt 15")
     )
     ask(page, "Reverse the word lantern.")
     done(answers(page).nth(1))
-    assert json.loads(code_of(page, answers(page).nth(1), "curl").split("-d '")[1][:-1])[
-        "messages"
-    ] == [
-        {"role": "user", "content": "What is 17 + 25?"},
+    assert body_of(page, answers(page).nth(1))["messages"] == [
+        {"role": "user", "content": SUM},
         {"role": "assistant", "content": "17 + 25 = 42"},
         {"role": "user", "content": "Reverse the word lantern."},
     ]
@@ -116,10 +138,7 @@ def test_a_speed_is_told_where_it_means_something(
 
 
 def test_a_prompt_is_edited_and_asked_again(page: Page, tiny: ServerProcess) -> None:
-    open_playground(page, tiny)
-    set_field(page, "temperature", "0")
-    ask(page, "What is 17 + 25?")
-    done(answers(page).first)
+    answered(page, tiny)
     page.get_by_role("button", name="Edit").click()
     page.get_by_label("Edit the prompt").fill("What is 17 + 26?")
     page.get_by_role("button", name="Ask again").click()
@@ -129,11 +148,7 @@ def test_a_prompt_is_edited_and_asked_again(page: Page, tiny: ServerProcess) -> 
 
 
 def test_how_likely_each_token_was(page: Page, tiny: ServerProcess) -> None:
-    open_playground(page, tiny)
-    set_field(page, "temperature", "0")
-    set_field(page, "top", "3")
-    ask(page, "What is 17 + 25?")
-    done(answers(page).first)
+    answered(page, tiny, top="3")
     tokens = page.locator(".token")
     expect(tokens).to_have_count(9)
     expect(page.locator(".token.special")).to_have_text("<|im_end|>")
@@ -181,19 +196,14 @@ TOOLS = [
 
 
 def test_a_tool_is_called_and_its_result_sent(page: Page, tiny: ServerProcess) -> None:
-    open_playground(page, tiny)
-    set_field(page, "temperature", "0")
-    set_field(page, "tools", json.dumps(TOOLS))
-    ask(page, "Use the calculator: 94 * 24")
-    done(answers(page).first)
-    call = answers(page).first.locator(".calls li")
+    first = answered(page, tiny, "Use the calculator: 94 * 24", tools=json.dumps(TOOLS))
+    call = first.locator(".calls li")
     expect(call.locator("code")).to_have_text('calculator({"expression": "94 * 24"})')
-    expect(answers(page).first.locator(".meta")).to_contain_text("calls tools")
+    expect(first.locator(".meta")).to_contain_text("calls tools")
     call.get_by_label("Result").fill("2256")
     page.get_by_role("button", name="Send results").click()
     done(answers(page).nth(1))
-    body = json.loads(code_of(page, answers(page).nth(1), "curl").split("-d '")[1][:-1])
-    [_, called, result] = body["messages"]
+    [_, called, result] = body_of(page, answers(page).nth(1))["messages"]
     assert result == {
         "role": "tool",
         "tool_call_id": called["tool_calls"][0]["id"],
@@ -231,7 +241,7 @@ def test_an_announcement_is_repeated(page: Page, tiny: ServerProcess) -> None:
         ".observe(document.getElementById('announce'), { childList: true }); }"
     )
     for number in range(2):
-        ask(page, "What is 17 + 25?")
+        ask(page, SUM)
         done(answers(page).nth(number))
         page.wait_for_function(
             "number => window.said.filter((text) => text === 'Pane 1 has answered.').length > number",
@@ -241,14 +251,9 @@ def test_an_announcement_is_repeated(page: Page, tiny: ServerProcess) -> None:
 
 
 def test_blanks_may_end_an_answer(page: Page, tiny: ServerProcess) -> None:
-    open_playground(page, tiny)
-    set_field(page, "temperature", "0")
-    set_field(page, "stop", " = \n")
-    ask(page, "What is 17 + 25?")
-    done(answers(page).first)
-    expect(answers(page).first.locator(".text")).to_have_text("17 + 25")
-    curl = code_of(page, answers(page).first, "curl")
-    assert json.loads(curl.split("-d '")[1][:-1])["stop"] == [" = "]
+    first = answered(page, tiny, stop=" = \n")
+    expect(first.locator(".text")).to_have_text("17 + 25")
+    assert body_of(page, first)["stop"] == [" = "]
 
 
 def test_one_prompt_for_several_panes(page: Page, tiny: ServerProcess) -> None:
@@ -257,7 +262,7 @@ def test_one_prompt_for_several_panes(page: Page, tiny: ServerProcess) -> None:
     add.click()
     set_field(page, "temperature", "0", pane=0)
     set_field(page, "max_tokens", "3", pane=1)
-    ask(page, "What is 17 + 25?")
+    ask(page, SUM)
     first, second = page.locator(".pane").all()
     done(first.locator(".assistant"))
     done(second.locator(".assistant"))
@@ -270,28 +275,15 @@ def test_one_prompt_for_several_panes(page: Page, tiny: ServerProcess) -> None:
     expect(page.locator(".pane")).to_have_count(3)
 
 
-def code_of(page: Page, answer: Locator, kind: str) -> str:
-    answer.get_by_role("button", name=f"Copy as {kind}").click()
-    code = page.locator("#code").inner_text()
-    expect(page.locator("#code-note")).to_have_text("Copied to the clipboard.")
-    page.get_by_role("button", name="Close", exact=True).click()
-    return code
-
-
 def test_what_is_copied_gives_the_same_answer(page: Page, tiny: ServerProcess) -> None:
-    open_playground(page, tiny)
-    set_field(page, "temperature", "0")
-    set_field(page, "top_k", "5")
-    set_field(page, "system", 'It\'s "you" & I: $HOME `x` \\ done')
-    ask(page, "What is 17 + 25?")
-    done(answers(page).first)
-    expected = answers(page).first.locator(".text").inner_text()
-    curl = code_of(page, answers(page).first, "curl")
+    first = answered(page, tiny, top_k="5", system='It\'s "you" & I: $HOME `x` \\ done')
+    expected = first.locator(".text").inner_text()
+    curl = code_of(page, first, "curl")
     sent = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, check=True).stdout
     events = [json.loads(line[6:]) for line in sent.split("\n\n") if line.startswith("data: {")]
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     assert "".join(delta.get("content") or "" for delta in deltas) == expected
-    python = code_of(page, answers(page).first, "Python")
+    python = code_of(page, first, "Python")
     said = subprocess.run(
         [sys.executable, "-c", python], capture_output=True, text=True, check=True
     )

@@ -11,15 +11,11 @@ from driver import Driver, load
 from tiny_models import save_model
 from torch import Tensor
 
-from pagoda.backend.base import TokenBatch
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan
-from pagoda.parallel.collectives import Alone
-from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
-from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.runner import Runner
-from pagoda.worker.sampler import NOT_FINITE, Sampled, Sampler
+from pagoda.worker.sampler import Sampled, Sampler
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
 
@@ -118,55 +114,6 @@ def test_experts_are_counted_once_where_a_step_is_computed_twice(
 
     monkeypatch.setattr(GroupSampler, "sample", raise_for_a_batch)
     assert counts() == expected
-
-
-def test_a_request_whose_parameters_cannot_be_taken_fails_alone(directory: Path) -> None:
-    driver = Driver(load(directory))
-    driver.start(0, PROMPTS[0])
-    driver.start(1, PROMPTS[1], SamplingParams(seed=0, allowed_token_ids=(5000,)))
-    result = driver.step({0: 3, 1: 4})
-    assert (result.slots, result.errors) == ([0], {1: BROKE_A_STEP})
-    driver.free(1)
-    driver.start(1, PROMPTS[1])
-    assert driver.step({0: 1, 1: 4}).slots == [0, 1]
-
-
-class _Poisoned:
-    """A model whose logits are NaN behind one token."""
-
-    def __init__(self, poison: int) -> None:
-        self._poison = poison
-
-    def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:  # noqa: ARG002
-        return torch.nn.functional.one_hot(batch.token_ids, 16).float()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = hidden.roll(1, dims=1)
-        logits[hidden[:, self._poison] == 1] = torch.nan
-        return logits
-
-    def take_expert_tokens(self) -> list[int]:
-        return []
-
-    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.logits(hidden)
-        return logits.argmax(dim=1), logits.isfinite().all(dim=1)
-
-
-def test_nan_logits_fail_alone() -> None:
-    model: Any = _Poisoned(9)
-    sampler = GroupSampler(Sampler(16), Alone(), Tracer("worker"))
-    driver = Driver(Runner(model, InputBatch(8, 64, 16), sampler, Tracer("worker")))
-    driver.start(0, [3])
-    driver.start(1, [8])
-    driver.start(2, [1, 2, 7])
-    driver.run([0, 1, 2], 1)
-    result = driver.step({0: 1, 1: 1, 2: 1})
-    assert result.errors == {1: NOT_FINITE}
-    assert (result.slots, result.token_ids) == ([0, 2], [5, 9])
-    result = driver.step({0: 1, 2: 1, 1: 1})
-    assert result.errors == {1: NOT_FINITE, 2: NOT_FINITE}
-    assert (result.slots, result.token_ids) == ([0], [6])
 
 
 def test_what_a_nan_request_left_in_the_cache_harms_nobody(directory: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -162,22 +161,15 @@ def test_nucleus_equals_a_full_sort() -> None:
 # ---- drawing
 
 
-def test_draws_by_inverting_the_distribution() -> None:
-    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_by_inverting_the_distribution(temperature: float) -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log() * temperature
     for seed in (0, 5, -3, 2**64 - 1):
         for position in range(20):
             number = uniform(seed, position)
             expected = sum(number >= bound for bound in (0.1, 0.3, 0.6))
-            start = _start(output=(0,) * position, seed=seed, temperature=1.0)
+            start = _start(output=(0,) * position, seed=seed, temperature=temperature)
             assert _sample(logits, start).token_ids[0] == expected
-
-
-def test_frequencies_follow_the_distribution_at_a_temperature() -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0])
-    starts = [_start(slot, seed=slot, temperature=2.0) for slot in range(4000)]
-    drawn = Counter(_sample(logits.expand(4000, -1), *starts).token_ids.values())
-    expected = (logits / 2).softmax(0) * 4000
-    assert [drawn[i] for i in range(3)] == pytest.approx(expected.tolist(), abs=150)
 
 
 @pytest.mark.parametrize("temperature", [1e-42, 1e-38, 1e-6, 1e-5])
