@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from benchmarks.figure import Figure
+from benchmarks.simulation.engine import SimEngine
+from benchmarks.simulation.event_loop import run
 from pagoda.cli import output
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.executor.sim import sim_token
@@ -26,8 +28,6 @@ from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.sim.engine import SimEngine
-from pagoda.sim.event_loop import run
 
 REPLICAS = (2, 4, 8, 16, 32, 64)
 SEEDS = (1, 2, 3)

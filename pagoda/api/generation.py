@@ -156,9 +156,7 @@ async def prepare(
     param: str = "prompt",
 ) -> list[TextRequest]:
     """The requests of all prompts of a body; `param` is the field of the prompt.
-
-    Raises InvalidRequestError: a value is not as it must be; names the field.
-    """
+    Raises InvalidRequestError: a value is not as it must be; names the field."""
     handoff = handoff_of(body, generator.endpoint.limits.role, is_router=context.service.is_router)
     if handoff != Handoff() and len(prompts) != 1:
         refuse("prompt", "must be a single prompt with kv_transfer_params")

@@ -25,9 +25,7 @@ class Handoff(NamedTuple):
 
 def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -> Handoff:
     """The handoff that a body's `kv_transfer_params` ask for. A router arranges handoffs itself and refuses them.
-
-    Raises InvalidRequestError: a field is wrong, or the role of the server does not allow it; names the field.
-    """
+    Raises InvalidRequestError: a field is wrong, or the role of the server does not allow it; names the field."""
     params = body.kv_transfer_params
     if params is None:
         return Handoff()

@@ -30,9 +30,6 @@ MAX_SEQUENCES_PER_BODY = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_TOKEN_IDS = 2**20
 """Most token ids in one list; longer than the context of any model."""
-MAX_METADATA = 16
-"""Most entries of `metadata`, as in OpenAI's API."""
-
 MAX_SESSION_CHARS = 256
 """Names of sessions are cut to this length."""
 
@@ -98,10 +95,10 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     add_special_tokens: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
 
-    # No effect on the answer, by OpenAI's definition; the first two may name the request's session.
+    # No effect on the answer, by OpenAI's definition, as the bound; the first two may name the request's session.
     prompt_cache_key: str | None = None
     user: str | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
 
     best_of: Any = None
     """Only `n` itself is allowed."""
@@ -185,9 +182,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 def parse_body(body: bytes, kind: type[T]) -> T:
     """Decodes and checks a JSON body.
-
-    Raises InvalidRequestError: the body is not JSON, or not such a body; names the field.
-    """
+    Raises InvalidRequestError: the body is not JSON, or not such a body; names the field."""
     try:
         parsed: T = _decoder(cast(Any, kind)).decode(body)
     except msgspec.ValidationError as error:
@@ -302,9 +297,7 @@ def session_of(body: GenerationFields, header: str | None) -> str | None:
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     """The prompts of a body: a string, token ids, or a list of either.
-
-    Raises InvalidRequestError: the list is empty, mixed, or too long.
-    """
+    Raises InvalidRequestError: the list is empty, mixed, or too long."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -324,9 +317,7 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 
 def chat_logprobs_count(body: ChatRequest) -> int | None:
     """Number of most likely tokens per position that a chat body asks for; None without log-probabilities.
-
-    Raises InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`.
-    """
+    Raises InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`."""
     top = body.top_logprobs
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         refuse("top_logprobs", f"must be in [0, {MAX_LOGPROBS}], got {top}")

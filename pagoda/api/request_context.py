@@ -64,9 +64,7 @@ class RequestContext:
 
     async def parse(self, kind: type[T]) -> T:
         """The body, decoded and checked.
-
-        Raises ApiError: as `body`; InvalidRequestError: the body does not fit `kind`; names the field.
-        """
+        Raises ApiError: as `body`; InvalidRequestError: the body does not fit `kind`; names the field."""
         body = await self.body()
         generator = self.service.generator
         if len(body) <= _LARGE_BODY_BYTES or generator is None:

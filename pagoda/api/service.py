@@ -73,9 +73,7 @@ class Service:
 
     def admit(self, model: str | None) -> TextGenerator:
         """The generator for a new request that names `model`.
-
-        Raises ApiError: 503 while loading or draining, 404 for a model that is not served here.
-        """
+        Raises ApiError: 503 while loading or draining, 404 for a model that is not served here."""
         self.check_model(model)
         if self.draining:
             raise unavailable("The server is shutting down.")

@@ -79,9 +79,7 @@ class EventStream:
 
     def write(self, events: bytes) -> bool:
         """Writes one event, several or none. Returns False if `flush` must be awaited before the next call.
-
-        Raises ConnectionError: the connection is lost.
-        """
+        Raises ConnectionError: the connection is lost."""
         transport = self._transport
         if transport is None:
             self._pending += events

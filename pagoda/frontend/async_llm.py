@@ -187,9 +187,7 @@ class AsyncLLM:
         add_special_tokens: bool = True,
     ) -> list[TextRequest]:
         """The requests of one prompt. An answer too long for the context is shortened to fit, as in vLLM.
-
-        Raises InvalidRequestError: the prompt or a parameter does not fit the model.
-        """
+        Raises InvalidRequestError: the prompt or a parameter does not fit the model."""
         params = sampling_params or self.get_default_sampling_params()
         return await self.generator.prepare(
             _plain_prompt(prompt),

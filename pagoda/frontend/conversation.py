@@ -84,9 +84,7 @@ def render_conversation(
     **options: Any,
 ) -> str:
     """The prompt of a conversation; `options` are those of `ChatTemplate.render`.
-
-    Raises InvalidRequestError: a message, a tool or an option is malformed.
-    """
+    Raises InvalidRequestError: a message, a tool or an option is malformed."""
     check_tools(tools or ())
     return template.render(template_messages(messages), tools=tools, **options)
 
@@ -149,9 +147,7 @@ def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Checks tool definitions before they reach a template.
-
-    Raises InvalidRequestError: there are too many, or one is malformed.
-    """
+    Raises InvalidRequestError: there are too many, or one is malformed."""
     if len(tools) > MAX_TOOLS:
         refuse("tools", f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
     for i, raw in enumerate(tools):

@@ -13,9 +13,7 @@ import sys
 
 def convert(directory: str) -> str:
     """The text of a tokenizer.json.
-
-    Raises RuntimeError: transformers is not installed, or cannot make a fast tokenizer of this directory.
-    """
+    Raises RuntimeError: transformers is not installed, or cannot make a fast tokenizer of this directory."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:

@@ -34,7 +34,7 @@ from pagoda.frontend.prefix_index import CacheUnion
 from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.frontend.replica_slot import ReplicaSlot
-from pagoda.frontend.totals import counters_of, sum_of_loads
+from pagoda.frontend.totals import sum_of_loads
 from pagoda.frontend.tracked_request import Placement, RequestState, TrackedRequest
 from pagoda.ipc.clock import Clock, LoopClock
 from pagoda.messages.frontend import (
@@ -195,9 +195,9 @@ class Dispatcher:
             return  # it was removed by another who was told the same
         is_ready = slot.replica.state is ReplicaState.READY
         is_end = self._placer.failure is not None  # of all replicas; none was lost
-        had_engine, slot.had_engine = slot.had_engine, slot.has_engine
+        had_engine, slot.had_engine = slot.had_engine, slot.replica.is_open
         was_ready, slot.was_ready = slot.was_ready, is_ready
-        if had_engine and not slot.has_engine and not is_end:
+        if had_engine and not slot.replica.is_open and not is_end:
             slot.num_losses += 1
             slot.crash_suspects = slot.may_have_computed()
         if was_ready and not is_ready and not is_end:
@@ -309,7 +309,7 @@ class Dispatcher:
         loads = tuple(map(self._load_of, slots, reports))
         num_waiting = sum(tracked.placement is None for tracked in self.requests.values())
         both = zip(slots, reports, strict=True)
-        counted = [counters_of(slot.last_report) for slot, report in both if report is None]
+        counted = [slot.replica.counters for slot, report in both if report is None]
         return sum_of_loads(loads, num_held=num_waiting, counted=counted)
 
     def _load_of(self, slot: ReplicaSlot, report: LoadReport | None) -> ReplicaLoad:
@@ -320,7 +320,7 @@ class Dispatcher:
             state="ejected" if is_ejected else state,
             num_requests=len(slot.requests),
             weighed_tokens=slot.work.pending_tokens,
-            num_losses=slot.num_losses + slot.last_report.num_engine_restarts,
+            num_losses=slot.num_losses + slot.replica.counters.num_engine_restarts,
             report=report,
         )
 
@@ -464,7 +464,7 @@ class Dispatcher:
             value = tracked.value()
             if self._offload is not None and not tracked.is_suspect:
                 value = await stack.enter_async_context(self._offload.prepare(tracked, placement))
-                if tracked.state is not RequestState.QUEUED or not placement.slot.has_engine:
+                if tracked.state is not RequestState.QUEUED or not placement.slot.replica.is_open:
                     raise _MovedError
                 placement.fetches_kv = value.kv_source is not None
                 if placement.fetches_kv:

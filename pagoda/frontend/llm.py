@@ -163,9 +163,7 @@ class _LoopThread:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`; Ctrl-C in the waiting thread cancels it.
-
-        Raises RuntimeError: the thread was stopped.
-        """
+        Raises RuntimeError: the thread was stopped."""
         if self._loop.is_closed():
             work.close()
             raise RuntimeError("The LLM was closed.")

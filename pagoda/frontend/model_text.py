@@ -56,9 +56,7 @@ class ModelText:
 
 def load_text(files: ModelFiles, *, simulated: bool, chat_template: Path | None) -> ModelText:
     """The text side of a model; that of a simulated engine does not depend on files.
-
-    Raises ConfigError: a file is missing, cannot be read, or does not hold what it should.
-    """
+    Raises ConfigError: a file is missing, cannot be read, or does not hold what it should."""
     if files.gguf is not None and not simulated:
         return load_gguf_text(files.gguf, chat_template=chat_template)
     if simulated or files.directory is None:
@@ -93,9 +91,7 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
 
 def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelText:
     """Takes everything out of the metadata of a GGUF file, but for the chat template that the operator names.
-
-    Raises ConfigError: the file cannot be read, or its metadata does not say what it should.
-    """
+    Raises ConfigError: the file cannot be read, or its metadata does not say what it should."""
     metadata = read_gguf(path).metadata
     vocabulary = Vocabulary(metadata)
     special_tokens = vocabulary.special_tokens()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 
@@ -18,8 +18,6 @@ from pagoda.kv.block_keys import prefix_keys
 
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
-
-
 _USUAL_WEIGHT = 0.02
 """Weight of the latest answer in the moving average of answer lengths."""
 _RETRY_S = 1
@@ -31,29 +29,26 @@ class Quarantine:
     the order in which they came."""
 
     def __init__(self) -> None:
-        self.suspect: TrackedRequest | None = None
+        self._suspects: OrderedDict[TrackedRequest, None] = OrderedDict()
+
+    @property
+    def suspect(self) -> TrackedRequest | None:
         """The request that is being tried."""
-        self._queue: deque[TrackedRequest] = deque()
+        return next(iter(self._suspects), None)
 
     async def enter(self, tracked: TrackedRequest) -> bool:
         """Waits for the request's turn; False if the request was woken for another reason."""
-        if self.suspect is None:
-            self.suspect = tracked
-        elif self.suspect is not tracked:
-            self._queue.append(tracked)
-            try:
-                await tracked.wait()
-            finally:
-                if self.suspect is not tracked:
-                    self._queue.remove(tracked)
+        self._suspects.setdefault(tracked)
+        if self.suspect is not tracked:
+            await tracked.wait()
         return self.suspect is tracked
 
     def clear(self, tracked: TrackedRequest) -> None:
-        """Ends the trial of the request, if it was on trial: it got on, ended, or left its replica."""
-        if self.suspect is tracked:
-            self.suspect = self._queue.popleft() if self._queue else None
-            if self.suspect is not None:
-                self.suspect.wake()
+        """Ends the trial of the request, or its wait for one: it got on, ended, or left its replica."""
+        was_tried = self.suspect is tracked
+        self._suspects.pop(tracked, None)
+        if was_tried and self.suspect is not None:
+            self.suspect.wake()
 
 
 class Placer:

@@ -158,6 +158,11 @@ class Replica:
         return self._limits is not None
 
     @property
+    def counters(self) -> LoadReport:
+        """The counters of all engines so far, as far as they were reported."""
+        return self._history.counters or LoadReport()
+
+    @property
     def num_streams(self) -> int:
         """Number of requests whose last chunks have not arrived."""
         return len(self._streams)

@@ -203,7 +203,7 @@ class ReplicaSet:
         """Puts the replica on the list where it belongs after a change."""
         was_taker, had_takers = slot.fitness is not None, self.num_takers > 0
         now, is_known = self._clock.now(), slot.number in self._slots and slot.limits is not None
-        if not is_known or slot.is_leaving or not slot.has_engine:
+        if not is_known or slot.is_leaving or not slot.replica.is_open:
             self._list(slot, None)
         elif slot.replica.state is not ReplicaState.READY:
             self._list(slot, Fitness.DEGRADED)

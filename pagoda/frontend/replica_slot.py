@@ -56,8 +56,6 @@ class ReplicaSlot:
         self.had_engine = False
         self.num_losses = 0
         """Number of times that the replica's engine was lost."""
-        self.last_report = LoadReport()
-        """The replica's latest answer, with the counters of its engines before the running one."""
         self.left = asyncio.Event()
         """Set whenever a request has left the replica."""
         self.unwatch: Callable[[], None] = lambda: None
@@ -73,10 +71,6 @@ class ReplicaSlot:
     @property
     def role(self) -> Role:
         return Role.NONE if self.limits is None else self.limits.role
-
-    @property
-    def has_engine(self) -> bool:
-        return self.replica.state in (ReplicaState.READY, ReplicaState.DEGRADED)
 
     def waiting(self) -> Waiting | None:
         """The requests that clients wait for; None where nobody waits, or the replica computes nothing."""
@@ -109,13 +103,11 @@ class ReplicaSlot:
         return {*computing, *queued[:num_places], *unread}
 
     async def load(self) -> LoadReport | None:
-        """The replica's report; None if it has no engine, or the engine does not answer."""
+        """The report of the replica; None if it does not answer."""
         try:
-            report = await self.replica.load()
+            return await self.replica.load()
         except (TimeoutError, EngineLostError, EngineDeadError):
             return None
-        self.last_report = report
-        return report
 
 
 def has_part_in(role: Role, request: GenerateRequest) -> bool:

@@ -40,9 +40,7 @@ class RequestSpans:
 
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint` takes OTLP over HTTP: the base URL of a collector, or the whole URL for traces.
-
-        Raises ConfigError: `endpoint` is not an HTTP URL, or the SDK is not installed.
-        """
+        Raises ConfigError: `endpoint` is not an HTTP URL, or the SDK is not installed."""
         url = _traces_url(endpoint)
         try:
             from opentelemetry import trace

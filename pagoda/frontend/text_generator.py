@@ -87,9 +87,7 @@ async def start_generator(
     fleet: Fleet, load: Callable[[], ModelText], tracker: RequestTracker
 ) -> TextGenerator:
     """Starts the engines and, at the same time, loads the text side of their model.
-
-    Raises ConfigError: an engine cannot start, or the text side cannot be loaded; says why.
-    """
+    Raises ConfigError: an engine cannot start, or the text side cannot be loaded; says why."""
     starting = asyncio.create_task(fleet.start())
     try:
         text = await asyncio.to_thread(load)
@@ -133,9 +131,7 @@ class TextGenerator:
 
     async def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; `options` are those of `render_conversation`.
-
-        Raises InvalidRequestError: a message, a tool or a switch is not as it must be.
-        """
+        Raises InvalidRequestError: a message, a tool or a switch is not as it must be."""
         work = partial(render_conversation, self.text.require_template(), messages, **options)
         return await self._do(work, text_size(messages, options.get("tools")))
 
@@ -153,9 +149,7 @@ class TextGenerator:
 
     def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
-
-        Raises InvalidRequestError: a value is out of range or does not fit the model; names the field.
-        """
+        Raises InvalidRequestError: a value is out of range or does not fit the model; names the field."""
         sampling = sampling.checked()
         vocab_size = self.endpoint.limits.vocab_size
         sampling.check_vocabulary(vocab_size)
@@ -223,8 +217,6 @@ class TextGenerator:
                     session=session,
                     holds_kv=holds_kv,
                     kv_source=kv_source,
-                    traceparent=client_request.traceparent,
-                    tracestate=client_request.tracestate,
                 ),
                 sampling=sampling,
                 prompt=text,
@@ -237,9 +229,7 @@ class TextGenerator:
 
     async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         """The answer as it grows; the last delta has a finish reason. Closing the generator aborts the request.
-
-        Raises OverloadedError, EngineDeadError: as `Endpoint.generate`.
-        """
+        Raises OverloadedError, EngineDeadError: as `Endpoint.generate`."""
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None

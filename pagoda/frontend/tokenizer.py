@@ -52,9 +52,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (such as BOS).
-
-        Raises InvalidRequestError: the text has half of a surrogate pair, so it is no Unicode text.
-        """
+        Raises InvalidRequestError: the text has half of a surrogate pair, so it is no Unicode text."""
         try:
             [encoding] = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
@@ -140,9 +138,7 @@ def _decoder_kind(backend: Backend) -> tuple[str, bool]:
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Reads `tokenizer.json`; without one, transformers (an optional extra) makes it in a process of its own.
-
-    Raises ConfigError: there is no tokenizer, or its file cannot be read.
-    """
+    Raises ConfigError: there is no tokenizer, or its file cannot be read."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         return Tokenizer(Backend.from_str(_converted(directory)))

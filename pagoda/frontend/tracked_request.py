@@ -95,7 +95,7 @@ class TrackedRequest:
         """Engines that died while they may have computed the request, since its last token."""
         self.problem = ""
         """The reason that the request is given up, as a sentence."""
-        self._waiter: asyncio.Future[None] | None = None
+        self._woken = asyncio.Event()
 
     @property
     def num_tokens(self) -> int:
@@ -145,13 +145,12 @@ class TrackedRequest:
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Returns when `wake` is called or the time is over; False for the latter."""
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._woken.clear()
         try:
-            done, _ = await asyncio.wait([self._waiter], timeout=timeout_s)
-            return bool(done)
-        finally:
-            self._waiter = None
+            async with asyncio.timeout(timeout_s):
+                return await self._woken.wait()
+        except TimeoutError:
+            return False
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._woken.set()

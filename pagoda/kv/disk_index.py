@@ -65,16 +65,17 @@ class DiskIndex:
     def has(self, directory: int, key: bytes) -> bool:
         return key in self._directories[directory].slots[key[0]]
 
-    def unknown(self, directory: int, fan_out: int, keys: Set[bytes]) -> Set[bytes]:
-        """Returns those of `keys`, which begin with the byte `fan_out`, that are not in the index."""
-        return keys - self._directories[directory].slots[fan_out].keys()
+    def compare(
+        self, directory: int, fan_out: int, keys: Set[bytes], since: int
+    ) -> tuple[Set[bytes], list[bytes]]:
+        """Compares the index with `keys`, all that begin with the byte `fan_out`.
 
-    def missing(self, directory: int, fan_out: int, keys: Set[bytes], since: int) -> list[bytes]:
-        """Returns indexed keys that begin with the byte `fan_out`, are not in `keys` and were last used before
-        `since`."""
+        Returns those that are not in the index, and the indexed ones that are not in `keys` and were last used
+        before `since`.
+        """
         slots = self._directories[directory].slots[fan_out]
         others = slots.keys() - keys
-        return [key for key in others if self._used_at[slots[key]] < since]
+        return keys - slots.keys(), [key for key in others if self._used_at[slots[key]] < since]
 
     def add(self, directory: int, key: bytes, used_at: int) -> bool:
         """Adds an object that was last used at `used_at`, or moves a known one forward; returns True if it is

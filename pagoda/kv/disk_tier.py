@@ -346,10 +346,13 @@ class DiskTier:
 
     def _compare(self, listed: FanOutListed) -> None:
         """Adds objects that are there and unknown; forgets those that are known and not there."""
-        directory, fan_out, keys = listed.directory, listed.fan_out, listed.used_at.keys()
-        for key in self._index.unknown(directory, fan_out, keys):
-            self._found(directory, key, listed.used_at[key])
-        for key in self._index.missing(directory, fan_out, keys, listed.listed_at):
+        directory, used_at = listed.directory, listed.used_at
+        unknown, missing = self._index.compare(
+            directory, listed.fan_out, used_at.keys(), listed.listed_at
+        )
+        for key in unknown:
+            self._found(directory, key, used_at[key])
+        for key in missing:
             self._forget_object(directory, key)
 
     def _scan_ended(self, scan: ScanEnded) -> None:

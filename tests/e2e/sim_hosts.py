@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
+from benchmarks.simulation.engine import SimEngine
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.server_process import ServerProcess, server_process
@@ -23,7 +24,6 @@ from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.sim.engine import SimEngine
 
 VOCAB_SIZE = 512
 NUM_BLOCKS = 512

@@ -11,13 +11,13 @@ import pytest
 from operations import assert_constant, assert_linear
 
 from benchmarks.dispatch_scale import StaticPeer, begin, fleet, place_one, request
+from benchmarks.simulation.event_loop import VirtualTimeLoop
 from pagoda.errors import OverloadedError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.prefix_index import CacheUnion, PrefixIndex
-from pagoda.sim.event_loop import VirtualTimeLoop
 
 
 @pytest.fixture

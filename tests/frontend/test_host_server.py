@@ -13,6 +13,7 @@ from linked_hosts import KEYS, Host, until
 from scripted_endpoint import ScriptedEndpoint
 from virtual_fleet import engine_config, request
 
+from benchmarks.simulation.engine import SimEngine
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.policies import POLICIES
@@ -26,7 +27,6 @@ from pagoda.messages.frontend import (
     TokenChunks,
 )
 from pagoda.messages.hosts import HostMessage
-from pagoda.sim.engine import SimEngine
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 

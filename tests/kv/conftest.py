@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from kv_tiers import mount, mounted, small_file_system, small_manifest
+from kv_tiers import mount, mounted, small_manifest
 
 from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 
@@ -47,10 +47,3 @@ def _read_only_mount(directory: Path) -> Iterator[None]:
     with mounted(directory, "--bind", str(directory)):
         mount("-o", "remount,ro,bind", str(directory))
         yield
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    with small_file_system(tmp_path / "disk", "256k") as directory:
-        yield directory

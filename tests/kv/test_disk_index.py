@@ -76,10 +76,8 @@ class IndexMachine(RuleBasedStateMachine):
     def list_a_fan_out_directory(self, directory: int, kept: set[bytes], age: int) -> None:
         fan_out, since = KEYS[0][0], self.now - age
         there = {key for key in kept if key[0] == fan_out}
-        assert self.index.unknown(directory, fan_out, there) == {
-            key for key in there if (directory, key) not in self.model
-        }
-        missing = self.index.missing(directory, fan_out, kept, since)
+        unknown, missing = self.index.compare(directory, fan_out, there, since)
+        assert unknown == {key for key in there if (directory, key) not in self.model}
         assert len(set(missing)) == len(missing)
         assert set(missing) == {
             key

@@ -10,6 +10,7 @@ import kv_tiers
 import msgspec
 from harness import Harness, assert_complete, check_books, in_state, make_request
 
+from benchmarks.simulation.network import SimListener, SimNetwork, SimPeers
 from pagoda.engine.config import HandoffConfig
 from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
@@ -20,7 +21,6 @@ from pagoda.pd.connector import RemoteKV
 from pagoda.pd.exporter import KVExporter
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
 from pagoda.pd.transfer_tokens import TransferTokens
-from pagoda.sim.network import SimListener, SimNetwork, SimPeers
 
 LEASE_S = 30.0
 NO_KEYS = CurveKeys("", "", "", "")
@@ -255,14 +255,18 @@ CHUNKS = {"max_num_batched_tokens": 12}
 
 
 def documents(count: int) -> list[list[int]]:
-    return [
-        [(token * (number + 2) + number) % 50 for token in range(40)] for number in range(count)
-    ]
+    return [[(token * (n + 2) + n) % 50 for token in range(40)] for n in range(count)]
 
 
 def requests_of(count: int, **options: Any) -> list[GenerateRequest]:
     """Requests for different documents."""
     return [make_request(f"r{n}", it, **options) for n, it in enumerate(documents(count))]
+
+
+def resampled(request: GenerateRequest, **fields: Any) -> GenerateRequest:
+    """Returns the request with other fields of its sampling parameters."""
+    sampling = msgspec.structs.replace(request.sampling, **fields)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def is_loading(pair: Pair) -> bool:

@@ -30,6 +30,7 @@ from virtual_fleet import (
     virtual,
 )
 
+from benchmarks.simulation.engine import SimEngine
 from pagoda.engine.reports import REPORT_INTERVAL_S
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.dispatcher import Dispatcher
@@ -38,7 +39,6 @@ from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.load import LoadReport, TierLoad
-from pagoda.sim.engine import SimEngine
 
 NUM_SEEDS = 300
 SEEDS_PER_TEST = 50
@@ -380,19 +380,6 @@ async def test_the_last_replica_that_is_given_up_ends_what_waits() -> None:
     refusal = (await asking).refusal
     assert isinstance(refusal, EngineDeadError)
     assert str(refusal) == "replica 0: It was broken too."
-
-
-@pytest.mark.parametrize("count", [16, 64])
-@virtual
-async def test_many_replicas_share_the_work(count: int) -> None:
-    dispatcher, engines = await start(count)
-    asking = [ask(dispatcher, request(f"r{i}")) for i in range(count * 4)]
-    asking_all = asyncio.gather(*asking)
-    await asyncio.sleep(0.1)
-    assert [len(slot.requests) for slot in dispatcher.slots] == [4] * count
-    for engine in engines[::3]:
-        engine.kill(restart_s=1)
-    assert all(answer.complete for answer in await asking_all)
 
 
 # ---- no replica comes

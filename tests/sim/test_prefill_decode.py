@@ -19,6 +19,8 @@ from virtual_fleet import (
     virtual,
 )
 
+from benchmarks.simulation.engine import SimEngine
+from benchmarks.simulation.network import SimNetwork
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import OverloadedError
 from pagoda.frontend.dispatcher import Dispatcher
@@ -36,8 +38,6 @@ from pagoda.messages.frontend import (
     TokenChunk,
 )
 from pagoda.messages.worker_config import CurveKeys, Role
-from pagoda.sim.engine import SimEngine
-from pagoda.sim.network import SimNetwork
 
 P, D, NONE = Role.PREFILL, Role.DECODE, Role.NONE
 LONG, SHORT = list(range(40)), list(range(10))
@@ -404,27 +404,6 @@ async def test_caches_are_followed_only_while_there_are_prefill_hosts() -> None:
     assert (await ask(pod.dispatcher, request("r", LONG))).complete
     assert p.num_prefills == 1
     hosts.append(p)
-
-
-def test_routers_agree_on_the_host_of_a_session_however_hosts_have_joined() -> None:
-    @virtual
-    async def homes(names: Sequence[str]) -> dict[str, str]:
-        pod, hosts = await start([NONE] * 3)
-        for host in hosts:
-            pod.remove(host.replica)
-        pod.dispatcher.slots.policy = POLICIES["session-affinity"]
-        for name, host in zip(names, hosts, strict=True):
-            host.replica.name = name
-            pod.add(host.replica)
-        assert [replica.name for replica in (await pod.dispatcher.load()).replicas] == names
-        for index in range(20):
-            asked = msgspec.structs.replace(request(f"r{index}"), session=str(index))
-            assert (await ask(pod.dispatcher, asked)).complete
-        return {taken.session or "": host.replica.name for host in hosts for taken in host.taken}
-
-    mine, theirs = homes(["a:1", "b:1", "c:1"]), homes(["c:1", "a:1", "b:1"])
-    assert mine == theirs
-    assert set(mine.values()) == {"a:1", "b:1", "c:1"}
 
 
 # ---- whole lives

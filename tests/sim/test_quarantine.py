@@ -18,8 +18,8 @@ from virtual_fleet import (
     worker_breaking,
 )
 
+from benchmarks.simulation.engine import SimEngine
 from pagoda.messages.frontend import FinishReason
-from pagoda.sim.engine import SimEngine
 
 
 @virtual

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from virtual_fleet import ask, engine_config, request, start, start_fleet, virtual
 
+from benchmarks.simulation.engine import SimEngine
 from pagoda.frontend import outliers
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.policies import PolicyName
-from pagoda.sim.engine import SimEngine
 
 
 class Traffic:
@@ -95,7 +95,7 @@ async def test_a_replica_that_flaps() -> None:
 
 
 @virtual
-async def test_the_last_one_is_never_left_out() -> None:
+async def test_the_last_one_is_never_ejected() -> None:
     dispatcher, engines = await start(2, "round-robin")
     traffic = Traffic(dispatcher)
     for _ in range(3):

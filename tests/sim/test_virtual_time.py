@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pagoda.sim.event_loop import run
+from benchmarks.simulation.event_loop import run
 
 
 def test_a_year_passes_at_once_and_in_order() -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
+from benchmarks.simulation.engine import SimEngine
+from benchmarks.simulation.event_loop import run
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.executor.sim import sim_token
@@ -20,8 +22,6 @@ from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.messages.frontend import FinishReason, FrontendMessage, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.sim.engine import SimEngine
-from pagoda.sim.event_loop import run
 
 VOCAB_SIZE = 100
 POISON = VOCAB_SIZE + 1

@@ -92,7 +92,7 @@ def test_weights_and_tokens_must_fit_before_anything_is_loaded() -> None:
     assert _left(1000, 4) == 20
     with pytest.raises(ConfigError, match=r"big take 2.00 KiB, but only 1.00 KiB of memory"):
         _left(2048, 4)
-    with pytest.raises(ConfigError, match=r"4 requests of 100 take 25 bytes .*--max-num-"):
+    with pytest.raises(ConfigError, match=r"4 requests of 100 take 25 B .*--max-num-"):
         _left(1000, 25)
 
 

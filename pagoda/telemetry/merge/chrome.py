@@ -271,11 +271,11 @@ def _read(file: BufferedReader | gzip.GzipFile) -> Trace:
     decode = msgspec.json.Decoder(_Event).decode
     for line in iter(file.readline, b"]}\n"):
         event = decode(line.rstrip(b",\n"))
-        _place(event, processes[event.pid], rows)
+        _add_event(event, processes[event.pid], rows)
     return Trace(list(processes.values()), head.began_ns, head.notes)
 
 
-def _place(event: _Event, process: Process, rows: dict[tuple[int, int], Row]) -> None:
+def _add_event(event: _Event, process: Process, rows: dict[tuple[int, int], Row]) -> None:
     args = bytes(event.args)
     at = _nanoseconds(event.ts) if event.ts else 0
     match event.ph:

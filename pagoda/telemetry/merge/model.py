@@ -51,6 +51,10 @@ class Row:
         kind, _, request = self.name.partition(" ")
         return request if kind == "request" and request else None
 
+    def named(self, *names: str) -> list[Span]:
+        """The spans of these names, in order."""
+        return [span for span in self.spans if span.name in names]
+
 
 @dataclass
 class Process:

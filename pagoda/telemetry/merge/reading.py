@@ -122,11 +122,11 @@ def _read(path: Path, notes: list[str]) -> Fragment | None:
         bad: list[int] = []
         number = 1
         for number, line in enumerate(file, start=2):
-            if not _take(fragment, decoder, line):
+            if not _add_line(fragment, decoder, line):
                 bad.append(number)
         fragment.num_bytes = file.tell()
     if bad:
-        notes.append(f"{path.name}: {_say_bad(bad, number)}")
+        notes.append(f"{path.name}: {_describe_bad(bad, number)}")
     return fragment
 
 
@@ -140,22 +140,22 @@ def _header(decoder: msgspec.json.Decoder[_Line], line: bytes) -> ProcessHeader 
     return header
 
 
-def _say_bad(bad: Sequence[int], num_lines: int) -> str:
+def _describe_bad(bad: Sequence[int], num_lines: int) -> str:
     if bad == [num_lines]:
         return "its last line is cut off; the process was killed, or still runs."
     which = f"line {bad[0]}" if len(bad) == 1 else f"{len(bad):,} lines, the first is {bad[0]},"
     return f"{which} cannot be read and was left out."
 
 
-def _take(fragment: Fragment, decoder: msgspec.json.Decoder[_Line], line: bytes) -> bool:
+def _add_line(fragment: Fragment, decoder: msgspec.json.Decoder[_Line], line: bytes) -> bool:
     """Adds the event of a line; False if the line cannot be understood."""
     try:
-        return _place(fragment, decoder.decode(line.decode()))
+        return _add_event(fragment, decoder.decode(line.decode()))
     except _DECODE_ERRORS:
         return False
 
 
-def _place(fragment: Fragment, line: _Line) -> bool:
+def _add_event(fragment: Fragment, line: _Line) -> bool:
     if line.clock is not None:
         fragment.edges.append(line.clock)
         return True

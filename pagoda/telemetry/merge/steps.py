@@ -42,14 +42,14 @@ class PlacedSpan:
 @dataclass(frozen=True)
 class Step:
     place: PlacedSpan
-    told: StepArgs
+    args: StepArgs
     workers: list[PlacedSpan] = field(default_factory=list)
     """The same step at each worker."""
 
     @property
     def is_whole(self) -> bool:
         """True if the duration of the step is known."""
-        return not (self.told.cut or self.told.lost)
+        return not (self.args.cut or self.args.lost)
 
 
 StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
@@ -76,7 +76,7 @@ def steps_by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
     index: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
     for pid, found in steps.items():
         for step in found:
-            for tid in step.told.rows:
+            for tid in step.args.rows:
                 index[pid, tid].append(step)
     return index
 
@@ -84,11 +84,10 @@ def steps_by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
 def _engine_steps(engine: Process) -> list[Step]:
     found = []
     for row in engine.rows:
-        for span in row.spans if row.tid != engine.pid else ():
-            if span.name == "step":
-                told = read_args(span.args, StepArgs)
-                if told is not None:
-                    found.append(Step(PlacedSpan(engine.pid, row.tid, span), told))
+        for span in row.named("step") if row.tid != engine.pid else ():
+            told = read_args(span.args, StepArgs)
+            if told is not None:
+                found.append(Step(PlacedSpan(engine.pid, row.tid, span), told))
     found.sort(key=lambda step: step.place.span.start)
     return found
 
@@ -96,7 +95,7 @@ def _engine_steps(engine: Process) -> list[Step]:
 def _numbered(steps: Sequence[Step]) -> dict[int, list[Step]]:
     index: defaultdict[int, list[Step]] = defaultdict(list)
     for step in steps:
-        index[step.told.step].append(step)
+        index[step.args.step].append(step)
     return index
 
 
@@ -112,8 +111,8 @@ def _part(process: Process) -> tuple[str, list[str]]:
 
 
 def _worker_steps(worker: Process, row: Row) -> Iterator[tuple[int, PlacedSpan]]:
-    for span in row.spans:
-        told = read_args(span.args, _WorkerStepArgs) if span.name == "step" else None
+    for span in row.named("step"):
+        told = read_args(span.args, _WorkerStepArgs)
         if told is not None:
             yield told.step, PlacedSpan(worker.pid, row.tid, span)
 

@@ -33,7 +33,7 @@ _COMPUTING = ("prefill", "decode")
 _PHASES = ("queued", "waiting for KV", *_COMPUTING, "preempted", "recovering")
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _Figures(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -44,7 +44,7 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _RequestRows:
     """The rows of one request: the outermost that answers it, and those of engines."""
 
     process: Process
@@ -57,69 +57,67 @@ def request_reports(
 ) -> Iterator[tuple[RequestReport, list[float]]]:
     """Each request that somebody has told of, and the times between its tokens where these were traced."""
     by_row = steps_by_row(steps)
-    for request, seen in _seen(trace).items():
-        whole = next((span for span in seen.outer.spans if span.name == "request"), None)
-        if whole is not None:
+    for request, seen in _rows_of_requests(trace).items():
+        for whole in seen.outer.named("request")[:1]:
             yield _report(request, whole, seen, by_row), _token_times(seen)
 
 
-def _seen(trace: Trace) -> dict[str, _Seen]:
+def _rows_of_requests(trace: Trace) -> dict[str, _RequestRows]:
     """Processes come in order, so that the first row of a request is a router's if there is one.
 
     One that was traced twice has two rows there, of which the second tells all.
     """
-    found: dict[str, _Seen] = {}
+    found: dict[str, _RequestRows] = {}
     for process in trace.processes:
         for row in process.rows:
             if row.request is None:
                 continue
             if process.header.storey != "engine":
                 if row.request not in found or found[row.request].process is process:
-                    found[row.request] = _Seen(process, row)
+                    found[row.request] = _RequestRows(process, row)
             elif row.request in found:
                 found[row.request].engines.append((process, row))
     return found
 
 
-def _report(request: str, whole: Span, seen: _Seen, by_row: StepsByRow) -> RequestReport:
+def _report(request: str, whole: Span, seen: _RequestRows, by_row: StepsByRow) -> RequestReport:
     phases = _phases(whole, seen)
     computing = union((it.start, it.end) for it in phases if it.name in _COMPUTING)
     own = [step for process, row in seen.engines for step in by_row.get((process.pid, row.tid), ())]
     stepping = union((it.place.span.start, it.place.span.end) for it in own)
     parts = _parts(whole, seen, phases, stepping if own else computing)
-    told = _told(whole)
-    in_engine = [
-        _told(span) for _, row in seen.engines for span in row.spans if span.name == "request"
-    ]
+    figures = _figures(whole)
+    in_engine = [_figures(span) for _, row in seen.engines for span in row.named("request")]
+    firsts = seen.outer.named("first token")
     report = RequestReport(
         request=request,
         arrived=whole.start / 1e9,
         end_to_end=(whole.end - whole.start) / 1e9,
-        first_token=_first_token(whole, seen.outer),
-        per_token=_per_token(seen.outer, told.output_tokens),
-        prompt_tokens=told.prompt_tokens,
-        cached_tokens=told.cached_tokens,
-        output_tokens=told.output_tokens,
+        first_token=(firsts[0].end - whole.start) / 1e9 if firsts else None,
+        per_token=_per_token(seen.outer, figures.output_tokens),
+        prompt_tokens=figures.prompt_tokens,
+        cached_tokens=figures.cached_tokens,
+        output_tokens=figures.output_tokens,
         preemptions=sum(it.preemptions for it in in_engine),
-        finish_reason=told.finish_reason,
+        finish_reason=figures.finish_reason,
         parts=parts_of({name: ns / 1e9 for name, ns in parts.items()}, sum(parts.values()) / 1e9),
         phases=tuple(_shown(phase, whole) for phase in (*_before(whole, seen), *phases)),
-        detokenize=told.detokenize_ms / 1e3,
-        write=told.write_ms / 1e3,
+        detokenize=figures.detokenize_ms / 1e3,
+        write=figures.write_ms / 1e3,
     )
     found = [*_reasons(report, _shared(own, seen), _num_decoded(own, phases))]
     found.sort(key=lambda it: -it[0])  # the longest time first
     return replace(report, reasons=tuple(sentence for _, sentence in found))
 
 
-def _phases(whole: Span, seen: _Seen) -> list[Span]:
+def _phases(whole: Span, seen: _RequestRows) -> list[Span]:
     """Phases within the request, in order, one at a time: the later of two engines counts once the earlier has
     ended."""
     found = [
         span
         for _, row in seen.engines
-        for span in row.spans
-        if span.name in _PHASES and span.end > whole.start and span.start < whole.end
+        for span in row.named(*_PHASES)
+        if span.end > whole.start and span.start < whole.end
     ]
     phases: list[Span] = []
     free = whole.start
@@ -132,12 +130,11 @@ def _phases(whole: Span, seen: _Seen) -> list[Span]:
 
 
 def _parts(
-    whole: Span, seen: _Seen, phases: Sequence[Span], stepping: Sequence[Interval]
+    whole: Span, seen: _RequestRows, phases: Sequence[Span], stepping: Sequence[Interval]
 ) -> dict[str, int]:
     """Nanoseconds of each part; together they are the request's time."""
     parts = dict.fromkeys(PARTS, 0)
-    prepared = [it for it in seen.outer.spans if it.name == "prepare"]
-    parts["HTTP, prepare"] = length((it.start, it.end) for it in prepared)
+    parts["HTTP, prepare"] = length((it.start, it.end) for it in seen.outer.named("prepare"))
     parts[BEFORE] = sum(it.end - it.start for it in _before(whole, seen))
     parts[AFTER] = _after(whole, seen)
     for phase in phases:
@@ -151,12 +148,12 @@ def _parts(
     return parts
 
 
-def _before(whole: Span, seen: _Seen) -> list[Span]:
+def _before(whole: Span, seen: _RequestRows) -> list[Span]:
     """The time before tracing began in the engine that had the request, if there is any."""
     process, row = min(
         seen.engines, key=lambda it: it[1].spans[0].start, default=(seen.process, seen.outer)
     )
-    start = max((it.end for it in seen.outer.spans if it.name == "prepare"), default=whole.start)
+    start = max((it.end for it in seen.outer.named("prepare")), default=whole.start)
     end = min(_traced_from(process, row), whole.end)
     return [Span(start, end, BEFORE, b"")] if end > start else []
 
@@ -166,11 +163,11 @@ def _traced_from(process: Process, row: Row) -> int:
     return max((at for at in process.began if at <= row.spans[0].end), default=0)
 
 
-def _after(whole: Span, seen: _Seen) -> int:
+def _after(whole: Span, seen: _RequestRows) -> int:
     """Nanoseconds for which an engine went on with the request when its tracing had ended."""
     rows = sorted((row for _, row in seen.engines), key=lambda it: it.spans[0].end)
-    own = [span for row in rows[-1:] for span in row.spans if span.name == "request"]
-    return sum(max(0, whole.end - span.end) for span in own if not _told(span).finish_reason)
+    own = [span for row in rows[-1:] for span in row.named("request")]
+    return sum(max(0, whole.end - span.end) for span in own if not _figures(span).finish_reason)
 
 
 def _num_decoded(own: Sequence[Step], phases: Sequence[Span]) -> int:
@@ -184,40 +181,33 @@ def _shown(phase: Span, whole: Span) -> Phase:
     return Phase(phase.name, (phase.start - whole.start) / 1e9, (phase.end - phase.start) / 1e9)
 
 
-def _told(span: Span) -> _Told:
-    return read_args(span.args, _Told) or _Told()
-
-
-def _first_token(whole: Span, outer: Row) -> float | None:
-    ends = [span.end for span in outer.spans if span.name == "first token"]
-    return (ends[0] - whole.start) / 1e9 if ends else None
+def _figures(span: Span) -> _Figures:
+    return read_args(span.args, _Figures) or _Figures()
 
 
 def _per_token(outer: Row, output_tokens: int) -> float | None:
-    streams = [span.end - span.start for span in outer.spans if span.name == "stream"]
+    streams = [span.end - span.start for span in outer.named("stream")]
     return streams[0] / 1e9 / (output_tokens - 1) if streams and output_tokens > 1 else None
 
 
-def _token_times(seen: _Seen) -> list[float]:
+def _token_times(seen: _RequestRows) -> list[float]:
     """Seconds between tokens: those of `verbose` traces.
 
     After a first token from before the trace, there were others that nobody saw.
     """
-    spans = seen.outer.spans
-    ends = [span.end for span in spans if span.name == "token"]
+    ends = [span.end for span in seen.outer.named("token")]
     if ends:
         began = _traced_from(seen.process, seen.outer)
-        first = (span.end for span in spans if span.name == "first token")
-        ends[:0] = [end for end in first if end >= began]
+        ends[:0] = [it.end for it in seen.outer.named("first token") if it.end >= began]
     return [(later - earlier) / 1e9 for earlier, later in pairwise(ends)]
 
 
-def _shared(own: Sequence[Step], seen: _Seen) -> tuple[int, float]:
+def _shared(own: Sequence[Step], seen: _RequestRows) -> tuple[int, float]:
     """Prompt tokens of others in the steps that gave this request a token, and the seconds of these steps."""
     rows = {(process.pid, row.tid) for process, row in seen.engines}
     num_tokens, ns = 0, 0
     for step in own:
-        counts = list(zip(step.told.rows, step.told.tokens, strict=False))
+        counts = list(zip(step.args.rows, step.args.tokens, strict=False))
         pid = step.place.pid
         if any((pid, row) in rows and count > 1 for row, count in counts):
             continue
@@ -256,7 +246,7 @@ def _reasons(
     ):
         if took[name] > notable:
             yield took[name], sentence.format(seconds(took[name]))
-    again = sum(again for name in _KINDS for _, again in _found(request, name))
+    again = sum(again for name in _KINDS for _, again in _interruption_times(request, name))
     prefill = took["prefill"] - again
     if prefill > notable:
         computed = request.prompt_tokens - request.cached_tokens
@@ -277,7 +267,7 @@ def _reasons(
 def _interruptions(request: RequestReport) -> Iterator[tuple[float, str]]:
     """Interruptions are listed however short they were."""
     for name, told in _INTERRUPTIONS:
-        found = [*_found(request, name)]
+        found = [*_interruption_times(request, name)]
         if not found:
             continue
         count = (request.preemptions if name == "preempted" else 0) or len(found)
@@ -289,7 +279,7 @@ def _interruptions(request: RequestReport) -> Iterator[tuple[float, str]]:
         )
 
 
-def _found(request: RequestReport, name: str) -> Iterator[tuple[float, float]]:
+def _interruption_times(request: RequestReport, name: str) -> Iterator[tuple[float, float]]:
     """Seconds until the request ran again, and of computing again what was there, for each wait that began so.
 
     On its way back a request may wait for its KV, and then in the queue again.

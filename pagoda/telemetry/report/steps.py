@@ -68,7 +68,7 @@ def step_times(worker: Process) -> Iterator[Interval]:
 
 
 def _times(process: Process, name: str) -> Iterator[Interval]:
-    return ((span.start, span.end) for span in process.main.spans if span.name == name)
+    return ((span.start, span.end) for span in process.main.named(name))
 
 
 def engine_report(

@@ -1,8 +1,6 @@
-"""Fetches KV from workers of other engines, beside the steps: straight into the blocks where it belongs.
+"""Fetches KV from workers of other engines, straight into the blocks where it belongs.
 
-Each rank of a peer has a thread of its own that reads what is wanted of it, transfer by transfer; so peers, and
-ranks of one peer, never wait for each other. A transfer has ended when all ranks that it needs have been read, or
-given up.
+Each rank of a peer has a thread of its own, so peers, and ranks of one peer, never wait for each other.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from pagoda.messages.transfers import (
     KVPeer,
@@ -65,13 +64,13 @@ class KVFetcher:
             slices = plan_slices(self._parts, self._own_rank, peer)
         except PlanError as error:
             _log.error("KV of %s cannot be used: %s", peer.peer_id, error)
-            return _Peer([], str(error), 0)
+            return _Peer([], 0, str(error))
         readers = [
             _RankReader(f"{peer.peer_id}/{rank}", peer.ranks[rank], parts, self.connect, self._jobs)
             for rank, parts in slices.items()
         ]
         num_blocks = min(peer.ranks[rank].num_blocks for rank in slices)
-        return _Peer(readers, "", num_blocks)
+        return _Peer(readers, num_blocks)
 
     def start(
         self, transfer: Transfer, peer_id: str, sources: Sequence[int], targets: Sequence[int]
@@ -84,7 +83,11 @@ class KVFetcher:
         if any(not 0 <= block_id < self._parts[0].num_blocks for block_id in targets):
             raise ValueError(f"Transfer {transfer.transfer_id} writes to blocks that are not here.")
         peer = self.peers.get(peer_id)
-        problem = "nobody knows that peer" if peer is None else peer.problem(sources)
+        problem = ""
+        if peer is None:
+            problem = "nobody knows that peer"
+        elif any(not 0 <= block_id < peer.num_blocks for block_id in sources):
+            problem = peer.misfit or f"the peer has {peer.num_blocks} blocks, and not all of these"
         if peer is None or problem:
             self._jobs.end_part(self._jobs.begin(transfer, 1), range(len(sources)), problem)
             return
@@ -103,21 +106,13 @@ class KVFetcher:
         self.peers.clear()
 
 
-class _Peer:
+class _Peer(NamedTuple):
     """The ranks of another engine that have what this rank needs."""
 
-    def __init__(self, readers: list[_RankReader], misfit: str, num_blocks: int) -> None:
-        self.readers = readers
-        self._misfit = misfit
-        self._num_blocks = num_blocks
-
-    def problem(self, block_ids: Sequence[int]) -> str:
-        """Reason why these blocks cannot be read; empty if they can."""
-        if self._misfit:
-            return self._misfit
-        if any(not 0 <= block_id < self._num_blocks for block_id in block_ids):
-            return f"the peer has {self._num_blocks} blocks, and not all of these"
-        return ""
+    readers: list[_RankReader]
+    num_blocks: int
+    misfit: str = ""
+    """Clause that says why no block can be read, if that is so."""
 
 
 class _RankReader:

@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 
+from benchmarks.simulation.network import SimNetwork
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.errors import EngineDeadError
@@ -29,7 +30,6 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.load import LoadReport
 from pagoda.pd.links import HandoffLinks
-from pagoda.sim.network import SimNetwork
 from pagoda.telemetry.tracer import Tracer
 
 
