@@ -46,16 +46,11 @@ class CachedBlock(NamedTuple):
 
 
 class KVConnector(Protocol):
-    @property
-    def tier(self) -> str: ...
-
-    @property
-    def has_own_timeout(self) -> bool:
-        """The connector ends its waits itself; others are ended after `LOAD_TIMEOUT_S`."""
-
-    @property
-    def is_cache(self) -> bool:
-        """Blocks were kept from earlier requests, rather than computed for the request that loads them."""
+    tier: str
+    has_own_timeout: bool
+    """The connector ends its waits itself; others are ended after `LOAD_TIMEOUT_S`."""
+    is_cache: bool
+    """Blocks were kept from earlier requests, rather than computed for the request that loads them."""
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
         """A request is queued that finds `keys[:start]` on the device. One `on_dequeued` follows."""

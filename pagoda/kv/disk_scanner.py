@@ -123,8 +123,8 @@ class DiskScanner:
         paths = [directory.path for directory in directories]
         self._own = _Directory(OWN, paths, directories[0].object_bytes)
         self._root = os.path.dirname(paths[0])
-        self._others: dict[str, _Directory] = {}
-        """Directories of other models, by path."""
+        self._directories = [self._own]
+        """Directories by their number."""
         self._complaints: set[tuple[str, str]] = set()
         """Paths and what was wrong with them when it was last told."""
         self._misfits: list[FoundFile] = []
@@ -246,10 +246,9 @@ class DiskScanner:
             path = f"{own.path}/{object_name(key)}"
             try:
                 status = os.stat(path, follow_symlinks=False)
-            except FileNotFoundError:
-                break
             except OSError as error:
-                self._complain(own.path, error)
+                if not isinstance(error, FileNotFoundError):
+                    self._complain(own.path, error)
                 break
             if not stat.S_ISREG(status.st_mode) or status.st_size != own.object_bytes:
                 break
@@ -259,7 +258,7 @@ class DiskScanner:
     def _remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes one piece; the rest has its turn after more urgent work."""
         piece, rest = keys[:_PIECE], keys[_PIECE:]
-        home = next(it for it in (self._own, *self._others.values()) if it.number == directory)
+        home = self._directories[directory]
         for path, key in itertools.product((home.path, *home.counterparts), piece):
             self._unlink(f"{path}/{object_name(key)}", path)
         self._tell(Removed(directory, piece))
@@ -290,7 +289,8 @@ class DiskScanner:
                 self._misfits[0].num_bytes,
                 self._own.object_bytes,
             )
-        for directory in self._find_others():
+        self._find_others()
+        for directory in self._directories[1:]:
             yield from self._list(directory)
         seconds = self._clock.now() - started
         self._stop_scanning(seconds)
@@ -302,18 +302,17 @@ class DiskScanner:
             self._is_scanning = False
             self._next_scan_at = self._clock.now() + interval
 
-    def _find_others(self) -> list[_Directory]:
-        """Returns other models' directories, including those that are gone: their objects must be forgotten."""
-        own = {self._own.path, *self._own.counterparts}
+    def _find_others(self) -> None:
+        """Adds other models' directories. Those that are gone stay: their objects must be forgotten."""
+        known = {path for it in self._directories for path in (it.path, *it.counterparts)}
         try:
-            paths = [path for path in object_directories(self._root) if path not in own]
+            paths = object_directories(self._root)
         except OSError as error:
             self._complain(self._root, error)
-            paths = []
+            return
         for path in paths:
-            if path not in self._others:
+            if path not in known:
                 self._meet(path)
-        return list(self._others.values())
 
     def _meet(self, path: str) -> None:
         try:
@@ -324,9 +323,9 @@ class DiskScanner:
         if manifest is None:
             self._complain(path, "its manifest cannot be understood; it is not counted")
             return
-        directory = _Directory(len(self._others) + 1, [path], manifest.object_bytes)
-        self._others[path] = directory
-        self._tell(DirectoryFound(directory.number, directory.object_bytes))
+        number = len(self._directories)
+        self._directories.append(_Directory(number, [path], manifest.object_bytes))
+        self._tell(DirectoryFound(number, manifest.object_bytes))
 
     def _list(self, directory: _Directory) -> Iterator[bool]:
         try:

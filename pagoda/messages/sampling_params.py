@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import msgspec
@@ -17,6 +16,20 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_TOKEN_LIST = 1024
 MAX_ALLOWED_TOKENS = 16384
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),  # without 0
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "n": (1, MAX_SEQUENCES_PER_REQUEST),
+    "max_tokens": (1, 2**31 - 1),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+}
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -75,25 +88,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return params
 
     def _check_ranges(self) -> None:
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_range("top_k", self.top_k, -1, 2**31 - 1)
-        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        _check_range("n", self.n, 1, MAX_SEQUENCES_PER_REQUEST)
-        if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-            if self.min_tokens > self.max_tokens:
-                _refuse(
-                    "min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens
-                )
-        if self.seed is not None:
-            _check_range("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name, (low, high) in _RANGES.items():
+            _check_range(name, getattr(self, name), low, high)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            rule = f"must be at most max_tokens ({self.max_tokens})"
+            _refuse("min_tokens", rule, self.min_tokens)
         if len(self.stop) > MAX_STOP_STRINGS:
             _refuse("stop", f"takes at most {MAX_STOP_STRINGS} strings", len(self.stop))
         for text in self.stop:
@@ -143,10 +142,10 @@ def _refuse(name: str, rule: str, value: object) -> None:
     raise InvalidRequestError(f"{name} {rule}, got {value}.", param=name)
 
 
-def _check_range(
-    name: str, value: float, low: float, high: float, *, low_open: bool = False
-) -> None:
-    inside = low < value <= high if low_open else low <= value <= high
-    if not inside or not math.isfinite(value):
-        bracket = "(" if low_open else "["
-        _refuse(name, f"must be in {bracket}{low}, {high}]", value)
+def _check_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is None:
+        return
+    is_open = name == "top_p"  # of which 0 leaves no token
+    is_inside = (low < value if is_open else low <= value) and value <= high
+    if not is_inside:  # as NaN is not
+        _refuse(name, f"must be in {'(' if is_open else '['}{low}, {high}]", value)

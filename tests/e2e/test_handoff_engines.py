@@ -6,34 +6,179 @@ The embedded model runs in real engine and worker processes, the pod in the proc
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import signal
-from collections.abc import AsyncIterator
-from typing import cast
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
-from handoff_pod import (
-    BLOCK_SIZE,
-    Answer,
-    ask_all,
-    engine_config,
-    fetched,
-    pod_of,
-    requests,
-    rounded,
-    until_free,
-)
 
-from pagoda.frontend.endpoint import ReplicaState
+import pagoda
+from pagoda.engine.config import EngineConfig
+from pagoda.frontend.endpoint import Endpoint, ReplicaState
 from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.engine_options import (
+    EngineOptions,
+    ExecutorOptions,
+    HandoffOptions,
+    ParallelOptions,
+)
+from pagoda.frontend.model_text import load_model_text
+from pagoda.frontend.policies import POLICIES
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.replica import Replica
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs
+from pagoda.messages.load import TierLoad
+from pagoda.messages.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ENGINES: dict[str, dict[str, object]] = {
+MODEL = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
+BLOCK_SIZE = 16
+LEASE_S = 2.0
+MIN_TOKENS = 2 * BLOCK_SIZE
+LONG_SKILLS = ("recall_40", "recall_100", "multi_turn", "tool_call")
+
+
+def engine_config(
+    key: Path, role: Literal["prefill", "decode"], transports: str, tp: int, pp: int, **options: Any
+) -> EngineConfig:
+    """A model replica of this role; `options` are fields of `EngineOptions`."""
+    parallel = ParallelOptions(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    given = {"dtype": "float32", "threads": 1, "block_size": BLOCK_SIZE, "num_kv_blocks": 4096}
+    engine = EngineOptions(**(given | options))
+    executor = ExecutorOptions()
+    flags = HandoffOptions(role=role, kv_transports=transports, kv_lease=LEASE_S)
+    handoff = flags.config(cluster_key_file=key, advertise="127.0.0.1", num_replicas=1)
+    files = executor.resolve(engine, None, parallel)
+    return executor.engine_config(engine, files.model, parallel, handoff)
+
+
+@asynccontextmanager
+async def pod_of(engines: Sequence[Replica]) -> AsyncIterator[PrefillDecodeRouter]:
+    """A pod over engines that have started, and go on."""
+    pod = PrefillDecodeRouter(POLICIES["round-robin"], MIN_TOKENS)
+    for engine in engines:
+        pod.add(engine)
+    try:
+        yield pod
+    finally:
+        for engine in engines:
+            pod.remove(engine)
+        await pod.close()
+
+
+# ---- requests
+
+
+def requests(count: int, max_tokens: int = 32) -> list[GenerateRequest]:
+    """Greedy and sampled, with penalties, log-probabilities and stop tokens, on prompts of 60 to 1,300 tokens."""
+    text = load_model_text(MODEL)
+    assert text.chat_template is not None
+    questions = [json.loads(line) for line in (MODEL / "heldout.jsonl").read_text().splitlines()]
+    by_skill = [[q for q in questions if q["skill"] == skill] for skill in LONG_SKILLS]
+    chosen = itertools.islice(itertools.chain.from_iterable(zip(*by_skill, strict=False)), count)
+    made = []
+    for index, question in enumerate(chosen):
+        prompt = text.chat_template.render(question["messages"], tools=question.get("tools"))
+        token_ids = text.tokenizer.encode(prompt, add_special_tokens=False)
+        sampling = SamplingParams(
+            temperature=[0.0, 1.2][index % 2],
+            top_p=[1.0, 0.95][index // 2 % 2],
+            repetition_penalty=[1.0, 1.1][index // 4 % 2],
+            presence_penalty=[0.0, 0.5][index // 3 % 2],
+            frequency_penalty=[0.0, 0.3][index // 5 % 2],
+            logprobs=[None, 3][index // 3 % 2],
+            min_tokens=[0, 4][index // 7 % 2],
+            max_tokens=max_tokens,
+            stop_token_ids=((), (token_ids[-9],))[index // 6 % 2],
+            ignore_eos=index % 5 != 0,
+            seed=1000 + index,
+        )
+        made.append(
+            GenerateRequest(
+                request_id=f"r{index}",
+                prompt_token_ids=token_ids,
+                sampling=sampling,
+                eos_token_ids=() if sampling.ignore_eos else text.eos_token_ids,
+            )
+        )
+    return made
+
+
+class Answer(NamedTuple):
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs]
+
+
+async def ask(endpoint: Endpoint, request: GenerateRequest) -> Answer:
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    async with aclosing(endpoint.generate(request)) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            assert chunk.error is None, chunk.error
+            token_ids += chunk.token_ids
+            logprobs += chunk.logprobs or ()
+            if chunk.finish_reason is not None:
+                return Answer(token_ids, chunk.finish_reason, chunk.stop_reason, logprobs)
+    raise AssertionError("The stream has no end.")
+
+
+async def ask_all(
+    endpoint: Endpoint, asked: Sequence[GenerateRequest], salt: str | None = None
+) -> list[Answer]:
+    """All at once. Requests find cached what requests of the same salt have left."""
+    salted = [
+        msgspec.structs.replace(r, request_id=f"{r.request_id}-{salt}", cache_salt=salt)
+        for r in asked
+    ]
+    return list(await asyncio.gather(*(ask(endpoint, request) for request in salted)))
+
+
+def rounded(answers: Sequence[Answer]) -> list[object]:
+    """For engines that add up in another order."""
+    return [
+        (
+            answer[:3],
+            [
+                (round(entry.logprob, 3), entry.rank, entry.top_token_ids)
+                for entry in answer.logprobs
+            ],
+        )
+        for answer in answers
+    ]
+
+
+# ---- what is left
+
+
+async def fetched(engine: Replica) -> TierLoad:
+    """What came from other engines, so far."""
+    return (await engine.load()).tiers[-1]
+
+
+async def until_free(engines: Sequence[Replica]) -> None:
+    """Returns when none of them runs or holds anything, with every block free."""
+    for engine in engines:
+        while True:
+            load = await engine.load()
+            busy = load.num_running + load.num_waiting + load.num_awaiting_kv + load.num_leases
+            if not busy and load.num_free_blocks == load.num_blocks:
+                assert load.num_leased_blocks == 0
+                break
+            await asyncio.sleep(0.01)
+
+
+ENGINES: dict[str, dict[str, Any]] = {
     "P": {"role": "prefill"},
     "P small steps": {"role": "prefill", "max_num_batched_tokens": 56},
     "P tp2": {"role": "prefill", "tp": 2},
@@ -56,8 +201,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
     key.write_bytes(os.urandom(16).hex().encode())
     started: Engines = {}
     for name, fields in ENGINES.items():
-        options = dict(fields)
-        config = engine_config(key, str(options.pop("role")), **options)
+        config = engine_config(key, **{"transports": "shm,tcp", "tp": 1, "pp": 1} | fields)
         started[name] = EngineClient(config).replica
     try:
         names = list(started)
@@ -115,15 +259,6 @@ async def test_answers_are_those_of_one_engine(
     await until_free(members)
 
 
-async def test_quantised_kv(engines: Engines, asked: list[GenerateRequest]) -> None:
-    members = [engines["P int8"], engines["D int8"]]
-    expected = await ask_all(engines["D int8"], asked, "alone")
-    async with pod_of(members) as pod:
-        assert await ask_all(pod.dispatcher, asked, "int8") == expected
-    assert (await fetched(members[1])).num_loaded > 0
-    await until_free(members)
-
-
 async def test_kv_of_another_kind_is_not_used(
     engines: Engines, asked: list[GenerateRequest], expected: list[Answer]
 ) -> None:
@@ -135,12 +270,19 @@ async def test_kv_of_another_kind_is_not_used(
     await until_free([engines["D"]])
 
 
-async def test_sixty_four_at_a_time(engines: Engines) -> None:
-    many = requests(64, max_tokens=12)
-    members = [engines["P"], engines["D"]]
-    expected = await ask_all(engines["D"], many, "64 alone")
+@pytest.mark.parametrize(
+    ("names", "count"), [(("P int8", "D int8"), NUM_REQUESTS), (("P", "D"), 64)]
+)
+async def test_other_kinds_of_kv_and_many_at_a_time(
+    engines: Engines, names: tuple[str, str], count: int
+) -> None:
+    members = [engines[name] for name in names]
+    asked = requests(count, max_tokens=12)
+    expected = await ask_all(members[1], asked, f"{count} alone")
+    before = await fetched(members[1])
     async with pod_of(members) as pod:
-        assert await ask_all(pod.dispatcher, many, "64") == expected
+        assert await ask_all(pod.dispatcher, asked, f"{count}") == expected
+    assert (await fetched(members[1])).num_loaded > before.num_loaded
     await until_free(members)
 
 

@@ -180,22 +180,6 @@ async def test_a_stream_of_several_answers(pod: Pod) -> None:
     assert tokens[0] == tokens[1]
 
 
-async def test_the_first_token_is_that_of_prefill(pod: Pod) -> None:
-    """Whatever decode would have sampled: here it is asked with another seed, and another is likely."""
-    differs = False
-    for seed in range(8):
-        body = salted(temperature=5.0, seed=seed)
-        first = await pod.ask_prefill(body)
-        other = {**body, "seed": seed + 100}
-        whole = await pod.ask(
-            pod.decode, {**other, "kv_transfer_params": first["kv_transfer_params"]}
-        )
-        assert tokens_of(whole)[:1] == tokens_of(first)
-        alone = await pod.ask(pod.decode, {**other, "cache_salt": "x"})
-        differs |= tokens_of(alone)[:1] != tokens_of(first)
-    assert differs
-
-
 async def test_a_prompt_that_prefill_refuses_is_refused_everywhere(pod: Pod) -> None:
     """sglang#30233: prefill refused a prompt that was too long, and decode made something up."""
     source = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1}

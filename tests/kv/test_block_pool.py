@@ -1,12 +1,10 @@
-"""The block pool against a model of it: plain lists and dictionaries."""
+"""What the block pool refuses, and the order in which it gives blocks; `test_manager` has all else."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.block_pool import BlockPool
 
 
 def test_taking_more_than_there_is_raises_and_takes_nothing() -> None:
@@ -81,66 +79,3 @@ def test_steps_of_lost_workers_write_no_more() -> None:
         block.used_by = 7
     pool.clear_cache()
     assert [block.used_by for block in blocks] == [-1, -1]
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Chains are taken, published, shared and released in any order; the books must balance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = BlockPool(12)
-        self.holders: list[list[Block]] = []
-        self.next_key = 0
-
-    @rule(count=st.integers(0, 5))
-    def take(self, count: int) -> None:
-        if count <= self.pool.num_available:
-            self.holders.append(self.pool.allocate(count))
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data(), fresh=st.booleans())
-    def publish(self, data: st.DataObject, fresh: bool) -> None:
-        chain = data.draw(st.sampled_from(self.holders))
-        for block in chain:
-            if block.key is None:
-                self.next_key += fresh
-                self.pool.publish(block, self.next_key.to_bytes(4))
-
-    @rule(data=st.data())
-    def share_cached(self, data: st.DataObject) -> None:
-        found = [
-            block
-            for key in range(self.next_key + 1)
-            if (block := self.pool.find(key.to_bytes(4))) is not None
-        ]
-        if found:
-            chosen = data.draw(st.lists(st.sampled_from(found), max_size=4, unique_by=id))
-            self.pool.share(chosen)
-            self.holders.append(chosen)
-
-    @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.holders) - 1))
-        self.pool.release(self.holders.pop(index))
-
-    @rule()
-    def lose_the_device(self) -> None:
-        self.pool.clear_cache()
-        assert self.pool.num_cached == 0
-
-    @invariant()
-    def books_balance(self) -> None:
-        self.pool.check()
-        held: dict[int, int] = {}
-        for chain in self.holders:
-            for block in chain:
-                held[block.block_id] = held.get(block.block_id, 0) + 1
-                assert block.ref_count >= 1
-        assert len(held) + self.pool.num_available == self.pool.num_blocks
-        for chain in self.holders:
-            for block in chain:
-                assert block.ref_count == held[block.block_id]
-
-
-TestPoolMachine = PoolMachine.TestCase

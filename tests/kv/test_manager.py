@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -186,7 +188,8 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.kv.pool.check()
-        held = {block.block_id for table, _, _ in self.live for block in table.blocks}
+        held = Counter(block.block_id for table, _, _ in self.live for block in table.blocks)
+        assert self.kv.pool.references() == held
         assert len(held) + self.kv.pool.num_available == 10
 
     def teardown(self) -> None:

@@ -255,14 +255,18 @@ CHUNKS = {"max_num_batched_tokens": 12}
 
 
 def documents(count: int) -> list[list[int]]:
-    return [
-        [(token * (number + 2) + number) % 50 for token in range(40)] for number in range(count)
-    ]
+    return [[(token * (n + 2) + n) % 50 for token in range(40)] for n in range(count)]
 
 
 def requests_of(count: int, **options: Any) -> list[GenerateRequest]:
     """Requests for different documents."""
     return [make_request(f"r{n}", it, **options) for n, it in enumerate(documents(count))]
+
+
+def resampled(request: GenerateRequest, **fields: Any) -> GenerateRequest:
+    """Returns the request with other fields of its sampling parameters."""
+    sampling = msgspec.structs.replace(request.sampling, **fields)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def is_loading(pair: Pair) -> bool:

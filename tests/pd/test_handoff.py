@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 from harness import assert_complete, expected_tokens, make_request
-from pair import Engine, Pair
+from pair import CHUNKS, PROMPT, Engine, Pair, requests_of, resampled
 
 from pagoda.engine.config import KVTiersConfig
-from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason, TokenChunk
 from pagoda.messages.transfers import HostSlots, Transfer
@@ -18,7 +17,14 @@ from pagoda.messages.worker_config import Role
 from pagoda.pd.connector import STALL_S
 from pagoda.pd.messages import KVBlocks, KVPrefilled, KVRelease
 
-PROMPT = [token % 50 for token in range(3, 45)]
+HOST_TIER = {"kv_host_slots": 64, "kv_tiers": KVTiersConfig(host_bytes=1)}
+
+
+def forget_cache(engine: Engine) -> None:
+    """The device has no cached block any more; the host tier has what it had."""
+    pool = engine.scheduler.kv.pool
+    for key in list(pool.keys()):
+        pool.discard(key)
 
 
 def test_the_answer_is_that_of_one_engine() -> None:
@@ -33,7 +39,7 @@ def test_the_answer_is_that_of_one_engine() -> None:
 
 
 def test_chunks_travel_while_the_next_ones_are_computed() -> None:
-    pair = Pair(prefill={"max_num_batched_tokens": 12})
+    pair = Pair(prefill=CHUNKS)
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.run_until(lambda: bool(pair.decode.tiers.ledger.transfers))
@@ -43,17 +49,10 @@ def test_chunks_travel_while_the_next_ones_are_computed() -> None:
 
 
 def test_blocks_that_the_decode_sides_host_tier_has_are_not_fetched() -> None:
-    tiers = {"kv_host_slots": 64, "kv_tiers": KVTiersConfig(host_bytes=1)}
-    pair = Pair(decode=tiers)
+    pair = Pair(decode=HOST_TIER)
     pair.decode.add(make_request("before", PROMPT[:22]))
     pair.run()
-    pair.decode.core.lose_worker(WorkerLost("it was killed"))
-    pair.run()
-    pair.decode.add(make_request("again", PROMPT[:22]))
-    pair.run()
-    pool = pair.decode.scheduler.kv.pool
-    for key in list(pool.keys()):
-        pool.discard(key)
+    forget_cache(pair.decode)
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.finish(request)
@@ -64,9 +63,7 @@ def test_blocks_that_the_decode_sides_host_tier_has_are_not_fetched() -> None:
 
 def test_log_probabilities_come_with_the_token() -> None:
     pair = Pair(decode={"transfer_fate": lambda _: TransferFate(delay_s=1.0)})
-    request = make_request("r", PROMPT)
-    sampling = msgspec.structs.replace(request.sampling, logprobs=1)
-    request = msgspec.structs.replace(request, sampling=sampling)
+    request = resampled(make_request("r", PROMPT), logprobs=1)
     pair.submit(request)
     chunks: list[TokenChunk] = []
     while pair.tick():
@@ -81,9 +78,7 @@ def test_log_probabilities_come_with_the_token() -> None:
 def test_a_token_without_the_log_probabilities_that_are_asked_for_is_not_taken() -> None:
     pair = Pair()
     request = make_request("r", PROMPT)
-    source = pair.hold(request)
-    sampling = msgspec.structs.replace(request.sampling, logprobs=1)
-    pair.fetch(msgspec.structs.replace(request, sampling=sampling), source)
+    pair.fetch(resampled(request, logprobs=1), pair.hold(request))
     pair.finish(request)
     assert pair.num_loaded == 10
 
@@ -93,10 +88,7 @@ def test_engines_that_do_both_hand_over_to_each_other(num_blocks: int) -> None:
     """Crosswise; with room for less than two prompts on either side, each needs what the other holds for it."""
     options = {"num_blocks": num_blocks, "max_num_batched_tokens": 12, "max_num_seqs": 3}
     pair = Pair(prefill=options, decode=options, roles=(Role.BOTH, Role.BOTH))
-    requests = [
-        make_request(f"r{n}", [(token * (n + 2) + n) % 50 for token in range(40)], max_tokens=5)
-        for n in range(8)
-    ]
+    requests = requests_of(8, max_tokens=5)
     for number, request in enumerate(requests):
         holds, answers = pair.engines if number % 2 else pair.engines[::-1]
         held = msgspec.structs.replace(request, request_id=f"p{number}", holds_kv=True)
@@ -153,10 +145,8 @@ def test_the_token_comes_even_where_no_block_does(num_tokens: int, is_cached: bo
     if is_cached:
         pair.decode.add(make_request("before", [*prompt, 1]))
         pair.run()
-    there, here = make_request("r", prompt, max_tokens=1), make_request("r", prompt, max_tokens=3)
-    here = msgspec.structs.replace(
-        here, sampling=msgspec.structs.replace(here.sampling, seed=here.sampling.seed + 1)
-    )
+    there = make_request("r", prompt, max_tokens=1)
+    here = resampled(there, max_tokens=3, seed=there.sampling.seed + 1)
     assert expected_tokens(there)[0] != expected_tokens(here)[0]
     source = pair.hold(there)
     pair.run_until(lambda: "r" in pair.prefill.finished)
@@ -211,17 +201,11 @@ def loading_from_host(role: Role, **request_options: Any) -> tuple[Pair, Engine]
     def fate(transfer: Transfer) -> TransferFate:
         return TransferFate(delay_s=1.0 if isinstance(transfer.source, HostSlots) else 0.0)
 
-    tiers = {"kv_host_slots": 64, "kv_tiers": KVTiersConfig(host_bytes=1), "transfer_fate": fate}
-    pair = Pair(**{role.value: tiers})
+    pair = Pair(**{role.value: {**HOST_TIER, "transfer_fate": fate}})
     engine = pair.prefill if role is Role.PREFILL else pair.decode
-    if role is Role.PREFILL:
-        pair.hold(make_request("before", PROMPT[:22]))
-    else:
-        engine.add(make_request("before", PROMPT[:22]))
+    engine.add(make_request("before", PROMPT[:22], holds_kv=role is Role.PREFILL))
     pair.run()
-    pool = engine.scheduler.kv.pool
-    for key in list(pool.keys()):
-        pool.discard(key)
+    forget_cache(engine)
     pair.submit(make_request("r", PROMPT, **request_options))
     pair.run_until(lambda: "r" in engine.tiers.loads)
     return pair, engine

@@ -191,17 +191,21 @@ def test_prefill_dies_during_the_handshake(successor: str) -> None:
     pair.decode.check_nothing_left()
 
 
-def test_a_prefill_engine_started_anew_serves_the_next_request() -> None:
+@pytest.mark.parametrize("dies", ["prefill engine", "prefill worker"])
+def test_what_is_started_anew_at_prefill_serves_the_next_request(dies: str) -> None:
+    """What it held before is not taken for what it holds now (vllm#49238: decode crashed)."""
     pair = Pair()
     first, lost, following = requests_of(3)
     pair.submit(first)
     pair.run()
-    source = pair.hold(lost)
-    pair.replace_prefill()
+    source, before = pair.hold(lost), pair.prefill.exporter.peer
+    FAULTS[dies](pair)
     pair.step()
     pair.fetch(lost, source)
     pair.submit(following)
     pair.finish(first, lost, following)
+    assert pair.prefill.exporter.peer not in (None, before)
+    assert len({blocks.peer_id for blocks in pair.told(KVBlocks)}) == 2
     assert len(pair.told(KVPrefilled)) == 2, "of the first and the last"
     assert pair.num_loaded == 20
 
@@ -254,28 +258,6 @@ def test_what_cannot_be_asked_for_fails_the_request_where_it_is_to() -> None:
     pair.run()
     error = pair.decode.finished["r"].error
     assert error == "KV of this request could not be fetched: nobody is there."
-
-
-# ---- P restarts, D crashes on the stale connection (vllm#49238)
-
-
-def test_workers_started_anew_are_other_peers() -> None:
-    pair = Pair(prefill=CHUNKS)
-    first, second = requests_of(2)
-    pair.submit(first)
-    pair.run()
-    exporter = pair.prefill.exporter
-    before = exporter.peer
-    pair.prefill.core.lose_worker(WorkerLost("it was killed"))
-    pair.run()
-    assert exporter.peer not in (None, before)
-    pair.submit(second)
-    pair.finish(first, second)
-    assert {blocks.peer_id for blocks in pair.told(KVBlocks)} == {
-        f"{exporter.engine_id}-1",
-        f"{exporter.engine_id}-2",
-    }
-    assert pair.decode.core.load().tiers[0].num_failed == 0
 
 
 # ---- P rejects an over-long prompt, D generates garbage (sglang#30233)

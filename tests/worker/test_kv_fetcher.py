@@ -267,75 +267,47 @@ def test_a_transfer_may_take_as_long_as_its_batches_come(
     assert engine.read(SOURCES, TARGETS)[0].failed == []
 
 
-class Silence:
-    """A door that takes connections and says nothing."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        port = self._listener.getsockname()[1]
-        self.descriptor = msgspec.msgpack.encode(
-            TcpDescriptor("127.0.0.1", port, bytes(16), encrypts=False)
-        )
-        self.has_guest = threading.Event()
-        self._thread = threading.Thread(target=self._accept)
-        self._thread.start()
-        self._guests: list[socket.socket] = []
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                guest, _ = self._listener.accept()
-            except OSError:
-                return
-            self._guests.append(guest)
-            self.has_guest.set()
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(20)
-        self._listener.close()
-        for guest in self._guests:
-            guest.close()
-
-
 @pytest.fixture
-def silence() -> Iterator[Silence]:
-    silence = Silence()
-    yield silence
-    silence.close()
+def silence() -> Iterator[socket.socket]:
+    """A door that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(20)
+        yield listener
 
 
-def silent_peer(prefill: Engine, silence: Silence) -> KVPeer:
-    ranks = [
-        msgspec.structs.replace(rank, descriptors={"tcp": silence.descriptor})
-        for rank in prefill.described()
-    ]
+def silent_peer(prefill: Engine, silence: socket.socket) -> KVPeer:
+    port = silence.getsockname()[1]
+    descriptor = TcpDescriptor("127.0.0.1", port, bytes(16), encrypts=False)
+    descriptors = {"tcp": msgspec.msgpack.encode(descriptor)}
+    ranks = [msgspec.structs.replace(rank, descriptors=descriptors) for rank in prefill.described()]
     return KVPeer(peer_id="silent", ranks=tuple(ranks))
 
 
 def test_a_peer_that_is_silent_does_not_keep_others_waiting(
-    make: MakeEngine, model: Path, silence: Silence
+    make: MakeEngine, model: Path, silence: socket.socket
 ) -> None:
     prefill, engine = both(make, model)
     engine.add_peer(silent_peer(prefill, silence))
     engine.begin([0], [11], "silent")
-    assert silence.has_guest.wait(20)
+    guest, _ = silence.accept()
     engine.read_and_check(SOURCES, TARGETS)
+    guest.close()
 
 
 def test_a_silent_peer_that_parts_ends_its_transfers(
-    make: MakeEngine, model: Path, silence: Silence, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, model: Path, silence: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.pd.transport.tcp.HANDSHAKE_S", 0.5)
     prefill, engine = both(make, model)
     engine.add_peer(silent_peer(prefill, silence))
     ids = [engine.begin([0, 1], [2, 3], "silent") for _ in range(3)]
-    assert silence.has_guest.wait(20)
+    guest, _ = silence.accept()
     engine.remove_peer("silent")
     ends = engine.wait(3)
     assert sorted(ends) == ids
     assert all(end.failed == [0, 1] for (end,) in ends.values())
     engine.check([], [])
+    guest.close()
 
 
 def test_an_idle_link_is_closed_by_the_thread_that_reads(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from pagoda.kv.objects import ObjectError, ObjectFiles, ObjectUnreadableError
+from pagoda.kv.objects import ObjectError, ObjectUnreadableError
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
@@ -45,6 +45,7 @@ class TransferWorker:
     def __init__(self, tiers: KVTiers, handoff: KVHandoff | None, jobs: Jobs) -> None:
         self._memory = tiers.memory
         self._arena = tiers.arena
+        self._files = tiers.files
         self._handoff = handoff
         self._jobs = jobs
         self.fetcher = None if handoff is None else handoff.open_fetcher(jobs)
@@ -53,11 +54,10 @@ class TransferWorker:
         self._next_warning_at = 0.0
         self._lanes: dict[str, Lane[_Task]] = {}
         if tiers.arena is not None:
-            self._lanes["copy"] = Lane("kv-copy", 1, self._copy)
-        files = tiers.files
-        if files is not None:
-            self._lanes["read"] = Lane("kv-read", NUM_READERS, lambda it: self._read(it, files))
-            self._lanes["write"] = Lane("kv-write", NUM_WRITERS, lambda it: self._write(it, files))
+            self._lanes["copy"] = Lane("kv-copy", 1, self._work)
+        if tiers.files is not None:
+            self._lanes["read"] = Lane("kv-read", NUM_READERS, self._work)
+            self._lanes["write"] = Lane("kv-write", NUM_WRITERS, self._work)
 
     def add_peers(self, peers: Sequence[KVPeer]) -> None:
         """Transfers from now on may name these peers."""
@@ -131,52 +131,38 @@ class TransferWorker:
 
     # ---- the threads
 
-    def _copy(self, tasks: Iterator[_Task]) -> None:
+    def _work(self, tasks: Iterator[_Task]) -> None:
+        files = self._files
+        buffer = memoryview(b"") if files is None else files.new_buffer()
         for job, index in tasks:
-            self._attempt(self._copy_block, job, index)
+            if isinstance(job.transfer.target, DiskObjects):
+                self._let_reads_go_first(job)
+            self._attempt(job, index, buffer)
 
-    def _copy_block(self, job: Job, index: int) -> None:
-        match job.transfer.source, job.transfer.target:
+    def _copy_block(self, job: Job, index: int, buffer: memoryview) -> None:
+        """Copies one block; `buffer` has room for an object on its way from or to the disk."""
+        transfer, memory, files = job.transfer, self._memory, self._files
+        match transfer.source, transfer.target:
             case DeviceBlocks(block_ids), HostSlots(slots):
-                self._memory.read(block_ids[index], self._slot(slots[index]))
+                memory.read(block_ids[index], self._slot(slots[index]))
             case HostSlots(slots), DeviceBlocks(block_ids):
-                self._await_step(job.transfer.after_step)
-                self._memory.write(block_ids[index], self._slot(slots[index]))
-
-    def _read(self, tasks: Iterator[_Task], files: ObjectFiles) -> None:
-        buffer = files.new_buffer()
-        for job, index in tasks:
-            self._attempt(self._read_block, job, index, files, buffer)
-
-    def _read_block(self, job: Job, index: int, files: ObjectFiles, buffer: memoryview) -> None:
-        transfer = job.transfer
-        try:
-            if isinstance(transfer.source, DiskObjects):
-                files.read(transfer.source.keys[index], buffer)
-            payload = files.payload(buffer)
-            match transfer.target:
-                case DeviceBlocks(block_ids):
-                    self._await_step(transfer.after_step)
-                    self._memory.write(block_ids[index], payload)
-                case HostSlots(slots):
-                    copy_bytes(payload, self._slot(slots[index]))
-        finally:
-            if isinstance(transfer.target, DeviceBlocks):
-                with self._jobs.changed:
-                    self._num_reads -= 1
-                    self._jobs.changed.notify_all()
-
-    def _write(self, tasks: Iterator[_Task], files: ObjectFiles) -> None:
-        buffer = files.new_buffer()
-        for job, index in tasks:
-            self._let_reads_go_first(job)
-            self._attempt(self._write_block, job, index, files, buffer)
-
-    def _write_block(self, job: Job, index: int, files: ObjectFiles, buffer: memoryview) -> None:
-        match job.transfer.source, job.transfer.target:
-            case DeviceBlocks(block_ids), DiskObjects(keys):
-                self._memory.read(block_ids[index], files.payload(buffer))
+                self._await_step(transfer.after_step)
+                memory.write(block_ids[index], self._slot(slots[index]))
+            case DeviceBlocks(block_ids), DiskObjects(keys) if files:
+                memory.read(block_ids[index], files.payload(buffer))
                 files.write(keys[index], buffer)
+            case DiskObjects(keys), HostSlots(slots) if files:
+                files.read(keys[index], buffer)
+                copy_bytes(files.payload(buffer), self._slot(slots[index]))
+            case DiskObjects(keys), DeviceBlocks(block_ids) if files:
+                try:
+                    files.read(keys[index], buffer)
+                    self._await_step(transfer.after_step)
+                    memory.write(block_ids[index], files.payload(buffer))
+                finally:
+                    with self._jobs.changed:
+                        self._num_reads -= 1
+                        self._jobs.changed.notify_all()
 
     def _let_reads_go_first(self, job: Job) -> None:
         patience_s = job.begun_at + _WRITE_PATIENCE_S - time.monotonic()
@@ -189,10 +175,10 @@ class TransferWorker:
         if not self._jobs.wait_for_step(step):
             raise ObjectUnreadableError("the worker is ending")
 
-    def _attempt(self, work: Callable[..., None], job: Job, index: int, *places: object) -> None:
+    def _attempt(self, job: Job, index: int, buffer: memoryview) -> None:
         """Copies one block, or ends it with the reason why it was not copied."""
         try:
-            work(job, index, *places)
+            self._copy_block(job, index, buffer)
         except ObjectError as error:
             unreadable = isinstance(error, ObjectUnreadableError)
             self._jobs.end_part(job, [index], str(error), unreadable=unreadable)

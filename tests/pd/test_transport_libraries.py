@@ -1,12 +1,20 @@
-"""Closing a link waits for nobody: who reads lets go of what it reads by. Libraries are scripted here."""
+"""Links over libraries: closing one waits for nobody, and who reads lets go of what it reads by.
+
+The libraries are scripted first, and keep the promises of all transports where they are installed.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,3 +201,37 @@ def test_closing_a_link_of_mooncake_waits_for_nobody(status: int) -> None:
     assert len(engine.registered) == (1 if status else 0)
     abandoned.close_old(late)
     assert not engine.registered
+
+
+# ---- the libraries themselves, in processes that end without taking them down, which not all of them survive
+
+_RUN = (
+    "import os, sys, pytest; code = pytest.main(sys.argv[1:]); sys.stdout.flush(); os._exit(code)"
+)
+
+
+_EXPORT_ENDS = "not (test_closing_ends_a_read_under_way and export)"
+"""UCX may end a process (`ucs_arbiter_group_is_empty`) that takes a door down while somebody reads; a worker does
+so only when it ends itself."""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("name", "chosen"), [("nixl", _EXPORT_ENDS), ("mooncake", "")])
+def test_an_extra_keeps_the_promises_of_all_transports(name: str, chosen: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: pip install 'pagoda-llm[{name}]'")
+    contract = str(Path(__file__).parent / "test_transports.py")
+    options = ["-v", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen]
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, contract, *options],
+        env=os.environ | {"PAGODA_TEST_TRANSPORT": name},
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    said = done.stdout[-8000:]
+    reasons = [line for line in said.splitlines() if line.startswith("SKIPPED")]
+    if reasons:
+        pytest.skip(reasons[0])
+    assert done.returncode == 0, said
+    assert " passed" in said
