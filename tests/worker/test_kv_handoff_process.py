@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from replica import Replica, new_executor, next_event
 from tiny_models import save_model
@@ -125,9 +124,10 @@ def test_prefill_that_was_killed_fails_the_transfer_alone(start: Start, transpor
     assert fetcher.copy(remote, here, added_peers=added_peers).failed == []
     workers = holder.executor.workers
     assert isinstance(workers, LocalWorkers)
-    (pid,) = workers.pids.values()
-    os.kill(pid, signal.SIGKILL)
+    process = psutil.Process(*workers.pids.values())
+    process.kill()
     holder.executor.close()
+    process.wait()
     end = fetcher.copy(remote, DeviceBlocks([7, 8]))
     assert end.failed == [0, 1]
     assert transport in end.error
