@@ -187,7 +187,6 @@ class Dispatcher:
             self._notify()
 
     def num_requests(self, replica: Replica) -> int:
-        """The number of requests that the replica has."""
         return len(self.slots[replica].requests)
 
     def _on_change(self, slot: ReplicaSlot) -> None:
@@ -556,7 +555,6 @@ class Dispatcher:
         return self._judge_timer is not None
 
     def _judge_soon(self) -> None:
-        """Judges from now on, if there is more than one replica."""
         if self._judge_timer is None and len(self.slots) > 1:
             loop = asyncio.get_running_loop()
             self._judge_timer = loop.call_later(_JUDGE_INTERVAL_S, self._judge_again)
