@@ -409,7 +409,8 @@ class Dispatcher:
                                 return
                             placement.waits_since = self._clock.now()
                 except _MovedError:
-                    self._migrate(tracked, slot)
+                    tracked.refusals[slot.number] = _MOVED_RETRY_S
+                    self._moves(tracked)
                 except EngineLostError:
                     self._on_engine_lost(tracked, slot)
                 except OverloadedError as error:
@@ -518,17 +519,14 @@ class Dispatcher:
 
     # ---- requests move
 
-    def _migrate(self, tracked: TrackedRequest, slot: ReplicaSlot) -> None:
-        """The replica has given the request up, and no engine died of it: another one takes it."""
+    def _moves(self, tracked: TrackedRequest) -> None:
         tracked.returns = True
-        tracked.refusals[slot.number] = _MOVED_RETRY_S
         self._tracer.instant("request moved", {"request": tracked.request_id})
 
     def _on_engine_lost(self, tracked: TrackedRequest, slot: ReplicaSlot) -> None:
         tracked.crash_count += tracked in slot.crash_suspects
-        tracked.returns = True
         tracked.refusals.clear()
-        self._tracer.instant("request moved", {"request": tracked.request_id})
+        self._moves(tracked)
         _log.info(
             "%slost it; it goes on with the %d tokens that it has",
             self.slots.prefix(slot),
