@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from replica import Replica, new_executor, next_event, worker_config
 from tiny_models import save_model
@@ -115,8 +114,10 @@ def test_prefill_that_was_killed_fails_the_transfer_alone(start: Start, transpor
     workers = holder.executor.workers
     assert isinstance(workers, LocalWorkers)
     (pid,) = workers.pids.values()
-    os.kill(pid, signal.SIGKILL)
+    victim = psutil.Process(pid)
+    victim.kill()
     holder.executor.close()
+    victim.wait(20)  # an executor does not wait for whom others killed
     end = fetcher.copy(remote, DeviceBlocks([7, 8]))
     assert end.failed == [0, 1]
     assert transport in end.error
