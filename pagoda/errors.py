@@ -1,8 +1,7 @@
-"""Errors that are no fault of Pagoda's, each said in one sentence.
+"""Errors whose text is one sentence that names the field, file or flag and what would be right.
 
-Everything that a user can get wrong raises a `PagodaError` whose text is one clear sentence that names the field,
-file or flag and what would be right. The command line prints that sentence and exits with code 2; the HTTP API
-turns an `InvalidRequestError` into an OpenAI error object with status 400. Any other exception is a bug.
+The command line prints it and exits with code 2; the HTTP API turns an `InvalidRequestError` into an OpenAI error
+object with status 400. Any other exception is a bug.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """For all tests."""
 
 import importlib.util
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,17 @@ def pytest_configure(config: pytest.Config) -> None:
     directory: Path | None = config.getoption("kernels")
     if directory is not None:
         _load_kernels(directory)
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """Whatever a test does to the log of this process, it is as before afterwards."""
+    root, ours = logging.getLogger(), logging.getLogger("pagoda")
+    before = (root.handlers[:], root.level, ours.level)
+    yield
+    root.handlers[:], level, our_level = before
+    root.setLevel(level)
+    ours.setLevel(our_level)
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def check_sleeps(tree: ast.Module) -> Iterator[Offence]:
 
 def _is_virtual(node: ast.AST) -> bool:
     """Returns True for a test in virtual time, where sleeping takes none."""
-    return isinstance(node, ast.AsyncFunctionDef) and "in_virtual_time" in map(
+    return isinstance(node, ast.AsyncFunctionDef) and "virtual" in map(
         ast.unparse, node.decorator_list
     )
 

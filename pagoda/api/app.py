@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from pagoda.api import info, live, page
+from pagoda.api import info, live
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
@@ -34,8 +34,8 @@ from pagoda.frontend.request_tracker import ClientRequest
 Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
 
 ROUTES: dict[str, dict[str, Handler]] = {
-    "/": {"GET": page.file},
-    "/ui/*": {"GET": page.file},
+    "/": {"GET": info.page},
+    "/ui/*": {"GET": info.page},
     "/health": {"GET": info.health_ready},
     "/health/live": {"GET": info.health_live},
     "/health/ready": {"GET": info.health_ready},

@@ -1,7 +1,9 @@
-"""The small routes: health, models, load, version, the tokenizer by itself, and the hosts of a router."""
+"""The small routes: health, models, load, version, the tokenizer, the hosts of a router, and the page."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -164,3 +166,35 @@ def _host(context: RequestContext, report: HostReport) -> dict[str, Any]:
         "num_requests": report.num_requests,
         "load": None if report.load is None else figures(report.load),
     }
+
+
+# ---- the page: files of the package, the same for everybody; what they show is behind the API key
+
+_PAGE = Path(__file__).parent / "ui"
+_PAGE_FILES = frozenset(os.listdir(_PAGE))
+_PAGE_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_PAGE_HEADERS = {
+    # A new version of Pagoda is seen at once; what has not changed is not sent again.
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+async def page(context: RequestContext) -> web.StreamResponse:
+    """A file of the page, `index.html` where the route names none."""
+    name = context.path_argument or "index.html"
+    content_type = _PAGE_TYPES.get(Path(name).suffix)
+    if content_type is None or name not in _PAGE_FILES:
+        raise ApiError(404, f"The page has no file {name[:200]!r}.")
+    own = {"Content-Type": content_type, "X-Request-Id": context.request_id}
+    return web.FileResponse(_PAGE / name, headers={**_PAGE_HEADERS, **own})

@@ -30,9 +30,6 @@ MAX_SEQUENCES_PER_BODY = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_TOKEN_IDS = 2**20
 """Most token ids in one list; longer than the context of any model."""
-MAX_METADATA = 16
-"""Most entries of `metadata`, as in OpenAI's API."""
-
 MAX_SESSION_CHARS = 256
 """Names of sessions are cut to this length."""
 
@@ -98,10 +95,10 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     add_special_tokens: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
 
-    # No effect on the answer, by OpenAI's definition; the first two may name the request's session.
+    # No effect on the answer, by OpenAI's definition, as the bound; the first two may name the request's session.
     prompt_cache_key: str | None = None
     user: str | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
 
     best_of: Any = None
     """Only `n` itself is allowed."""

@@ -1,11 +1,6 @@
 """Plans of steps: the requests that compute in the next step, and their numbers of tokens.
 
-There is no prefill phase and no decode phase. A request has tokens and computed tokens; a step gives each
-chosen request some of those not yet computed, within a token budget. Chunked prefill, prefix hits, preemption
-and recovery only change the two numbers. A request samples when its computed tokens reach its tokens.
-
-With several stages, a request whose sample is pending waits for it, and decoding requests are spread over as many
-steps as there are stages: while one stage computes some of them, the others compute the rest.
+docs/architecture.md explains the one arithmetic of tokens and computed tokens, and how stages stay busy.
 """
 
 from __future__ import annotations

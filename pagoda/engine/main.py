@@ -1,7 +1,6 @@
 """The engine process: `python -m pagoda.engine.main DIRECTORY`, with an `EngineConfig` on standard input.
 
-One synchronous loop. It sleeps in one poll over all its sockets, its workers and the next deadline; nothing
-is ever asked "are you there yet?".
+One synchronous loop, which sleeps in one poll over all its sockets, its workers and the next deadline.
 """
 
 from __future__ import annotations

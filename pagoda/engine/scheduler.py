@@ -1,13 +1,9 @@
 """Continuous batching: what becomes of requests from step to step.
 
-The scheduler is pure: it knows no sockets and no devices, and its clock only measures: no choice depends on the
-time. `schedule` makes a plan, `update` applies the results in the order of the plans. Several steps may be in
-flight; the worker executes them in order, so a block that is freed while a step still uses it can be handed to
-a later plan at once. The same holds for a worker of several stages, each of which has KV of its own and executes
-the plans in order. Transfers go on beside the steps; what they must wait for is noted in the block.
+The scheduler knows no sockets and no devices, and no choice depends on the time. Several steps may be in flight;
+all stages of the worker execute them in order, so a block that is freed while a step still uses it can be handed
+to a later plan at once. Transfers go on beside the steps; what they must wait for is noted in the block.
 
-A turn of the engine applies events in this order: step results (`update`); then in `apply_kv_events` releases by
-other engines, first tokens and failures of other engines, ends of loads, and look-ups that may be answered now.
 Every ending of a request goes through `_finish`, and every change of its state through `Places.enter`.
 """
 
@@ -80,7 +76,7 @@ class Scheduler:
     # ---- requests come and go
 
     def add(self, message: GenerateRequest) -> list[TokenChunk]:
-        """Takes a request: a first arrival or a return; both are the same.
+        """Takes a request, which may have been here or in another engine before.
 
         A request whose answer is already complete, or that can never run, is answered at once.
         """
@@ -238,7 +234,8 @@ class Scheduler:
     # ---- events of KV
 
     def apply_kv_events(self, remote: Iterable[Arrived | Failed] = ()) -> list[TokenChunk]:
-        """Applies what has happened to KV since the last call, in the order that the module's docstring gives.
+        """Applies what has happened to KV since the last call: releases by other engines, their first tokens and
+        failures, ends of loads, and look-ups that may be answered now.
 
         `remote` is news of other engines from which KV is fetched. An event of a request that has finished, even
         by an event right before it, is dropped here and nowhere else.

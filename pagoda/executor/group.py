@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Container, Sequence
 from itertools import chain
+from typing import Literal
 
 import msgspec
 import zmq
@@ -42,6 +43,7 @@ from pagoda.telemetry.tracer import Tracer, TraceSession
 
 _log = logging.getLogger(__name__)
 
+_Wait = Literal["hello", "start", "step", "connection"]
 _Decode = Callable[[bytes], WorkerMessage | TransferMessage]
 
 _PATIENCE_S = 30.0
@@ -110,9 +112,9 @@ class GroupExecutor:
         transfers = GroupTransfers(len(configs), self._step_timeout_s)
         self._group = _Group(configs, address, keys, self._launcher.launch, transfers)
         now = self._clock.now()
-        self._group.start_deadline = now + self._start_timeout_s
+        self._group.deadlines["start"] = now + self._start_timeout_s
         if len(configs) > 1:
-            self._group.ask_at = now + _PATIENCE_S
+            self._group.deadlines["hello"] = now + _PATIENCE_S
 
     @property
     def workers(self) -> WorkerSet | None:
@@ -123,10 +125,9 @@ class GroupExecutor:
         if group is None:
             raise RuntimeError("A plan was submitted without a worker.")
         now = self._clock.now()
-        group.send_to_ranks(self._encode_order(plan), now)
+        group.send(group.ranks, self._encode_order(plan), now)
         group.num_in_flight += 1
-        if group.num_in_flight == 1:
-            group.deadline = now + self._step_timeout_s
+        group.deadlines.setdefault("step", now + self._step_timeout_s)
 
     def submit_transfers(
         self,
@@ -139,7 +140,7 @@ class GroupExecutor:
             raise RuntimeError("Transfers were submitted without a worker.")
         now = self._clock.now()
         message = Transfers(transfers, list(added_peers), list(removed_peers))
-        group.send_to_links(self._encode_transfers(message), now)
+        group.send(group.links, self._encode_transfers(message), now)
         group.transfers.begin(transfers, now)
 
     def start_trace(self, session: TraceSession) -> None:
@@ -163,7 +164,7 @@ class GroupExecutor:
             return
         group.trace = session
         order = StopTrace() if session is None else StartTrace(session)
-        group.send_to_ranks(self._encode_order(order), self._clock.now())
+        group.send(group.ranks, self._encode_order(order), self._clock.now())
 
     def poll(self) -> list[ExecutorEvent]:
         news, self._news = self._news, []
@@ -199,7 +200,7 @@ class GroupExecutor:
                             self._tell_of_trace()
                 case ClockPing(number):
                     pong = ClockPong(number, self.tracer.process.uid, self.tracer.clock_ns())
-                    group.send(rank, self._encode_order(pong), self._clock.now())
+                    group.send([group.ranks[rank]], self._encode_order(pong), self._clock.now())
                 case TraceStopped():
                     events += group.take_trace_end(rank, message)
                 case TransferEnd():
@@ -207,31 +208,34 @@ class GroupExecutor:
                     events += [end] if end is not None else []
                 case StepResult():
                     group.num_in_flight -= 1
-                    group.deadline = (
-                        self._clock.now() + self._step_timeout_s if group.num_in_flight else None
-                    )
+                    group.deadlines.pop("step", None)
+                    if group.num_in_flight:
+                        group.deadlines["step"] = self._clock.now() + self._step_timeout_s
                     events.append(message)
         now = self._clock.now()
         if group.has_started:
-            group.start_deadline = None
+            group.deadlines.pop("start", None)
         elif has_heard or not group.workers.are_placed:
-            group.start_deadline = now + self._start_timeout_s
-        if _is_over(group.ask_at, now):
-            group.complain()
-        if lost is not None:
-            events.append(self._lose(lost))
-        elif group.unreachable is not None and now >= group.give_up_at:
-            events.append(self._lose(group.unreachable))
-        elif _is_over(group.start_deadline, now):
-            events.append(self._lose(group.hung_start(self._start_timeout_s)))
-        elif _is_over(group.deadline, now):
-            events.append(
-                self._lose(WorkerLost(f"a step took longer than {self._step_timeout_s:g} s"))
-            )
-        elif _is_over(group.transfers.deadline, now):
-            stuck = WorkerLost(f"no KV transfer ended within {self._step_timeout_s:g} s")
-            events.append(self._lose(stuck))
+            group.deadlines["start"] = now + self._start_timeout_s
+        loss = lost or self._overdue(group, now)
+        if loss is not None:
+            events.append(self._lose(loss))
         return events
+
+    def _overdue(self, group: _Group, now: float) -> WorkerLost | None:
+        over = [wait for wait, at in group.deadlines.items() if now >= at]
+        if "hello" in over:
+            group.complain()
+        if "connection" in over:
+            return group.unreachable
+        if "start" in over:
+            return group.hung_start(self._start_timeout_s)
+        if "step" in over:
+            return WorkerLost(f"a step took longer than {self._step_timeout_s:g} s")
+        transfers_until = group.transfers.deadline
+        if transfers_until is not None and now >= transfers_until:
+            return WorkerLost(f"no KV transfer ended within {self._step_timeout_s:g} s")
+        return None
 
     def _lose(self, loss: WorkerLost) -> WorkerLost:
         self.close()
@@ -244,17 +248,9 @@ class GroupExecutor:
         return self._group.pids() if self._group else {}
 
     def next_event_at(self) -> float | None:
-        group = self._group
-        if group is None:
+        if self._group is None:
             return None
-        give_up_at = None if group.unreachable is None else group.give_up_at
-        instants = (
-            group.deadline,
-            group.transfers.deadline,
-            group.start_deadline,
-            group.ask_at,
-            give_up_at,
-        )
+        instants = (*self._group.deadlines.values(), self._group.transfers.deadline)
         return min((at for at in instants if at is not None), default=None)
 
     def close(self) -> None:
@@ -288,25 +284,21 @@ class _Group:
             encrypt_server(self.socket, keys)
         self.socket.bind(address)
         ranks = range(len(configs))
-        self._identities = [b"%d" % rank for rank in ranks]
-        self._link_identities = [b"kv-%d" % rank for rank in ranks if configs[0].has_transfer_link]
-        self._connections = _connections(self._identities, WorkerMessage)
-        self._connections |= _connections(self._link_identities, TransferMessage)
+        self.ranks = [b"%d" % rank for rank in ranks]
+        self.links = [b"kv-%d" % rank for rank in ranks if configs[0].has_transfer_link]
+        """ZeroMQ identities of the workers' connections, by rank in the replica."""
+        self._connections = _connections(self.ranks, WorkerMessage)
+        self._connections |= _connections(self.links, TransferMessage)
         self._hellos: dict[int, WorkerHello] = {}
         self._readies: dict[int, WorkerReady] = {}
         self._links: dict[int, TransferLink] = {}
         """Hellos, readies and links are keyed by rank in the replica."""
-        self.ask_at: float | None = None
-        """Time at which the log names workers that have not said hello."""
-        self.start_deadline: float | None = None
-        """Time until which a starting worker must have sent a message; None once all are ready."""
+        self.deadlines: dict[_Wait, float] = {}
+        """Times until which all must have said hello, or the log names who has not; one that starts must have sent
+        a message; the step in flight must have ended; and the end of an unreachable worker's process is known."""
         self.unreachable: WorkerLost | None = None
         """A worker without a connection, which has missed a message."""
-        self.give_up_at = 0.0
-        """Time at which the unreachable worker counts as lost: by then the end of its process is known."""
         self.num_in_flight = 0
-        self.deadline: float | None = None
-        """Time until which the step in flight must have ended; None without a step."""
         self.trace = configs[0].trace
         self._trace_ends_of: set[int] = set()
         self._trace_problems: list[str] = []
@@ -321,10 +313,7 @@ class _Group:
     @property
     def has_started(self) -> bool:
         """All ranks are ready, and so are their connections for transfers."""
-        return self.is_ready and len(self._links) == len(self._link_identities)
-
-    def send(self, rank: int, payload: bytes, now: float) -> None:
-        self._send(self._configs[rank], self._identities[rank], payload, now)
+        return self.is_ready and len(self._links) == len(self.links)
 
     def pids(self) -> dict[str, int]:
         pids = self.workers.pids
@@ -334,25 +323,17 @@ class _Group:
             if (name := worker_name(config)) in pids
         }
 
-    def send_to_ranks(self, payload: bytes, now: float) -> None:
-        self._send_to_all(self._identities, payload, now)
-
-    def send_to_links(self, payload: bytes, now: float) -> None:
-        self._send_to_all(self._link_identities, payload, now)
-
-    def _send_to_all(self, identities: list[bytes], payload: bytes, now: float) -> None:
-        for config, identity in zip(self._configs, identities, strict=True):
-            self._send(config, identity, payload, now)
-
-    def _send(self, config: WorkerConfig, identity: bytes, payload: bytes, now: float) -> None:
-        try:
-            self.socket.send_multipart([identity, payload])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            if self.unreachable is None:
-                self.unreachable = WorkerLost(f"{worker_name(config)} hung up")
-                self.give_up_at = now + _HANG_UP_S
+    def send(self, identities: Sequence[bytes], payload: bytes, now: float) -> None:
+        for identity in identities:
+            try:
+                self.socket.send_multipart([identity, payload])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                if self.unreachable is None:
+                    rank, _ = self._connections[identity]
+                    self.unreachable = WorkerLost(f"{worker_name(self._configs[rank])} hung up")
+                    self.deadlines["connection"] = now + _HANG_UP_S
 
     def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
         """Returns the messages that have arrived, each with the rank of its sender.
@@ -373,10 +354,10 @@ class _Group:
         self._hellos[rank] = hello
         if len(self._hellos) < len(self._configs):
             return
-        self.ask_at = None
+        self.deadlines.pop("hello", None)
         hellos = [self._hellos[rank] for rank in range(len(self._configs))]
         peers = WorkerPeers(hellos=hellos, num_blocks=min(hello.num_blocks for hello in hellos))
-        self.send_to_ranks(msgspec.msgpack.encode(peers), now)
+        self.send(self.ranks, msgspec.msgpack.encode(peers), now)
 
     def take_ready(
         self, rank: int, message: WorkerReady | TransferLink
@@ -438,7 +419,7 @@ class _Group:
         return None
 
     def complain(self) -> None:
-        self.ask_at = None
+        del self.deadlines["hello"]
         _log.warning("still waiting for %s at %s", self._others(self._hellos), self._endpoint)
 
     def refusal(self, rank: int, version: int) -> WorkerLost:
@@ -475,10 +456,6 @@ class _Group:
 def _connections(identities: list[bytes], message_type: object) -> dict[bytes, tuple[int, _Decode]]:
     decode: _Decode = Codec[WorkerMessage | TransferMessage](message_type).decode
     return {identity: (rank, decode) for rank, identity in enumerate(identities)}
-
-
-def _is_over(deadline: float | None, now: float) -> bool:
-    return deadline is not None and now >= deadline
 
 
 def _describe_ranks(parallel: ParallelConfig) -> str:

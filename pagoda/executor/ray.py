@@ -1,9 +1,8 @@
 """Workers as actors on the nodes of a Ray cluster.
 
-A replica is one placement group: a bundle for each pipeline stage, which holds the tensor-parallel ranks and lies
-on one node, or, where no node is large enough, a bundle for each rank. Ray grants all bundles or none, so two
-replicas never wait for each other's halves. Each rank is an actor that runs the very same worker process as on one
-host; plans and results go over Pagoda's own sockets, not through Ray.
+A replica is one placement group (`pagoda.executor.placement`). Ray grants all bundles or none, so two replicas
+never wait for each other's halves. Each rank is an actor that runs the same worker process as on one host; plans
+and results go over Pagoda's own sockets.
 """
 
 from __future__ import annotations

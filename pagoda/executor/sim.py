@@ -1,18 +1,13 @@
 """Workers that only exist as a cost model: no weights, no torch, real or virtual time.
 
-The simulated worker keeps slots exactly as a real one does, and its "model" is a hash of seed, position and
-the previous token, so an answer depends on nothing but the request. With `check_kv` it also remembers which
-token of which sequence was last written to every cell of the KV cache, and refuses to read a cell that holds
-anything else: a wrong block table shows up at once. With several stages it refuses to compute a token that the
-first of them was not told of.
+The simulated worker keeps slots as a real one does, and its "model" is a hash of seed, position and the previous
+token, so an answer depends on nothing but the request. With `check_kv` it remembers which sequence was last
+written to every cell of the KV cache, and refuses to read a cell that holds anything else. With several stages it
+refuses to compute a token that the first of them was not told of.
 
-Transfers copy such cells to and from slots of a host arena and objects on a disk, which outlives the worker. From
-begin to end, nobody else may write to what they read, or touch what they write to; steps neither, unless the
-transfer waits for them. A step uses its blocks until it has been executed: it reads all that its requests have
-computed, and writes behind that.
-
-From another engine's device they are read as they are when the transfer ends, whatever that means by then. Between
-engines in processes of their own nothing is copied: such transfers only take their time.
+Transfers copy such cells to and from a host arena and a disk, which outlives the worker. Nobody else may write to
+what they read, or touch what they write to; steps neither, unless the transfer waits for them. Cells of another
+engine in this process are read as they are when the transfer ends; of one in another process, nothing is copied.
 """
 
 from __future__ import annotations

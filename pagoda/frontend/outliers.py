@@ -251,7 +251,7 @@ class OutlierDetector:
 
 
 class _Comparison:
-    """What is known now of the replicas of a group, to compare each with the others."""
+    """Facts about the replicas of a group, all of one instant, to compare each with the others."""
 
     def __init__(self, members: list[ReplicaHealth], waiting: WaitingAt, now: float) -> None:
         self._waiting = waiting

@@ -1,8 +1,7 @@
 """Child processes that never outlive their parent, and parents that notice a dead child at once.
 
-Parent and child hold the two ends of one socket pair and never write to it. When either process ends, whatever
-the cause, the kernel closes its end and the other side reads end-of-file: no timeouts, no polling.
-On Linux the kernel also kills the child (`PR_SET_PDEATHSIG`), in case it is stuck in native code.
+Parent and child hold the two ends of one socket pair and never write to it: when either ends, the other reads
+end-of-file. On Linux the kernel also kills the child (`PR_SET_PDEATHSIG`), in case it is stuck in native code.
 """
 
 from __future__ import annotations

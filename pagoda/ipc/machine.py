@@ -16,7 +16,6 @@ import psutil
 from pagoda.messages.load import ProcessMemory
 
 _ROOT = Path("/")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def available_cores() -> int:
@@ -36,9 +35,8 @@ def available_memory_bytes() -> int:
 def process_memory_bytes(pid: int) -> int | None:
     """Resident bytes of a process, shared pages included; None if they are not known, or it has ended."""
     try:
-        with open(f"/proc/{pid}/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * _PAGE_BYTES
-    except (OSError, IndexError):
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
         return None
 
 

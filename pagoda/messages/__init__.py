@@ -1,7 +1,1 @@
-"""Every type that crosses a process boundary: one module for each wire.
-
-    GenerateRequest ─> engine ─> StepPlan ─> worker ─> StepResult ─> engine ─> TokenChunk
-
-All are `msgspec.Struct`s, written as msgpack (`pagoda.ipc.codec`); nothing is pickled. Both ends of a wire
-import its module. This package imports nothing of Pagoda but errors, topology and what a trace is.
-"""
+"""Every type that crosses a process boundary, as a `msgspec.Struct`: one module for each wire."""

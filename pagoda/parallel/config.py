@@ -1,8 +1,7 @@
 """Number of devices of a server, and the device of each rank: the only place that knows.
 
-A replica of the model is `pipeline × tensor` ranks; a server has `data` replicas. Ranks are counted replica by
-replica, in it stage by stage, in it tensor rank by tensor rank, and take the devices in that order. So the ranks
-of one stage, which talk most, sit next to each other.
+Ranks are counted replica by replica, in it stage by stage, in it tensor rank by tensor rank, and take the devices
+in that order: those of one stage, which talk most, sit next to each other.
 """
 
 from __future__ import annotations

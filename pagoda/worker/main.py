@@ -31,7 +31,7 @@ from pagoda.worker.pinning import bind, free_threads, set_thread_waiting
 
 if TYPE_CHECKING:
     from pagoda.worker.kv.transfer_link import TransferThread
-    from pagoda.worker.loading import LoadedWorker, WorkerPlan
+    from pagoda.worker.loading import LoadedWorker
     from pagoda.worker.rendezvous import Rendezvous
     from pagoda.worker.stages import StageOutput
 
@@ -143,11 +143,7 @@ def _start(
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         config, cores = bind(config)
-        plan, worker = _start_rank(config, engine, context, address, tracer)
-        if config.has_transfer_link:
-            with free_threads(cores):
-                _start_transfers(worker, plan, context, address, tracer)
-        return worker
+        return _load(config, cores, engine, context, address, tracer)
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
     except Exception as error:
@@ -158,59 +154,53 @@ def _start(
 # Importing torch takes a second; until then the engine's hang-up must already be heard.
 
 
-def _start_rank(
+def _load(
     config: WorkerConfig,
+    cores: set[int],
     engine: EngineLink,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     tracer: Tracer,
-) -> tuple[WorkerPlan, _Worker]:
-    """The rank, which meets its peers first where there are any."""
+) -> _Worker:
+    """The rank, which meets its peers first where there are any; threads that move KV may use all of `cores`."""
     began = tracer.e2e()
     from pagoda.worker.loading import load_runner, plan_worker
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
-    parallel, place = config.parallel, config.place
-    if parallel.replica_size == 1:
+    if config.parallel.replica_size == 1:
         loaded = load_runner(plan, tracer, on_progress=engine.report_progress)
-        return plan, _Worker(loaded, loaded.ready)
-    from pagoda.worker.rendezvous import Rendezvous
+        worker = _Worker(loaded, loaded.ready)
+    else:
+        from pagoda.worker.rendezvous import Rendezvous
 
-    rendezvous = Rendezvous(
-        config, context, address, hidden_size=plan.shard.config.hidden_size, dtype=plan.dtype
-    )
-    began = tracer.e2e()
-    peers = engine.meet_peers(rendezvous.hello(plan.num_blocks))
-    group = rendezvous.form_group(peers)
-    tracer.span("meet peers", began)
-    loaded = load_runner(plan, tracer, peers.num_blocks, group, engine.report_progress)
-    answers = place == parallel.sampling_place(place.dp)
-    return plan, _Worker(loaded, loaded.ready, rendezvous, rendezvous.target(peers), answers)
-
-
-def _start_transfers(
-    worker: _Worker,
-    plan: WorkerPlan,
-    context: zmq.Context[zmq.Socket[bytes]],
-    address: str,
-    tracer: Tracer,
-) -> None:
-    """Starts the KV tiers, and the part in handoff, that the worker is to have."""
+        hidden_size = plan.shard.config.hidden_size
+        rendezvous = Rendezvous(config, context, address, hidden_size=hidden_size, dtype=plan.dtype)
+        began = tracer.e2e()
+        peers = engine.meet_peers(rendezvous.hello(plan.num_blocks))
+        group = rendezvous.form_group(peers)
+        tracer.span("meet peers", began)
+        loaded = load_runner(plan, tracer, peers.num_blocks, group, engine.report_progress)
+        answers = config.place == config.parallel.sampling_place(config.place.dp)
+        worker = _Worker(loaded, loaded.ready, rendezvous, rendezvous.target(peers), answers)
+    if not config.has_transfer_link:
+        return worker
     from pagoda.worker.kv.handoff import KVHandoff
     from pagoda.worker.kv.tiers import open_tiers
     from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
     from pagoda.worker.kv.transfers import TransferWorker
 
-    tiers = open_tiers(plan, worker.loaded)
-    worker.ready = tiers.described(worker.ready)
-    handoff = None
-    if plan.config.kv_handoff is not None:
-        handoff = KVHandoff(plan.config.kv_handoff, plan, worker.loaded)
-        worker.ready = handoff.described(worker.ready)
-    spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
-    open_transfers = partial(TransferWorker, tiers, handoff)
-    worker.transfers = TransferThread(context, address, plan.config, open_transfers, spans)
+    with free_threads(cores):
+        tiers = open_tiers(plan, loaded)
+        worker.ready = tiers.described(worker.ready)
+        handoff = None
+        if config.kv_handoff is not None:
+            handoff = KVHandoff(config.kv_handoff, plan, loaded)
+            worker.ready = handoff.described(worker.ready)
+        spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
+        open_transfers = partial(TransferWorker, tiers, handoff)
+        worker.transfers = TransferThread(context, address, config, open_transfers, spans)
+    return worker
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import pagoda.api.page
+import pagoda.api
 from pagoda.api.keys import ApiKeys
 
-DIRECTORY = Path(pagoda.api.page.__file__).parent / "ui"
+DIRECTORY = Path(pagoda.api.__file__).parent / "ui"
 FILES = sorted(path.name for path in DIRECTORY.iterdir())
 TYPES = {
     ".css": "text/css; charset=utf-8",

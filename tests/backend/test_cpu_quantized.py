@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from cpu_cases import (
@@ -18,60 +16,21 @@ from cpu_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantized_weights import DENSE, INT8, Format, grouped, make_weight
 from torch import Tensor
 
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     DenseWeight,
-    GroupedWeight,
     Int8Weight,
     LinearWeight,
     dequantize,
 )
-from pagoda.checkpoints.weight_formats import GROUP_SIZES
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 pytestmark = needs_kernels
-
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """Format of a weight; see `GroupedWeight`. No bits: dense, no group size: `Int8Weight`."""
-
-    bits: int | None = None
-    group_size: int | None = None
-    offsets: bool = False
-    ordered: bool = False
-
-
-DENSE, INT8 = Format(), Format(8)
-grouped = st.builds(
-    Format, st.sampled_from([4, 8]), st.sampled_from(GROUP_SIZES), st.booleans(), st.booleans()
-)
-
-
-def _weight(held_as: Format, outputs: int, inputs: int, seed: int) -> LinearWeight:
-    generator = torch.Generator().manual_seed(seed)
-    if held_as.bits is None:
-        return DenseWeight(torch.randn(outputs, inputs, generator=generator))
-    if held_as.group_size is None:
-        codes = torch.randint(-127, 128, (outputs, inputs), generator=generator)
-        return Int8Weight(codes.to(torch.int8), torch.randn(outputs, generator=generator))
-    codes = torch.randint(0, 2**held_as.bits, (outputs, inputs), generator=generator)
-    shape = (outputs, inputs // held_as.group_size)
-    scales, offsets = (torch.randn(shape, generator=generator).half() for _ in range(2))
-    return GroupedWeight(
-        codes.to(torch.uint8),
-        scales,
-        4 * offsets if held_as.offsets else None,
-        held_as.bits,
-        held_as.group_size,
-        torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))
-        if held_as.ordered
-        else None,
-    )
 
 
 def _rows(rows: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -144,7 +103,7 @@ def test_one_format(
         inputs = (1 + inputs % 5) * held_as.group_size
     x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
     bias = torch.randn(outputs).to(dtype) if biased else None
-    _check(CpuBackend(name), x, [_weight(held_as, outputs, inputs, seed)], bias, dtype)
+    _check(CpuBackend(name), x, [make_weight(held_as, outputs, inputs, seed)], bias, dtype)
 
 
 @given(
@@ -155,7 +114,7 @@ def test_one_format(
 def test_parts_of_any_formats_and_sizes(
     name: str, seed: int, rows: int, biased: bool, parts: list[tuple[Format, int]]
 ) -> None:
-    weights = [_weight(held_as, outputs, 256, seed) for held_as, outputs in parts]
+    weights = [make_weight(held_as, outputs, 256, seed) for held_as, outputs in parts]
     bias = torch.randn(sum(outputs for _, outputs in parts)) if biased else None
     _check(CpuBackend(name), _rows(rows, 256, seed, torch.float32), weights, bias, torch.float32)
 
@@ -164,15 +123,15 @@ def test_parts_of_one_format_become_one_map() -> None:
     ops = CpuBackend(SETS[-1])
     held_as = Format(4, 32, False, True)
     for part in (DENSE, INT8, held_as, Format(4, 128, True)):
-        parts = [_weight(part, outputs, 128, 1) for outputs in (33, 7)]
+        parts = [make_weight(part, outputs, 128, 1) for outputs in (33, 7)]
         assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 1
-    parts = [_weight(held_as, 33, 128, seed) for seed in (1, 2)]
+    parts = [make_weight(held_as, 33, 128, seed) for seed in (1, 2)]
     assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 2
 
 
 @pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 128)], ids=str)
 def test_instruction_sets_agree_in_every_bit(held_as: Format) -> None:
-    x, weight = _rows(33, 256, 3, torch.float32), _weight(held_as, 100, 256, 4)
+    x, weight = _rows(33, 256, 3, torch.float32), make_weight(held_as, 100, 256, 4)
     first, *others = (
         ops.linear(x, ops.prepare_linear([weight], None, torch.float32))
         for ops in map(CpuBackend, SETS)

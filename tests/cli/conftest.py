@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,15 +34,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(autouse=True)
-def _own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_logging(restored_logging: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     """Commands configure the log of their process; tests that run one in this process get theirs back."""
     monkeypatch.setenv(LOG_LEVEL_ENV, "warning")
-    root, ours = logging.getLogger(), logging.getLogger("pagoda")
-    handlers, level, our_level = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    ours.setLevel(our_level)
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,6 @@ def test_latencies_of_one_request() -> None:
 
 def test_tpot_counts_tokens_rather_than_events() -> None:
     assert _outcome(0.0, 1.0, 2.0, tokens=5).tpot_s == pytest.approx(0.25)
-
-
-def test_an_answer_of_one_token_has_no_tpot() -> None:
     assert _outcome(0.0, 1.0).tpot_s is None
 
 
@@ -57,28 +54,23 @@ def test_nothing_measured_is_none_not_zero() -> None:
     assert report.e2e_ms.p99 is None
 
 
-def test_goodput_needs_every_limit() -> None:
-    goal = parse_goal(["ttft:600", "tpot:200"])
-    outcomes = [_outcome(0.0, 0.5, 0.6), _outcome(0.0, 0.5, 0.9), _outcome(0.0, 0.7, 0.8)]
-    assert summarize(outcomes, 1.0, goal).goodput == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("word", ["ttft:1000", "tpot:1000", "e2e:1000"])
-def test_an_answer_without_a_token_is_no_goodput(word: str) -> None:
-    outcome = Outcome(sent_s=0.0, ended_s=0.1)
-    assert summarize([outcome], 1.0, parse_goal([word])).goodput == 0.0
-
-
-def test_an_answer_of_one_token_has_no_tpot_to_miss() -> None:
-    goal = parse_goal(["ttft:600", "tpot:200"])
-    assert summarize([_outcome(0.0, 0.5)], 1.0, goal).goodput == pytest.approx(1.0)
-    assert summarize([_outcome(0.0, 0.7)], 1.0, goal).goodput == 0.0
-
-
-def test_end_to_end_has_two_names() -> None:
-    assert parse_goal(["e2el:3000"]) == parse_goal(["e2e:3000"])
-    outcomes = [_outcome(0.0, 0.5, 2.9), _outcome(0.0, 0.5, 3.1)]
-    assert summarize(outcomes, 1.0, parse_goal(["e2el:3000"])).goodput == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("words", "outcome", "is_good"),
+    [
+        ("ttft:600 tpot:200", _outcome(0.0, 0.5, 0.6), True),
+        ("ttft:600 tpot:200", _outcome(0.0, 0.5, 0.9), False),
+        ("ttft:600 tpot:200", _outcome(0.0, 0.7, 0.8), False),
+        ("ttft:600 tpot:200", _outcome(0.0, 0.5), True),  # one token has no TPOT to miss
+        ("ttft:600 tpot:200", _outcome(0.0, 0.7), False),
+        ("e2el:3000", _outcome(0.0, 0.5, 2.9), True),
+        ("e2e:3000", _outcome(0.0, 0.5, 3.1), False),
+        *((f"{name}:1000", Outcome(0.0, 0.1), False) for name in ("ttft", "tpot", "e2e")),
+        ("e2e:1000", Outcome(0.0, 0.1, error="boom"), False),
+    ],
+)
+def test_goodput_needs_every_limit(words: str, outcome: Outcome, is_good: bool) -> None:
+    report = summarize([outcome], 1.0, parse_goal(words.split()))
+    assert report.goodput == float(is_good)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows of answers in traces (`pagoda.frontend.request_tracing`)."""
+"""Rows of answers in traces (`pagoda.frontend.trace_control`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 from ticking_clock import TickingClock
 
 from pagoda.errors import OverloadedError
-from pagoda.frontend.request_tracing import AnswerRows
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
+from pagoda.frontend.trace_control import AnswerRows
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 

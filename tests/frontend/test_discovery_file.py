@@ -106,20 +106,6 @@ async def test_a_host_that_is_not_listed_any_more_finishes_what_it_has(path: Pat
     await host.close()
 
 
-async def test_a_host_that_was_started_anew_is_used_again(path: Path) -> None:
-    host = Host(ScriptedEndpoint("old"))
-    path.write_text(f"{host.address}\n")
-    async with Router(lambda _: FileDiscovery(path)) as router:
-        await router.until_hosts(1)
-        await host.leave()
-        await router.until_hosts(0)
-        await host.close()
-        again = Host(ScriptedEndpoint("new"), port=host.address.rpartition(":")[2])
-        await router.until_hosts(1)
-        assert await router.ask("r1") == ("new", FinishReason.STOP)
-        await again.close()
-
-
 async def test_a_dismissed_host_comes_back_only_when_it_was_started_anew(path: Path) -> None:
     host = Host(ScriptedEndpoint("old"))
     path.write_text(f"{host.address}\n")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from pagoda.frontend.outliers import (
     EJECTION_S,
@@ -29,11 +31,14 @@ class Group:
     def __init__(self, count: int) -> None:
         self.clock = VirtualClock()
         self.detector = OutlierDetector(self.clock)
-        self.members = range(count)
-        self.health = [ReplicaHealth(member) for member in self.members]
-        for health in self.health:
-            self.detector.add(health, "group")
-        self.since = dict.fromkeys(self.members, 0.0)
+        self.health: dict[int, ReplicaHealth] = {}
+        self.since = dict.fromkeys(range(count), 0.0)
+        for member in range(count):
+            self.join(member)
+
+    def join(self, member: int, group: str = "group") -> None:
+        health = self.health[member] = ReplicaHealth(member)
+        self.detector.add(health, group)
 
     def pass_time(self, seconds: float) -> None:
         self.clock.advance_to(self.clock.now() + seconds)
@@ -41,7 +46,7 @@ class Group:
     def steps(self, count: int, step_s: float, *, without: tuple[int, ...] = ()) -> None:
         for _ in range(count):
             self.pass_time(step_s)
-            for member in self.members:
+            for member in self.health:
                 if member not in without:
                     self.step(member, step_s)
 
@@ -55,8 +60,8 @@ class Group:
         ejected, stuck = self.detector.check(waiting.get)
         return [ejection.replica for ejection in ejected], stuck
 
-    def shares(self) -> list[float]:
-        return [health.share(self.clock.now()) for health in self.health]
+    def shares(self) -> dict[int, float]:
+        return {one: health.share(self.clock.now()) for one, health in self.health.items()}
 
     def fail(self, member: int) -> Ejection | None:
         return self.detector.on_failure(self.health[member])
@@ -70,7 +75,7 @@ def test_members_that_are_alike_all_stay() -> None:
     for step_s in (0.01, 5.0, 0.001):
         group.steps(40, step_s)
         assert group.check() == ([], [])
-    assert group.shares() == [1, 1, 1]
+    assert group.shares() == {0: 1, 1: 1, 2: 1}
 
 
 def test_a_silent_member_gets_nothing_new_and_then_loses_what_it_has() -> None:
@@ -78,7 +83,7 @@ def test_a_silent_member_gets_nothing_new_and_then_loses_what_it_has() -> None:
     group.steps(40, 0.01)
     group.steps(int(SILENCE_S / 0.1) + 1, 0.1, without=(1,))
     assert group.check() == ([1], [])
-    assert group.shares() == [1, 0, 1]
+    assert group.shares() == {0: 1, 1: 0, 2: 1}
     assert group.check() == ([], [])
     group.steps(int(STUCK_S / 0.1), 0.1, without=(1,))
     assert group.check()[1] == [1]
@@ -227,10 +232,10 @@ def test_the_share_of_one_that_is_back_grows() -> None:
 @pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 4)])
 def test_at_most_half_are_ejected(count: int, most: int) -> None:
     group = Group(count)
-    for member in group.members:
+    for member in group.health:
         group.lose(member)
         group.lose(member)
-    assert group.shares().count(0) == most
+    assert list(group.shares().values()).count(0) == most
 
 
 def test_members_of_other_kinds_are_not_compared() -> None:
@@ -247,91 +252,77 @@ def test_members_of_other_kinds_are_not_compared() -> None:
 class Fleet(RuleBasedStateMachine):
     """Whatever members do: at least half of each group are in, and ejected ones come back in time."""
 
+    members = Bundle("members")
+
     def __init__(self) -> None:
         super().__init__()
-        self.clock = VirtualClock()
-        self.detector = OutlierDetector(self.clock)
+        self.fleet = Group(0)
         self.groups: dict[int, str] = {}
-        self.health: dict[int, ReplicaHealth] = {}
-        self.since: dict[int, float] = {}
         self.ejected_until: dict[int, float] = {}
-        self.next_member = 0
+        self.num_joined = 0
 
-    @rule(group=st.sampled_from("ab"))
-    def join(self, group: str) -> None:
-        health = self.health[self.next_member] = ReplicaHealth(self.next_member)
-        self.detector.add(health, group)
-        self.groups[self.next_member] = group
-        self.next_member += 1
+    @rule(target=members, group=st.sampled_from("ab"))
+    def join(self, group: str) -> int:
+        member = self.num_joined
+        self.num_joined += 1
+        self.fleet.join(member, group)
+        self.groups[member] = group
+        return member
 
-    @precondition(lambda self: self.groups)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        member = self.member(data)
-        self.detector.remove(self.health.pop(member))
+    @rule(member=consumes(members))
+    def leave(self, member: int) -> None:
+        self.fleet.detector.remove(self.fleet.health.pop(member))
         del self.groups[member]
-        self.since.pop(member, None)
+        self.fleet.since.pop(member, None)
         self.ejected_until.pop(member, None)
 
-    @precondition(lambda self: self.groups)
-    @rule(data=st.data(), step_s=st.sampled_from([0.0, 0.01, 1.0]), count=st.integers(1, 30))
-    def work(self, data: st.DataObject, step_s: float, count: int) -> None:
-        member = self.member(data)
+    @rule(member=members, step_s=st.sampled_from([0.0, 0.01, 1.0]), count=st.integers(1, 30))
+    def work(self, member: int, step_s: float, count: int) -> None:
         for _ in range(count):
-            self.health[member].progress(f"r{member}", 1, self.clock.now(), step_s)
-        self.since[member] = self.clock.now()
+            self.fleet.step(member, step_s)
 
-    @precondition(lambda self: self.groups)
-    @rule(data=st.data())
-    def stop(self, data: st.DataObject) -> None:
-        member = self.member(data)
-        self.health[member].end(f"r{member}")
-        self.since.pop(member, None)
+    @rule(member=members)
+    def stop(self, member: int) -> None:
+        self.fleet.health[member].end(f"r{member}")
+        self.fleet.since.pop(member, None)
 
-    @precondition(lambda self: self.groups)
-    @rule(data=st.data(), loses=st.booleans())
-    def go_wrong(self, data: st.DataObject, loses: bool) -> None:
-        member = self.member(data)
+    @rule(member=members, go_wrong=st.sampled_from([Group.lose, Group.fail]))
+    def go_wrong(self, member: int, go_wrong: Callable[[Group, int], Ejection | None]) -> None:
         before = self.num_ejected(self.groups[member])
-        health = self.health[member]
-        ejection = self.detector.on_loss(health) if loses else self.detector.on_failure(health)
+        ejection = go_wrong(self.fleet, member)
         if ejection is not None:
-            self.note(ejection.replica, ejection.duration_s)
+            self.note(ejection)
             assert self.num_ejected(self.groups[member]) == before + 1
 
     @rule(num_prompt_tokens=st.sampled_from([0, 10**6]), kv_s=st.sampled_from([0.0, 9.0]))
     def judge(self, num_prompt_tokens: int, kv_s: float) -> None:
-        waiting = {
-            member: Waiting(since, num_prompt_tokens, kv_s) for member, since in self.since.items()
-        }
-        ejected, stuck = self.detector.check(waiting.get)
-        for ejection in ejected:
-            self.note(ejection.replica, ejection.duration_s)
-        assert set(stuck) <= self.since.keys()
+        since = self.fleet.since
+        waiting = {one: Waiting(since[one], num_prompt_tokens, kv_s) for one in since}
+        ejections, stuck = self.fleet.detector.check(waiting.get)
+        for ejection in ejections:
+            self.note(ejection)
+        assert set(stuck) <= since.keys()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
     def wait(self, seconds: float) -> None:
-        self.clock.advance_to(self.clock.now() + seconds)
+        self.fleet.pass_time(seconds)
 
-    def member(self, data: st.DataObject) -> int:
-        return data.draw(st.sampled_from(sorted(self.groups)))
-
-    def note(self, member: int, duration_s: float) -> None:
-        assert self.ejected_until.get(member, 0.0) <= self.clock.now()
-        assert EJECTION_S <= duration_s <= MAX_EJECTION_S
-        size = list(self.groups.values()).count(self.groups[member])
-        assert 2 * self.num_ejected(self.groups[member]) <= size
-        self.ejected_until[member] = self.clock.now() + duration_s
+    def note(self, ejection: Ejection) -> None:
+        member, now = ejection.replica, self.fleet.clock.now()
+        assert self.ejected_until.get(member, 0.0) <= now
+        assert EJECTION_S <= ejection.duration_s <= MAX_EJECTION_S
+        group = self.groups[member]
+        assert 2 * self.num_ejected(group) <= list(self.groups.values()).count(group)
+        self.ejected_until[member] = now + ejection.duration_s
 
     def num_ejected(self, group: str) -> int:
-        mine = [member for member in self.groups if self.groups[member] == group]
-        return sum(self.health[member].share(self.clock.now()) == 0 for member in mine)
+        shares = self.fleet.shares()
+        return sum(shares[member] == 0 for member in self.groups if self.groups[member] == group)
 
     @invariant()
     def ejected_members_are_back_in_time(self) -> None:
-        for member in self.groups:
-            share = self.health[member].share(self.clock.now())
-            is_ejected = self.clock.now() < self.ejected_until.get(member, 0.0)
+        for member, share in self.fleet.shares().items():
+            is_ejected = self.fleet.clock.now() < self.ejected_until.get(member, 0.0)
             assert (share == 0) == is_ejected
             assert 0 <= share <= 1
 

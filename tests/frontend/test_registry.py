@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import zmq.asyncio
-from linked_hosts import KEYS, Host, Router, ScriptedHost, until, until_refused
+from linked_hosts import KEYS, Closing, Host, Router, ScriptedHost, until, until_refused
 from operations import assert_linear
 from scripted_endpoint import ScriptedEndpoint
 
@@ -21,14 +21,6 @@ from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.hosts import HostRecord, JoinAnswer
-
-
-async def test_a_host_answers_for_the_router() -> None:
-    async with Router() as router, ScriptedHost(router, "hello"):
-        await router.registry.first_host()
-        assert router.dispatcher.limits.summary == "scripted"
-        assert await router.ask("r1") == ("hello", FinishReason.STOP)
-        assert (await router.dispatcher.health()).ready
 
 
 async def test_a_request_goes_on_elsewhere_when_its_host_hangs_up() -> None:
@@ -162,19 +154,6 @@ async def test_when_all_hosts_are_full_a_request_is_refused_with_the_shortest_de
         assert caught.value.retry_after_s == 7
 
 
-async def test_a_router_holds_no_more_requests_than_its_hosts_have_room_for() -> None:
-    async with Router() as router, ScriptedHost(router) as host:
-        await router.until_hosts(1)
-        host.endpoint.pause_after = 0
-        asking = [asyncio.create_task(router.ask(f"r{index}")) for index in range(16)]
-        await until(lambda: len(host.endpoint.requests) == 16)
-        with pytest.raises(OverloadedError, match="waiting queue is full"):
-            await router.ask("one more")
-        assert len(host.endpoint.requests) == 16  # it was not even asked
-        host.endpoint.go_on.set()
-        assert await asyncio.gather(*asking) == [("ok", FinishReason.STOP)] * 16
-
-
 async def test_an_address_that_is_taken_is_refused() -> None:
     async with Router() as router:
         with pytest.raises(ConfigError, match=r"--join-listen .* cannot be listened on"):
@@ -275,75 +254,69 @@ async def test_a_host_for_which_there_is_no_socket_is_tried_again(
         await router.until_hosts(1)
 
 
-@asynccontextmanager
-async def answering_joins() -> AsyncIterator[zmq.asyncio.Socket]:
-    """Where hosts join, and a test answers."""
-    context = zmq.asyncio.Context()
-    start_authenticator(context, KEYS)
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    encrypt_server(socket, KEYS)
-    try:
-        yield socket
-    finally:
-        socket.close()
-        context.term()
+class FakeRouter(Closing):
+    """Where a host joins, and a test answers."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ttl_s: float = 0.2) -> None:
+        monkeypatch.setattr("pagoda.frontend.discovery.joins.TTL_S", ttl_s)
+        self.context = zmq.asyncio.Context()
+        start_authenticator(self.context, KEYS)
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        encrypt_server(self.socket, KEYS)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"127.0.0.1:{port}"
+        record = HostRecord(host_id="h", address="tcp://127.0.0.1:9")
+        self.membership = Membership(self.context, self.address, KEYS, record)
 
-def membership(socket: zmq.asyncio.Socket, port: int) -> Membership:
-    record = HostRecord(host_id="h", address="tcp://127.0.0.1:9")
-    return Membership(socket.context, f"127.0.0.1:{port}", KEYS, record)
+    async def answer(self, *answers: JoinAnswer) -> None:
+        """Sends all of them, and then that the host is welcome."""
+        sender, _ = await self.socket.recv_multipart()
+        for answer in (*answers, JoinAnswer(ttl_s=0.2)):
+            await self.socket.send_multipart([sender, msgspec.msgpack.encode(answer)])
+
+    async def close(self) -> None:
+        await self.membership.close()
+        self.socket.close()
+        self.context.term()
 
 
 async def test_an_answer_that_is_no_message_does_not_end_a_membership(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.discovery.joins.TTL_S", 0.2)
     caplog.set_level(logging.INFO)
-    async with answering_joins() as socket:
-        member = membership(socket, socket.bind_to_random_port("tcp://127.0.0.1"))
-        sender, _ = await socket.recv_multipart()
-        await socket.send_multipart([sender, b"nonsense"])
+    async with FakeRouter(monkeypatch) as router:
+        sender, _ = await router.socket.recv_multipart()
+        await router.socket.send_multipart([sender, b"nonsense"])
         await until(lambda: "answers with what is not a message" in caplog.text)
-        await socket.send_multipart([sender, msgspec.msgpack.encode(JoinAnswer(ttl_s=0.2))])
+        await router.answer()
         await until(lambda: "joined the router" in caplog.text)
-        await member.close()
 
 
 async def test_of_many_answers_that_were_late_the_last_one_counts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.discovery.joins.TTL_S", 0.2)
     caplog.set_level(logging.INFO)
-    async with answering_joins() as socket:
-        member = membership(socket, socket.bind_to_random_port("tcp://127.0.0.1"))
-        sender, _ = await socket.recv_multipart()
-        for number in range(100):
-            answer = JoinAnswer(ttl_s=0.2, refusal=f"It was refused {number}.")
-            await socket.send_multipart([sender, msgspec.msgpack.encode(answer)])
-        await socket.send_multipart([sender, msgspec.msgpack.encode(JoinAnswer(ttl_s=0.2))])
+    refusals = [JoinAnswer(ttl_s=0.2, refusal=f"It was refused {number}.") for number in range(100)]
+    async with FakeRouter(monkeypatch) as router:
+        await router.answer(*refusals)
         await until(lambda: "joined the router" in caplog.text)
         assert caplog.text.count("It was refused") < 10
-        await member.close()
 
 
 async def test_joins_do_not_heap_up_while_the_router_is_away(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.discovery.joins.TTL_S", 1.2)
-    async with answering_joins() as socket:
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        socket.unbind(f"tcp://127.0.0.1:{port}")
-        member = membership(socket, port)
+    async with FakeRouter(monkeypatch, ttl_s=1.2) as router:
+        router.socket.unbind(f"tcp://{router.address}")
         await until(lambda: "does not answer" in caplog.text)
-        socket.bind(f"tcp://127.0.0.1:{port}")
-        await socket.recv_multipart()
+        router.socket.bind(f"tcp://{router.address}")
+        await router.socket.recv_multipart()
         num_more = 0
-        while await socket.poll(100):
-            await socket.recv_multipart()
+        while await router.socket.poll(100):
+            await router.socket.recv_multipart()
             num_more += 1
         assert num_more <= 1
-        await member.close()
 
 
 async def test_joins_cost_the_same_however_many_hosts_there_are() -> None:

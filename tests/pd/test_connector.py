@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
+from operations import assert_linear
 from pair import READY
 
 from pagoda.ipc.clock import VirtualClock
@@ -449,23 +452,20 @@ def test_workers_are_told_of_peers_and_again_when_they_are_started_anew() -> Non
     assert rig.remote.drain_peer_changes() == ([], ["e-2"])
 
 
-def test_an_abort_ends_the_load_and_the_lease() -> None:
+@pytest.mark.parametrize("end", [lambda it: it.on_dequeued("r"), RemoteKV.close])
+def test_an_abort_and_the_end_of_the_engine_end_the_load_and_the_lease(
+    end: Callable[[RemoteKV], None],
+) -> None:
     rig = open_rig(blocks(0, [1, 2]))
     [transfer] = rig.load()
-    rig.remote.on_dequeued("r")
+    end(rig.remote)
     assert rig.drain_sent() == [KVRelease([T])]
     assert rig.settled() is not None
     rig.end(transfer)
     rig.pool.release(rig.blocks)
     assert rig.pool.num_available == 64
     report = rig.remote.load_report()
-    assert (report.num_loaded, report.num_failed) == (0, 0), "an abort is no failure"
-
-
-def test_an_engine_that_ends_lets_go_of_all() -> None:
-    rig = open_rig()
-    rig.remote.close()
-    assert rig.drain_sent() == [KVRelease([T])]
+    assert (report.num_loaded, report.num_failed) == (0, 0), "neither is a failure"
 
 
 @pytest.mark.parametrize(
@@ -528,3 +528,27 @@ def test_what_goes_wrong_is_said_again_after_a_while(
     rig.hear(PeerLost("it hung up"))
     assert len(caplog.records) == 302
     assert len(rig.remote.complaints) == 1
+
+
+def fetches(count: int) -> Callable[[], None]:
+    """A burst of requests for KV of many engines, of which none answers."""
+    remote = Rig().remote
+    requests = [
+        prefix(str(number), token=str(number), address=f"tcp://p{number % (count // 16)}:1")
+        for number in range(count)
+    ]
+
+    def live() -> None:
+        for request in requests:
+            remote.on_queued(request, 0)
+            remote.step()
+            remote.next_event_at()
+        for request in requests:
+            remote.on_dequeued(request.request_id)
+        remote.drain_events()
+
+    return live
+
+
+def test_operations_of_a_burst_of_requests() -> None:
+    assert_linear(fetches, (512, 1024, 4096))

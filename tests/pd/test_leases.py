@@ -1,12 +1,14 @@
-"""Leases end once, however they end, in any order and any number of times."""
+"""Leases end once, however they end, in any order and any number of times, and none looks at the others."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from operations import assert_linear
 from pair import LEASE_S, READY, make_exporter
 
 from pagoda.kv.block_pool import Block
@@ -124,3 +126,35 @@ class Leases(RuleBasedStateMachine):
 
 Leases.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 test_leases = Leases.TestCase
+
+
+def exports(count: int) -> Callable[[], None]:
+    """A burst of prompts: half are fetched and released, half make room one after the other or expire."""
+    exporter, listener, pool, clock = make_exporter(count)
+    exporter.workers_ready(READY)
+    blocks = pool.allocate(count)
+
+    def live() -> None:
+        sources = [exporter.open(str(number), 1) for number in range(count)]
+        for source, block in zip(sources, blocks, strict=True):
+            exporter.hold(source.transfer_id, [block], [b"key"])
+        for source in sources[: count // 2]:
+            listener.inbox.put((b"asker", KVSubscribe(source.transfer_id, 0, 1)), 0.0)
+        exporter.step()
+        for source in sources:
+            exporter.finish(source.transfer_id, b"key", 1)
+        for _ in range(count // 4):
+            assert exporter.make_room()
+            assert exporter.num_wanted == count // 2
+        for source in sources[: count // 2]:
+            listener.inbox.put((b"asker", KVRelease([source.transfer_id])), 0.0)
+            exporter.step()
+        clock.advance_to(clock.now() + LEASE_S + 1)
+        exporter.step()
+        assert not exporter.leases
+
+    return live
+
+
+def test_operations_of_a_burst_of_prompts() -> None:
+    assert_linear(exports, (512, 1024, 4096))

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -38,6 +39,10 @@ class Door(House):
     @property
     def tcp(self) -> TcpDescriptor:
         return msgspec.msgpack.decode(self.exported.descriptor, type=TcpDescriptor)
+
+    def at(self, port: int) -> bytes:
+        """Returns a descriptor of the same memory at another port."""
+        return msgspec.msgpack.encode(msgspec.structs.replace(self.tcp, port=port))
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -277,81 +282,61 @@ def test_a_host_that_encrypts_takes_no_reader_that_does_not(tcp_house: Door) -> 
     tcp_house.check()
 
 
-class Eavesdropper:
-    """Passes on whatever goes between a reader and the door, and keeps it."""
+@contextlib.contextmanager
+def eavesdropper(port: int) -> Iterator[tuple[int, bytearray]]:
+    """Gives a port that passes on one connection to `port`, and all that goes over it."""
+    heard = bytearray()
 
-    def __init__(self, port: int) -> None:
-        self.heard = bytearray()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._to = port
-        self._threads = [threading.Thread(target=self._serve)]
-        self._threads[0].start()
-
-    def _serve(self) -> None:
-        reader, _ = self._listener.accept()
-        exporter = socket.create_connection(("127.0.0.1", self._to))
-        ways = [
-            threading.Thread(target=self._pass_on, args=w)
-            for w in ((reader, exporter), (exporter, reader))
-        ]
-        for way in ways:
-            way.start()
-        for way in ways:
-            way.join()
-        reader.close()
-        exporter.close()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
         while data := source.recv(2**16):
-            self.heard += data
+            heard.extend(data)
             target.sendall(data)
         with contextlib.suppress(OSError):  # the other side has hung up as well
             target.shutdown(socket.SHUT_WR)
 
-    def close(self) -> None:
-        self._listener.close()
-        self._threads[0].join(20)
+    def serve() -> None:
+        with (
+            listener.accept()[0] as reader,
+            socket.create_connection(("127.0.0.1", port)) as exporter,
+            ThreadPoolExecutor() as ways,
+        ):
+            ways.submit(pass_on, reader, exporter)
+            ways.submit(pass_on, exporter, reader)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        serving = pool.submit(serve)
+        yield listener.getsockname()[1], heard
+        serving.result(20)
 
 
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_encrypted_bytes_cannot_be_read_on_the_way(tcp_house: Door, encrypts: bool) -> None:
-    remote = tcp_house.tcp
-    ear = Eavesdropper(remote.port)
-    through = msgspec.msgpack.encode(msgspec.structs.replace(remote, port=ear.port))
-    link = make("tcp", tcp_house.ours, encrypts=encrypts).connect(through, soon())
-    read(link, Span(0, 0, 10_000, tcp_house.ours.address(0)))
-    link.close()
-    ear.close()
+    with eavesdropper(tcp_house.tcp.port) as (port, heard):
+        link = make("tcp", tcp_house.ours, encrypts=encrypts).connect(tcp_house.at(port), soon())
+        read(link, Span(0, 0, 10_000, tcp_house.ours.address(0)))
+        link.close()
     wanted = tcp_house.theirs.bytes_of(0, 0, 10_000)
     assert tcp_house.ours.bytes_of(0, 0, 10_000) == wanted
-    assert (wanted in bytes(ear.heard)) == (not encrypts)
+    assert (wanted in bytes(heard)) == (not encrypts)
 
 
 def test_who_stands_in_the_middle_cannot_pass_proofs_on(tcp_house: Door) -> None:
     """Two channels, one to each side, have two names; a proof for one is none for the other."""
-    remote = tcp_house.tcp
-    listener = socket.create_server(("127.0.0.1", 0))
-    outcome: list[bytes] = []
+    server, client = (
+        tcp.tls_context(side) for side in (tcp.ssl.PROTOCOL_TLS_SERVER, tcp.ssl.PROTOCOL_TLS_CLIENT)
+    )
 
-    def stand_between() -> None:
-        reader, _ = listener.accept()
-        inside = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_SERVER).wrap_socket(reader, server_side=True)
-        outside = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(
-            socket.create_connection(("127.0.0.1", remote.port))
-        )
-        inside.sendall(outside.recv(32))
-        outside.sendall(inside.recv(65))
-        outcome.append(outside.recv(32))
-        outside.close()
-        inside.close()
+    def stand_between() -> bytes:
+        with (
+            server.wrap_socket(listener.accept()[0], server_side=True) as inside,
+            client.wrap_socket(tcp_house.knock()) as outside,
+        ):
+            inside.sendall(outside.recv(32))
+            outside.sendall(inside.recv(65))
+            return outside.recv(32)
 
-    thread = threading.Thread(target=stand_between)
-    thread.start()
-    port = listener.getsockname()[1]
-    through = msgspec.msgpack.encode(msgspec.structs.replace(remote, port=port))
-    with pytest.raises(TransportError):
-        tcp_house.transport.connect(through, soon())
-    thread.join(20)
-    listener.close()
-    assert outcome == [b""], "the exporter proved nothing"
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        standing = pool.submit(stand_between)
+        with pytest.raises(TransportError):
+            tcp_house.transport.connect(tcp_house.at(listener.getsockname()[1]), soon())
+        assert standing.result(20) == b"", "the exporter proved nothing"

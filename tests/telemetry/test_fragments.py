@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fragment_files import read_fragment, read_fragments
+from fragment_files import read_fragments
 
 from pagoda.telemetry import fragments
 from pagoda.telemetry.fragments import FragmentWriter, ProcessHeader, clear_fragments, run_prefix
@@ -120,11 +120,3 @@ def test_a_process_that_is_killed_loses_the_buffer_at_most(tmp_path: Path) -> No
     steps = [event["args"]["step"] for event in fragment.named("step")]
     assert steps == list(range(len(steps)))
     assert steps
-
-
-def test_a_last_line_that_is_cut_is_known(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    assert not read_fragment(path).is_cut
-    with path.open("ab") as file:
-        file.write(b'{"ph": "X", "na')
-    assert read_fragment(path).is_cut

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -14,15 +13,7 @@ import pytest
 from pagoda.errors import ConfigError
 from pagoda.telemetry.logging import LOG_FORMAT_ENV, LOG_LEVEL_ENV, configure_logging
 
-
-@pytest.fixture(autouse=True)
-def _restored_logging() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("pagoda")
-    before = (root.handlers[:], root.level, ours.level)
-    yield
-    root.handlers[:], level, our_level = before
-    root.setLevel(level)
-    ours.setLevel(our_level)
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 def logging_to(level: str | None = "info", **options: Any) -> io.StringIO:
@@ -61,10 +52,14 @@ def test_levels_hold_for_pagoda_and_libraries_are_quiet() -> None:
     assert [line.rsplit(" ", 1)[-1] for line in stream.getvalue().splitlines()] == ["ours"]
 
 
-def test_the_environment_gives_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_gives_level_and_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_LEVEL_ENV, "error")
-    configure_logging(stream=io.StringIO())
-    assert logging.getLogger("pagoda").level == logging.ERROR
+    monkeypatch.setenv(LOG_FORMAT_ENV, "json")
+    stream = logging_to(level=None)
+    logging.getLogger("pagoda").warning("too quiet")
+    logging.getLogger("pagoda").error("x")
+    [line] = json_lines(stream)
+    assert line["message"] == "x"
 
 
 def test_lines_for_machines_are_objects() -> None:
@@ -105,13 +100,6 @@ def test_an_exception_is_part_of_its_line() -> None:
     assert line["message"] == "failed"
     assert line["exception"].startswith("Traceback")
     assert "ValueError" in line["exception"]
-
-
-def test_the_environment_gives_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LOG_FORMAT_ENV, "json")
-    stream = logging_to()
-    logging.getLogger("pagoda").info("x")
-    assert json_lines(stream)[0]["message"] == "x"
 
 
 @pytest.mark.parametrize(

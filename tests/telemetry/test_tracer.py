@@ -100,25 +100,10 @@ def test_a_row_that_is_open_has_its_name_in_each_fragment(
     tracer.start(session(tmp_path / "3"))
     tracer.stop()
     trace_writers.join()
-    names = [set(only(tmp_path / name).rows.values()) for name in "123"]
+    fragments = [only(tmp_path / name) for name in "123"]
+    assert not any(fragment.is_cut for fragment in fragments)
+    names = [set(fragment.rows.values()) for fragment in fragments]
     assert names == [{"main", "request r"}, {"main", "request r"}, {"main"}]
-
-
-def test_two_starts_in_a_row_make_two_whole_fragments(
-    tmp_path: Path, trace_writers: TraceWriters
-) -> None:
-    tracer = Tracer("frontend", clock_ns=TickingClock())
-    for name in ("first", "second"):
-        tracer.start(session(tmp_path))
-        tracer.span(name, tracer.e2e())
-    tracer.stop()
-    trace_writers.join()
-    found = read_fragments(tmp_path)
-    assert [[e["name"] for e in it.events if e["ph"] == "X"] for it in found] == [
-        ["first"],
-        ["second"],
-    ]
-    assert not any(it.is_cut for it in found)
 
 
 def test_many_threads_lose_nothing(tmp_path: Path) -> None:

@@ -40,11 +40,6 @@ def test_training_data_are_deterministic() -> None:
     assert training_chats(5, 50) != training_chats(6, 50)
 
 
-@pytest.mark.parametrize("skill", heldout.SKILLS)
-def test_held_out_questions_are_deterministic(skill: str) -> None:
-    assert heldout.questions(skill, 3) == heldout.questions(skill, 3)
-
-
 def test_training_never_asks_a_held_out_question() -> None:
     canons = [canon for chat in training_chats(1, 4000) for canon in chat.canons]
     assert len(canons) > 4000
@@ -145,14 +140,11 @@ def test_digits_and_unlisted_words_are_single_bytes() -> None:
     ]
 
 
-@given(st.text(max_size=200))
+PIECES = st.sampled_from([*tokenizer.PIECES, "x", " ", "7", "é", "🙂", "\n"])
+
+
+@given(st.text(max_size=200) | st.lists(PIECES, max_size=30).map("".join))
 def test_any_text_round_trips(text: str) -> None:
-    assert TOKENIZER.decode(ids(text), skip_special_tokens=False) == text
-
-
-@given(st.lists(st.sampled_from([*tokenizer.PIECES, "x", " ", "7", "é", "🙂", "\n"]), max_size=30))
-def test_texts_of_pieces_round_trip(parts: list[str]) -> None:
-    text = "".join(parts)
     assert TOKENIZER.decode(ids(text), skip_special_tokens=False) == text
 
 
