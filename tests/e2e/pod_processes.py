@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from streams import HELD_OUT
+from streams import bodies
 
 from pagoda.cli.server_process import ServerProcess, server_process
 
@@ -106,25 +105,9 @@ async def until_free(urls: Sequence[str], limit_s: float = 60.0) -> None:
                 await asyncio.sleep(0.05)
 
 
-def long_questions(count: int) -> list[dict[str, Any]]:
-    """Questions of some hundred tokens."""
-    questions = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
-    return [question for question in questions if question["skill"] == "recall_40"][:count]
-
-
-def bodies(count: int, max_tokens: int = 40, **fields: Any) -> list[dict[str, Any]]:
-    """Requests, half of them greedy, half sampled, each with a seed of its own."""
-    return [
-        {
-            "messages": question["messages"],
-            "temperature": [0, 1.0][index % 2],
-            "seed": index,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            **fields,
-        }
-        for index, question in enumerate(long_questions(count))
-    ]
+def long_bodies(count: int, max_tokens: int, **fields: Any) -> list[dict[str, Any]]:
+    """Streams of answers to questions of some hundred tokens."""
+    return [{**body, **fields} for body in bodies(count, max_tokens, skill="recall_40")]
 
 
 async def fetched(url: str) -> int:

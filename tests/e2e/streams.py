@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -18,9 +19,15 @@ Disturb = Callable[[Callable[[], int]], Awaitable[None]]
 """Harms the server; the argument returns the number of events that have arrived so far."""
 
 
-def bodies(count: int, max_tokens: int, temperature: float = 1.0) -> list[dict[str, object]]:
-    """Requests, each with a seed of its own: half of them greedy, half sampled at `temperature`."""
+def bodies(
+    count: int, max_tokens: int, temperature: float = 1.0, skill: str | None = None
+) -> list[dict[str, Any]]:
+    """Requests, each with a seed of its own: half of them greedy, half sampled at `temperature`.
+
+    `skill` names the kind of question; by default they are of all kinds.
+    """
     questions = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    questions = [question for question in questions if skill in (None, question["skill"])]
     step = len(questions) // count
     return [
         {

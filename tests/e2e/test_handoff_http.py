@@ -16,10 +16,9 @@ import pytest
 from pod_processes import (
     LEASE_S,
     PodProcesses,
-    bodies,
     fetched,
     load_of,
-    long_questions,
+    long_bodies,
     until_free,
     until_hosts,
 )
@@ -104,7 +103,8 @@ def plain(answer: Any) -> Any:
     return kept
 
 
-PROMPT = " ".join(message["content"] for message in long_questions(1)[0]["messages"])
+CHAT = long_bodies(1, 40, stream=False)[0]
+PROMPT = " ".join(message["content"] for message in CHAT["messages"])
 COMPLETION = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "return_token_ids": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("/v1/completions", {**COMPLETION, "temperature": 0}),
@@ -124,14 +124,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stream": ("/v1/completions", {**COMPLETION, "stream": True, "temperature": 1.0}),
     "length of null": ("/v1/completions", {**COMPLETION, "max_tokens": None, "temperature": 1.0}),
     "three answers": ("/v1/completions", {**COMPLETION, "n": 3, "best_of": 3, "temperature": 1.0}),
-    "chat": ("/v1/chat/completions", {**bodies(1)[0], "logprobs": True, "top_logprobs": 2}),
+    "chat": ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}),
     "chat to the end": (
         "/v1/chat/completions",
-        {**bodies(1)[0], "max_tokens": None, "ignore_eos": False},
+        {**CHAT, "max_tokens": None, "ignore_eos": False},
     ),
     "chat stream": (
         "/v1/chat/completions",
-        {**bodies(2)[1], "stream": True, "stream_options": {"include_usage": True}},
+        {**CHAT, "temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}},
     ),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from network_hosts import missing_for_namespaces, two_hosts
-from pod_processes import Crowd, PodProcesses, bodies, fetched, until_free, until_hosts
+from pod_processes import Crowd, PodProcesses, fetched, long_bodies, until_free, until_hosts
 from streams import Disturb, stream_all, until_more
 
 CUT_S = 5
@@ -27,7 +27,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
 )
 def test_a_host_is_killed(crowd: Crowd, role: str, num_events: int) -> None:
     """Some prompts have their KV before them, on its way or behind them whenever a host is killed."""
-    asked = [{**body, "stream": True} for body in bodies(24, 60)]
+    asked = long_bodies(24, 60)
     crowd.fill()
 
     async def ask() -> None:
@@ -52,7 +52,7 @@ def test_a_router_is_killed_and_started_again(crowd: Crowd) -> None:
 
     async def ask(salt: str, kill: Disturb | None = None) -> list[tuple[str, str]]:
         await crowd.until_all_joined()
-        asked = [{**body, "stream": True, "cache_salt": salt} for body in bodies(8, 200)]
+        asked = long_bodies(8, 200, cache_salt=salt)
         return await stream_all(crowd.router.base_url, asked, kill)
 
     async def kill(received: Callable[[], int]) -> None:
@@ -70,7 +70,7 @@ def test_a_router_is_killed_and_started_again(crowd: Crowd) -> None:
 
 @pytest.mark.skipif(missing_for_namespaces() is not None, reason=str(missing_for_namespaces()))
 def test_the_line_between_prefill_and_decode_is_cut_for_five_seconds(tmp_path: Path) -> None:
-    asked = [{**body, "stream": True} for body in bodies(12, 60)]
+    asked = long_bodies(12, 60)
     with (
         two_hosts(delay_s=0.002, loss=0.0) as (here, there, cable),
         ExitStack() as stack,

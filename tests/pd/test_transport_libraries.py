@@ -94,66 +94,41 @@ def test_closing_shortens_patience_and_never_lengthens_it() -> None:
 
 
 class Agent:
-    """An agent of NIXL with a read that does not end by itself."""
+    """An agent of NIXL with a read that ends when the test says so."""
 
     def __init__(self) -> None:
-        self.begun = threading.Event()
+        self.begun, self.is_over = threading.Event(), threading.Event()
 
     def transfer(self, _handle: object) -> str:
         self.begun.set()
         return "PROC"
 
     def check_xfer_state(self, _handle: object) -> str:
-        return "PROC"
+        return "DONE" if self.is_over.is_set() else "PROC"
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_args: SimpleNamespace(release=lambda: None)
 
 
-def nixl_link() -> tuple[NixlLink, Agent, list[Any]]:
-    """A link, its agent, and the list of abandoned agents."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_closing_a_link_of_nixl(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits for nobody; a read that does not end by itself is given up, and its agent kept."""
+    monkeypatch.setattr(nixl, "_FAREWELL_S", FAR if ends else 0.01)
     agent, abandoned = Agent(), list[Any]()
-    library = SimpleNamespace(
-        nixl_agent_config=lambda **_fields: None, nixl_agent=lambda _name, _config: agent
-    )
+    library = SimpleNamespace(nixl_agent_config=lambda **_: None, nixl_agent=lambda *_: agent)
     descriptor = msgspec.msgpack.encode(NixlDescriptor(b"", [REGION]))
     link = NixlLink(library, [], descriptor, time.monotonic() + FAR, abandoned)
-    return link, agent, abandoned
-
-
-def test_closing_a_link_of_nixl_ends_a_read_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "_FAREWELL_S", 0.01)
-    link, agent, abandoned = nixl_link()
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(link.read, [Span(0, 0, 8, 0)], time.monotonic() + FAR)
         assert agent.begun.wait(20)
         link.close()
-        with pytest.raises(TransportError):
+        if ends:
+            assert link.agent is not None, "it is read by still"
+            agent.is_over.set()
+        with pytest.raises(TransportError, match="closed" if ends else "too long"):
             reading.result(20)
     assert link.agent is None
-    assert abandoned == [agent]
-
-
-def test_closing_a_link_of_nixl_waits_for_nobody() -> None:
-    link, agent, abandoned = nixl_link()
-    is_over = threading.Event()
-
-    def check(_handle: object) -> str:
-        assert is_over.wait(20)
-        return "DONE"
-
-    agent.check_xfer_state = check  # type: ignore[method-assign]
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(link.read, [Span(0, 0, 8, 0)], time.monotonic() + FAR)
-        assert agent.begun.wait(20)
-        link.close()
-        assert not reading.done()
-        assert link.agent is not None, "it is read by still"
-        is_over.set()
-        with pytest.raises(TransportError, match="closed"):
-            reading.result(20)
-    assert link.agent is None
-    assert not abandoned
+    assert abandoned == ([] if ends else [agent])
 
 
 class Engine:
