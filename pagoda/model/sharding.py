@@ -212,10 +212,7 @@ def check_quantized_parts(
     config: ModelConfig, quantization: Quantization | None, parallel: ParallelConfig
 ) -> None:
     """Checks that no rank gets a part of a quantized map that cannot be held.
-
-    Raises:
-        ConfigError: one does, or a map cannot be quantized so at all.
-    """
+    Raises ConfigError: one does, or a map cannot be quantized so at all."""
     # Layers that are cut and quantized alike need but one look, as there may be thousands.
     linears: dict[tuple[Role, int, GroupedFormat], LinearSpec] = {}
     for linear in whole(config).linears():
@@ -259,10 +256,7 @@ def _format_of(linear: LinearSpec, quantization: Quantization | None) -> WeightF
 
 def format_of_part(linear: LinearSpec, held_as: WeightFormat, part: range) -> WeightFormat:
     """Format of a part of a layer's inputs, the whole being `held_as`; see `part_format`.
-
-    Raises:
-        ConfigError: the part cannot be held.
-    """
+    Raises ConfigError: the part cannot be held."""
     held = part_format(held_as, linear.inputs, part)
     if held is None:
         raise ConfigError(
@@ -313,10 +307,7 @@ def take_part(
     """The part of a weight that a rank holds, in memory of its own; `dtype` is that of activations.
 
     A dense part may lie in the memory of the whole.
-
-    Raises:
-        ConfigError: the inputs are cut inside a group that shares a scale, and that cannot be cut.
-    """
+    Raises ConfigError: the inputs are cut inside a group that shares a scale, and that cannot be cut."""
     if (len(part.outputs), len(part.inputs)) == weight_shape(weight):
         return weight
     outputs, inputs = _slice(part.outputs), _slice(part.inputs)
