@@ -32,9 +32,10 @@ def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -
     holds, fetches = params.do_remote_decode, params.do_remote_prefill
     if not (holds or fetches):
         return Handoff()
+    name, wanted = ("do_remote_decode", "prefill") if holds else ("do_remote_prefill", "decode")
     if is_router:
         _refuse(
-            "do_remote_decode" if holds else "do_remote_prefill",
+            name,
             "must be false: a router (pagoda route) arranges handoffs itself; "
             "send it the request without kv_transfer_params",
         )
@@ -42,13 +43,10 @@ def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -
         _refuse("do_remote_prefill", "must be false where do_remote_decode is true")
     if (body.n or 1) != 1:
         refuse("n", "must be 1 with kv_transfer_params")
-    if holds:
-        if not role.holds_kv:
-            _refuse("do_remote_decode", _not_for("prefill", role))
-        return Handoff(holds_kv=True)
-    if not role.fetches_kv:
-        _refuse("do_remote_prefill", _not_for("decode", role))
-    return Handoff(kv_source=_source(params))
+    if not (role.holds_kv if holds else role.fetches_kv):
+        rule = f"must be false: this server runs with --role {role}, not {wanted} or both"
+        _refuse(name, rule)
+    return Handoff(holds_kv=True) if holds else Handoff(kv_source=_source(params))
 
 
 def transfer_fields(delta: TextDelta) -> dict[str, Any]:
@@ -84,7 +82,3 @@ def _source(params: KVTransferParams) -> KVSource:
 
 def _refuse(name: str, rule: str) -> NoReturn:
     refuse(f"kv_transfer_params.{name}", rule)
-
-
-def _not_for(wanted: str, role: Role) -> str:
-    return f"must be false: this server runs with --role {role}, not {wanted} or both"

@@ -150,10 +150,7 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
 
         The weight has the rows from `first_id` on of a table of `vocab_size`; None means that it ends the table.
         Rows that it does not have are zeros, so that those of all ranks add up to the table's.
-
-        Raises:
-            IndexError: a token id is not from 0 to `vocab_size - 1`.
-        """
+        Raises IndexError: a token id is not from 0 to `vocab_size - 1`."""
         ...
 
     def all_reduce(self, x: ValueT) -> ValueT:

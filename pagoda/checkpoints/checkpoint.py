@@ -26,10 +26,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 def read_index(path: Path) -> dict[str, Path]:
     """Returns the file of each tensor, by the index.
-
-    Raises:
-        ConfigError: it is damaged, or names a file that is missing.
-    """
+    Raises ConfigError: it is damaged, or names a file that is missing."""
     try:
         index = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -50,10 +50,7 @@ _NEUTRAL: Mapping[str, object] = {
 
 def read_model_config(directory: Path) -> ModelConfig:
     """The config.json in a model directory.
-
-    Raises:
-        ConfigError: the file is missing, corrupt or describes a model that Pagoda does not run.
-    """
+    Raises ConfigError: the file is missing, corrupt or describes a model that Pagoda does not run."""
     path = directory / "config.json"
     try:
         text = path.read_bytes()

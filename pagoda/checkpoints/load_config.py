@@ -14,10 +14,7 @@ from pagoda.errors import ConfigError
 
 def load_model_config(model: str, load_format: str) -> ModelConfig:
     """The config of a model directory or a GGUF file, or of a preset where weights are `dummy`.
-
-    Raises:
-        ConfigError: there is no such model, or Pagoda does not run it.
-    """
+    Raises ConfigError: there is no such model, or Pagoda does not run it."""
     if load_format == "dummy" and model in PRESETS:
         return parse_model_config(PRESETS[model], source=f"preset {model}")
     path = Path(model)

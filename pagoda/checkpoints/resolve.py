@@ -39,10 +39,7 @@ def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
     With `load_format` `auto`, `name` is a Hugging Face model directory, a GGUF file, the id of a model on the hub,
     or None or `pagoda-tiny` for the embedded model. With `dummy` it is a shape preset or a directory with a
     config.json.
-
-    Raises:
-        ConfigError: there is no such model, or its directory is not a model directory.
-    """
+    Raises ConfigError: there is no such model, or its directory is not a model directory."""
     if load_format not in LOAD_FORMATS:
         formats = ", ".join(LOAD_FORMATS)
         raise ConfigError(f"--load-format must be one of {formats}, got {load_format!r}.")

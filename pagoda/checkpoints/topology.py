@@ -15,10 +15,7 @@ def check_topology(model: str, load_format: str, parallel: ParallelConfig) -> No
 
     `model` and `load_format` are those of a `WorkerConfig`. What is wrong with the model itself is left to the
     worker to say.
-
-    Raises:
-        ConfigError: the ranks cannot; the error names the nearest sizes that can.
-    """
+    Raises ConfigError: the ranks cannot; the error names the nearest sizes that can."""
     if parallel.replica_size == 1:
         return
     try:

@@ -49,10 +49,7 @@ class Quantization(Protocol):
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         """Format of a whole linear layer; for a rank's part of it see `part_format`.
-
-        Raises:
-            ConfigError: a layer of so many inputs cannot be held so.
-        """
+        Raises ConfigError: a layer of so many inputs cannot be held so."""
         ...
 
 
@@ -89,10 +86,7 @@ def held_group_size(name: str, inputs: int, stored: int | None) -> int:
     """The size of groups in memory for weights stored in groups of `stored` inputs, None for one group.
 
     Larger groups are held as several of the same scale.
-
-    Raises:
-        ConfigError: no size that Pagoda computes with divides the stored one, or that the inputs.
-    """
+    Raises ConfigError: no size that Pagoda computes with divides the stored one, or that the inputs."""
     if stored is not None and inputs % stored:
         raise ConfigError(
             f"{name}.weight has {inputs} inputs, which groups of {stored} do not divide; "

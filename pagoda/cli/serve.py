@@ -268,7 +268,9 @@ def _facts(
         yield "role", limits.role.value
     yield "KV cache", f"{cached:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}"
     if tiers is not None:
-        yield "KV tiers", ", ".join(_tiers(tiers))
+        sizes = {"host memory": tiers.host_bytes, str(tiers.disk_path): tiers.disk_bytes}
+        shown = (f"{format_bytes(size)} in {place}" for place, size in sizes.items() if size)
+        yield "KV tiers", ", ".join(shown)
     yield (
         "limits",
         f"{limits.max_model_len:,} tokens a request, {limits.max_num_seqs} requests at once, "
@@ -276,13 +278,6 @@ def _facts(
     )
     if api_keys:
         yield "API keys", ", ".join(ApiKeys(api_keys).names)
-
-
-def _tiers(tiers: KVTiersConfig) -> Iterator[str]:
-    if tiers.host_bytes:
-        yield f"{format_bytes(tiers.host_bytes)} of host memory"
-    if tiers.disk_path is not None:
-        yield f"{format_bytes(tiers.disk_bytes)} in {tiers.disk_path}"
 
 
 def curl_line(url: str, model: str, *, asks_for_key: bool) -> str:

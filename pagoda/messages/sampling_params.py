@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import cache
+from typing import Annotated, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -16,21 +17,21 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_TOKEN_LIST = 1024
 MAX_ALLOWED_TOKENS = 16384
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),  # without 0
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 100.0),
-    "top_k": (-1, 2**31 - 1),
-    "min_tokens": (0, 2**31 - 1),
-    "n": (1, MAX_SEQUENCES_PER_REQUEST),
-    "max_tokens": (1, 2**31 - 1),
-    "seed": (-(2**63), 2**64 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-}
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class Range(NamedTuple):
+    """The values that `SamplingParams.checked` allows, as metadata of a field's type."""
+
+    low: float
+    high: float
+    excludes_low: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raises InvalidRequestError: the value of the field `name` is not in the range."""
+        if not (self.low <= value <= self.high) or (self.excludes_low and value == self.low):
+            bracket = "(" if self.excludes_low else "["
+            _refuse(name, f"must be in {bracket}{self.low}, {self.high}]", value)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,36 +40,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `n`, `stop`, `include_stop_str_in_output` and `skip_special_tokens` are served where token ids become text.
     """
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0.0, 100.0)] = 1.0
     """Divisor of the logits; below `MIN_TEMPERATURE` the most likely token is taken."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(0.0, 1.0, excludes_low=True)] = 1.0
     """Sample from the smallest set of tokens whose probabilities add up to this (Holtzman et al. 2020)."""
-    top_k: int = 0
+    top_k: Annotated[int, Range(-1, 2**31 - 1)] = 0
     """Sample from the k most likely tokens; 0 or -1 means all."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Leave out tokens less likely than this times the most likely one (Nguyen et al. 2024)."""
-    seed: int | None = None
+    seed: Annotated[int | None, Range(-(2**63), 2**64 - 1)] = None
     """Together with the position it determines every random number. Drawn at the frontend when absent."""
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     """Amount subtracted from the logit of every token that has been generated (OpenAI)."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     """Amount subtracted from the logit of a generated token for each time it has occurred (OpenAI)."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Range(0.01, 100.0)] = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019)."""
     logit_bias: dict[TokenId, float] | None = None
     allowed_token_ids: tuple[TokenId, ...] | None = None
-    max_tokens: int | None = 16
+    max_tokens: Annotated[int | None, Range(1, 2**31 - 1)] = 16
     """The most tokens to generate; None means as many as the context holds."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Range(0, 2**31 - 1)] = 0
     """End-of-sequence and stop tokens are not sampled before this many tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; they are not part of it unless `include_stop_str_in_output`."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end the answer, besides the model's own."""
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
     """Return the log-probability of each sampled token and of this many most likely ones."""
-    n: int = 1
+    n: Annotated[int, Range(1, MAX_SEQUENCES_PER_REQUEST)] = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
@@ -88,11 +89,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return params
 
     def _check_ranges(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            _check_range(name, getattr(self, name), low, high)
+        for name, allowed in _ranges().items():
+            value = getattr(self, name)
+            if value is not None:
+                allowed.check(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            rule = f"must be at most max_tokens ({self.max_tokens})"
-            _refuse("min_tokens", rule, self.min_tokens)
+            _refuse(
+                "min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens
+            )
         if len(self.stop) > MAX_STOP_STRINGS:
             _refuse("stop", f"takes at most {MAX_STOP_STRINGS} strings", len(self.stop))
         for text in self.stop:
@@ -110,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if ids is not None and len(ids) > most:
                 _refuse(name, f"takes at most {most} tokens", len(ids))
         for bias in (self.logit_bias or {}).values():
-            _check_range("logit_bias", bias, -100.0, 100.0)
+            Range(-100.0, 100.0).check("logit_bias", bias)
 
     @property
     def greedy(self) -> bool:
@@ -142,10 +146,8 @@ def _refuse(name: str, rule: str, value: object) -> None:
     raise InvalidRequestError(f"{name} {rule}, got {value}.", param=name)
 
 
-def _check_range(name: str, value: float | None, low: float, high: float) -> None:
-    if value is None:
-        return
-    is_open = name == "top_p"  # of which 0 leaves no token
-    is_inside = (low < value if is_open else low <= value) and value <= high
-    if not is_inside:  # as NaN is not
-        _refuse(name, f"must be in {'(' if is_open else '['}{low}, {high}]", value)
+@cache
+def _ranges() -> dict[str, Range]:
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: note for name, note in notes.items() if isinstance(note, Range)}

@@ -54,10 +54,7 @@ class QuantizationOnLoad:
         self, linear: LinearSpec, part: Part, weight: LinearWeight, backend: Backend[Any, Any]
     ) -> LinearWeight:
         """The weight of a part of a linear layer, quantized by the backend.
-
-        Raises:
-            ConfigError: it holds numbers that are not finite or too large.
-        """
+        Raises ConfigError: it holds numbers that are not finite or too large."""
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{linear.name} is quantized already.")
         held_as = format_of_part(linear, self.format_of(linear), part.inputs)

@@ -75,11 +75,9 @@ class Shard:
     @property
     def kv_heads(self) -> range:
         """This rank's KV heads; with more ranks than KV heads, several ranks hold the same one."""
-        heads = self.config.num_kv_heads
-        if heads >= self.tp_size:
-            return even_share(heads, self.tp_rank, self.tp_size)
-        head = self.tp_rank * heads // self.tp_size
-        return range(head, head + 1)
+        heads, size = self.config.num_kv_heads, self.tp_size
+        first = self.tp_rank * heads // size
+        return range(first, first + max(1, heads // size))
 
     @property
     def num_kv_heads(self) -> int:
@@ -108,13 +106,11 @@ class Shard:
                 outputs = _times(self.kv_heads, self.config.head_dim)
             case Role.ATTENTION_OUT:
                 inputs = _times(self.heads, self.config.head_dim)
-            case Role.MLP_IN | Role.EMBEDDING | Role.HEAD:
+            case Role.EXPERT_IN | Role.EXPERT_OUT if self.expert_parallel:
+                pass  # experts are whole
+            case Role.MLP_IN | Role.EXPERT_IN | Role.EMBEDDING | Role.HEAD:
                 outputs = self.channels(linear.outputs)
-            case Role.MLP_OUT:
-                inputs = self.channels(linear.inputs)
-            case Role.EXPERT_IN if not self.expert_parallel:
-                outputs = self.channels(linear.outputs)
-            case Role.EXPERT_OUT if not self.expert_parallel:
+            case Role.MLP_OUT | Role.EXPERT_OUT:
                 inputs = self.channels(linear.inputs)
         return Part(outputs, inputs)
 
@@ -212,10 +208,7 @@ def check_quantized_parts(
     config: ModelConfig, quantization: Quantization | None, parallel: ParallelConfig
 ) -> None:
     """Checks that no rank gets a part of a quantized map that cannot be held.
-
-    Raises:
-        ConfigError: one does, or a map cannot be quantized so at all.
-    """
+    Raises ConfigError: one does, or a map cannot be quantized so at all."""
     # Layers that are cut and quantized alike need but one look, as there may be thousands.
     linears: dict[tuple[Role, int, GroupedFormat], LinearSpec] = {}
     for linear in whole(config).linears():
@@ -259,10 +252,7 @@ def _format_of(linear: LinearSpec, quantization: Quantization | None) -> WeightF
 
 def format_of_part(linear: LinearSpec, held_as: WeightFormat, part: range) -> WeightFormat:
     """Format of a part of a layer's inputs, the whole being `held_as`; see `part_format`.
-
-    Raises:
-        ConfigError: the part cannot be held.
-    """
+    Raises ConfigError: the part cannot be held."""
     held = part_format(held_as, linear.inputs, part)
     if held is None:
         raise ConfigError(
@@ -313,10 +303,7 @@ def take_part(
     """The part of a weight that a rank holds, in memory of its own; `dtype` is that of activations.
 
     A dense part may lie in the memory of the whole.
-
-    Raises:
-        ConfigError: the inputs are cut inside a group that shares a scale, and that cannot be cut.
-    """
+    Raises ConfigError: the inputs are cut inside a group that shares a scale, and that cannot be cut."""
     if (len(part.outputs), len(part.inputs)) == weight_shape(weight):
         return weight
     outputs, inputs = _slice(part.outputs), _slice(part.inputs)

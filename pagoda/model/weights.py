@@ -27,20 +27,14 @@ class WeightSource(Protocol):
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Fills `out` with the tensor `name`, such as `model.norm.weight`, converting to its dtype.
-
-        Raises:
-            ConfigError: there is no such tensor of this shape.
-        """
+        Raises ConfigError: there is no such tensor of this shape."""
         ...
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
         """The weight of a linear layer, without its bias; head and embedding table are linear layers as well.
 
         A dense weight comes in `dtype`, and may lie in a mapped file: a backend copies what it keeps.
-
-        Raises:
-            ConfigError: there is no such layer of this shape.
-        """
+        Raises ConfigError: there is no such layer of this shape."""
         ...
 
 
@@ -148,10 +142,7 @@ class CheckpointWeights:
 @contextlib.contextmanager
 def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
     """The weights of a Hugging Face model directory, in one file or several with an index.
-
-    Raises:
-        ConfigError: there are none, or a file is corrupt.
-    """
+    Raises ConfigError: there are none, or a file is corrupt."""
     with contextlib.ExitStack() as opened:
         yield CheckpointWeights(_find_tensors(directory), opened)
 

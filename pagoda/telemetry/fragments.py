@@ -63,7 +63,7 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def storey(self) -> str:
+    def kind(self) -> str:
         """`router`, `frontend`, `engine`, `worker`, or what else the role begins with."""
         return self.role.partition(" ")[0]
 

@@ -21,10 +21,7 @@ def choose_backend(wanted: str, group: Collectives | None = None) -> tuple[Backe
     """The backend of a rank of the group, alone without one, and one line about it for the operator.
 
     `auto` takes the first backend of the registry that this machine has.
-
-    Raises:
-        ConfigError: there is no such backend here.
-    """
+    Raises ConfigError: there is no such backend here."""
     if wanted not in ("auto", *BACKENDS):
         known = ", ".join(("auto", *BACKENDS))
         raise ConfigError(f"--backend must be one of {known}, got {wanted!r}.")

@@ -84,10 +84,7 @@ class WorkerPlan:
 
 def plan_worker(config: WorkerConfig) -> WorkerPlan:
     """Reads the model's configuration and looks at the machine.
-
-    Raises:
-        ConfigError: the model, the machine or a flag does not allow it.
-    """
+    Raises ConfigError: the model, the machine or a flag does not allow it."""
     torch.set_num_threads(config.num_threads or available_cores())
     backend, _ = choose_backend(config.backend)
     capabilities = backend.capabilities
@@ -152,10 +149,7 @@ def load_runner(
 
     `group` holds the tensor-parallel ranks of the stage; None where this rank is alone. `on_progress` is called
     after each weight.
-
-    Raises:
-        ConfigError: a file does not hold what it should.
-    """
+    Raises ConfigError: a file does not hold what it should."""
     config, shard = plan.config, plan.shard
     num_blocks = num_blocks or plan.num_blocks
     group = group or Alone()

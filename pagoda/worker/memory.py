@@ -17,10 +17,7 @@ def left_for_kv_cache(
     available_bytes: int,
 ) -> int:
     """Bytes of `available_bytes` that weights, the input batch and the arena for other blocks leave.
-
-    Raises:
-        ConfigError: there is not enough for them.
-    """
+    Raises ConfigError: there is not enough for them."""
     available = format_bytes(available_bytes)
     if weight_bytes > available_bytes:
         raise ConfigError(

@@ -58,10 +58,7 @@ class StageInput:
 
     def receive(self, plan: StepPlan) -> StageState:
         """Waits for what the stage before computed of the plan's tokens.
-
-        Raises:
-            ValueError: what comes is not of this step; the stages disagree.
-        """
+        Raises ValueError: what comes is not of this step; the stages disagree."""
         step, elements, rest = self._socket.recv_multipart(copy=False)
         number = int.from_bytes(step.bytes, "little")
         if number != plan.step:

@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from cpu_cases import (
+    DENSE,
+    INT8,
     REFERENCE,
     SETS,
+    Format,
     assert_close,
     dtypes,
     examples,
+    grouped,
+    make_weight,
     needs_kernels,
     random_tensor,
     seeds,
@@ -19,12 +24,19 @@ from cpu_cases import (
     threads,
     token_batch,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from pagoda.backend.cpu import native
-from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.weights import DenseWeight
+from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
+from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
+from pagoda.backend.weights import (
+    DenseWeight,
+    Int8Weight,
+    LinearWeight,
+    dequantize,
+)
 from pagoda.errors import ConfigError
 
 pytestmark = needs_kernels
@@ -116,3 +128,208 @@ def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyP
         native.choose_instruction_set()
     with pytest.raises(ValueError, match="this CPU has no mmx"):
         CpuBackend("mmx")
+
+
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def _rows(rows: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
+    x = random_tensor(rows, inputs, seed=seed, dtype=torch.float32)
+    x[:, ::7] *= 10
+    return x.to(dtype)
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of float32 numbers along the last dimension."""
+    highest = x.abs().amax(-1, keepdim=True)
+    inverse = torch.div(torch.tensor(127.0), highest).masked_fill_(highest == 0, 0)
+    return (x * inverse).round().long(), (highest / 127).squeeze(-1)
+
+
+def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
+    """Outputs in float64, and the sums of the magnitudes that are added up in them."""
+    x = x.float()
+    if isinstance(weight, DenseWeight):
+        values = weight.values.double().t()
+        return x.double() @ values, x.double().abs() @ values.abs()
+    if isinstance(weight, Int8Weight):
+        codes, scales = _quantized(x)
+        result = (codes @ weight.values.long().t()).double()
+        result *= scales.double()[:, None] * weight.scales.double()
+        return result, result.abs()
+    if weight.act_order is not None:
+        x = x[:, weight.act_order]
+    codes, scales = _quantized(x.unflatten(1, (-1, weight.group_size)))
+    own = weight.codes.long().unflatten(1, (-1, weight.group_size)) - 2 ** (weight.bits - 1)
+    sums = torch.einsum("ngi,ogi->nog", codes, own).double()
+    terms = sums * scales.double()[:, None] * weight.scales.double()
+    magnitudes = terms.abs()
+    if weight.offsets is not None:
+        of_offsets = (codes.sum(-1).double() * scales.double())[:, None] * weight.offsets.double()
+        terms, magnitudes = terms + of_offsets, magnitudes + of_offsets.abs()
+    return terms.sum(-1), magnitudes.sum(-1)
+
+
+def _check(
+    ops: CpuBackend, x: Tensor, parts: list[LinearWeight], bias: Tensor | None, dtype: torch.dtype
+) -> None:
+    prepared = ops.prepare_linear(parts, bias, dtype)
+    actual = ops.linear(x, prepared)
+    assert actual.dtype == dtype
+    results, magnitudes = zip(*(_exact(x, part) for part in parts), strict=True)
+    exact, bound = torch.cat(results, dim=1), torch.cat(magnitudes, dim=1)
+    if bias is not None:
+        exact, bound = exact + bias.double(), bound + bias.double().abs()
+    error = (actual.double() - exact).abs()
+    assert bool((error <= 4e-6 * bound + ROUNDING[dtype] * exact.abs() + 1e-6).all())
+    if len(prepared.segments) > 1:
+        return  # no table of embeddings
+    rows = torch.cat([dequantize(part) for part in parts]).to(dtype)
+    ids = torch.randint(len(rows), (9,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(ops.embedding(ids, prepared), rows[ids])
+
+
+@given(
+    sets, dtypes, threads, seeds, st.integers(1, 40), st.just(INT8) | grouped, st.integers(1, 300),
+    st.integers(1, 150), st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+@settings(examples, max_examples=120)
+def test_one_format(
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, held_as: Format, inputs: int,
+    outputs: int, biased: bool, gap: int,
+) -> None:  # fmt: skip
+    torch.set_num_threads(num_threads)
+    if held_as.group_size is not None:
+        inputs = (1 + inputs % 5) * held_as.group_size
+    x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    _check(CpuBackend(name), x, [make_weight(held_as, outputs, inputs, seed)], bias, dtype)
+
+
+@given(
+    sets, seeds, st.integers(1, 20), st.booleans(),
+    st.lists(st.tuples(st.just(DENSE) | st.just(INT8) | grouped, st.integers(1, 70)), min_size=1, max_size=4),
+)  # fmt: skip
+@examples
+def test_parts_of_any_formats_and_sizes(
+    name: str, seed: int, rows: int, biased: bool, parts: list[tuple[Format, int]]
+) -> None:
+    weights = [make_weight(held_as, outputs, 256, seed) for held_as, outputs in parts]
+    bias = torch.randn(sum(outputs for _, outputs in parts)) if biased else None
+    _check(CpuBackend(name), _rows(rows, 256, seed, torch.float32), weights, bias, torch.float32)
+
+
+def test_parts_of_one_format_become_one_map() -> None:
+    ops = CpuBackend(SETS[-1])
+    held_as = Format(4, 32, False, True)
+    for part in (DENSE, INT8, held_as, Format(4, 128, True)):
+        parts = [make_weight(part, outputs, 128, 1) for outputs in (33, 7)]
+        assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 1
+    parts = [make_weight(held_as, 33, 128, seed) for seed in (1, 2)]
+    assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 2
+
+
+@pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 128)], ids=str)
+def test_instruction_sets_agree_in_every_bit(held_as: Format) -> None:
+    x, weight = _rows(33, 256, 3, torch.float32), make_weight(held_as, 100, 256, 4)
+    first, *others = (
+        ops.linear(x, ops.prepare_linear([weight], None, torch.float32))
+        for ops in map(CpuBackend, SETS)
+    )
+    for other in others:
+        assert torch.equal(other, first)
+
+
+# ---- the ends of the range
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_largest_sums_fit(name: str) -> None:
+    ops = CpuBackend(name)
+    inputs = MAX_INT8_INPUTS
+    codes = torch.full((2, inputs), 127, dtype=torch.int8)
+    codes[1] = -127
+    weight = ops.prepare_linear([Int8Weight(codes, torch.ones(2))], None, torch.float32)
+    for sign in (1.0, -1.0):
+        actual = ops.linear(torch.full((1, inputs), sign * 127), weight)
+        expected = sign * 127 * 127 * inputs
+        assert actual.tolist() == [[expected, -expected]]
+    too_many = Int8Weight(torch.zeros(1, inputs + 1, dtype=torch.int8), torch.ones(1))
+    with pytest.raises(ValueError, match="at most 65536 inputs, not 65537"):
+        ops.prepare_linear([too_many], None, torch.float32)
+
+
+kinds = st.sampled_from(["normal", "ties", "zeros", "tiny", "large"])
+
+
+def _dense(kind: str, outputs: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
+    values = random_tensor(outputs, inputs, seed=seed, dtype=torch.float32)
+    if kind == "ties":
+        values = values.round()
+    elif kind == "zeros":
+        values[:, : inputs // 2] = 0
+    elif kind == "tiny":
+        values *= 1e-7
+    elif kind == "large":
+        values *= 1e4
+    return values.to(dtype)
+
+
+@given(
+    sets, dtypes, kinds, st.integers(1, 40), st.integers(1, 150), st.sampled_from([32, 64, 128]), seeds
+)  # fmt: skip
+@settings(examples, max_examples=120)
+def test_rounding_is_that_of_the_specification(
+    name: str, dtype: torch.dtype, kind: str, outputs: int, inputs: int, group_size: int, seed: int
+) -> None:
+    values = _dense(kind, outputs, inputs, seed, dtype)
+    actual, expected = CpuBackend(name).quantize_int8(values), quantize_int8(values)
+    assert torch.equal(actual.scales, expected.scales)
+    assert torch.equal(actual.values, expected.values)
+    values = _dense(kind, outputs, (1 + inputs % 4) * group_size, seed, dtype)
+    in_groups = CpuBackend(name).quantize_int4(values, group_size)
+    wanted = quantize_int4(values, group_size)
+    assert torch.equal(in_groups.scales, wanted.scales)
+    assert torch.equal(in_groups.codes, wanted.codes)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rounding_what_is_not_finite_leaves_a_trace(name: str, bad: float) -> None:
+    values = torch.ones(2, 64)
+    values[1, 40] = bad
+    ops = CpuBackend(name)
+    assert ops.quantize_int8(values).scales.isfinite().tolist() == [True, False]
+    assert ops.quantize_int4(values, 32).scales.isfinite().tolist() == [[True, True], [True, False]]
+
+
+@given(
+    sets, dtypes, st.sampled_from(["dense", "int8", "int4"]), st.integers(0, 30), st.integers(1, 200),
+    threads, st.booleans(), seeds,
+)  # fmt: skip
+@examples
+def test_argmax_is_the_first_of_the_highest_outputs(
+    name: str, dtype: torch.dtype, kind: str, rows: int, outputs: int, num_threads: int, rounded: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    torch.set_num_threads(num_threads)
+    ops = CpuBackend(name)
+    values = _dense("normal", outputs, 64, seed, dtype)
+    x = _dense("ties" if rounded else "normal", rows, 64, seed + 1, dtype)
+    if rounded:  # many outputs are equal
+        values = values.round()
+    weight: LinearWeight = DenseWeight(values)
+    if kind != "dense":
+        weight = ops.quantize_int8(values) if kind == "int8" else ops.quantize_int4(values, 32)
+    prepared = ops.prepare_linear([weight], None, dtype)
+    if rows > 2:
+        x[1, 3], x[2, 5] = float("nan"), float("inf")
+    expected = ops.logits(x, prepared)
+    assert expected.dtype == torch.float32
+    torch.testing.assert_close(
+        expected.to(dtype), ops.linear(x, prepared), rtol=0, atol=0, equal_nan=True
+    )
+    columns, values, finite = ops.argmax(x, prepared)
+    assert torch.equal(finite, expected.isfinite().all(dim=1))
+    assert torch.equal(columns[finite], expected.argmax(dim=1)[finite])
+    assert torch.equal(values[finite], expected.amax(dim=1)[finite])

@@ -9,6 +9,7 @@ import torch
 from cpu_cases import (
     BACKENDS,
     DTYPES,
+    QUANTIZED,
     REFERENCE,
     Sequences,
     Shape,
@@ -16,7 +17,6 @@ from cpu_cases import (
     random_tensor,
     token_batch,
 )
-from quantized_weights import QUANTIZED
 from torch import Tensor
 
 from pagoda.backend.base import KVCache

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import BACKENDS, DTYPES, REFERENCE, backend_of, random_tensor
-from quantized_weights import QUANTIZED
+from cpu_cases import BACKENDS, DTYPES, QUANTIZED, REFERENCE, backend_of, random_tensor
 from torch import Tensor
 
 from pagoda.backend.weights import (

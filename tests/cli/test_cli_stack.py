@@ -16,7 +16,7 @@ import pytest
 from pagoda.cli.serve import curl_line
 from pagoda.cli.server_process import ServerProcess, server_process
 
-DUMMY = ["--load-format", "dummy", "--threads", "1", "--kv-cache-memory-bytes", "4MiB"]
+DUMMY = "--load-format dummy --threads 1 --kv-cache-memory-bytes 4MiB"
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,11 @@ def sim_server() -> Iterator[ServerProcess]:
         yield server
 
 
-def _pagoda(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def _pagoda(
+    command: str, *arguments: str | Path, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pagoda", *arguments],
+        [sys.executable, "-m", "pagoda", *command.split(), *map(str, arguments)],
         capture_output=True,
         text=True,
         input=stdin,
@@ -78,23 +80,21 @@ def test_a_port_in_use_is_one_sentence() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = _pagoda("serve", "--executor", "sim", "--port", port)
+        done = _pagoda(f"serve --executor sim --port {port}")
     assert done.returncode == 2
     assert f"127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_too_little_memory_for_one_sequence_is_one_sentence(dummy_model: Path) -> None:
-    done = _pagoda(
-        "serve", str(dummy_model), "--port", "0", "--load-format", "dummy", "--num-kv-blocks", "1"
-    )
+    done = _pagoda("serve --port 0 --load-format dummy --num-kv-blocks 1", dummy_model)
     assert done.returncode == 2
     assert "--max-model-len" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_torch_is_in_the_worker_only(dummy_model: Path) -> None:
-    with server_process([str(dummy_model), *DUMMY, "--log-level", "warning"]) as server:
+    with server_process([str(dummy_model), *DUMMY.split(), "--log-level", "warning"]) as server:
         frontend = psutil.Process(server.pid)
         [engine] = frontend.children()
         [worker] = engine.children()
@@ -112,8 +112,8 @@ def test_torch_is_in_the_worker_only(dummy_model: Path) -> None:
 def test_bench_serve_measures_a_server(sim_server: ServerProcess, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = _pagoda(
-        *["bench", "serve", "--base-url", sim_server.base_url, "--num-prompts", "12"],
-        *["--concurrency", "4", "--random-output-len", "9", "--output", str(figures)],
+        f"bench serve --base-url {sim_server.base_url} --num-prompts 12 --concurrency 4",
+        *["--random-output-len", "9", "--output", figures],
         *["--goodput", "ttft:60000", "tpot:60000"],
     )
     assert done.returncode == 0, done.stderr
@@ -135,18 +135,16 @@ def test_bench_serve_asks_chat_questions_at_a_rate(
     messages = [{"role": "user", "content": "hello"}]
     dataset.write_text(json.dumps({"messages": messages, "max_tokens": 5}) + "\n")
     done = _pagoda(
-        *["bench", "serve", "--base-url", sim_server.base_url, "--num-prompts", "6"],
-        *["--dataset", "jsonl", "--dataset-path", str(dataset), "--request-rate", "500"],
+        f"bench serve --base-url {sim_server.base_url} --num-prompts 6 --request-rate 500",
+        *["--dataset", "jsonl", "--dataset-path", dataset],
     )
     assert done.returncode == 0, done.stderr
     assert "6 completed, 0 failed" in done.stdout
 
 
 def test_bench_serve_says_why_requests_failed(sim_server: ServerProcess) -> None:
-    done = _pagoda(
-        *["bench", "serve", "--base-url", sim_server.base_url, "--num-prompts", "3"],
-        *["--model", "another", "--num-warmups", "0"],
-    )
+    load = "--num-prompts 3 --num-warmups 0 --model another"
+    done = _pagoda(f"bench serve --base-url {sim_server.base_url} {load}")
     assert done.returncode == 1
     assert "3 failed: The server answered with status 404" in done.stderr
 
@@ -159,7 +157,7 @@ def test_bench_serve_tries_one_request_before_the_load(
     address: str | None, sentence: str, sim_server: ServerProcess
 ) -> None:
     base_url = address or sim_server.base_url
-    done = _pagoda("bench", "serve", "--base-url", base_url, "--model", "another")
+    done = _pagoda(f"bench serve --base-url {base_url} --model another")
     assert done.returncode == 2
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
@@ -168,10 +166,8 @@ def test_bench_serve_tries_one_request_before_the_load(
 
 def test_bench_offline_needs_no_server(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    done = _pagoda(
-        *["bench", "offline", "--executor", "sim", "--num-prompts", "10", "--output-len", "7"],
-        *["--input-len", "5", "--prefix-len", "32", "--output", str(figures)],
-    )
+    load = "--num-prompts 10 --input-len 5 --prefix-len 32 --output-len 7"
+    done = _pagoda(f"bench offline --executor sim {load} --output", figures)
     assert done.returncode == 0, done.stderr
     record = json.loads(figures.read_text())
     assert record["output_tokens"] == 70
@@ -193,29 +189,27 @@ def test_bench_accuracy_counts_right_answers(sim_server: ServerProcess, tmp_path
     ]
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     figures = tmp_path / "figures.json"
-    arguments = ["bench", "accuracy", "--base-url", sim_server.base_url]
-    arguments += ["--questions", str(questions)]
-    done = _pagoda(*arguments, "--output", str(figures), "--fail-under", "0.5")
+    command = f"bench accuracy --base-url {sim_server.base_url} --questions {questions}"
+    done = _pagoda(f"{command} --fail-under 0.5 --output", figures)
     assert done.returncode == 0, done.stderr
     record = json.loads(figures.read_text())
     assert record["accuracy"] == 0.5
     assert record["skills"] == {"easy": 1.0, "hard": 0.0}
     assert [answer["correct"] for answer in record["answers"]] == [True, False]
-    assert _pagoda(*arguments, "--fail-under", "0.6").returncode == 1
-    assert _pagoda(*arguments, "--skill", "easy", "--fail-under", "1").returncode == 0
+    assert _pagoda(f"{command} --fail-under 0.6").returncode == 1
+    assert _pagoda(f"{command} --skill easy --fail-under 1").returncode == 0
 
 
 # ---- generate and chat
 
 
 def test_generate_answers_prompts_in_order(dummy_model: Path) -> None:
-    arguments = ["generate", "--model", str(dummy_model), *DUMMY, "--seed", "1"]
-    arguments += ["--max-tokens", "6"]
-    both = _pagoda(*arguments, "one", "two")
+    command = f"generate --model {dummy_model} {DUMMY} --seed 1 --max-tokens 6"
+    both = _pagoda(command, "one", "two")
     assert both.returncode == 0, both.stderr
     assert both.stdout.startswith("> one\n")
     assert "\n> two\n" in both.stdout
-    again = _pagoda(*arguments, stdin="one")
+    again = _pagoda(command, stdin="one")
     assert again.returncode == 0, again.stderr
     assert again.stdout in both.stdout
 
@@ -234,10 +228,8 @@ def test_generate_answers_a_batch_file(dummy_model: Path, tmp_path: Path) -> Non
         {"custom_id": "text", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}},
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = _pagoda(
-        *["generate", "--model", str(dummy_model), *DUMMY],
-        *["--input", str(source), "--output", str(target)],
-    )
+    files = f"--input {source} --output {target}"
+    done = _pagoda(f"generate --model {dummy_model} {DUMMY} {files}")
     assert done.returncode == 1
     assert "2 of 3 requests answered" in done.stderr
     results = [json.loads(line) for line in target.read_text().splitlines()]
@@ -249,7 +241,7 @@ def test_generate_answers_a_batch_file(dummy_model: Path, tmp_path: Path) -> Non
 
 def test_chat_answers_piped_lines_and_commands(dummy_model: Path) -> None:
     done = _pagoda(
-        *["chat", str(dummy_model), *DUMMY, "--seed", "1", "--max-tokens", "5"],
+        f"chat {dummy_model} {DUMMY} --seed 1 --max-tokens 5",
         stdin="hello\n/reset\nhello\n/nonsense\n/exit\nnever\n",
     )
     assert done.returncode == 0, done.stderr
@@ -259,15 +251,13 @@ def test_chat_answers_piped_lines_and_commands(dummy_model: Path) -> None:
 
 
 def test_chat_talks_to_a_running_server(sim_server: ServerProcess) -> None:
-    done = _pagoda("chat", "--base-url", sim_server.base_url, "--max-tokens", "5", stdin="hello\n")
+    done = _pagoda(f"chat --base-url {sim_server.base_url} --max-tokens 5", stdin="hello\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
 def test_a_refused_question_is_one_sentence(sim_server: ServerProcess) -> None:
-    done = _pagoda(
-        *["chat", "--base-url", sim_server.base_url, "--temperature", "-3"], stdin="hello\n"
-    )
+    done = _pagoda(f"chat --base-url {sim_server.base_url} --temperature -3", stdin="hello\n")
     assert done.returncode == 2
     assert "temperature" in done.stderr
     assert "Traceback" not in done.stderr

@@ -86,19 +86,34 @@ def chunk_before_decodes(num_decodes: int, priority: int, **limits: object) -> S
     return scheduler
 
 
-def test_a_chunk_leaves_a_token_to_each_request_behind() -> None:
-    scheduler = chunk_before_decodes(3, priority=1)
-    assert plan_of(scheduler).num_tokens == [13, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("num_decodes", "priority", "num_tokens"),
+    [
+        (3, 1, [13, 1, 1, 1]),  # a token is left to each request behind
+        (14, 1, [8] + 8 * [1]),  # at least half of the budget is taken
+        (14, 0, [16]),  # nothing is left to lower priorities
+    ],
+)
+def test_a_chunk_leaves_tokens_to_requests_behind(
+    num_decodes: int, priority: int, num_tokens: list[int]
+) -> None:
+    assert plan_of(chunk_before_decodes(num_decodes, priority)).num_tokens == num_tokens
 
 
-def test_a_chunk_takes_at_least_half_of_the_budget() -> None:
-    scheduler = chunk_before_decodes(14, priority=1)
-    assert plan_of(scheduler).num_tokens == [8] + 8 * [1]
-
-
-def test_a_chunk_of_higher_priority_leaves_nothing() -> None:
-    scheduler = chunk_before_decodes(14, priority=0)
-    assert plan_of(scheduler).num_tokens == [16]
+@pytest.mark.parametrize(
+    ("length", "limits", "chunks"),
+    [
+        (30, {"batch_multiple": 8, "max_num_batched_tokens": 20}, [[16], [14]]),
+        (40, {"num_stages": 3}, [[16], [16], [8]]),
+    ],
+)
+def test_chunks_of_a_prompt_follow_each_other(
+    length: int, limits: dict[str, int], chunks: list[list[int]]
+) -> None:
+    """Those that do not end the prompt are cut to the batch multiple; stages need not wait for each other."""
+    scheduler = make_scheduler(**limits)
+    scheduler.add(make_request("a", list(range(length))))
+    assert [plan_of(scheduler).num_tokens for _ in chunks] == chunks
 
 
 def test_a_step_of_chunks_leaves_nothing_for_decodes() -> None:
@@ -177,12 +192,6 @@ def test_a_blocked_head_is_looked_at_again_only_when_something_became_free(
     assert plan_of(scheduler).starts[0].token_ids == list(range(100, 140))
 
 
-def test_chunks_that_do_not_end_the_prompt_are_cut_to_the_batch_multiple() -> None:
-    scheduler = make_scheduler(batch_multiple=8, max_num_batched_tokens=20)
-    scheduler.add(make_request("a", list(range(30))))
-    assert [plan_of(scheduler).num_tokens for _ in range(2)] == [[16], [14]]
-
-
 def test_steps_run_ahead_of_results_and_stop_at_the_last_sample() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=2))
@@ -220,11 +229,8 @@ def test_plans_of_known_requests_carry_only_what_changed() -> None:
 
 def test_a_cached_prompt_still_computes_its_last_token(harness: Harness) -> None:
     request = make_request("a", list(range(16)))
-    harness.add(request)
-    harness.run()
-    again = msgspec.structs.replace(request, request_id="b")
-    harness.add(again)
-    harness.run()
+    harness.serve(request)
+    harness.serve(msgspec.structs.replace(request, request_id="b"))
     assert harness.finished["a"].num_cached_tokens == 0
     assert harness.finished["b"].num_cached_tokens == 12
     assert harness.tokens["a"] == harness.tokens["b"]
@@ -407,13 +413,6 @@ def test_a_single_stage_is_told_nothing_and_runs_ahead() -> None:
     assert not any(plan.new_tokens for plan in plans)
 
 
-def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
-    scheduler = make_scheduler(num_stages=3)
-    scheduler.add(make_request("a", list(range(40))))
-    assert [plan_of(scheduler).num_tokens for _ in range(3)] == [[16], [16], [8]]
-    assert scheduler.schedule() is None
-
-
 def test_single_tokens_of_prompts_are_not_held_back_by_stages() -> None:
     scheduler = make_scheduler(num_stages=2)
     for index in range(4):
@@ -434,10 +433,7 @@ def test_stages_work_at_the_same_time() -> None:
     for num_stages in (1, 2, 4):
         harness = Harness(max_num_seqs=16, num_blocks=512, num_stages=num_stages)
         requests = [make_request(f"r{i}", [i, 1, 2], max_tokens=40) for i in range(16)]
-        for request in requests:
-            harness.add(request)
-        harness.run()
-        assert_complete(harness, requests)
+        harness.serve(*requests)
         seconds[num_stages] = harness.clock.now()
     assert seconds[2] < 0.75 * seconds[1]
     assert seconds[4] < 0.6 * seconds[1]

@@ -1,107 +1,351 @@
-"""A thousand seeds: random arrivals, aborts, lost workers and tiny caches, in virtual time.
+"""Thousands of seeds: random arrivals, aborts, lost workers, tiny caches and tiers that fail, in virtual time.
 
 Every seed is a whole life of an engine. Answers are compared with what the simulated model says without any
 engine, the simulated worker refuses to read KV that is not the sequence's own, and in the end nothing is left.
-A failing seed is reproduced by its number alone.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
-from harness import Harness, expected_tokens
+from harness import VOCAB_SIZE, Harness, check_books, expected_tokens, in_state
 from mortal_executor import POISON, MortalExecutor, random_request
+from sim_disk import SimDisk
 
+from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.request import RequestState
+from pagoda.executor.base import ExecutorEvent, WorkerLost
+from pagoda.executor.sim import SimExecutor, TransferFate
+from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
 
-NUM_SEEDS = 1000
-NUM_SEEDS_WITH_STAGES = 300
 SEEDS_PER_TEST = 50
+FIRST_SEED = 1000
+EVENTS = {
+    "slow",
+    "failed",
+    "failed in part",
+    "ended twice",
+    "lost with the worker",
+    "aborted while it was loaded",
+    "loads behind a step",
+    "loads slower than patience",
+    "loads that ended after their request",
+    "failed for want of KV",
+}
+HOST_EVENTS = EVENTS | {
+    "stored in host",
+    "removed from host",
+    "failed in host",
+    "loaded at once",
+    "preempted",
+}
+DISK_EVENTS = EVENTS | {
+    "stored in disk",
+    "removed from disk",
+    "failed in disk",
+    "object removed by others",
+    "unanswered at once",
+    "aborted before it was known",
+}
 
 
-def live(seed: int, num_stages: int = 1) -> Harness:
-    rng = random.Random(seed)
-    max_model_len = rng.choice([24, 48, 64])
-    block_size = rng.choice([1, 4, 8])
-    needed = -(-max_model_len // block_size)
-    death_rate = rng.choice([0.0, 0.0, 2.0])
-    harness = Harness(
-        num_blocks=needed + rng.randint(0, 2 * needed),
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=rng.choice([1, 2, 8]),
-        max_num_batched_tokens=rng.choice([7, 16, 64]),
-        prefix_caching=rng.random() < 0.8,
-        num_stages=num_stages,
-        wrap=lambda inner, clock: MortalExecutor(inner, clock, rng, death_rate),
-    )
-    requests: dict[str, GenerateRequest] = {}
-    aborted: set[str] = set()
-    for index in range(rng.randint(1, 16)):
-        request = random_request(rng, index, max_model_len)
-        requests[request.request_id] = request
-        harness.add(request)
-        for _ in range(rng.choice([0, 1, 1, 3])):
-            harness.tick()
-        if rng.random() < 0.15:
-            victim = rng.choice(list(requests))
-            if victim not in harness.finished:
-                harness.core.abort(victim)
-                aborted.add(victim)
-        harness.scheduler.kv.pool.check()
-        for running in harness.scheduler.requests.values():
-            assert 0 <= running.num_computed_tokens <= running.num_tokens <= max_model_len
-    harness.run()
-    for request_id, request in requests.items():
-        whole = expected_tokens(request, max_model_len)
-        if request_id in aborted:
-            assert harness.tokens[request_id] == whole[: len(harness.tokens[request_id])]
-            assert request_id not in harness.finished
-            continue
-        last = harness.finished[request_id]
-        if POISON in request.prompt_token_ids:
-            assert last.finish_reason is FinishReason.ERROR
-            assert harness.tokens[request_id] == []
-        elif last.finish_reason is FinishReason.ERROR:  # so many deaths happened to hit it alone
-            assert death_rate
-            assert "worker died" in (last.error or "")
-            assert harness.tokens[request_id] == whole[: len(harness.tokens[request_id])]
+class FaultyTransfers:
+    """A link between engine and simulated worker on which transfers are slow, fail, and end more than once."""
+
+    def __init__(self, rng: random.Random, met: Counter[str]) -> None:
+        self._rng = rng
+        self._met = met
+        self._slow = rng.choice([0.0, 0.0, 0.1, 0.3])
+        self._failing = rng.choice([0.0, 0.0, 0.1, 0.5])
+        self._repeated = rng.choice([0.0, 0.2])
+        self._told: list[TransferEnd] = []
+        self.open: dict[int, Transfer] = {}
+        self.tiers: TieredKVConnector
+
+    def fate(self, transfer: Transfer) -> TransferFate:
+        self.open[transfer.transfer_id] = transfer
+        rng = self._rng
+        delay_s = 0.0
+        if rng.random() < self._slow:
+            delay_s = rng.choice([0.1, 1.0, LOAD_TIMEOUT_S + 1])
+            self._met["slow"] += 1
+        match transfer.source:
+            case DeviceBlocks(block_ids):
+                count = len(block_ids)
+            case HostSlots(slots):
+                count = len(slots)
+            case DiskObjects(keys):
+                count = len(keys)
+        match transfer.target:
+            case DeviceBlocks():
+                self._met["loads"] += 1
+                self._met["loads slower than patience"] += delay_s > LOAD_TIMEOUT_S
+                self._met["loads behind a step"] += transfer.after_step >= 0
+            case HostSlots() if isinstance(transfer.source, DiskObjects):
+                self._met["prefetches"] += 1
+        failed: tuple[int, ...] = ()
+        if rng.random() < self._failing:
+            failed = tuple(sorted(rng.sample(range(count), rng.randint(1, count))))
+            self._met["failed in part" if len(failed) < count else "failed"] += 1
+        return TransferFate(delay_s, failed)
+
+    def tell(self, events: list[ExecutorEvent]) -> list[ExecutorEvent]:
+        told: list[ExecutorEvent] = []
+        for event in events:
+            told.append(event)
+            if isinstance(event, WorkerLost):
+                self._met["lost with the worker"] += len(self.open)
+                self.open.clear()
+            if not isinstance(event, TransferEnd):
+                continue
+            del self.open[event.transfer_id]
+            part = self.tiers.parts.get(event.transfer_id)
+            if part is not None and self.tiers.loads.get(part.load.request_id) is not part.load:
+                self._met["loads that ended after their request"] += 1
+            self._told.append(event)
+            if self._rng.random() < self._repeated:
+                again = self._rng.choice(self._told)
+                self._met["ended twice"] += 1
+                told.append(again)
+        return told
+
+
+class FaultyExecutor(MortalExecutor):
+    """Loses its worker, and what it says of transfers is not always right."""
+
+    faults: FaultyTransfers
+
+    def poll(self) -> list[ExecutorEvent]:
+        return self.faults.tell(super().poll())
+
+
+class Life:
+    """One seed's engines, and the faults that they met."""
+
+    def __init__(self, seed: int, *, host: bool, disk: bool) -> None:
+        self.met: Counter[str] = Counter()
+        rng = self._rng = random.Random(seed)
+        self._death_rate = rng.choice([0.0, 0.0, 1.0 if host or disk else 2.0])
+        self._max_model_len = rng.choice([24, 48, 64])
+        self._documents = [
+            [rng.randrange(VOCAB_SIZE) for _ in range(self._max_model_len)] for _ in range(4)
+        ]
+        self._disk = SimDisk(self._housekeeping_delay) if disk else None
+        self._has_host, self._has_tiers = host, host or disk
+        self._requests: dict[str, GenerateRequest] = {}
+        self._aborted: set[str] = set()
+        self.harnesses: list[Harness] = []
+        for _ in range(rng.choice([1, 1, 2]) if disk else 1):
+            self._live()
+
+    def _housekeeping_delay(self) -> float:
+        return self._rng.choice([0.0, 0.001, 0.001, 0.05, 0.5, LOAD_TIMEOUT_S + 1])
+
+    def _live(self) -> None:
+        """One engine from start to end; the disk, if there is one, remains for the next."""
+        rng = self._rng
+        faults = FaultyTransfers(rng, self.met)
+        block_size = rng.choice([1, 4, 8])
+        needed = -(-self._max_model_len // block_size)
+
+        def wrap(inner: SimExecutor, clock: VirtualClock) -> FaultyExecutor:
+            executor = FaultyExecutor(inner, clock, rng, self._death_rate)
+            executor.faults = faults
+            return executor
+
+        self._fails = rng.random() < 0.2
+        harness = self._harness = Harness(
+            num_blocks=needed + rng.choice([0, 1, needed // 2, needed]),
+            block_size=block_size,
+            max_model_len=self._max_model_len,
+            max_num_seqs=rng.choice([1, 2, 8]),
+            max_num_batched_tokens=rng.choice([7, 16, 64]),
+            prefix_caching=self._has_tiers or rng.random() < 0.8,
+            num_stages=rng.choice([1, 1, 1, 2] if self._has_tiers else [1, 1, 2, 3]),
+            wrap=wrap,
+            kv_host_slots=rng.choice([2, needed, 4 * needed]) if self._has_host else 0,
+            disk=self._disk,
+            kv_tiers=KVTiersConfig(
+                host_bytes=1,
+                disk_bytes=rng.choice([needed, 10 * needed]),
+                disk_min_touches=rng.choice([1, 2]),
+            )
+            if self._has_tiers
+            else None,
+            fails=self._fails,
+            transfer_fate=faults.fate,
+        )
+        lateness = rng.choice([(0.0,), (0.0, 0.02, 0.2) if self._has_tiers else (0.0,)])
+        harness.late_s = lambda: rng.choice(lateness)
+        self.harnesses.append(harness)
+        if self._has_tiers:
+            faults.tiers = harness.tiers
+        first = len(self._requests)
+        for index in range(first, first + rng.randint(2, 14)):
+            request_id = self._add(index)
+            self._watch(request_id)
+            for _ in range(rng.choice([0, 0, 1, 3, 10, 30])):
+                harness.tick()
+            check_books(harness.scheduler)
+            self._abort()
+            if self._disk is not None and self._disk.objects and rng.random() < 0.05:
+                self.met["object removed by others"] += 1
+                del self._disk.objects[rng.choice(sorted(self._disk.objects))]
+        harness.run()
+        harness.check_nothing_left()
+        self._check_answers()
+        for tier in harness.core.load().tiers:
+            self.met[f"loaded from {tier.name}"] += tier.num_loaded
+            self.met[f"stored in {tier.name}"] += tier.num_stored
+            self.met[f"failed in {tier.name}"] += tier.num_failed
+            self.met[f"removed from {tier.name}"] += tier.num_removed
+        self.met["prefix hits"] += harness.scheduler.counters.num_prefix_hit_tokens
+        self.met["preempted"] += harness.scheduler.counters.num_preemptions
+        self.met["worker lost"] += harness.core.load().num_worker_restarts
+
+    def _add(self, index: int) -> str:
+        rng = self._rng
+        request = random_request(rng, index, self._max_model_len)
+        if POISON not in request.prompt_token_ids and rng.random() < 0.8:
+            document = rng.choice(self._documents)
+            prompt = document[: rng.randint(self._max_model_len // 3, self._max_model_len - 1)]
+            prompt += request.prompt_token_ids[: rng.choice([0, 1, 5])]
+            request = GenerateRequest(
+                request_id=request.request_id,
+                prompt_token_ids=prompt[: self._max_model_len - 1],
+                sampling=request.sampling,
+                eos_token_ids=request.eos_token_ids,
+                priority=request.priority,
+            )
+        self._requests[request.request_id] = request
+        self._harness.add(request, steps=rng.random() < 0.7)
+        return request.request_id
+
+    def _watch(self, request_id: str) -> None:
+        request = self._harness.scheduler.requests.get(request_id)
+        state = None if request is None else request.state
+        self.met["unanswered at once"] += state is RequestState.AWAITING_KV
+        self.met["loaded at once"] += state is RequestState.LOADING
+
+    def _abort(self) -> None:
+        """Now and then, and rather those that wait for KV."""
+        harness, rng = self._harness, self._rng
+        alive = sorted(harness.scheduler.requests)
+        loading = sorted(in_state(harness.scheduler, RequestState.LOADING))
+        unanswered = sorted(in_state(harness.scheduler, RequestState.AWAITING_KV))
+        if loading and rng.random() < 0.3:
+            victim = rng.choice(loading)
+            self.met["aborted while it was loaded"] += 1
+        elif unanswered and rng.random() < 0.2:
+            victim = rng.choice(unanswered)
+            self.met["aborted before it was known"] += 1
+        elif alive and rng.random() < 0.15:
+            victim = rng.choice(alive)
         else:
-            assert harness.tokens[request_id] == whole
-    harness.check_nothing_left()
-    return harness
+            return
+        harness.core.abort(victim)
+        if rng.random() < 0.5:
+            harness.step()
+        check_books(harness.scheduler)
+        self._aborted.add(victim)
+
+    def _check_answers(self) -> None:
+        harness = self._harness
+        for request_id in harness.tokens:
+            request = self._requests[request_id]
+            whole = expected_tokens(request, self._max_model_len)
+            so_far = harness.tokens[request_id]
+            assert so_far == whole[: len(so_far)]
+            if request_id in self._aborted:
+                assert request_id not in harness.finished
+                continue
+            last = harness.finished[request_id]
+            if POISON in request.prompt_token_ids and not self._has_tiers:
+                assert (last.finish_reason, so_far) == (FinishReason.ERROR, [])
+                self.met["poisoned"] += 1
+            if last.finish_reason is not FinishReason.ERROR:
+                assert so_far == whole
+            elif "could not be loaded" in (last.error or ""):
+                assert self._fails
+                self.met["failed for want of KV"] += 1
+            else:
+                assert "worker died" in (last.error or "")
+                assert self._death_rate or POISON in request.prompt_token_ids
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
-def test_seeds(first: int) -> None:
+def live_all(first: int, *, host: bool, disk: bool) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
         try:
-            live(seed)
+            Life(seed, host=host, disk=disk)
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+            raise AssertionError(f"seed {seed}: {type(error).__name__} {error}") from error
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS_WITH_STAGES, SEEDS_PER_TEST))
-def test_seeds_with_stages(first: int, num_stages: int) -> None:
-    for seed in range(first, first + SEEDS_PER_TEST):
-        try:
-            live(seed, num_stages)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {num_stages} stages: {error}") from error
+def seeds(count: int) -> range:
+    """Returns the first seed of each test."""
+    return range(FIRST_SEED, FIRST_SEED + count, SEEDS_PER_TEST)
+
+
+def events_of(num_seeds: int, *, host: bool, disk: bool) -> Counter[str]:
+    met: Counter[str] = Counter()
+    for seed in range(num_seeds):
+        met += Life(seed, host=host, disk=disk).met
+    return met
+
+
+@pytest.mark.parametrize("first", seeds(1000))
+def test_no_tiers(first: int) -> None:
+    live_all(first, host=False, disk=False)
+
+
+@pytest.mark.parametrize("first", seeds(500))
+def test_host_memory(first: int) -> None:
+    live_all(first, host=True, disk=False)
+
+
+@pytest.mark.parametrize("first", seeds(500))
+def test_disk(first: int) -> None:
+    live_all(first, host=False, disk=True)
+
+
+@pytest.mark.parametrize("first", seeds(1500))
+def test_both(first: int) -> None:
+    live_all(first, host=True, disk=True)
+
+
+def test_seeds_without_tiers_meet_what_can_go_wrong() -> None:
+    met = events_of(60, host=False, disk=False)
+    wanted = {"preempted", "prefix hits", "worker lost", "poisoned"}
+    assert {event for event in wanted if not met[event]} == set()
+
+
+def test_seeds_of_host_memory_meet_what_can_go_wrong() -> None:
+    met = events_of(150, host=True, disk=False)
+    assert met["loaded from host"] > 300
+    assert {event for event in HOST_EVENTS if not met[event]} == set()
+
+
+def test_seeds_of_a_disk_meet_what_can_go_wrong() -> None:
+    met = events_of(400, host=False, disk=True)
+    assert met["loaded from disk"] > 300
+    assert {event for event in DISK_EVENTS if not met[event]} == set()
+
+
+def test_seeds_of_both_load_from_both_and_from_one_into_the_other() -> None:
+    met = events_of(150, host=True, disk=True)
+    assert met["loaded from host"] > 200
+    assert met["loaded from disk"] > 200
+    assert met["prefetches"] > 10
+    assert met["worker lost"] > 100
 
 
 def test_the_same_seed_is_the_same_life() -> None:
-    first, second = live(17), live(17)
-    assert first.tokens == second.tokens
-    assert first.clock.now() == second.clock.now()
-
-
-def test_the_seeds_meet_preemption_prefix_hits_and_lost_workers() -> None:
-    lives = [live(seed) for seed in range(40)]
-    assert sum(h.scheduler.counters.num_preemptions for h in lives) > 0
-    assert sum(h.scheduler.counters.num_prefix_hit_tokens for h in lives) > 0
-    assert sum(h.core.load().num_worker_restarts for h in lives) > 0
-    errors = [chunk.error for h in lives for chunk in h.finished.values() if chunk.error]
-    assert errors
+    first, second = (Life(17, host=True, disk=True) for _ in range(2))
+    assert first.met == second.met
+    assert [h.tokens for h in first.harnesses] == [h.tokens for h in second.harnesses]
+    assert [h.clock.now() for h in first.harnesses] == [h.clock.now() for h in second.harnesses]

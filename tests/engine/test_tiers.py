@@ -81,6 +81,12 @@ class Tiered(Harness):
         return self.finished[request_id].num_cached_tokens
 
 
+def filled(**fields: object) -> Tiered:
+    it = Tiered(**fields)
+    it.fill_tiers()
+    return it
+
+
 def filled_disk(delay_s: Callable[[], float] = lambda: 0.001) -> SimDisk:
     """A disk on which an engine of before has left document 1."""
     disk = SimDisk(delay_s)
@@ -93,8 +99,7 @@ def document(name: str, index: int, max_tokens: int = 4, **fields: object) -> Ge
 
 
 def test_what_the_device_has_evicted_comes_back_from_host_memory() -> None:
-    it = Tiered()
-    it.fill_tiers()
+    it = filled()
     it.serve(document("again", 1))
     assert it.num_cached("filling 3") == 0
     assert it.num_cached("again") == 36
@@ -122,8 +127,7 @@ def test_a_prefix_may_come_from_both_tiers() -> None:
 
 
 def test_a_load_begins_when_the_request_comes_and_not_with_the_next_step() -> None:
-    it = Tiered()
-    it.fill_tiers()
+    it = filled()
     num_steps = it.core.load().num_steps
     assert it.core.add(document("again", 1)) == []
     assert len(it.fates.loads()) == 1
@@ -148,8 +152,7 @@ def test_a_preempted_request_is_loaded_rather_than_computed() -> None:
 
 def test_a_load_waits_for_steps_that_read_what_a_preempted_request_had_computed() -> None:
     """A sample of such a step counts, though its request has lost its blocks."""
-    it = Tiered()
-    it.fill_tiers()
+    it = filled()
     low = make_request("low", [9] * 40, max_tokens=20, priority=5)
     it.add(low)
     it.ticks(4)
@@ -192,8 +195,7 @@ def test_what_connectors_were_told_of_a_request_does_not_change() -> None:
 
 
 def test_two_requests_never_load_the_same_block() -> None:
-    it = Tiered(num_blocks=24)
-    it.fill_tiers()
+    it = filled(num_blocks=24)
     it.serve(document("filling 4", 4))
     it.fates.begun.clear()
     it.fates.load = TransferFate(delay_s=1.0)
@@ -208,8 +210,7 @@ def test_two_requests_never_load_the_same_block() -> None:
 
 
 def test_when_the_first_of_them_is_aborted_the_second_loads() -> None:
-    it = Tiered()
-    it.fill_tiers()
+    it = filled()
     it.fates.load = TransferFate(delay_s=1.0)
     it.add(document("a", 1))
     second = document("b", 1)
@@ -221,8 +222,7 @@ def test_when_the_first_of_them_is_aborted_the_second_loads() -> None:
 
 
 def test_an_aborted_load_gives_its_blocks_back_when_it_ends() -> None:
-    it = Tiered()
-    it.fill_tiers()
+    it = filled()
     it.fates.load = TransferFate(delay_s=1.0)
     it.add(document("a", 1))
     it.core.abort("a")
@@ -233,8 +233,7 @@ def test_an_aborted_load_gives_its_blocks_back_when_it_ends() -> None:
 
 
 def test_who_waits_for_a_load_counts_against_the_limit_of_sequences() -> None:
-    it = Tiered(max_num_seqs=1)
-    it.fill_tiers()
+    it = filled(max_num_seqs=1)
     it.fates.load = TransferFate(delay_s=1.0)
     loading, short = document("loading", 1), make_request("short", [7, 8], max_tokens=1)
     it.add(loading)
@@ -288,8 +287,7 @@ def test_an_answer_that_never_comes_is_waited_for_until_patience_ends() -> None:
 
 
 def test_a_load_that_takes_too_long_is_computed_instead() -> None:
-    it = Tiered()
-    it.fill_tiers()
+    it = filled()
     it.fates.load = TransferFate(delay_s=100.0)
     began = it.clock.now()
     request = make_request("again", [1] * 24, max_tokens=1)
@@ -304,8 +302,7 @@ def test_a_load_that_takes_too_long_is_computed_instead() -> None:
 
 
 def test_leading_blocks_that_came_are_kept() -> None:
-    it = Tiered()
-    it.fill_tiers()
+    it = filled()
     it.fates.load = TransferFate(failed=(4, 6))
     it.serve(document("again", 1))
     assert it.num_cached("again") == 16
@@ -313,8 +310,7 @@ def test_leading_blocks_that_came_are_kept() -> None:
 
 
 def test_a_request_may_fail_for_kv_that_did_not_come() -> None:
-    it = Tiered(fails=True)
-    it.fill_tiers()
+    it = filled(fails=True)
     it.fates.load = TransferFate(failed=(4,))
     it.add(document("again", 1))
     it.run()
@@ -357,8 +353,7 @@ def test_blocks_are_brought_nearer_as_soon_as_they_are_found_and_as_there_is_a_p
 
 def test_a_request_that_was_loaded_is_not_loaded_again_before_it_runs() -> None:
     """Two requests that evict each other's blocks would never run."""
-    it = Tiered()
-    it.fill_tiers()
+    it = filled()
     it.fates.load = TransferFate(failed=(0,))
     it.serve(document("again", 1))
     assert len(it.fates.loads()) == 1

@@ -13,21 +13,17 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-import zmq
 from fragment_files import assert_nested, phases_of, read_fragments
 from virtual_fleet import VOCAB_SIZE, expected, request
 
-from pagoda.engine.config import EngineConfig, HandoffConfig, SimConfig
-from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
+from pagoda.engine.config import EngineConfig, SimConfig
+from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend import engine_client
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.ipc.curve import keys_of
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.frontend import GenerateRequest, TokenChunk
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.worker_config import Role, WorkerConfig
-from pagoda.pd.links import SocketPeers
-from pagoda.pd.messages import KVRelease, KVSubscribe
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 Answer = tuple[list[int], TokenChunk]
@@ -157,17 +153,6 @@ async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
     assert not (await client.replica.health()).ready
 
 
-async def test_an_engine_that_is_stopped_is_killed_and_replaced() -> None:
-    async with started(engine_timeout_s=0.8) as client:
-        running = await asking(client)
-        stopped = kill(client, signal.SIGSTOP)
-        with pytest.raises(EngineLostError):
-            await running
-        assert_gone(stopped)
-        await until_ready(client)
-        assert (await collect(client, make_request(2)))[0] == expected(make_request(2))
-
-
 async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -215,52 +200,6 @@ async def test_a_reader_that_leaves_aborts_its_request(client: EngineClient) -> 
     async with asyncio.timeout(10):
         while (await client.replica.load()).num_running:
             await asyncio.sleep(0)
-
-
-async def test_draining_finishes_what_runs_and_takes_nothing_new(client: EngineClient) -> None:
-    running = asyncio.create_task(collect(client, make_request(1)))
-    await asyncio.sleep(0)
-    draining = asyncio.create_task(client.replica.drain(30))
-    await asyncio.sleep(0)
-    with pytest.raises(OverloadedError, match="shutting down"):
-        await collect(client, make_request(2))
-    assert (await client.replica.health()).reason == "the server is shutting down"
-    await draining
-    assert (await running)[0] == expected(make_request(1))
-
-
-async def test_draining_waits_for_who_reads_kv() -> None:
-    keys = keys_of(b"a secret")
-    handoff = HandoffConfig(role=Role.PREFILL, host="127.0.0.1", keys=keys)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peers = SocketPeers(context, keys)
-    try:
-        async with started(handoff=handoff) as client:
-            replica = client.replica
-            asked = msgspec.structs.replace(make_request(1), holds_kv=True)
-            source = [chunk async for chunk in replica.generate(asked)][-1].kv_source
-            assert source is not None
-            assert (await replica.load()).num_wanted_leases == 0, "nobody has asked"
-            peers.send(source.address, KVSubscribe(source.transfer_id, 0, 0))
-            while not (await replica.load()).num_wanted_leases:
-                await asyncio.sleep(0.01)
-            draining = asyncio.create_task(replica.drain(60))
-            for _ in range(3):
-                assert (await replica.load()).num_wanted_leases == 1
-            assert not draining.done()
-            peers.send(source.address, KVRelease([source.transfer_id]))
-            await draining
-            assert (await replica.load()).num_leases == 0
-    finally:
-        peers.close()
-        context.term()
-
-
-async def test_draining_ends_stragglers(client: EngineClient) -> None:
-    running = asyncio.create_task(collect(client, make_request(1, max_tokens=100_000)))
-    await asyncio.sleep(0)
-    await client.replica.drain(0.01)
-    assert (await running)[1].finish_reason is FinishReason.ABORT
 
 
 async def test_too_long_a_directory_for_sockets_is_refused(

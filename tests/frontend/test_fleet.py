@@ -49,8 +49,8 @@ def client_of(dispatcher: Dispatcher, index: int) -> EngineClient:
     return cast(EngineClient, dispatcher.replicas[index].transport)
 
 
-def kill(dispatcher: Dispatcher, index: int, fault: signal.Signals = signal.SIGKILL) -> None:
-    kill_engine(client_of(dispatcher, index), fault)
+def kill(dispatcher: Dispatcher, index: int, fault: signal.Signals = signal.SIGKILL) -> int:
+    return kill_engine(client_of(dispatcher, index), fault)
 
 
 async def collect(dispatcher: Dispatcher, request: GenerateRequest) -> Answer:
@@ -79,7 +79,8 @@ def test_each_replica_knows_its_place() -> None:
 
 
 async def test_both_replicas_work_and_their_figures_add_up() -> None:
-    async with fleet(2, max_num_seqs=8, max_num_waiting=100) as dispatcher:
+    sim = SimConfig(base_s=0.01, vocab_size=VOCAB_SIZE)
+    async with fleet(2, max_num_seqs=8, max_num_waiting=100, sim=sim) as dispatcher:
         limits = dispatcher.limits
         assert (limits.max_num_seqs, limits.max_num_waiting) == (16, 200)
         assert limits.num_blocks == 2 * SimConfig().num_blocks
@@ -112,8 +113,9 @@ async def test_streams_survive_an_engine_that_dies_or_hangs(
         requests = [make_request(i, max_tokens=60) for i in range(num_streams)]
         answers = asyncio.gather(*(collect(dispatcher, request) for request in requests))
         await until_running(dispatcher, num_streams)
-        kill(dispatcher, 0, fault)
+        pid = kill(dispatcher, 0, fault)
         assert await answers == [(expected(request), FinishReason.LENGTH) for request in requests]
+        assert not psutil.pid_exists(pid)
         assert_settled(dispatcher)
         while dispatcher.replicas[0].state is not ReplicaState.READY:
             await asyncio.sleep(0.001)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import traceback
 
+import msgspec
 import pytest
 from scripted_endpoint import LIMITS
 from virtual_fleet import request, virtual
@@ -39,6 +40,7 @@ class Peer:
         self.sent: list[FrontendMessage] = []
         self.hung_at: list[float] = []
         self.answers_probes = False
+        self.load: dict[str, object] = {}
         self.raises: Exception | None = None
         self.replica = Replica(
             self,
@@ -54,7 +56,7 @@ class Peer:
             raise self.raises
         self.sent.append(message)
         if self.answers_probes and isinstance(message, LoadQuery):
-            self.replica.receive(report(message.query_id))
+            self.replica.receive(report(message.query_id, **self.load))
 
     async def start(self) -> None: ...
 
@@ -226,6 +228,45 @@ async def test_a_query_that_is_not_answered_times_out() -> None:
     with pytest.raises(TimeoutError):
         await peer.replica.load()
     assert (await peer.replica.health()).reason == "the engine does not answer"
+
+
+@virtual
+async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    peer = Peer()
+    peer.answers_probes = True
+    stream = peer.replica.generate(request("r"))
+    draining = asyncio.create_task(peer.replica.drain(30))
+    await asyncio.sleep(1)
+    with pytest.raises(OverloadedError, match="shutting down"):
+        peer.replica.generate(request("late"))
+    assert (await peer.replica.health()).reason == "the server is shutting down"
+    peer.push("1", 7, reason=FinishReason.LENGTH)
+    await draining
+    assert [chunk.finish_reason async for chunk in stream] == [FinishReason.LENGTH]
+    assert now() < 2
+
+
+@virtual
+async def test_draining_ends_stragglers() -> None:
+    peer = Peer()
+    stream = peer.replica.generate(request("r"))
+    await peer.replica.drain(3)
+    assert [chunk.finish_reason async for chunk in stream] == [FinishReason.ABORT]
+    assert peer.sent[-1] == AbortRequests(["1"])
+
+
+@pytest.mark.parametrize(("host_id", "waits_s"), [("", 7), ("a host, which has drained itself", 0)])
+@virtual
+async def test_draining_waits_until_others_have_read_the_kv_of_an_engine(
+    host_id: str, waits_s: float
+) -> None:
+    peer = Peer()
+    peer.replica.receive(msgspec.structs.replace(LIMITS, host_id=host_id))
+    peer.answers_probes = True
+    peer.load = {"num_wanted_leases": 1}
+    asyncio.get_running_loop().call_later(7, peer.load.clear)
+    await peer.replica.drain(30)
+    assert now() == pytest.approx(waits_s, abs=0.2)
 
 
 @virtual

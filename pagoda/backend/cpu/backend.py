@@ -92,10 +92,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         """Keys are [head_dim / p, block_size, p], so that vectors hold an element of many keys.
 
         Values are [block_size / q, head_dim, q]. p and q are 2 where one instruction multiplies pairs, else 1.
-
-        Raises:
-            ConfigError: no kernel takes heads of this size.
-        """
+        Raises ConfigError: no kernel takes heads of this size."""
         if head_dim % 2 or head_dim > self._native.MAX_HEAD_DIM:
             raise ConfigError(
                 f"the cpu backend takes even head sizes up to {self._native.MAX_HEAD_DIM}, "
@@ -137,10 +134,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> PackedLinear:
         """Parts of one format, one after the other, become one map.
-
-        Raises:
-            ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs.
-        """
+        Raises ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs."""
         segments: list[Segment] = []
         first = 0
         for alike in _runs_of_one_format(parts):

@@ -15,9 +15,7 @@ INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
 
 def available_instruction_sets() -> list[str]:
     """Instruction sets that kernels exist for on this CPU, from the lowest to the highest.
-
-    Raises:
-        BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
+    Raises BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
     """
     names: list[str] = load_native().instruction_sets()
     if not names:
@@ -46,10 +44,7 @@ def choose_instruction_set() -> str:
 
 def load_native() -> ModuleType:
     """Loads the kernels in a process that has loaded torch first, so that both share one OpenMP library.
-
-    Raises:
-        BackendUnavailableError: it is not installed, or cannot be loaded.
-    """
+    Raises BackendUnavailableError: it is not installed, or cannot be loaded."""
     try:
         return importlib.import_module("pagoda.backend._native")
     except ModuleNotFoundError:

@@ -70,10 +70,7 @@ _OTHER_MODELS = ("expert_count", "attention.clamp_kqv", "logit_scale", "attentio
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
     """The model that metadata and tensors of a file describe; its tensors have the names of the file.
-
-    Raises:
-        ConfigError: the file is not of a model that Pagoda runs.
-    """
+    Raises ConfigError: the file is not of a model that Pagoda runs."""
     unknown = next((name for name in file.tensors if not _KNOWN.fullmatch(name)), None)
     if unknown is not None:
         raise ConfigError(

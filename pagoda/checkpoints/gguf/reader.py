@@ -146,10 +146,7 @@ def model_name(path: Path) -> str:
 
 def read_gguf(path: Path) -> GgufFile:
     """Metadata and tensors of a model, which other parts of a split file add to.
-
-    Raises:
-        ConfigError: a file cannot be read or is damaged, or this is not the first part.
-    """
+    Raises ConfigError: a file cannot be read or is damaged, or this is not the first part."""
     first = _read_part(path)
     metadata = first.metadata
     num_parts = metadata.count("split.count", 0)

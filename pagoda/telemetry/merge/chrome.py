@@ -25,7 +25,6 @@ from pagoda.telemetry.fragments import ProcessHeader
 from pagoda.telemetry.merge.model import ClockSource, Moment, Process, Row, Span, Trace, arguments
 from pagoda.telemetry.merge.reading import RowName
 from pagoda.telemetry.merge.steps import (
-    PlacedSpan,
     operation_spans,
     operations_of,
     steps_by_row,
@@ -139,7 +138,7 @@ def _events_of(process: Process) -> Iterator[_Event]:
     for index, row in enumerate(process.rows):
         yield describe("thread_name", row.tid, name=row.name)
         yield describe("thread_sort_index", row.tid, sort_index=index)
-    category = process.header.storey
+    category = process.header.kind
     operations = operations_of(process)
     for row in process.rows:
         for index, it in enumerate(row.spans):
@@ -184,41 +183,32 @@ class _Point(NamedTuple):
 
 
 def _flows_of(trace: Trace) -> Iterator[list[_Point]]:
-    """The way of each request that has at least two points, in the order of time."""
+    """The way of each request that has at least two points, in the order of time.
+
+    In an engine, these are its steps, and phases that no step shows; elsewhere the beginning and the end.
+    """
     steps = steps_by_row(steps_of(trace))
     found: defaultdict[str, list[_Point]] = defaultdict(list)
+
+    def add(request: str, pid: int, tid: int, span: Span, at: int) -> None:
+        if span.end > span.start:  # nothing can be bound to a span that took no time
+            found[request].append(_Point(min(max(at, span.start), span.end - 1), pid, tid))
+
     for process in trace.processes:
+        is_engine = process.header.kind == "engine"
         for row in process.rows:
-            if row.request is not None:
-                found[row.request] += _points_of(process, row)
-                for step in steps.get((process.pid, row.tid), ()):
-                    for place in (step.place, *step.workers):
-                        found[row.request] += _placed(place, step.place.span.start)
+            if row.request is None:
+                continue
+            for span in row.named(*(_WAYPOINTS if is_engine else ("request",))):
+                for at in (span.start,) if is_engine else (span.start, span.end):
+                    add(row.request, process.pid, row.tid, span, at)
+            for step in steps.get((process.pid, row.tid), ()):
+                for place in (step.place, *step.workers):
+                    add(row.request, place.pid, place.tid, place.span, step.place.span.start)
     for points in found.values():
         points.sort(key=lambda point: point.at)
         if len(points) > 1:
             yield points
-
-
-def _points_of(process: Process, row: Row) -> Iterator[_Point]:
-    """Points of a row: in an engine, phases that no step shows; else the beginning and the end of the request."""
-    is_engine = process.header.storey == "engine"
-    for span in row.spans:
-        if is_engine and span.name in _WAYPOINTS:
-            yield from _point(process.pid, row.tid, span, span.start)
-        elif not is_engine and span.name == "request":
-            yield from _point(process.pid, row.tid, span, span.start)
-            yield from _point(process.pid, row.tid, span, span.end)
-
-
-def _placed(place: PlacedSpan, not_before: int) -> Iterator[_Point]:
-    return _point(place.pid, place.tid, place.span, max(place.span.start, not_before))
-
-
-def _point(pid: int, tid: int, span: Span, at: int) -> Iterator[_Point]:
-    """Nothing can be bound to a span that took no time."""
-    if span.end > span.start:
-        yield _Point(min(max(at, span.start), span.end - 1), pid, tid)
 
 
 _GZIP = b"\x1f\x8b"

@@ -14,7 +14,7 @@ from pagoda.telemetry.fragments import ProcessHeader
 from pagoda.telemetry.merge.model import Process
 
 _PLACE = re.compile(r"(engine|worker) dp(\d+)(?: tp(\d+) pp(\d+))?")
-_STOREYS = {"router": 0, "frontend": 1, "engine": 2, "worker": 3}
+_LEVELS = {"router": 0, "frontend": 1, "engine": 2, "worker": 3}
 _OTHER = 4
 _LAST = 1 << 31
 
@@ -44,29 +44,29 @@ def in_order(headers: Sequence[ProcessHeader]) -> list[Process]:
     return list(found.values())
 
 
-def _storey(header: ProcessHeader) -> int:
-    return _STOREYS.get(header.storey, _OTHER)
+def _level(header: ProcessHeader) -> int:
+    return _LEVELS.get(header.kind, _OTHER)
 
 
 def _order(header: ProcessHeader) -> tuple[int, int, int, int, str, int, str]:
     """The order within a server: the frontend, then each engine with its workers, first come first."""
     place = _PLACE.fullmatch(header.role)
     if place is None:
-        replica = -1 if _storey(header) < _OTHER else _LAST
-        return (replica, _storey(header), 0, 0, header.role, header.wall_ns, header.uid)
+        replica = -1 if _level(header) < _OTHER else _LAST
+        return (replica, _level(header), 0, 0, header.role, header.wall_ns, header.uid)
     dp, tp, pp = (int(number or 0) for number in place.groups()[1:])
-    return (dp, _storey(header), pp, tp, header.role, header.wall_ns, header.uid)
+    return (dp, _level(header), pp, tp, header.role, header.wall_ns, header.uid)
 
 
 def _groups(headers: Sequence[ProcessHeader]) -> dict[str, Group]:
     by_uid = {header.uid: header for header in headers}
-    heads = [header for header in headers if _storey(header) <= _STOREYS["frontend"]]
+    heads = [header for header in headers if _level(header) <= _LEVELS["frontend"]]
     result: dict[str, Group] = {}
     for header in headers:
         above: ProcessHeader | None = header
         while above is not None and above not in heads:
             parent = by_uid.get(above.parent_uid)
-            above = parent if parent and _storey(parent) < _storey(above) else None
+            above = parent if parent and _level(parent) < _level(above) else None
         result[header.uid] = _group_by_place(header, heads) if above is None else (above.uid,)
     return result
 
@@ -83,7 +83,7 @@ def _group_by_place(header: ProcessHeader, heads: Sequence[ProcessHeader]) -> Gr
 
 def _group_order(members: Sequence[ProcessHeader]) -> tuple[int, int, str]:
     first = min(members, key=_order)
-    return (_storey(first), first.wall_ns, first.uid)
+    return (_level(first), first.wall_ns, first.uid)
 
 
 def _labels(
@@ -91,7 +91,7 @@ def _labels(
 ) -> dict[Group, str]:
     """Suffixes that tell servers apart: nothing for a single one, else the host, or the run, or a number."""
     first = {group: min(members[group], key=_order) for group in groups}
-    servers = [group for group in groups if _storey(first[group]) != _STOREYS["router"]]
+    servers = [group for group in groups if _level(first[group]) != _LEVELS["router"]]
     routers = [group for group in groups if group not in servers]
     labels: dict[Group, str] = {}
     for kind in (routers, servers):

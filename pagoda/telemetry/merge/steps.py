@@ -58,16 +58,23 @@ StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
 
 def steps_of(trace: Trace) -> dict[int, list[Step]]:
     """The steps of each engine, in order, by the engine's `pid`."""
-    engines = [it for it in trace.processes if it.header.storey == "engine"]
+    engines = [it for it in trace.processes if it.header.kind == "engine"]
     steps = {engine.pid: _engine_steps(engine) for engine in engines}
-    numbered = {pid: _numbered(found) for pid, found in steps.items()}
+    numbered: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
+    for pid, found in steps.items():
+        for step in found:
+            numbered[pid, step.args.step].append(step)
     for worker in trace.processes:
-        if worker.header.storey == "worker":
-            own = [numbered[engine.pid] for engine in engines_of(worker, engines)]
-            for number, place in _worker_steps(worker, worker.main):
-                step = _nearest([it for index in own for it in index.get(number, ())], place.span)
-                if step is not None:
-                    step.workers.append(place)
+        if worker.header.kind == "worker":
+            own = [engine.pid for engine in engines_of(worker, engines)]
+            for span in worker.main.named("step"):
+                args = read_args(span.args, _WorkerStepArgs)
+                if args is None:
+                    continue
+                same = [it for pid in own for it in numbered.get((pid, args.step), ())]
+                nearest = _nearest(same, span)
+                if nearest is not None:
+                    nearest.workers.append(PlacedSpan(worker.pid, worker.pid, span))
     return steps
 
 
@@ -85,18 +92,11 @@ def _engine_steps(engine: Process) -> list[Step]:
     found = []
     for row in engine.rows:
         for span in row.named("step") if row.tid != engine.pid else ():
-            told = read_args(span.args, StepArgs)
-            if told is not None:
-                found.append(Step(PlacedSpan(engine.pid, row.tid, span), told))
+            args = read_args(span.args, StepArgs)
+            if args is not None:
+                found.append(Step(PlacedSpan(engine.pid, row.tid, span), args))
     found.sort(key=lambda step: step.place.span.start)
     return found
-
-
-def _numbered(steps: Sequence[Step]) -> dict[int, list[Step]]:
-    index: defaultdict[int, list[Step]] = defaultdict(list)
-    for step in steps:
-        index[step.args.step].append(step)
-    return index
 
 
 def engines_of(worker: Process, engines: Sequence[Process]) -> list[Process]:
@@ -108,13 +108,6 @@ def engines_of(worker: Process, engines: Sequence[Process]) -> list[Process]:
 def _part(process: Process) -> tuple[str, list[str]]:
     """The run, and the part of the role that an engine and its workers share: `dp0`."""
     return process.header.run, process.header.role.split()[1:2]
-
-
-def _worker_steps(worker: Process, row: Row) -> Iterator[tuple[int, PlacedSpan]]:
-    for span in row.named("step"):
-        told = read_args(span.args, _WorkerStepArgs)
-        if told is not None:
-            yield told.step, PlacedSpan(worker.pid, row.tid, span)
 
 
 def _nearest(candidates: Sequence[Step], span: Span) -> Step | None:

@@ -32,8 +32,8 @@ def report_of(trace: Trace) -> Report:
     requests = sorted((request for request, _ in found), key=lambda it: it.arrived)
     ended = [it for it in requests if not it.is_running]
     token_times = [time for _, times in found for time in times]
-    engines = [it for it in trace.processes if it.header.storey == "engine"]
-    workers = [it for it in trace.processes if it.header.storey == "worker"]
+    engines = [it for it in trace.processes if it.header.kind == "engine"]
+    workers = [it for it in trace.processes if it.header.kind == "worker"]
     busy = {worker.pid: working(worker) for worker in workers}
 
     def of_engine(engine: Process) -> dict[int, list[Interval]]:

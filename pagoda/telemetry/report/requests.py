@@ -72,7 +72,7 @@ def _rows_of_requests(trace: Trace) -> dict[str, _RequestRows]:
         for row in process.rows:
             if row.request is None:
                 continue
-            if process.header.storey != "engine":
+            if process.header.kind != "engine":
                 if row.request not in found or found[row.request].process is process:
                     found[row.request] = _RequestRows(process, row)
             elif row.request in found:
