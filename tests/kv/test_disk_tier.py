@@ -62,6 +62,19 @@ def test_the_answer_to_a_request_that_is_gone_tells_nobody() -> None:
     assert setup.work()
 
 
+def test_a_late_answer_to_an_earlier_probe_of_a_request_does_not_end_its_next_one() -> None:
+    setup = Setup()
+    setup.tier.on_queued(prefix(), 0)
+    setup.tier.on_dequeued("r")
+    setup.tier.on_queued(prefix(), 0)  # it was preempted
+    setup.keeper.work(1)
+    setup.disk.update(dict.fromkeys(KEYS[:3], EPOCH))  # others write meanwhile
+    assert not setup.tier.poll()
+    assert setup.tier.lookup(prefix(), 0) is None
+    assert setup.work() == {"r"}
+    assert setup.tier.lookup(prefix(), 0) == 3
+
+
 def test_a_disk_that_does_not_answer_is_not_asked_again_until_it_does() -> None:
     setup = Setup()
     setup.store(KEYS[:2])
