@@ -222,19 +222,20 @@ def test_a_request_that_ran_before_the_trace_and_after_it_is_told_of_as_it_was_s
 ) -> None:
     frontend, engine = processes = _traced_late()
     row = engine.open_row("request one")
-    engine.span("decode", 1000, 1999, row)
-    engine.span("request", 1000, 1999, row, **FIGURES, preemptions=0, finish_reason="")
+    engine.spans(row, ("decode", 1000, 1999), ("request", 1000, 1999), **FIGURES)
     steps = engine.open_row("steps 0")
     for number in range(9):
         at = 1000.0 + 111 * number
         engine.span("step", at, at + 111, steps, step=number, rows=[row], tokens=[1])
-    top = frontend.open_row("request one")
-    frontend.span("prepare", 0, 2, top)
-    frontend.span("first token", 2, 20, top)
-    frontend.span("stream", 20, 2000, top)
-    for at in (1111, 1222):
-        frontend.span("token", at - 1, at, top)
-    frontend.span("request", 0, 2000, top, **FIGURES, finish_reason="length")
+    frontend.spans(
+        frontend.open_row("request one"),
+        ("prepare", 0, 2),
+        ("first token", 2, 20),
+        ("stream", 20, 2000),
+        *(("token", at - 1, at) for at in (1111, 1222)),
+        ("request", 0, 2000),
+        **ENDED,
+    )
     found = report(tmp_path, processes)
     request = only(found)
     assert milliseconds(request.parts) == {
@@ -254,14 +255,11 @@ def test_a_request_that_ran_before_the_trace_and_after_it_is_told_of_as_it_was_s
 
 def test_a_request_that_still_runs_has_no_end(tmp_path: Path) -> None:
     frontend, engine = processes = _traced_late()
-    row = engine.open_row("request one")
-    engine.span("queued", 1003, 1010, row)
-    engine.span("prefill", 1010, 1500, row)
-    engine.span("request", 1003, 1500, row, **FIGURES, preemptions=0, finish_reason="")
-    top = frontend.open_row("request one")
-    frontend.span("prepare", 1001, 1002, top)
-    frontend.span("waiting", 1002, 1600, top)
-    frontend.span("request", 1001, 1600, top, **FIGURES, finish_reason="")
+    row, top = engine.open_row("request one"), frontend.open_row("request one")
+    phases = ("queued", 1003, 1010), ("prefill", 1010, 1500)
+    engine.spans(row, *phases, ("request", 1003, 1500), **FIGURES)
+    phases = ("prepare", 1001, 1002), ("waiting", 1002, 1600)
+    frontend.spans(top, *phases, ("request", 1001, 1600), **FIGURES)
     found = report(tmp_path, processes)
     assert only(found).is_running
     assert only(found).first_token is None
@@ -280,6 +278,7 @@ def test_a_request_that_still_runs_has_no_end(tmp_path: Path) -> None:
 
 
 FIGURES = {"request": "one", "prompt_tokens": 8, "cached_tokens": 0, "output_tokens": 200}
+ENDED = {**FIGURES, "finish_reason": "length"}
 
 
 def _traced_late() -> tuple[ScriptedProcess, ScriptedProcess]:
@@ -323,15 +322,13 @@ def test_interruptions_are_counted_once(
     frontend, engine = ScriptedProcess("frontend", "f"), ScriptedProcess("engine dp0", "e")
     engine.compare_clock(frontend)
     row, top = engine.open_row("request one"), frontend.open_row("request one")
-    for number, name in enumerate(phases):
-        engine.span(name, 10 * number, 10 * number + 10, row)
-    end = 10 * len(phases)
-    ended = {**FIGURES, "finish_reason": "length"}
-    engine.span("request", 0, end, row, **ended, preemptions=preemptions)
-    frontend.span("request", 0, end, top, **ended)
+    whole = ("request", 0, 10 * len(phases))
+    told = ((name, 10 * number, 10 * number + 10) for number, name in enumerate(phases))
+    engine.spans(row, *told, whole, **ENDED, preemptions=preemptions)
+    frontend.spans(top, whole, **ENDED)
     reasons = only(report(tmp_path, [frontend, engine])).reasons
-    (told,) = (it for it in reasons if it.startswith(("preempted", "a worker")))
-    assert told.startswith(expected)
+    (reason,) = (it for it in reasons if it.startswith(("preempted", "a worker")))
+    assert reason.startswith(expected)
 
 
 @pytest.mark.parametrize(
