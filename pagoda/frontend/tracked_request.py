@@ -25,7 +25,7 @@ MAX_CRASHES = 3
 
 class RequestState(enum.Enum):
     QUEUED = enum.auto()
-    """As far as is known the replica, if one has the request, has computed nothing of it."""
+    """No replica is known to have computed anything of the request."""
     COMPUTING = enum.auto()
     """The replica has told that it computes the request."""
     MOVING = enum.auto()
