@@ -187,7 +187,6 @@ class Dispatcher:
             self._notify()
 
     def num_requests(self, replica: Replica) -> int:
-        """The number of requests that the replica has."""
         return len(self.slots[replica].requests)
 
     def _on_change(self, slot: ReplicaSlot) -> None:
@@ -410,7 +409,8 @@ class Dispatcher:
                                 return
                             placement.waits_since = self._clock.now()
                 except _MovedError:
-                    self._migrate(tracked, slot)
+                    tracked.refusals[slot.number] = _MOVED_RETRY_S
+                    self._moves(tracked)
                 except EngineLostError:
                     self._on_engine_lost(tracked, slot)
                 except OverloadedError as error:
@@ -519,17 +519,14 @@ class Dispatcher:
 
     # ---- requests move
 
-    def _migrate(self, tracked: TrackedRequest, slot: ReplicaSlot) -> None:
-        """The replica has given the request up, and no engine died of it: another one takes it."""
+    def _moves(self, tracked: TrackedRequest) -> None:
         tracked.returns = True
-        tracked.refusals[slot.number] = _MOVED_RETRY_S
         self._tracer.instant("request moved", {"request": tracked.request_id})
 
     def _on_engine_lost(self, tracked: TrackedRequest, slot: ReplicaSlot) -> None:
         tracked.crash_count += tracked in slot.crash_suspects
-        tracked.returns = True
         tracked.refusals.clear()
-        self._tracer.instant("request moved", {"request": tracked.request_id})
+        self._moves(tracked)
         _log.info(
             "%slost it; it goes on with the %d tokens that it has",
             self.slots.prefix(slot),
@@ -556,7 +553,6 @@ class Dispatcher:
         return self._judge_timer is not None
 
     def _judge_soon(self) -> None:
-        """Judges from now on, if there is more than one replica."""
         if self._judge_timer is None and len(self.slots) > 1:
             loop = asyncio.get_running_loop()
             self._judge_timer = loop.call_later(_JUDGE_INTERVAL_S, self._judge_again)

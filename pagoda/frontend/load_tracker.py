@@ -73,7 +73,6 @@ class RequestWork:
         return done
 
     def close(self) -> None:
-        """Takes the request off its replica; called once."""
         self._shrink(self.pending_tokens)
 
     def _shrink(self, num_tokens: int) -> None:
@@ -103,7 +102,6 @@ class LeastLoaded:
         self._push(work)
 
     def discard(self, work: ReplicaWork) -> None:
-        """Takes out a replica that was added."""
         self._size -= 1
         work.floor = work.ticket = -1
 

@@ -67,7 +67,6 @@ class Placer:
         self._no_replica_timeout_s = no_replica_timeout_s
         self._uses_prefixes = uses_prefixes
         self._usual_output_tokens = 64.0
-        """Moving average of the lengths of answers."""
         self.quarantine = Quarantine()
         self.failure: EngineDeadError | None = None
         """The reason that no replica will ever take requests again; None as long as one may."""
@@ -180,6 +179,4 @@ class Placer:
         slot.left.set()
         self._slots.on_leave(slot)
         placement.work.close()
-        if tracked.state is not RequestState.ABORTED:
-            tracked.state = RequestState.WAITING
         self.quarantine.clear(tracked)

@@ -21,8 +21,6 @@ from pagoda.frontend.replica_slot import ReplicaSlot
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """A request that needs a replica, for the first time or again."""
-
     request_id: str
     number: int
     """Number of requests placed before this one."""
@@ -71,7 +69,6 @@ def round_robin(request: RoutingRequest, candidates: Sequence[Candidate]) -> int
 
 
 def least_pending_tokens(request: RoutingRequest, candidates: Sequence[Candidate]) -> int:
-    """The replica with the least work."""
     return _least([candidate.pending_tokens for candidate in candidates], request.number)
 
 

@@ -66,7 +66,6 @@ class PrefillDecodeRouter:
         self._unwatch: dict[Replica, Callable[[], None]] = {}
 
     def _homes(self, replica: Replica) -> list[Dispatcher]:
-        """The dispatchers that have a host."""
         both = (self.dispatcher, self.prefill)
         return [one for one in both if one.slots.get(replica) is not None]
 
@@ -94,7 +93,6 @@ class PrefillDecodeRouter:
         return sum(home.num_requests(replica) for home in self._homes(replica))
 
     async def emptied(self, replica: Replica) -> None:
-        """Returns when a host that leaves has no requests any more."""
         for home in self._homes(replica):
             await home.emptied(replica)
 

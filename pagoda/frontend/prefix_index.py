@@ -143,11 +143,9 @@ class PrefixIndex:
         return _num_leading(keys, self.told, ())
 
     def num_sharing(self, key: int) -> int:
-        """The number of requests at the replica that begin with this block."""
         return self.num_running.get(key, 0)
 
     def resize(self, capacity: int) -> None:
-        """Takes a new size of the replica's cache."""
         self.capacity = capacity
         self._trim()
 
@@ -226,7 +224,6 @@ def _num_leading(keys: Sequence[int], told: Container[int], sent: Container[int]
 
 
 def short_keys(keys: Iterable[bytes]) -> list[int]:
-    """The short keys of whole keys."""
     return [int.from_bytes(key[:SHORT_KEY_BYTES], "little") for key in keys]
 
 

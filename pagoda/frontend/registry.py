@@ -123,7 +123,7 @@ class Registry:
             known = {entry.record.host_id, entry.host.limits.host_id if entry.host else ""} - {""}
             if host_id in known:
                 self._dismissed.add(host_id)
-                self._discovery.dismiss(_identified(entry.record, host_id), _DISMISSAL)
+                self._tell_dismissed(entry, host_id)
                 entry.changed.set()
                 return True
         return False
@@ -233,7 +233,7 @@ class Registry:
                 "requests would go round in circles."
             )
         if limits.host_id in self._dismissed:
-            self._discovery.dismiss(_identified(entry.record, limits.host_id), _DISMISSAL)
+            self._tell_dismissed(entry, limits.host_id)
             raise ConfigError(_DISMISSAL)
         if entry.record.host_id not in ("", limits.host_id):
             raise ConfigError(f"Another host is at {entry.record.address} now.")
@@ -293,6 +293,6 @@ class Registry:
             level = logging.INFO if problem in (_LEFT, _DISMISSAL) else logging.WARNING
             _log.log(level, "the host at %s is not used: %s", entry.record.address, problem)
 
-
-def _identified(record: HostRecord, host_id: str) -> HostRecord:
-    return msgspec.structs.replace(record, host_id=host_id)
+    def _tell_dismissed(self, entry: _Entry, host_id: str) -> None:
+        record = msgspec.structs.replace(entry.record, host_id=host_id)
+        self._discovery.dismiss(record, _DISMISSAL)

@@ -24,10 +24,8 @@ MAX_CRASHES = 3
 
 
 class RequestState(enum.Enum):
-    WAITING = enum.auto()
-    """No replica has the request."""
     QUEUED = enum.auto()
-    """A replica was chosen; as far as is known it has computed nothing of the request."""
+    """No replica is known to have computed anything of the request."""
     COMPUTING = enum.auto()
     """The replica has told that it computes the request."""
     MOVING = enum.auto()
@@ -76,7 +74,7 @@ class TrackedRequest:
     def __init__(self, request: GenerateRequest, accepted_at: float) -> None:
         self.request = request
         self.request_id = request.request_id
-        self.state = RequestState.WAITING
+        self.state = RequestState.QUEUED
         self.token_ids = list(request.output_token_ids)
         self.accepted_at = accepted_at
         self.placement: Placement | None = None

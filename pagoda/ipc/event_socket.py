@@ -107,18 +107,16 @@ class EventSocket:
         self._read_later()
 
 
-def host_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket between hosts: its queues have no limit, its messages do, and silent peers are disconnected."""
+def host_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, max_bytes: int = MAX_MESSAGE_BYTES
+) -> zmq.Socket[bytes]:
+    """A socket between hosts: its queues have no limit, its messages do, and silent peers are disconnected.
+    Peers need not do the same."""
     socket: zmq.Socket[bytes] = zmq.Socket(context, kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    notice_silence(socket)
-    return socket
-
-
-def notice_silence(socket: zmq.Socket[bytes]) -> None:
-    """Lets `socket`, before it is bound or connected, hang up on silent peers. Peers need not do the same."""
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(SILENCE_S * 1000))
+    return socket

@@ -363,7 +363,7 @@ class TieredKVConnector:
         return [source for connector in self.connectors for source in connector.pollables()]
 
     def next_event_at(self) -> float | None:
-        if self.ledger.has_settled:  # since the ends of this turn were drained
+        if self.ledger.settled:  # since the ends of this turn were drained
             return self._clock.now()
         return next(iter(self.deadlines.values()), None)
 

@@ -42,7 +42,8 @@ class TransferLedger:
         self.transfers: dict[int, OpenTransfer] = {}
         """Transfers that have not ended, by id."""
         self._held: dict[int, Sequence[Block]] = {}
-        self._settled: list[TransferEnd] = []
+        self.settled: list[TransferEnd] = []
+        """Ends of holds that `drain_settled` returns next."""
         self._outbox: list[Transfer] = []
         self._num_stored = 0
 
@@ -98,15 +99,10 @@ class TransferLedger:
         blocks = self._held.pop(held_id, None)
         if blocks is not None:
             self._pool.release(blocks)
-            self._settled.append(TransferEnd(held_id, self._generation, failed, error))
-
-    @property
-    def has_settled(self) -> bool:
-        """True if `drain_settled` returns something."""
-        return bool(self._settled)
+            self.settled.append(TransferEnd(held_id, self._generation, failed, error))
 
     def drain_settled(self) -> list[TransferEnd]:
-        settled, self._settled = self._settled, []
+        settled, self.settled = self.settled, []
         return settled
 
     def drain(self) -> list[Transfer]:
@@ -131,7 +127,7 @@ class TransferLedger:
         entries, self.transfers = list(self.transfers.values()), {}
         held, self._held = list(self._held.values()), {}
         self._outbox.clear()
-        self._settled.clear()
+        self.settled.clear()
         self._num_stored = 0
         self._generation += 1
         for entry in entries:

@@ -75,11 +75,9 @@ class Shard:
     @property
     def kv_heads(self) -> range:
         """This rank's KV heads; with more ranks than KV heads, several ranks hold the same one."""
-        heads = self.config.num_kv_heads
-        if heads >= self.tp_size:
-            return even_share(heads, self.tp_rank, self.tp_size)
-        head = self.tp_rank * heads // self.tp_size
-        return range(head, head + 1)
+        heads, size = self.config.num_kv_heads, self.tp_size
+        first = self.tp_rank * heads // size
+        return range(first, first + max(1, heads // size))
 
     @property
     def num_kv_heads(self) -> int:
@@ -108,13 +106,11 @@ class Shard:
                 outputs = _times(self.kv_heads, self.config.head_dim)
             case Role.ATTENTION_OUT:
                 inputs = _times(self.heads, self.config.head_dim)
-            case Role.MLP_IN | Role.EMBEDDING | Role.HEAD:
+            case Role.EXPERT_IN | Role.EXPERT_OUT if self.expert_parallel:
+                pass  # experts are whole
+            case Role.MLP_IN | Role.EXPERT_IN | Role.EMBEDDING | Role.HEAD:
                 outputs = self.channels(linear.outputs)
-            case Role.MLP_OUT:
-                inputs = self.channels(linear.inputs)
-            case Role.EXPERT_IN if not self.expert_parallel:
-                outputs = self.channels(linear.outputs)
-            case Role.EXPERT_OUT if not self.expert_parallel:
+            case Role.MLP_OUT | Role.EXPERT_OUT:
                 inputs = self.channels(linear.inputs)
         return Part(outputs, inputs)
 

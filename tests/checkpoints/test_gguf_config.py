@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from gguf_files import finish
+from gguf_files import add_values, finish
 
 from pagoda.checkpoints.gguf.config import config_values
 from pagoda.checkpoints.gguf.reader import read_gguf
@@ -30,15 +30,8 @@ def values(path: Path, changes: dict[str, Any], *, table: tuple[int, ...] = (10,
     writer = GGUFWriter(path / "m.gguf", "llama")
     # The writer has put the architecture in already.
     writer.kv_data[0].clear()
-    for key, value in (KEYS | changes).items():
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
+    given = KEYS | changes
+    add_values(writer, {key: value for key, value in given.items() if value is not None})
     if table:
         writer.add_tensor("token_embd.weight", np.zeros(table, dtype=np.float32))
     writer.add_tensor("output_norm.weight", np.zeros(64, dtype=np.float32))

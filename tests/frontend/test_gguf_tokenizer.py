@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter, TokenType
+from gguf_files import add_values, finish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -95,21 +96,9 @@ def _type_of(token: str | None, added: AddedToken | None, model: str) -> TokenTy
 
 
 def write_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> Path:
-    for name, value in metadata.items():
-        key = name if "." in name else f"tokenizer.ggml.{name}"
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_string(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    keys = {name if "." in name else f"tokenizer.ggml.{name}": name for name in metadata}
+    add_values(writer, {key: metadata[name] for key, name in keys.items()})
+    finish(writer)
     return writer.path
 
 

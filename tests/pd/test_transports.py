@@ -104,10 +104,10 @@ def test_nothing_else_of_the_process_is_read(house: House) -> None:
 
 
 def test_a_door_that_is_closed_is_noticed(house: House) -> None:
-    house.check(house.link)
+    link = house.link
     house.exported.close()
     with pytest.raises(TransportError):
-        house.check(house.link)
+        house.check(link)
     with pytest.raises(TransportError):
         house.connect()
     house.exported.close()

@@ -16,8 +16,22 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import KVPeer, Transfer, TransferEnd, TransferPlace
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.parallel.config import ParallelConfig
 
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=8, logprobs=5)
+
+
+def worker_config(model: Path, parallel: ParallelConfig, **options: object) -> WorkerConfig:
+    return WorkerConfig(
+        model=str(model),
+        num_blocks=16,
+        max_model_len=64,
+        max_num_seqs=4,
+        num_threads=1,
+        parallel=parallel,
+        workers_on_host=parallel.replica_size,
+        **options,
+    )
 
 
 @dataclass

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -107,18 +109,19 @@ TestInputBatch = InputBatchMachine.TestCase
 TestInputBatch.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def test_a_plan_that_does_not_fit_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda batch: batch.start(_start(0, [1], 0, [])), "0 is started while it is in use"),
+        (lambda batch: batch.start(_start(2, [1], 0, [])), "Slot 2 does not exist"),
+        (lambda batch: batch.start(_start(1, [3] * 9, 0, [])), "with 9 tokens, too many"),
+        (lambda batch: batch.prepare([0], [5]), "0 is to hold 5 tokens in 1 blocks of 4"),
+        (lambda batch: batch.add_blocks(0, [8, 9]), "Slot 0 is given 3 blocks, too many"),
+        (lambda batch: batch.free(1), "Slot 1 is not in use"),
+    ],
+)
+def test_a_plan_that_does_not_fit(change: Callable[[InputBatch], object], message: str) -> None:
     batch = InputBatch(2, 8, 4)
     batch.start(_start(0, [1, 2, 3, 4, 5], 0, [7]))
-    with pytest.raises(ValueError, match="Slot 0 is started while it is in use"):
-        batch.start(_start(0, [1], 0, []))
-    with pytest.raises(ValueError, match="Slot 2 does not exist"):
-        batch.start(_start(2, [1], 0, []))
-    with pytest.raises(ValueError, match="started with 9 tokens, too many"):
-        batch.start(_start(1, list(range(9)), 0, []))
-    with pytest.raises(ValueError, match="Slot 0 is to hold 5 tokens in 1 blocks of 4"):
-        batch.prepare([0], [5])
-    with pytest.raises(ValueError, match="Slot 0 is given 3 blocks, too many"):
-        batch.add_blocks(0, [8, 9])
-    with pytest.raises(ValueError, match="Slot 1 is not in use"):
-        batch.free(1)
+    with pytest.raises(ValueError, match=message):
+        change(batch)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from replica import Replica, new_executor, next_event
+from replica import Replica, new_executor, next_event, worker_config
 from tiny_models import save_model
 
 from pagoda.executor.group import GroupExecutor
@@ -16,7 +16,7 @@ from pagoda.executor.launcher import LocalWorkers
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, KVPeer, RemoteBlocks
 from pagoda.messages.worker import WorkerReady
-from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
+from pagoda.messages.worker_config import KVHandoffConfig, Role
 from pagoda.parallel.config import ParallelConfig
 
 PROMPT = random.Random(1).choices(range(320), k=40)
@@ -42,22 +42,11 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     def start(role: Role, parallel: ParallelConfig, **options: object) -> Replica:
         directory = tmp_path / str(len(executors))
         directory.mkdir()
-        config = WorkerConfig(
-            model=str(model),
-            num_blocks=16,
-            max_model_len=64,
-            max_num_seqs=4,
-            num_threads=1,
-            parallel=parallel,
-            workers_on_host=parallel.replica_size,
-            kv_handoff=KVHandoffConfig(
-                role=role,
-                transports=("shm", "tcp"),
-                host="127.0.0.1",
-                secret=b"a secret of the cluster",
-            ),
-            **options,
+        secret = b"a secret of the cluster"
+        handoff = KVHandoffConfig(
+            role=role, transports=("shm", "tcp"), host="127.0.0.1", secret=secret
         )
+        config = worker_config(model, parallel, kv_handoff=handoff, **options)
         executors.append(new_executor(config, directory))
         executors[-1].start()
         ready = next_event(executors[-1])

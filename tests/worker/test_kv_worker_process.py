@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from replica import Replica, new_executor, next_event
+from replica import Replica, new_executor, next_event, worker_config
 from tiny_models import save_model
 
 from pagoda.kv.objects import object_name
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, TransferEnd
 from pagoda.messages.worker import WorkerReady
-from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 PROMPT, OTHER = ([random.Random(seed).randrange(320) for _ in range(40)] for seed in (1, 2))
@@ -29,17 +28,8 @@ class Starter:
     def __init__(self, directory: Path, parallel: ParallelConfig) -> None:
         save_model("qwen3", directory / "model")
         self.root = directory / "kv"
-        config = WorkerConfig(
-            model=str(directory / "model"),
-            num_blocks=16,
-            max_model_len=64,
-            max_num_seqs=4,
-            num_threads=1,
-            parallel=parallel,
-            workers_on_host=parallel.replica_size,
-            kv_host_bytes=2**18,
-            kv_disk_path=str(self.root),
-        )
+        tiers = {"kv_host_bytes": 2**18, "kv_disk_path": str(self.root)}
+        config = worker_config(directory / "model", parallel, **tiers)
         self._executor = new_executor(config, directory)
         self._num_starts = 0
 

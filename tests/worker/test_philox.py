@@ -1,3 +1,5 @@
+"""The random numbers of draws (`pagoda.worker.draw`)."""
+
 from __future__ import annotations
 
 import pytest

@@ -61,8 +61,9 @@ async def run_load(
     arrivals = arrival_times(len(samples), load)
     started = time.perf_counter()
 
-    async def send(sample: Sample) -> Outcome:
-        async with room:
+    async def send(sample: Sample, arrival: float) -> Outcome:
+        async with room:  # arrivals are in order, so nobody waits behind one that is still to come
+            await asyncio.sleep(started + arrival - time.perf_counter())
             sent = time.perf_counter()
             try:
                 outcome = await ask_sample(client, sample, common)
@@ -71,14 +72,8 @@ async def run_load(
         on_done()
         return outcome
 
-    tasks = []
-    async with asyncio.TaskGroup() as group:
-        for sample, arrival in zip(samples, arrivals, strict=True):
-            wait = started + arrival - time.perf_counter()
-            if wait > 0:
-                await asyncio.sleep(wait)
-            tasks.append(group.create_task(send(sample)))
-    return [task.result() for task in tasks], time.perf_counter() - started
+    outcomes = await asyncio.gather(*map(send, samples, arrivals))
+    return outcomes, time.perf_counter() - started
 
 
 async def ask_sample(client: OpenAIClient, sample: Sample, common: Mapping[str, object]) -> Outcome:

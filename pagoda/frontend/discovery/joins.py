@@ -21,7 +21,7 @@ from pagoda.frontend.discovery.base import (
 )
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
-from pagoda.ipc.event_socket import EventSocket, notice_silence
+from pagoda.ipc.event_socket import EventSocket, host_socket
 from pagoda.messages.hosts import HostJoin, HostRecord, JoinAnswer
 from pagoda.messages.worker_config import CurveKeys
 
@@ -30,14 +30,6 @@ _MAX_DISMISSED = 1024
 """Dismissed hosts that are remembered; a host that has heard of its dismissal does not join again."""
 
 _log = logging.getLogger(__name__)
-
-
-def _socket(context: Context, kind: int) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Socket(context, kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-    notice_silence(socket)
-    return socket
 
 
 class JoinDiscovery:
@@ -57,7 +49,7 @@ class JoinDiscovery:
         self._problems: dict[str, str] = {}
         self._dismissed: OrderedDict[str, str] = OrderedDict()
         self._decode = Codec[HostJoin](HostJoin).decode
-        socket = _socket(context, zmq.ROUTER)
+        socket = host_socket(context, zmq.ROUTER, _MAX_MESSAGE_BYTES)
         encrypt_server(socket, keys)
         self._socket = EventSocket(socket, self._receive)
         try:
@@ -132,7 +124,7 @@ class Membership:
     def __init__(self, context: Context, router: str, keys: CurveKeys, host: HostRecord) -> None:
         self._router = router
         self._host = host
-        socket = _socket(context, zmq.DEALER)
+        socket = host_socket(context, zmq.DEALER, _MAX_MESSAGE_BYTES)
         # While the router is away, at most one join message waits for it. Of several answers the last one counts.
         socket.setsockopt(zmq.CONFLATE, 1)
         encrypt_client(socket, keys)

@@ -147,8 +147,7 @@ class StreamServer(ABC):
         except Exception:
             _log.exception("a reader of KV could not be served")
         finally:
-            with contextlib.suppress(OSError):
-                connection.hang_up()
+            connection.hang_up()
             stream.close()
             self._forget(connection)
 
