@@ -37,8 +37,7 @@ class KVEventPublisher:
     The first batch of an engine's life says that all is cleared. Its number is the microseconds since 1970, so
     that the numbers of the next engine on this port are higher: to a subscriber a restart is a gap like any other.
 
-    Raises:
-        ConfigError: a port is taken, or the host is not one of this machine.
+    Raises ConfigError if a port is taken or this machine does not have the host's address.
     """
 
     def __init__(

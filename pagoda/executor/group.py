@@ -339,8 +339,7 @@ class _Group:
     def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
         """Returns the messages that have arrived, each with the rank of its sender.
 
-        Raises:
-            msgspec.ValidationError: a message came on a connection that is not for such messages.
+        Raises msgspec.ValidationError if a message came on a connection for other messages.
         """
         messages: list[tuple[int, WorkerMessage | TransferMessage]] = []
         with contextlib.suppress(zmq.Again):
