@@ -39,8 +39,7 @@ class BackendUnavailableError(Exception):
 def check_devices(devices: Sequence[str]) -> None:
     """Checks the names of the devices of all ranks, such as `cpu:0`.
 
-    Raises:
-        ConfigError: one is no name of a device, or is there twice, or no backend computes on all of them.
+    Raises ConfigError if a name is not that of a device, is there twice, or no backend computes on all devices.
     """
     known = dict.fromkeys(entry.device_kind for entry in BACKENDS.values())
     kinds: set[str] = set()
@@ -69,8 +68,7 @@ def check_devices(devices: Sequence[str]) -> None:
 def check_devices_of_host(devices: Sequence[str], num_workers: int, threads: int | None) -> None:
     """Checks that this host has the devices of its workers, each of which has so many threads if that was said.
 
-    Raises:
-        ConfigError: the host has fewer devices.
+    Raises ConfigError if the host has fewer devices.
     """
     cores = len(os.sched_getaffinity(0))
     count = num_cpu_devices(cores, num_workers, threads)

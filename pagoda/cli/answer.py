@@ -58,9 +58,8 @@ async def ask(
 ) -> Outcome:
     """Streams one answer; `on_choice` is called with each piece that has output.
 
-    Raises:
-        ServerError: the server refused the request, reported an error, or hung up early.
-        ConfigError: the server cannot be reached.
+    Raises ServerError if the server refuses the request, reports an error or hangs up early, ConfigError if it
+    cannot be reached.
     """
     times: list[float] = []
     usage: Usage | None = None

@@ -38,8 +38,7 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 def read_jsonl(path: Path, kind: type[T], flag: str) -> Iterator[tuple[str, T]]:
     """Yields the object of each line after the words that name the line in an error. Blank lines are skipped.
 
-    Raises:
-        ConfigError: the file cannot be read, or a line is no such object; the error says which.
+    Raises ConfigError if the file cannot be read, or a line, which the error names, is not such an object.
     """
     decode = msgspec.json.Decoder(kind).decode
     for number, line in enumerate(read_file(path, flag).splitlines(), start=1):

@@ -102,8 +102,7 @@ class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_batch(path: Path) -> list[BatchRequest]:
     """All requests of a batch file.
 
-    Raises:
-        ConfigError: the file cannot be read, or a line is not a request; the error says which.
+    Raises ConfigError if the file cannot be read, or a line, which the error names, is not a request.
     """
     requests: dict[str, BatchRequest] = {}
     for place, request in read_jsonl(path, BatchRequest, "--input"):

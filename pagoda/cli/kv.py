@@ -174,8 +174,7 @@ def clear(
 def _look_into(root: Path) -> list[_Directory]:
     """All directories of blocks under `root`, with what is in them.
 
-    Raises:
-        ConfigError: there is none, or it cannot be read.
+    Raises ConfigError if there is no such directory or it cannot be read.
     """
     if is_digest(root.name) and (root / MANIFEST_NAME).exists():
         above = root.absolute().parent
@@ -278,11 +277,7 @@ def _is_meant(directory: _Directory, model: str | None) -> bool:
 
 
 def _agreed(question: str) -> bool:
-    """Asks a person.
-
-    Raises:
-        ConfigError: there is nobody.
-    """
+    """Asks a person. Raises ConfigError if standard input is not a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError(
             "Nobody can confirm, as standard input is no terminal; --yes removes blocks without asking."

@@ -49,9 +49,8 @@ def connect(
     A server of our own does its work while the runner runs something, so Ctrl-C between two questions
     has nothing to interrupt.
 
-    Raises:
-        ConfigError: the server cannot be reached, or the model cannot be loaded.
-        ServerError: the server at `base_url` serves no model.
+    Raises ConfigError if the server cannot be reached or the model cannot be loaded, ServerError if the server at
+    `base_url` serves no model.
     """
     opened = _remote(base_url, model, api_key) if base_url else _local(model, engine, parallel)
     with event_loop.runner() as runner:

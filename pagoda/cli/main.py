@@ -115,8 +115,7 @@ _FLAG = "--config"
 def read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """A cyclopts config source: adds the file's values to arguments that nothing else has set.
 
-    Raises:
-        ConfigError: the file cannot be read, is not a mapping of flags, or names an unknown flag.
+    Raises ConfigError if the file cannot be read, is not a mapping of flags, or names an unknown flag.
     """
     flag = next((argument for argument in arguments if argument.name == _FLAG), None)
     if flag is None or not flag.tokens:

@@ -130,9 +130,8 @@ class OpenAIClient:
     async def post(self, path: str, body: Mapping[str, object]) -> Answer:
         """The whole answer to one request.
 
-        Raises:
-            ServerError: the server refused it, broke off, or answered something else.
-            ConfigError: the server cannot be reached.
+        Raises ServerError if the server refuses the request, breaks off or answers in another format, ConfigError
+        if it cannot be reached.
         """
         return self._decode(await self._call("POST", path, body))
 
@@ -153,9 +152,8 @@ class OpenAIClient:
 
         The body must ask for a stream.
 
-        Raises:
-            ServerError: the server refused the request, reported an error, or hung up early.
-            ConfigError: the server cannot be reached.
+        Raises ServerError if the server refuses the request, reports an error or hangs up early, ConfigError if it
+        cannot be reached.
         """
         try:
             async with self._request("POST", path, body) as response:

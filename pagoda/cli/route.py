@@ -43,10 +43,7 @@ class RouterOptions:
     """Seconds that a request waits while no host takes requests; then it is refused with 503."""
 
     def discover(self, keys: CurveKeys) -> Discover:
-        """
-        Raises:
-            ConfigError: it cannot be found out where hosts are.
-        """
+        """Raises ConfigError if the flags name no way to find hosts."""
         if self.discovery is not None and self.join_listen is not None:
             raise ConfigError("--discovery and --join-listen exclude each other.")
         return discovering(self.discovery, self.join_listen or _JOIN_LISTEN, keys)

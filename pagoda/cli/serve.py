@@ -74,11 +74,7 @@ class ServerOptions:
     """Another Host header to accept while listening on this machine only; may be repeated."""
 
     def spans(self, files: ModelFiles) -> RequestSpans | None:
-        """None if they are not asked for.
-
-        Raises:
-            ConfigError: they cannot be exported.
-        """
+        """None if they are not asked for. Raises ConfigError if spans cannot be exported."""
         if self.otlp_endpoint is None:
             return None
         return RequestSpans(self.otlp_endpoint, self.served_model_name or files.served_name)
@@ -112,8 +108,7 @@ class JoinOptions:
     def config(self, files: ModelFiles, spans: RequestSpans | None) -> JoinConfig | None:
         """None if no router is served. `spans` are made of the answers to routers.
 
-        Raises:
-            ConfigError: a flag lacks another, or says what is not possible.
+        Raises ConfigError if a flag lacks another or has an impossible value.
         """
         if not self.is_used:
             return None
@@ -132,10 +127,7 @@ class JoinOptions:
         )
 
     def keys(self, user: str) -> CurveKeys:
-        """
-        Raises:
-            ConfigError: there is no --cluster-key-file, which `user` needs, or it is no secret.
-        """
+        """Raises ConfigError if --cluster-key-file, which `user` needs, is missing or holds no secret."""
         if self.cluster_key_file is None:
             raise ConfigError(
                 f"{user} needs --cluster-key-file, a file with the secret that hosts and routers share."

@@ -30,8 +30,7 @@ def server_process(
 
     At the end the server is asked to finish (SIGTERM), and nothing of it is left behind.
 
-    Raises:
-        ConfigError: the server did not start; it has said why on standard error.
+    Raises ConfigError if the server does not start; the server has given the reason on standard error.
     """
     read_end, write_end = os.pipe()
     with open(read_end, encoding="utf-8") as output:

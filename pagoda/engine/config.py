@@ -21,10 +21,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, address: str) -> KVEventsConfig:
-        """
-        Raises:
-            ConfigError: it is not `tcp://HOST:PORT`.
-        """
+        """Raises ConfigError if `address` is not `tcp://HOST:PORT`."""
         match = re.fullmatch(r"tcp://(\[[^][/@ ]+\]|[^][/@ :]+):([0-9]{1,5})", address)
         if match is None:
             raise ConfigError(
@@ -35,10 +32,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
         return config
 
     def check_ports(self, num_replicas: int) -> None:
-        """
-        Raises:
-            ConfigError: there are too few ports from `port` on.
-        """
+        """Raises ConfigError if there are too few ports from `port` on."""
         count = 2 * num_replicas
         if not 1 <= self.port <= 2**16 - count:
             raise ConfigError(

@@ -64,8 +64,7 @@ class WorkerRestarts:
     def on_loss(self, reason: str, *, is_idle: bool) -> None:
         """The worker is lost; `is_idle` says that no step was in flight.
 
-        Raises:
-            EngineDeadError: too many were lost in a row.
+        Raises EngineDeadError if too many workers were lost in a row.
         """
         now, ready_at = self._clock.now(), self._ready_at
         self._ready_at = None
@@ -171,9 +170,8 @@ class EngineCore:
     def step(self) -> list[TokenChunk]:
         """Applies what has happened, then hands out as many plans as may be in flight.
 
-        Raises:
-            ConfigError: the worker cannot start, for a reason that the user can mend.
-            EngineDeadError: the worker cannot start, or was lost too often in a row.
+        Raises ConfigError if the worker cannot start for a reason that the user can mend, EngineDeadError if it
+        cannot start for another reason or was lost too often in a row.
         """
         chunks: list[TokenChunk] = []
         for event in self.executor.poll():

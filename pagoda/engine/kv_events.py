@@ -37,8 +37,7 @@ class KVEventPublisher:
     The first batch of an engine's life says that all is cleared. Its number is the microseconds since 1970, so
     that the numbers of the next engine on this port are higher: to a subscriber a restart is a gap like any other.
 
-    Raises:
-        ConfigError: a port is taken, or the host is not one of this machine.
+    Raises ConfigError if a port is taken or this machine does not have the host's address.
     """
 
     def __init__(
@@ -53,7 +52,8 @@ class KVEventPublisher:
         self._kept: deque[bytes] = deque()
         self._num_kept_bytes = 0
         self._next_number = time.time_ns() // 1000
-        self._replays: deque[_Replay] = deque()
+        self._replays: deque[tuple[list[bytes], int]] = deque()
+        """Client, and the empty frame of a REQ socket, with the next number of each replay."""
         self._publications = _bound(
             context, zmq.PUB, config.host, config.publish_port(replica), _MAX_UNSENT
         )
@@ -80,7 +80,7 @@ class KVEventPublisher:
         if not events:
             return
         payload = self._encode(KVEventBatch(time.time(), list(events), self._replica))
-        self._publications.send_multipart([TOPIC, _number_bytes(self._next_number), payload])
+        self._publications.send_multipart([TOPIC, self._next_number.to_bytes(8, "big"), payload])
         self._next_number += 1
         self._kept.append(payload)
         self._num_kept_bytes += len(payload)
@@ -92,16 +92,16 @@ class KVEventPublisher:
         self._receive()
         if not self._replays:
             return
-        replay = self._replays.popleft()
+        envelope, number = self._replays.popleft()
         oldest = self._next_number - len(self._kept)
-        number = min(max(replay.next_number, oldest), self._next_number)
+        number = min(max(number, oldest), self._next_number)
         for payload in islice(self._kept, number - oldest, number - oldest + _BATCHES_PER_TURN):
-            self.replay_socket.send_multipart([*replay.envelope, _number_bytes(number), payload])
+            self.replay_socket.send_multipart([*envelope, number.to_bytes(8, "big"), payload])
             number += 1
         if number >= self._next_number:
-            self.replay_socket.send_multipart([*replay.envelope, END, b""])
+            self.replay_socket.send_multipart([*envelope, END, b""])
         else:
-            self._replays.append(_Replay(replay.envelope, number))
+            self._replays.append((envelope, number))
 
     def _receive(self) -> None:
         """A request is the first number wanted, in 8 bytes; a client that asks again begins anew."""
@@ -111,25 +111,12 @@ class KVEventPublisher:
             except zmq.Again:
                 return
             number = int.from_bytes(wanted, "big") if len(wanted) == 8 else self._next_number
-            for other in self._replays:
-                if other.envelope[0] == envelope[0]:
-                    self._replays.remove(other)
-                    break
-            self._replays.append(_Replay(envelope, number))
+            others = (replay for replay in self._replays if replay[0][0] != envelope[0])
+            self._replays = deque([*others, (envelope, number)])
 
     def close(self) -> None:
         self._publications.close()
         self.replay_socket.close()
-
-
-class _Replay(msgspec.Struct, frozen=True):
-    envelope: list[bytes]
-    """The client, and the empty frame of a REQ socket."""
-    next_number: int
-
-
-def _number_bytes(number: int) -> bytes:
-    return number.to_bytes(8, "big")
 
 
 def _bound(

@@ -165,8 +165,7 @@ class Scheduler:
     def update(self, result: StepResult) -> list[TokenChunk]:
         """Applies the result of the oldest step in flight; returns what its requests gained.
 
-        Raises:
-            RuntimeError: the result does not belong to that step; the worker cannot be trusted any more.
+        Raises RuntimeError if the result does not belong to that step; the worker cannot be trusted any more.
         """
         if not self.in_flight or self.in_flight[0].step != result.step:
             raise RuntimeError(

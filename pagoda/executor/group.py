@@ -291,8 +291,9 @@ class _Group:
         self._connections |= _connections(self.links, TransferMessage)
         self._hellos: dict[int, WorkerHello] = {}
         self._readies: dict[int, WorkerReady] = {}
-        self._links: dict[int, TransferLink] = {}
-        """Hellos, readies and links are keyed by rank in the replica."""
+        """Hellos and readies are keyed by rank in the replica."""
+        self._linked: set[int] = set()
+        """Ranks whose connections for transfers are there."""
         self.deadlines: dict[_Wait, float] = {}
         """Times until which all must have said hello, or the log names who has not; one that starts must have sent
         a message; the step in flight must have ended; and the end of an unreachable worker's process is known."""
@@ -313,7 +314,7 @@ class _Group:
     @property
     def has_started(self) -> bool:
         """All ranks are ready, and so are their connections for transfers."""
-        return self.is_ready and len(self._links) == len(self.links)
+        return self.is_ready and len(self._linked) == len(self.links)
 
     def pids(self) -> dict[str, int]:
         pids = self.workers.pids
@@ -338,8 +339,7 @@ class _Group:
     def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
         """Returns the messages that have arrived, each with the rank of its sender.
 
-        Raises:
-            msgspec.ValidationError: a message came on a connection that is not for such messages.
+        Raises msgspec.ValidationError if a message came on a connection for other messages.
         """
         messages: list[tuple[int, WorkerMessage | TransferMessage]] = []
         with contextlib.suppress(zmq.Again):
@@ -363,11 +363,10 @@ class _Group:
         self, rank: int, message: WorkerReady | TransferLink
     ) -> WorkerReady | WorkerLost | None:
         """Returns one event for all workers, once the last rank is ready and all transfer links are there."""
-        match message:
-            case WorkerReady():
-                self._readies[rank] = message
-            case TransferLink():
-                self._links[rank] = message
+        if isinstance(message, WorkerReady):
+            self._readies[rank] = message
+        else:
+            self._linked.add(rank)
         if not self.has_started:
             return None
         problem = self._disagreement()

@@ -32,8 +32,7 @@ def plan_placement(
     Without `threads` a rank gets the largest number that leaves room for the ranks of all replicas: with as many
     equal hosts as ranks, a host each.
 
-    Raises:
-        ConfigError: the hosts have not enough cores.
+    Raises ConfigError if the hosts have too few cores.
     """
     threads = threads or _largest_share(cores_of_hosts, parallel.num_ranks)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size

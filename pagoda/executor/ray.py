@@ -48,8 +48,7 @@ class RayLauncher:
     def __init__(self, address: str | None, parallel: ParallelConfig, threads: int | None) -> None:
         """`address` is the cluster's, `host:port`; None takes `RAY_ADDRESS`, or the cluster that this host is in.
 
-        Raises:
-            ConfigError: there is no such cluster, or its nodes have too few cores for all ranks.
+        Raises ConfigError if there is no such cluster, or its nodes have too few cores for all ranks.
         """
         _connect(address or os.environ.get(RAY_ADDRESS_ENV) or "auto")
         self.node_address = _nodes()[ray.get_runtime_context().get_node_id()].address

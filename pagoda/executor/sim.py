@@ -173,8 +173,7 @@ class SimExecutor:
     def _executed_at(self, step: int) -> float:
         """Time at which the worker will have executed all steps up to `step`.
 
-        Raises:
-            ValueError: it was not given a step so high.
+        Raises ValueError if the worker was not given such a step.
         """
         if step <= self._executed_step:
             return self._clock.now()
@@ -337,8 +336,7 @@ class SimWorker:
     def begin(self, transfer: Transfer) -> int:
         """Returns how many blocks are copied.
 
-        Raises:
-            ValueError: something else reads what is written, or writes what is read.
+        Raises ValueError if another transfer reads what this one writes, or writes what it reads.
         """
         sources, targets = _overwritten(transfer.source), _overwritten(transfer.target)
         for step, written in self._step_writes.items():

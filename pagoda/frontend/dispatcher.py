@@ -128,8 +128,7 @@ class Dispatcher:
     async def start(self) -> None:
         """Starts all replicas at once; returns when all are ready. If one cannot start, none is left.
 
-        Raises:
-            ConfigError, EngineDeadError: as `Replica.start`; of several replicas, the error names the one.
+        Raises what `Replica.start` raises; of several replicas, the error names the one.
         """
         starts = [asyncio.create_task(self._start(slot)) for slot in self.slots]
         try:
@@ -433,10 +432,8 @@ class Dispatcher:
         """Admission control: an accepted request always gets a final chunk, whatever happens to engines, unless no
         replica comes in time.
 
-        Raises:
-            EngineDeadError: all replicas are given up.
-            OverloadedError: the server drains, or has as many requests as all replicas have room for.
-            InvalidRequestError: a request with this id is running, which goes on undisturbed.
+        Raises EngineDeadError if all replicas are given up, OverloadedError if the server drains or its replicas
+        have no room, InvalidRequestError if a request with this id is running (which goes on undisturbed).
         """
         if self._placer.failure is not None:
             raise EngineDeadError(str(self._placer.failure))
@@ -457,8 +454,7 @@ class Dispatcher:
     ) -> AsyncIterator[AsyncGenerator[TokenChunk, None]]:
         """The chunks of the request at its replica, for as long as the context lasts.
 
-        Raises:
-            _MovedError: the request was taken away before its replica had it.
+        Raises _MovedError if the request was taken away before its replica had it.
         """
         async with contextlib.AsyncExitStack() as stack:
             value = tracked.value()
@@ -478,8 +474,7 @@ class Dispatcher:
     ) -> TokenChunk:
         """Takes a chunk into account and returns it as the client sees it. In the path of each token.
 
-        Raises:
-            _MovedError: the replica has given the request up.
+        Raises _MovedError if the replica has given the request up.
         """
         if chunk.finish_reason is FinishReason.ABORT and tracked.moves_if_aborted:
             raise _MovedError

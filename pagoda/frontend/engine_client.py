@@ -64,11 +64,7 @@ class EngineClient:
         *,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """`tracer` is that of this process.
-
-        Raises:
-            ConfigError: there is no place for the engine's sockets.
-        """
+        """`tracer` is that of this process. Raises ConfigError if there is no place for the engine's sockets."""
         self._config = config
         self._tracer = tracer or Tracer("frontend")
         self._num_traces = 0
@@ -266,10 +262,7 @@ class _Engine:
         context: zmq.Context[zmq.Socket[bytes]],
         on_message: Callable[[_Engine, bytes], None],
     ) -> None:
-        """
-        Raises:
-            OSError, zmq.ZMQError: there is no room for a process or a socket; nothing is left behind.
-        """
+        """Raises OSError or zmq.ZMQError if no process or socket can be made; nothing is left behind."""
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         """End of the engine as a clause: `was killed by SIGKILL`."""

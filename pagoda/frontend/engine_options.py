@@ -123,8 +123,7 @@ class EngineOptions:
     def engine_config(self, model: str, handoff: Handoff | None = None) -> EngineConfig:
         """An engine over a worker process that loads `model`, a directory or a preset's name.
 
-        Raises:
-            ConfigError: a value is not allowed.
+        Raises ConfigError if a value is not allowed.
         """
         options = _checked(self)
         options._check_needs(Role.NONE if handoff is None else handoff.engine.role)
@@ -195,10 +194,7 @@ class ParallelOptions:
     """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
 
     def config(self) -> ParallelConfig:
-        """
-        Raises:
-            ConfigError: a value is not allowed, or the devices do not fit the sizes.
-        """
+        """Raises ConfigError if a value is not allowed or the devices do not fit the sizes."""
         options = _checked(self)
         given = options.devices or ()
         devices = tuple(given.split(",")) if isinstance(given, str) else given
@@ -210,8 +206,7 @@ class ParallelOptions:
     def check_prompts_at_once(self, count: int) -> None:
         """Refuses replicas that would have nothing to do, before anything starts.
 
-        Raises:
-            ConfigError: there is one prompt for several replicas.
+        Raises ConfigError if there is one prompt for several replicas.
         """
         if count == 1 and self.data_parallel_size > 1:
             raise ConfigError(
@@ -263,8 +258,7 @@ class ExecutorOptions:
     ) -> ModelFiles:
         """The files of `model`; the simulated executor needs none and makes do with a name.
 
-        Raises:
-            ConfigError: there is no such model, or a flag is given that the executor does not use.
+        Raises ConfigError if there is no such model, or a flag is given that the executor does not use.
         """
         self._check(engine, parallel)
         if self.executor != "sim":
@@ -281,9 +275,8 @@ class ExecutorOptions:
     ) -> EngineConfig:
         """The engine that `engine` describes, over the executor chosen here, for each of the replicas.
 
-        Raises:
-            ConfigError: a value is not allowed, or a flag is given that the chosen executor does not use, or the
-                model cannot be split as `parallel` says.
+        Raises ConfigError if a value is not allowed, a flag is given that the executor does not use, or the model
+        cannot be split as `parallel` says.
         """
         self._check(engine, parallel)
         config = engine.engine_config(model, handoff)
@@ -362,11 +355,7 @@ class HandoffOptions:
     def config(
         self, *, cluster_key_file: Path | None, advertise: str, num_replicas: int
     ) -> Handoff | None:
-        """None without a role.
-
-        Raises:
-            ConfigError: a flag lacks another, or says what is not possible.
-        """
+        """None without a role. Raises ConfigError if a flag lacks another or has an impossible value."""
         options, role = _checked(self), Role(self.role)
         if role is Role.NONE:
             for name in _given(options):
@@ -412,8 +401,7 @@ class HandoffOptions:
 def _on_this_host(worker: WorkerConfig) -> WorkerConfig:
     """One worker of a topology whose ranks all share this host.
 
-    Raises:
-        ConfigError: a device is named that this host does not have.
+    Raises ConfigError if this host lacks a device that is named.
     """
     num_ranks = worker.parallel.num_ranks
     check_devices_of_host(worker.parallel.devices, num_ranks, worker.num_threads)
@@ -427,8 +415,7 @@ def _on_this_host(worker: WorkerConfig) -> WorkerConfig:
 def check_kv_directory(path: str, quota_bytes: int, model: str) -> str:
     """The absolute path of `path`, which need not exist yet; `model` is that of a `WorkerConfig`.
 
-    Raises:
-        ConfigError: it is no place for KV blocks.
+    Raises ConfigError if `path` cannot hold KV blocks.
     """
     if not path or "\0" in path:
         raise ConfigError(f"--kv-disk-path must be a directory, got {path!r}.")
@@ -491,8 +478,7 @@ def _given(options: T) -> list[str]:
 def _require(options: T, *needs: tuple[str, str, bool]) -> None:
     """Checks what fields need, each where it has another value than the default: (field, need, is it there).
 
-    Raises:
-        ConfigError: a need is not met.
+    Raises ConfigError if a need is not met.
     """
     given = _given(options)
     for name, need, is_met in needs:
@@ -522,8 +508,7 @@ _AMOUNT = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 def parse_bytes(text: str) -> int:
     """The number of bytes that `text` says: `2GiB`, `512MB`, `1073741824`.
 
-    Raises:
-        ValueError: not an amount above zero that fits in 64 bits; the message says what would be.
+    Raises ValueError, which says what would be right, if `text` is not an amount above zero that fits in 64 bits.
     """
     match = _AMOUNT.fullmatch(text.strip())
     unit = _UNITS.get(match.group(2).lower()) if match else None

@@ -109,8 +109,7 @@ class Fleet:
     ) -> Fleet:
         """One engine process of this host for each replica of the configuration.
 
-        Raises:
-            ConfigError: there is no place for their sockets.
+        Raises ConfigError if there is no place for the engines' sockets.
         """
         engines = [EngineClient(config, tracer) for config in replicas_of(engine)]
         replicas = [engine.replica for engine in engines]
@@ -124,8 +123,7 @@ class Fleet:
     async def start(self) -> None:
         """Returns when requests can be taken.
 
-        Raises:
-            ConfigError, EngineDeadError: the fleet cannot start; `close` leaves nothing behind.
+        Raises ConfigError or EngineDeadError if the fleet cannot start; `close` leaves nothing behind.
         """
         if self._router is None:
             await self.dispatcher.start()
@@ -210,10 +208,7 @@ def read_cluster_key(path: Path) -> CurveKeys:
 
 
 def read_cluster_secret(path: Path) -> bytes:
-    """
-    Raises:
-        ConfigError: it cannot be read, or is too short to be a secret.
-    """
+    """Raises ConfigError if the file cannot be read or is too short to be a secret."""
     try:
         secret = path.read_bytes().strip()
     except OSError as error:

@@ -51,8 +51,7 @@ class HostClient:
     ) -> None:
         """`address` is `tcp://host:port`; `router` and `tracer` are those of this process.
 
-        Raises:
-            zmq.ZMQError: there is no socket left.
+        Raises zmq.ZMQError if there is no socket left.
         """
         self._address = address
         self._router = router
@@ -76,9 +75,8 @@ class HostClient:
     async def start(self) -> None:
         """Returns when the host has said what its limits are.
 
-        Raises:
-            EngineDeadError: the host does not answer.
-            ConfigError: the host refuses this router; says why.
+        Raises EngineDeadError if the host does not answer, ConfigError, with the host's reason, if the host
+        refuses this router.
         """
         try:
             self._socket.connect(self._address)

@@ -90,8 +90,7 @@ class HostServer:
         """Binds `address`, whose port may be `*`. `context` must have an authenticator. `tracer` is that of this
         process, `tracker` records each answer.
 
-        Raises:
-            ConfigError: `address` cannot be bound.
+        Raises ConfigError if `address` cannot be bound.
         """
         self._endpoint = endpoint
         self._identity = identity

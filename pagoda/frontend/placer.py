@@ -76,9 +76,8 @@ class Placer:
     async def place(self, tracked: TrackedRequest) -> Placement | None:
         """Enters the request at a replica, waiting until one takes requests; None if its end is known already.
 
-        Raises:
-            OverloadedError: all replicas are full, or none has taken requests for too long.
-            EngineDeadError: all replicas are given up.
+        Raises OverloadedError if all replicas are full or none has taken requests for too long, EngineDeadError if
+        all replicas are given up.
         """
         waits_until = math.inf
         while not tracked.is_over:

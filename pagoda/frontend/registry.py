@@ -222,10 +222,7 @@ class Registry:
         return _RETRY_S
 
     def _check(self, entry: _Entry, host: Replica) -> None:
-        """
-        Raises:
-            ConfigError: the host cannot be used; says why.
-        """
+        """Raises ConfigError, which gives the reason, if the host cannot be used."""
         limits = host.limits
         if self._router.id in (limits.host_id, *limits.routers):
             raise ConfigError(
@@ -247,9 +244,8 @@ class Registry:
     async def _use(self, entry: _Entry, host: Replica) -> None:
         """Uses the host until it is lost, or has finished and gets nothing more.
 
-        Raises:
-            ConfigError: it has got hosts with which it cannot be used.
-            EngineDeadError: it is lost.
+        Raises ConfigError if the router has got hosts with which this one cannot be used, EngineDeadError if the
+        host is lost.
         """
         self._members.add(host)
         entry.host, entry.since = host, time.time()

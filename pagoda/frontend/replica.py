@@ -132,9 +132,8 @@ class Replica:
     async def start(self) -> None:
         """Returns when the peer is ready for the first time.
 
-        Raises:
-            ConfigError: the peer cannot be used, for a reason that the user can mend.
-            EngineDeadError: the peer cannot be used for another reason.
+        Raises ConfigError if the peer cannot be used for a reason that the user can mend, EngineDeadError for any
+        other reason.
         """
         await self.transport.start()
 
@@ -176,11 +175,7 @@ class Replica:
         return partial(self._listeners.remove, listener)
 
     async def wait_open(self) -> None:
-        """Returns when the peer has been ready once.
-
-        Raises:
-            PagodaError: the connection has failed before.
-        """
+        """Returns when the peer has been ready once. Raises PagodaError if the connection fails before."""
         await self._opened_or_failed.wait()
         self._check_alive()
 
@@ -213,9 +208,7 @@ class Replica:
     def generate(self, request: GenerateRequest) -> TokenStream:
         """Sends `request` at once. The caller must read the stream to its end or close it.
 
-        Raises:
-            InvalidRequestError: a request with this id is running.
-            OverloadedError, EngineLostError, EngineDeadError: as `Endpoint.generate`.
+        Raises InvalidRequestError if a request with this id is running, and what `Endpoint.generate` raises.
         """
         self._check_alive()
         if self._draining:
@@ -248,9 +241,8 @@ class Replica:
     async def load(self) -> LoadReport:
         """See `Endpoint.load`.
 
-        Raises:
-            EngineLostError, EngineDeadError: there is no peer, or it has ended before it answered.
-            TimeoutError: there was no answer within `QUERY_TIMEOUT_S`.
+        Raises EngineLostError or EngineDeadError if there is no peer or it ends before it answers, TimeoutError if
+        there is no answer within `QUERY_TIMEOUT_S`.
         """
         self._check_alive()
         self._check_open()

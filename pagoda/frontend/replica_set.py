@@ -114,8 +114,7 @@ class ReplicaSet:
 
         Without any replica the last limits hold: requests wait for another one of the same kind.
 
-        Raises:
-            RuntimeError: no replica has ever started.
+        Raises RuntimeError if no replica has ever started.
         """
         if self._sum is None:
             self._sum = _sum_of(self._limits, self._routers) if self._limits else self._last_limits

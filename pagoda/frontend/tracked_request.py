@@ -25,7 +25,7 @@ MAX_CRASHES = 3
 
 class RequestState(enum.Enum):
     QUEUED = enum.auto()
-    """The replica, if one has the request, has computed nothing of it, as far as is known."""
+    """No replica is known to have computed anything of the request."""
     COMPUTING = enum.auto()
     """The replica has told that it computes the request."""
     MOVING = enum.auto()

@@ -32,8 +32,7 @@ class EventSocket:
     ) -> None:
         """`on_disconnect` is called whenever a peer of `socket` has gone.
 
-        Raises:
-            zmq.ZMQError: there is no socket left for the monitor; `socket` is closed then.
+        Raises zmq.ZMQError if there is no socket left for the monitor; `socket` is closed then.
         """
         self._socket = socket
         self._on_message = on_message
@@ -66,9 +65,8 @@ class EventSocket:
         self._socket.connect(address)
 
     def send(self, *frames: bytes) -> None:
-        """
-        Raises:
-            zmq.ZMQError: a router socket with `ROUTER_MANDATORY` has no such peer, or no room for the message.
+        """Raises zmq.ZMQError if a router socket with `ROUTER_MANDATORY` has no such peer or no room for the
+        message.
         """
         self._socket.send_multipart(frames, zmq.NOBLOCK)
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

@@ -29,8 +29,7 @@ class RuntimeDirectory:
     A process that is killed cannot remove its directory, so the next one does: the owner holds a lock that
     the kernel takes away when it ends, and directories without a holder are swept at the start.
 
-    Raises:
-        ConfigError: the directory for temporary files has too long a name for a socket.
+    Raises ConfigError if the name of the directory for temporary files is too long for a socket.
     """
 
     def __init__(self) -> None:

@@ -74,8 +74,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[Block]:
         """`count` blocks with one reference each, evicting cached ones as needed.
 
-        Raises:
-            ValueError: there are fewer than `count` available.
+        Raises ValueError if fewer than `count` blocks are available.
         """
         if count > self.num_available:
             raise ValueError(f"{count} blocks wanted, {self.num_available} available.")
@@ -108,8 +107,7 @@ class BlockPool:
         The last block goes back first, so that the ends of chains are evicted before their roots: a root
         serves more prefixes.
 
-        Raises:
-            ValueError: a block has no reference to drop.
+        Raises ValueError if a block has no reference to drop.
         """
         for block in reversed(blocks):
             if block.ref_count < 1:
@@ -129,8 +127,7 @@ class BlockPool:
 
         `parent` is the key of the block in front of it, and `token_ids` are its own tokens.
 
-        Raises:
-            ValueError: the block is not referenced, or has another key.
+        Raises ValueError if the block is not referenced or has another key.
         """
         if block.ref_count < 1 or (block.key is not None and block.key != key):
             raise ValueError(f"{block} cannot be published.")
@@ -189,8 +186,7 @@ class BlockPool:
     def check(self) -> None:
         """Verifies the pool's own bookkeeping; for tests and debugging.
 
-        Raises:
-            ValueError: an invariant is broken; says which.
+        Raises ValueError, which names the invariant, if one is broken.
         """
         listed: list[Block] = []
         block = self._ends.next

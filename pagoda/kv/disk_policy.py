@@ -201,8 +201,7 @@ class Evictor:
 def check_quota(path: Path, quota: int) -> None:
     """Makes sure that the file system on which `path` lies, or will lie, is as large as `quota` bytes.
 
-    Raises:
-        ConfigError: it is smaller, or cannot be asked.
+    Raises ConfigError if the file system is smaller or its size cannot be read.
     """
     existing = path.absolute()
     while not os.path.lexists(existing):

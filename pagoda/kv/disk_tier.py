@@ -73,8 +73,7 @@ class DiskTier:
     ) -> None:
         """Prefetched blocks go to `host`. `epoch_s` is the time at which the clock read 0, in seconds since 1970.
 
-        Raises:
-            ConfigError: the quota is too small for even one block.
+        Raises ConfigError if the quota is too small for even one block.
         """
         self._ledger = ledger
         self._clock = clock

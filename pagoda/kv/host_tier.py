@@ -188,10 +188,7 @@ class HostTier:
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
-        """
-        Raises:
-            RuntimeError: the arenas are smaller than those of the workers before.
-        """
+        """Raises RuntimeError if the arenas are smaller than those of the workers before."""
         if ready.kv_host_slots < self.pool.num_blocks:
             raise RuntimeError(
                 f"The arenas in host memory have {ready.kv_host_slots} slots, "

@@ -149,8 +149,7 @@ def seal(buffer: memoryview, key: bytes, payload_bytes: int) -> None:
 def check(buffer: memoryview, key: bytes, payload_bytes: int) -> None:
     """Makes sure that `buffer` holds the object of `key`, whole.
 
-    Raises:
-        ObjectError: it does not; says what is wrong with it.
+    Raises ObjectError, which gives the reason, if it does not.
     """
     magic, version, length, named = _HEADER.unpack_from(buffer)
     (checksum,) = _CHECKSUM.unpack_from(buffer, _HEADER.size)
@@ -175,8 +174,7 @@ def _checksum(buffer: memoryview, payload_bytes: int) -> int:
 def open_directory(root: Path, manifest: Manifest) -> Path:
     """The directory of the objects of `manifest` under `root`; made, with its manifest, if it is not there.
 
-    Raises:
-        ConfigError: it cannot be used; one sentence that says why.
+    Raises ConfigError, which gives the reason, if the directory cannot be used.
     """
     directory = root / manifest.digest
     try:
@@ -208,8 +206,7 @@ def open_directory(root: Path, manifest: Manifest) -> Path:
 def make_directory(directory: Path, manifest: Manifest) -> None:
     """Makes a directory of objects, unless it is there. Objects tell what prompts were, so others keep out.
 
-    Raises:
-        OSError: it cannot be made.
+    Raises OSError if the directory cannot be made.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -229,8 +226,7 @@ def make_directory(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest | None:
     """Returns the manifest in `directory`; None if it cannot be understood.
 
-    Raises:
-        OSError: it cannot be read.
+    Raises OSError if the manifest cannot be read.
     """
     # Not blocking: somebody may have put a pipe there.
     descriptor = os.open(directory / MANIFEST_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -254,9 +250,7 @@ def temporary_name() -> str:
 def _check_owner(directory: Path) -> None:
     """Makes sure that nobody else can have put objects there: a checksum tells damage, not forgery.
 
-    Raises:
-        ConfigError: somebody can.
-        OSError: it cannot be looked at.
+    Raises ConfigError if somebody else can write there, OSError if the directory cannot be inspected.
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
@@ -289,8 +283,7 @@ class ObjectFiles:
     Threads may share it, but not a buffer. Nothing here holds the interpreter while the disk or the checksum is at
     work.
 
-    Raises:
-        OSError: the directory cannot be looked at.
+    Raises OSError if the directory cannot be inspected.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -313,9 +306,8 @@ class ObjectFiles:
     def read(self, key: bytes, buffer: memoryview, *, is_use: bool = True) -> None:
         """Fills `buffer` with the object of `key`; notes the time if this is a use of the object.
 
-        Raises:
-            ObjectUnreadableError: nothing is known of it, since it could not be read.
-            ObjectError: it is not there, or not whole. `buffer` holds nothing of value in both cases.
+        Raises ObjectUnreadableError if reading failed and says nothing of the object, ObjectError if the object is
+        missing or damaged. `buffer` holds nothing of value in both cases.
         """
         # Not blocking: whatever somebody put there under this name, a pipe even, must not make a thread wait.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | self.direct
@@ -347,8 +339,7 @@ class ObjectFiles:
     def write(self, key: bytes, buffer: memoryview) -> None:
         """Makes an object of `key` of the payload in `buffer`; replaces one that is there.
 
-        Raises:
-            ObjectError: it was not written; nothing is left of it.
+        Raises ObjectError if the object was not written; nothing is left of it.
         """
         seal(buffer, key, self.payload_bytes)
         path = self.directory / object_name(key)
@@ -381,11 +372,7 @@ class ObjectFiles:
     def _move(
         self, call: Callable[[int, list[memoryview], int], int], descriptor: int, buffer: memoryview
     ) -> None:
-        """Reads or writes a whole object.
-
-        Raises:
-            ObjectError: the file system got nowhere.
-        """
+        """Reads or writes a whole object. Raises ObjectError if the file system makes no progress."""
         done = 0
         while done < self.object_bytes:
             count = call(descriptor, [buffer[done : self.object_bytes]], done)
@@ -455,8 +442,7 @@ class FoundFile(NamedTuple):
 def object_directories(root: str) -> list[str]:
     """The directories of objects under `root`, in the order of their names.
 
-    Raises:
-        OSError: `root` cannot be read.
+    Raises OSError if `root` cannot be read.
     """
     with os.scandir(root) as entries:
         names = [entry.name for entry in entries if is_digest(entry.name)]
@@ -467,8 +453,7 @@ def object_directories(root: str) -> list[str]:
 def list_files(path: str) -> Iterator[FoundFile]:
     """The plain files in a directory of objects, or in one of its fan-out directories.
 
-    Raises:
-        OSError: it cannot be read.
+    Raises OSError if the directory cannot be read.
     """
     fan_out = os.path.basename(path)
     with os.scandir(path) as entries:

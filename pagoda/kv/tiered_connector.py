@@ -216,8 +216,7 @@ class TieredKVConnector:
     def load(self, match: TierMatch, blocks: Sequence[Block]) -> None:
         """Fills `blocks` with what `lookup` has just found.
 
-        Raises:
-            ValueError: the number of blocks is not `match.num_blocks`.
+        Raises ValueError if the number of blocks is not `match.num_blocks`.
         """
         prefix, start, segments = match
         if not blocks or len(blocks) != match.num_blocks:

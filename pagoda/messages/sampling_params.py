@@ -76,8 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def checked(self) -> SamplingParams:
         """The same parameters, with sequences as tuples and a single stop string as a tuple of one.
 
-        Raises:
-            InvalidRequestError: a value has a wrong type or is out of range; the error names the field.
+        Raises InvalidRequestError, which names the field, if a value has a wrong type or is out of range.
         """
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         fields = {**msgspec.structs.asdict(self), "stop": stop}

@@ -69,11 +69,7 @@ class RankPlace(msgspec.Struct, frozen=True, order=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and devices.
-
-    Raises:
-        ConfigError: a size is not positive, or the devices do not fit the sizes.
-    """
+    """Sizes and devices. Raises ConfigError if a size is not positive or the devices do not fit the sizes."""
 
     data_parallel_size: int = 1
     """Replicas of the model, each with an engine of its own."""

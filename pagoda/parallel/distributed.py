@@ -31,8 +31,7 @@ class GroupStore:
     def __init__(self, host: str) -> None:
         """Listens on an address of this host, at any free port.
 
-        Raises:
-            OSError: this host does not have the address.
+        Raises OSError if this host does not have the address.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
@@ -54,8 +53,7 @@ class DistributedCollectives(Broadcasting):
     def __init__(self, address: str, rank: int, size: int, host: str) -> None:
         """Waits for all ranks. `address` is that of the store; `host` is an address of this rank's host.
 
-        Raises:
-            ConnectionError: the store does not answer, or the ranks do not find each other, for a minute.
+        Raises ConnectionError if, for a minute, the store does not answer or the ranks do not find each other.
         """
         self.rank = rank
         self.size = size

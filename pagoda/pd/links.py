@@ -100,8 +100,7 @@ class HandoffLinks:
 def open_links(config: HandoffConfig, replica: int) -> HandoffLinks:
     """Returns links over ZeroMQ.
 
-    Raises:
-        ConfigError: the listener's port is taken, or the host has no such address.
+    Raises ConfigError if the listener's port is taken or this host does not have the address.
     """
     context: Context = zmq.Context()
     start_authenticator(context, config.keys)
@@ -124,8 +123,7 @@ class SocketListener:
 
         A host name is resolved here, once: a peer would resolve it in the one thread that serves all its sockets.
 
-        Raises:
-            ConfigError: that is not possible.
+        Raises ConfigError if the port cannot be bound.
         """
         host = _numeric(host)
         self._socket = context.socket(zmq.ROUTER)
@@ -168,11 +166,7 @@ class SocketListener:
 
 
 def _numeric(host: str) -> str:
-    """Returns the numeric address of `host`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the numeric address of `host`. Raises ConfigError if `host` has no address."""
     if host.startswith("["):
         return host
     try:
@@ -186,10 +180,7 @@ class _Connection:
     """One connection. It is closed when lost, before ZeroMQ connects again to whoever is there then."""
 
     def __init__(self, context: Context, address: str, keys: CurveKeys) -> None:
-        """
-        Raises:
-            zmq.ZMQError: `address` is none.
-        """
+        """Raises zmq.ZMQError if `address` is malformed."""
         self.address = address
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, _LINGER_MS)

@@ -52,8 +52,7 @@ def configure_logging(
     is one of `LOG_FORMATS`; None takes `PAGODA_LOG_FORMAT`, else `text`. `place` tells processes of one kind
     apart. Libraries log from `warning` up. May be called again; the last call counts.
 
-    Raises:
-        ConfigError: no such level, or no such format.
+    Raises ConfigError if there is no such level or format.
     """
     name = (level or os.environ.get(LOG_LEVEL_ENV, "info")).lower()
     if name not in LOG_LEVELS:

@@ -62,9 +62,8 @@ def choose_num_blocks(
     The number comes from `num_blocks`, else from `kv_cache_memory_bytes`, else from the share
     `memory_utilization` of `available_bytes`.
 
-    Raises:
-        ConfigError: the cache could not hold one sequence of `max_model_len` tokens, or does not fit into
-            `available_bytes`.
+    Raises ConfigError if the cache could not hold one sequence of `max_model_len` tokens or does not fit into
+    `available_bytes`.
     """
     blocks_per_sequence = -(-max_model_len // block_size)
     if config.num_blocks is not None:

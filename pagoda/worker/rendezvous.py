@@ -78,9 +78,8 @@ class Rendezvous:
     def form_group(self, peers: WorkerPeers) -> Collectives | None:
         """The tensor-parallel ranks of this stage, for which it waits; None where there is one only.
 
-        Raises:
-            ConfigError: this process cannot open what another of its host offers.
-            ConnectionError: the ranks do not reach each other.
+        Raises ConfigError if this process cannot open memory that another of its host offers, ConnectionError if
+        the ranks do not reach each other.
         """
         place, size = self._config.place, self._config.parallel.tensor_parallel_size
         if size == 1:

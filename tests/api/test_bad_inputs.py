@@ -64,6 +64,7 @@ BAD_VALUES = {
     "stream": ["yes"],
     "stream_options": [{"include_usage": True}],
     "suffix": ["x"],
+    "kv_transfer_params": [[], "x", 1, True],
     "typical_p": [0.5],
     "bad_words": [["x"]],
     "prompt_logprobs": [0],

@@ -69,29 +69,23 @@ async def test_as_many_tokens_as_the_context_holds(serve_api) -> None:
 
 @WHOLE_AND_STREAM
 @pytest.mark.parametrize(
-    ("answer", "switches"),
-    [("<think>\nwhy\n</think>\n\nso", {}), ("why</think>so", {"opened": True})],
-    ids=["opened by the model", "opened by the template"],
+    ("answer", "body", "content", "reasoning"),
+    [
+        ("<think>\nwhy\n</think>\n\nso", {}, "so", "why"),
+        ("why</think>so", {"chat_template_kwargs": {"opened": True}}, "so", "why"),
+        ("<think>why</think>so", {"include_reasoning": False}, "so", None),
+        (CALL, {"tools": TOOLS, "tool_choice": "none", "max_tokens": 100}, CALL, None),
+    ],
 )
-async def test_reasoning(serve_api, stream: bool, answer: str, switches: dict[str, Any]) -> None:
+async def test_reasoning_and_content(
+    serve_api, stream: bool, answer: str, body: dict[str, Any], content: str, reasoning: str | None
+) -> None:
     api = await serve_api(answer, text=QWEN)
-    [choice] = (await api.chat(stream=stream, chat_template_kwargs=switches)).choices()
+    answered = await api.chat(**body, stream=stream)
+    [choice] = answered.choices()
     message = choice["message"]
-    assert (message["content"], message["reasoning_content"]) == ("so", "why")
-
-
-@WHOLE_AND_STREAM
-async def test_reasoning_can_be_left_out(serve_api, stream: bool) -> None:
-    api = await serve_api("<think>why</think>so", text=QWEN)
-    answer = await api.chat(stream=stream, include_reasoning=False)
-    assert b"reasoning" not in answer.body
-    assert b"why" not in answer.body
-
-
-async def test_a_switch_of_the_template(serve_api) -> None:
-    api = await serve_api("so", text=QWEN)
-    await api.chat(chat_template_kwargs={"enable_thinking": False})
-    assert prompt_of(api).endswith("[assistant]<think></think>")
+    assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
+    assert reasoning or b"why" not in answered.body
 
 
 async def test_a_model_that_does_not_think_keeps_its_tags(serve_api) -> None:
@@ -124,24 +118,41 @@ async def test_no_more_than_one_call_at_a_time(serve_api, stream: bool) -> None:
     assert len(api.endpoint.aborted) == 1
 
 
-async def test_tool_choice_none_shows_no_tools(serve_api) -> None:
-    api = await serve_api(CALL, text=QWEN)
-    [choice] = (await api.chat(tools=TOOLS, tool_choice="none", max_tokens=100)).json()["choices"]
-    assert choice["message"]["content"] == CALL
-    assert "add" not in prompt_of(api)
-
-
-async def test_tool_results_go_back_to_the_model(serve_api) -> None:
-    api = await serve_api("3", text=QWEN)
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    messages = [
+RESULT = {
+    "messages": [
         {"role": "user", "content": [{"type": "text", "text": "1+2"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+            ],
+        },
         {"role": "tool", "tool_call_id": "c", "content": "3"},
     ]
-    answer = await api.chat(messages=messages)
-    assert answer.status == 200
-    assert prompt_of(api) == "[user]1+2[assistant][tool]3[assistant]"
+}
+BEGUN = {
+    "messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "It is"}]
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"tools": TOOLS, "tool_choice": "none"}, "[user]hi[assistant]"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "[user]hi[assistant]<think></think>",
+        ),
+        (RESULT, "[user]1+2[assistant][tool]3[assistant]"),
+        (BEGUN | {"continue_final_message": True}, "[user]2+2[assistant]It is"),
+        (BEGUN | {"add_generation_prompt": False}, "[user]2+2[assistant]It is"),
+    ],
+)
+async def test_prompts(serve_api, body: dict[str, Any], prompt: str) -> None:
+    api = await serve_api("ok", text=QWEN)
+    assert (await api.chat(**body)).status == 200
+    assert prompt_of(api) == prompt
 
 
 @WHOLE_AND_STREAM
@@ -158,15 +169,6 @@ async def test_several_answers(serve_api, stream: bool) -> None:
     api = await serve_api(lambda request: "ab"[request.sampling.seed != 5])
     choices = (await api.chat(n=2, seed=5, stream=stream)).choices()
     assert [choice["message"]["content"] for choice in choices] == ["a", "b"]
-
-
-async def test_continuing_the_last_message(serve_api) -> None:
-    api = await serve_api("4", text=QWEN)
-    messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "It is"}]
-    await api.chat(messages=messages, continue_final_message=True)
-    assert prompt_of(api) == "[user]2+2[assistant]It is"
-    await api.chat(messages=messages, add_generation_prompt=False)
-    assert prompt_of(api) == "[user]2+2[assistant]It is"
 
 
 async def test_token_ids_on_request(serve_api) -> None:

@@ -46,28 +46,20 @@ def body_with(params: dict[str, Any]) -> CompletionRequest:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["complete", "chat"])
+@pytest.mark.parametrize("params", [ASKS, {"do_remote_decode": True}])
 async def test_prefill_answers_with_one_token_and_says_where_the_kv_is(
-    serve_api, stream: bool
+    serve_api, route: str, params: dict[str, Any], stream: bool
 ) -> None:
     api = await serve_api("yes", role=Role.PREFILL)
-    answer = await api.complete(prompt="x" * 20, kv_transfer_params=ASKS, stream=stream)
-    event = answer.events()[0] if stream else answer.json()
-    [choice] = event["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("y", "length")
-    assert event["kv_transfer_params"] == GIVEN
-    [request] = api.endpoint.requests
-    assert request.holds_kv
-    assert request.kv_source is None
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_prefill_of_a_conversation(serve_api, stream: bool) -> None:
-    api = await serve_api("yes", role=Role.BOTH)
-    answer = await api.chat(kv_transfer_params={"do_remote_decode": True}, stream=stream)
+    answer = await getattr(api, route)(kv_transfer_params=params, stream=stream)
     last = answer.events()[-1] if stream else answer.json()
     assert last["choices"][0]["finish_reason"] == "length"
-    assert last["kv_transfer_params"]["transfer_id"] == "t1"
-    assert last["kv_transfer_params"]["do_remote_prefill"] is True
+    assert last["kv_transfer_params"] == GIVEN
+    [choice] = answer.choices()
+    assert (choice["text"] if route == "complete" else choice["message"]["content"]) == "y"
+    [request] = api.endpoint.requests
+    assert (request.holds_kv, request.kv_source) == (True, None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -148,28 +140,31 @@ async def test_a_wrong_field_is_refused_by_name(
     assert api.endpoint.requests == []
 
 
-async def test_parameters_that_are_no_object(api) -> None:
-    for value in ([], "x", 1, True):
-        error = (await api.complete(kv_transfer_params=value)).error()
-        assert error["param"] == "kv_transfer_params"
-
-
+@pytest.mark.parametrize("path", ["complete", "chat"])
 @pytest.mark.parametrize(
-    ("role", "params", "name"),
+    ("role", "is_router", "params", "sentence"),
     [
-        (Role.NONE, ASKS, "do_remote_decode"),
-        (Role.DECODE, ASKS, "do_remote_decode"),
-        (Role.NONE, GIVEN, "do_remote_prefill"),
-        (Role.PREFILL, GIVEN, "do_remote_prefill"),
+        (Role.NONE, False, ASKS, "--role none"),
+        (Role.DECODE, False, ASKS, "--role decode"),
+        (Role.NONE, False, GIVEN, "--role none"),
+        (Role.PREFILL, False, GIVEN, "--role prefill"),
+        (Role.BOTH, True, ASKS, "pagoda route"),
+        (Role.BOTH, True, GIVEN, "pagoda route"),
     ],
 )
 async def test_a_server_that_is_not_for_it_says_so(
-    serve_api, role: Role, params: dict[str, Any], name: str
+    serve_api, path: str, role: Role, is_router: bool, params: dict[str, Any], sentence: str
 ) -> None:
-    api = await serve_api(role=role)
-    error = (await api.complete(kv_transfer_params=params)).error()
+    api = await serve_api("yes", role=role)
+    api.service.fleet = SimpleNamespace(is_router=is_router, registry=None)
+    ask = getattr(api, path)
+    error = (await ask(kv_transfer_params=params)).error()
+    name = "do_remote_decode" if params is ASKS else "do_remote_prefill"
     assert error["param"] == f"kv_transfer_params.{name}"
-    assert f"--role {role}" in error["message"]
+    assert sentence in error["message"]
+    assert not api.endpoint.requests
+    nothing = {"do_remote_decode": False, "do_remote_prefill": False}
+    assert (await ask(kv_transfer_params=nothing)).status == 200
 
 
 @pytest.mark.parametrize("params", [ASKS, GIVEN])
@@ -179,24 +174,6 @@ async def test_one_prompt_and_one_answer_at_a_time(serve_api, params: dict[str, 
     assert (await api.chat(kv_transfer_params=params, n=2)).error()["param"] == "n"
     answer = await api.complete(prompt=["a", "b"], kv_transfer_params=params)
     assert answer.error()["param"] == "prompt"
-
-
-@pytest.mark.parametrize("path", ["complete", "chat"])
-@pytest.mark.parametrize("params", [ASKS, GIVEN])
-async def test_a_router_arranges_handoffs_itself(
-    serve_api, path: str, params: dict[str, Any]
-) -> None:
-    api = await serve_api("yes", role=Role.BOTH)
-    api.service.fleet = SimpleNamespace(is_router=True, registry=None)
-    ask = getattr(api, path)
-    answer = await ask(kv_transfer_params=params)
-    assert answer.status == 400
-    name = "do_remote_decode" if params is ASKS else "do_remote_prefill"
-    assert answer.error()["param"] == f"kv_transfer_params.{name}"
-    assert "pagoda route" in answer.error()["message"]
-    assert not api.endpoint.requests
-    nothing = {"do_remote_decode": False, "do_remote_prefill": False}
-    assert (await ask(kv_transfer_params=nothing)).status == 200
 
 
 JSON = st.recursive(

@@ -62,6 +62,11 @@ class Stage:
         socket.connect(f"tcp://127.0.0.1:{self.port + 1}")
         return socket
 
+    def publish(self, count: int) -> None:
+        """Publishes a batch for each of the numbers below `count`."""
+        for number in range(count):
+            self.publisher.publish([stored(number)])
+
     def turn(self) -> None:
         """Work that the engine's loop does while it has nothing else to do."""
         if not self.publisher.is_replaying:
@@ -161,8 +166,7 @@ def test_an_event_is_a_map_in_an_array(stage: Stage) -> None:
 
 
 def test_a_replay_begins_where_it_is_asked_to(stage: Stage) -> None:
-    for number in range(200):
-        stage.publisher.publish([stored(number)])
+    stage.publish(200)
     everything = ask(stage, 0)
     numbers = [number for number, _ in everything]
     assert numbers == list(range(numbers[0], numbers[0] + 201))
@@ -178,8 +182,7 @@ def test_nothing_is_sent_for_a_step_without_events(stage: Stage) -> None:
 
 def test_only_the_last_batches_are_kept(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_KEPT_BATCHES", 5)
-    for number in range(20):
-        stage.publisher.publish([stored(number)])
+    stage.publish(20)
     batches = [msgspec.msgpack.decode(batch, type=BatchOnTheWire) for _, batch in ask(stage, 0)]
     assert [batch.events[0].token_ids[0] for batch in batches] == list(range(15, 20))
     size = len(ask(stage, 0)[0][1])
@@ -215,8 +218,7 @@ def test_what_is_no_number_gets_an_empty_replay(stage: Stage, request_bytes: byt
 
 
 def test_replays_go_out_in_parts_and_in_turn(stage: Stage) -> None:
-    for number in range(300):
-        stage.publisher.publish([stored(number)])
+    stage.publish(300)
     with stage.socket(zmq.DEALER) as first, stage.socket(zmq.DEALER) as second:
         for client in (first, second):
             client.send(bytes(8))
@@ -229,8 +231,7 @@ def test_replays_go_out_in_parts_and_in_turn(stage: Stage) -> None:
 
 
 def test_who_asks_again_begins_anew(stage: Stage) -> None:
-    for number in range(100):
-        stage.publisher.publish([stored(number)])
+    stage.publish(100)
     with stage.socket(zmq.DEALER) as client:
         client.send(bytes(8))
         assert stage.publisher.replay_socket.poll(1000)

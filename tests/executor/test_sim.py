@@ -91,6 +91,12 @@ def worker_with_blocks(disk: dict[bytes, Cells] | None = None) -> SimWorker:
     return worker
 
 
+def idle_worker_with_blocks() -> SimWorker:
+    worker = worker_with_blocks()
+    worker.step_done(0)
+    return worker
+
+
 def copy(
     worker: SimWorker, source: TransferPlace, target: TransferPlace, failed: tuple[int, ...] = ()
 ) -> TransferEnd:
@@ -121,8 +127,7 @@ def test_blocks_come_back_from_host_slots_and_from_disks_that_outlive_the_worker
 
 
 def test_the_wrong_block_is_noticed_when_it_is_read() -> None:
-    worker = worker_with_blocks()
-    worker.step_done(0)
+    worker = idle_worker_with_blocks()
     copy(worker, DeviceBlocks([5, 6]), HostSlots([0, 1]))
     copy(worker, HostSlots([1, 0]), DeviceBlocks([10, 11]))
     with pytest.raises(ValueError, match="another sequence's KV at position 0"):
@@ -130,8 +135,7 @@ def test_the_wrong_block_is_noticed_when_it_is_read() -> None:
 
 
 def test_a_block_that_was_not_copied_holds_nothing() -> None:
-    worker = worker_with_blocks()
-    worker.step_done(0)
+    worker = idle_worker_with_blocks()
     copy(worker, DeviceBlocks([5, 6]), HostSlots([0, 1]))
     end = copy(worker, HostSlots([0, 1]), DeviceBlocks([5, 6]), failed=(1,))
     assert (end.failed, bool(end.error)) == ([1], True)
@@ -155,8 +159,7 @@ def test_transfers_keep_away_from_what_steps_write_to() -> None:
 
 
 def test_transfers_do_not_write_to_what_steps_read() -> None:
-    worker = worker_with_blocks()
-    worker.step_done(0)
+    worker = idle_worker_with_blocks()
     read_back(worker, [5, 6])
     with pytest.raises(ValueError, match="writes to what step 1 reads"):
         worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([5])))
@@ -167,8 +170,7 @@ def test_transfers_do_not_write_to_what_steps_read() -> None:
 
 
 def test_steps_do_not_read_what_a_transfer_writes_to() -> None:
-    worker = worker_with_blocks()
-    worker.step_done(0)
+    worker = idle_worker_with_blocks()
     worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([5])))
     with pytest.raises(ValueError, match="reads block 5, which is under transfer"):
         read_back(worker, [5, 6])
@@ -190,18 +192,23 @@ def test_steps_keep_away_from_blocks_under_transfer(
         worker.execute(StepPlan(0, [0], [1], [start(0, [1], [7])]), 0.0)
 
 
-def test_transfers_keep_away_from_each_other() -> None:
-    worker = worker_with_blocks()
-    worker.step_done(0)
+@pytest.mark.parametrize(
+    ("source", "target", "reason"),
+    [
+        (DiskObjects([b"a"]), DeviceBlocks([5]), "writes to what another transfer reads"),
+        (DeviceBlocks([6]), HostSlots([0]), "uses what another transfer writes to"),
+        (HostSlots([0]), DeviceBlocks([9]), "uses what another transfer writes to"),
+    ],
+)
+def test_transfers_keep_away_from_each_other(
+    source: TransferPlace, target: TransferPlace, reason: str
+) -> None:
+    worker = idle_worker_with_blocks()
     worker.begin(Transfer(0, 0, DeviceBlocks([5]), HostSlots([0])))
     worker.begin(Transfer(1, 0, DeviceBlocks([5]), DiskObjects([b"a"])))
     worker.begin(Transfer(2, 0, DeviceBlocks([6]), DiskObjects([b"a"])))
-    with pytest.raises(ValueError, match="writes to what another transfer reads"):
-        worker.begin(Transfer(3, 0, DiskObjects([b"a"]), DeviceBlocks([5])))
-    with pytest.raises(ValueError, match="uses what another transfer writes to"):
-        worker.begin(Transfer(3, 0, DeviceBlocks([6]), HostSlots([0])))
-    with pytest.raises(ValueError, match="uses what another transfer writes to"):
-        worker.begin(Transfer(3, 0, HostSlots([0]), DeviceBlocks([9])))
+    with pytest.raises(ValueError, match=reason):
+        worker.begin(Transfer(3, 0, source, target))
 
 
 def test_transfers_take_the_time_of_the_cost_model_beside_the_steps() -> None:

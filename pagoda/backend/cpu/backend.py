@@ -70,9 +70,8 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
     def __init__(self, instruction_set: str, group: Collectives | None = None) -> None:
         """Loads the kernels; without a group the backend computes alone.
 
-        Raises:
-            BackendUnavailableError: the kernels are not installed.
-            ValueError: the CPU does not have the instruction set.
+        Raises BackendUnavailableError if the kernels are not installed, ValueError if the CPU lacks the
+        instruction set.
         """
         super().__init__(f"cpu ({instruction_set})", group)
         self._native = load_native()

@@ -25,10 +25,8 @@ class SharedMemory:
     def __init__(self, size: int) -> None:
         """Allocates memory for a group of `size` ranks.
 
-        Raises:
-            BackendUnavailableError: the kernels are not installed.
-            OSError: there is no memory left, or the system has no such memory.
-            ValueError: a group cannot have so many ranks.
+        Raises BackendUnavailableError if the kernels are not installed, OSError if there is no shared memory left,
+        ValueError if a group cannot have so many ranks.
         """
         native = load_native()
         if size > native.Collectives.max_ranks:
@@ -60,10 +58,8 @@ class SharedMemoryCollectives(Broadcasting):
     def __init__(self, path: str, rank: int, size: int) -> None:
         """Opens `SharedMemory.path`; does not wait for the other ranks.
 
-        Raises:
-            BackendUnavailableError: the kernels are not installed, or not for this CPU.
-            OSError: there is no such memory.
-            ValueError: it is not that of a group of this size, or this is none of its ranks.
+        Raises BackendUnavailableError if the kernels are not installed or not for this CPU, OSError if there is no
+        such memory, ValueError if the memory belongs to a group of another size or `rank` is not one of its ranks.
         """
         native = load_native()
         self.rank = rank

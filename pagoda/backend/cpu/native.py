@@ -26,9 +26,8 @@ def available_instruction_sets() -> list[str]:
 def choose_instruction_set() -> str:
     """The highest one, or what the environment says.
 
-    Raises:
-        BackendUnavailableError: as above.
-        ConfigError: the environment names one that this CPU does not have.
+    Raises BackendUnavailableError if the kernels are not installed, ConfigError if the environment names an
+    instruction set that this CPU lacks.
     """
     names = available_instruction_sets()
     wanted = os.environ.get(INSTRUCTION_SET_ENV)

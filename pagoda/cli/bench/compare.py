@@ -86,11 +86,7 @@ class CompareOptions:
     """Seed of the prompts; by default another one each time, so that no server has seen them."""
 
     def concurrencies(self) -> list[int]:
-        """The numbers of `concurrency`.
-
-        Raises:
-            ConfigError: it is no list of positive numbers.
-        """
+        """The numbers of `concurrency`. Raises ConfigError if `concurrency` is not a list of positive numbers."""
         words = [word.strip() for word in self.concurrency.split(",")]
         if not all(word.isdecimal() and int(word) > 0 for word in words):
             raise ConfigError(
@@ -185,8 +181,7 @@ async def prepare_server(
 ) -> Server:
     """Asks for the model's name unless it is known, and sends the requests to warm up.
 
-    Raises:
-        ConfigError: the server cannot be reached or does not answer; the text says which and why.
+    Raises ConfigError, which names the server, if it cannot be reached or does not answer.
     """
     try:
         async with OpenAIClient(base_url) as client:

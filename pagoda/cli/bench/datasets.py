@@ -97,8 +97,7 @@ def sharegpt_samples(
 
     Answers may be `output_len` tokens long, by default about as long as the answer in the file.
 
-    Raises:
-        ConfigError: the file is not such a file or holds no conversation of two turns.
+    Raises ConfigError if the file is not in ShareGPT's format or holds no conversation of two turns.
     """
     try:
         conversations = msgspec.json.decode(read_file(path, _FLAG), type=list[_Conversation])
@@ -124,8 +123,7 @@ def jsonl_samples(
 ) -> list[Sample]:
     """One request a line: `prompt`, `prompt_token_ids` or `messages`, or an OpenAI batch line.
 
-    Raises:
-        ConfigError: a line is not such a request; the error says which.
+    Raises ConfigError, which names the line, if a line is not such a request.
     """
     samples = []
     for place, line in read_jsonl(path, _Line, _FLAG):

@@ -60,8 +60,7 @@ class Report:
 def parse_goal(words: Sequence[str]) -> Goal | None:
     """A goal from words such as `ttft:200 tpot:50`, in milliseconds; None without words.
 
-    Raises:
-        ConfigError: a word is not such a limit.
+    Raises ConfigError if a word is not such a limit.
     """
     limits: dict[str, float] = {}
     for word in words:

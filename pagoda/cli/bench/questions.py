@@ -72,8 +72,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load_questions(path: Path | None, skills: Sequence[str]) -> list[Question]:
     """The questions of a file, by default the embedded model's; of `skills` only, if any are named.
 
-    Raises:
-        ConfigError: the file is missing, a line is not a question, or no question has such a skill.
+    Raises ConfigError if the file is missing, a line is not a question, or no question has such a skill.
     """
     file = path or Path(resolve_model(None).model) / _EMBEDDED_FILE
     questions = [question for _, question in read_jsonl(file, Question, "--questions")]

@@ -66,11 +66,7 @@ class RequestOptions:
     """Sampling temperature; by default the server's."""
 
     def samples(self, seed: int) -> list[Sample]:
-        """The requests to send.
-
-        Raises:
-            ConfigError: the dataset's file is missing or unreadable.
-        """
+        """The requests to send. Raises ConfigError if the dataset's file is missing or unreadable."""
         if self.dataset == "random":
             lengths = RandomLengths(
                 input_len=self.random_input_len,

@@ -13,8 +13,7 @@ def parse_address(address: str, flag: str, *, fixed: bool = False) -> str:
     """`address`, a host and a port, as ZeroMQ takes it behind `tcp://`. Port 0 becomes any free one, or is
     refused where the port must be `fixed`.
 
-    Raises:
-        ConfigError: it is not HOST:PORT.
+    Raises ConfigError if `address` is not HOST:PORT.
     """
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
@@ -34,10 +33,7 @@ class Advertised:
 
     @classmethod
     def parse(cls, address: str) -> Advertised:
-        """
-        Raises:
-            ConfigError: it is neither HOST nor HOST:PORT.
-        """
+        """Raises ConfigError if `address` is neither HOST nor HOST:PORT."""
         if address.count(":") == 1:
             host, _, port = parse_address(address, "--advertise", fixed=True).rpartition(":")
             return cls(host, int(port))
@@ -59,10 +55,7 @@ class EtcdPlace:
 
     @classmethod
     def parse(cls, url: str, flag: str) -> EtcdPlace:
-        """
-        Raises:
-            ConfigError: it is not such a URL.
-        """
+        """Raises ConfigError if `url` is not the URL of a place in etcd."""
         servers, _, prefix = url.removeprefix(ETCD_SCHEME).partition("/")
         prefix = prefix.strip("/")
         if not url.startswith(ETCD_SCHEME) or not prefix:

@@ -80,11 +80,7 @@ class EtcdClient:
             self._session = None
 
     async def grant(self, ttl_s: float) -> str:
-        """A new lease.
-
-        Raises:
-            EtcdError: as all of these.
-        """
+        """A new lease. Raises EtcdError if etcd refuses or does not answer."""
         granted = await self.call("lease/grant", {"TTL": max(1, round(ttl_s))}, _Granted)
         return granted.lease
 

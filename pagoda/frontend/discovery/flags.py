@@ -16,8 +16,7 @@ from pagoda.messages.worker_config import CurveKeys
 def registering(join: str | None, keys: CurveKeys) -> Register:
     """Registrations for `--join`; None registers nowhere, for routers that read a file of hosts.
 
-    Raises:
-        ConfigError: it is neither a list of HOST:PORT nor a place in etcd.
+    Raises ConfigError if `join` is neither a list of HOST:PORT nor a place in etcd.
     """
     if join is None:
         return lambda _context, _host: []
@@ -35,8 +34,7 @@ def registering(join: str | None, keys: CurveKeys) -> Register:
 def discovering(discovery: str | None, join_listen: str, keys: CurveKeys) -> Discover:
     """Discovery for `--discovery`; None lets hosts join at `join_listen`.
 
-    Raises:
-        ConfigError: one of them is not as it should be.
+    Raises ConfigError if a value is malformed.
     """
     if discovery is None:
         listen = parse_address(join_listen, "--join-listen")

@@ -21,10 +21,7 @@ class FileDiscovery:
     """The router's side; hosts need not know of it. A file that is not right, or empty, changes nothing."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            ConfigError: the file cannot be read, or a line of it is wrong.
-        """
+        """Raises ConfigError if the file cannot be read or a line of it is wrong."""
         self._path = path
         self._notices = Notices(_log)
         self._stamp = _stamp(path)
@@ -69,8 +66,7 @@ class FileDiscovery:
 def read_hosts(path: Path) -> dict[str, HostRecord]:
     """The hosts in a file, by address. Empty lines, and text after a `#`, do not count.
 
-    Raises:
-        ConfigError: it cannot be read, a line is wrong, or the last one has no end; names the line.
+    Raises ConfigError if the file cannot be read, or a line, which the error names, is wrong or has no end.
     """
     try:
         with path.open(encoding="utf-8") as file:

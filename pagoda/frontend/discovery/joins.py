@@ -40,8 +40,7 @@ class JoinDiscovery:
     ) -> None:
         """Binds `listen`, `host:port`, whose port may be `*`. `context` must have an authenticator.
 
-        Raises:
-            ConfigError: `listen` cannot be bound.
+        Raises ConfigError if `listen` cannot be bound.
         """
         self._ttl_s = ttl_s
         self.hosts = HostTable()

@@ -86,8 +86,7 @@ class MemoryLink(Protocol):
 
         When it returns or raises, nothing is written to the targets any more.
 
-        Raises:
-            TransportError: they have not; what is in the targets means nothing.
+        Raises TransportError if spans have not been read; what is in the targets then means nothing.
         """
 
     def close(self) -> None:
@@ -98,14 +97,10 @@ class Transport(Protocol):
     """One way of moving KV, as one worker uses it: for its own memory, and to read that of others into it."""
 
     def export(self) -> ExportedMemory:
-        """
-        Raises:
-            TransportError: this host does not offer what it takes.
-        """
+        """Raises TransportError if this host lacks what the transport needs."""
 
     def connect(self, descriptor: bytes, deadline: float) -> MemoryLink:
         """Connects to the memory of `descriptor`; gives up at `deadline` (`time.monotonic`).
 
-        Raises:
-            TransportError: there is no such memory, or not for this worker.
+        Raises TransportError if there is no such memory, or this worker may not read it.
         """

@@ -36,10 +36,7 @@ class MooncakeTransport:
     """Uses TCP unless `MC_FORCE_TCP=0` is set, and RDMA then."""
 
     def __init__(self, memory: OwnMemory, access: Access) -> None:
-        """
-        Raises:
-            TransportError: Mooncake is not installed, or does not work here.
-        """
+        """Raises TransportError if Mooncake is not installed or does not work here."""
         if access.encrypts:
             raise TransportError("Mooncake does not encrypt")
         self._memory = memory
@@ -125,11 +122,7 @@ class MooncakeLink(BatchedLink):
         self._staging = _Staging(engine)
 
     def probe(self, deadline: float) -> None:
-        """Reads a byte, to find out whether somebody is there.
-
-        Raises:
-            TransportError: nobody is.
-        """
+        """Reads a byte, to find out whether somebody is there. Raises TransportError if nobody answers."""
         target = ctypes.create_string_buffer(1)
         try:
             self.read([Span(0, 0, 1, ctypes.addressof(target))], deadline)

@@ -42,10 +42,7 @@ class NixlDescriptor(msgspec.Struct, frozen=True):
 
 class NixlTransport:
     def __init__(self, memory: OwnMemory, access: Access) -> None:
-        """
-        Raises:
-            TransportError: NIXL is not installed, or does not work here.
-        """
+        """Raises TransportError if NIXL is not installed or does not work here."""
         if access.encrypts:
             raise TransportError("NIXL does not encrypt")
         self._memory = memory

@@ -49,9 +49,8 @@ class Prover:
         """The exporter's part; returns the reader's wish, a number below 256. `channel` names the channel at
         both ends.
 
-        Raises:
-            TransportError: the reader does not know the secret, or wants another memory.
-            OSError: the connection was closed, or it takes longer than until `deadline`.
+        Raises TransportError if the reader does not know the secret or wants another memory, OSError if the
+        connection is closed or `deadline` passes.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         send_all(stream, nonce, deadline)
@@ -66,9 +65,8 @@ class Prover:
     def enter(self, stream: socket.socket, channel: bytes, wish: int, deadline: float) -> None:
         """The reader's part.
 
-        Raises:
-            TransportError: the exporter is another one, or refuses this reader.
-            OSError: the connection was closed, or it takes longer than until `deadline`.
+        Raises TransportError if the exporter is another one or refuses this reader, OSError if the connection is
+        closed or `deadline` passes.
         """
         nonce = receive(stream, _NONCE_BYTES, deadline)
         said = secrets.token_bytes(_NONCE_BYTES) + bytes([wish])
@@ -91,8 +89,7 @@ class Prover:
 def keep_trying(enter: Callable[[], EnteredT], deadline: float) -> EnteredT:
     """Returns the result of `enter`, with retries: an exporter under attack may hang up on a rightful reader.
 
-    Raises:
-        OSError, TransportError: as `enter`, the last time.
+    Raises what `enter` raises the last time.
     """
     for attempt in range(_ATTEMPTS - 1):
         try:
@@ -108,10 +105,7 @@ def keep_trying(enter: Callable[[], EnteredT], deadline: float) -> EnteredT:
 
 
 def receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """
-    Raises:
-        OSError: the stream ends before so many bytes, or they take longer than until `deadline`.
-    """
+    """Raises OSError if the stream ends before `num_bytes` bytes or they take longer than until `deadline`."""
     parts: list[bytes] = []
     while num_bytes:
         wait_until(stream, deadline)
@@ -131,8 +125,7 @@ def send_all(stream: socket.socket, data: bytes, deadline: float) -> None:
 def wait_until(stream: socket.socket, deadline: float, most_s: float | None = None) -> None:
     """Lets the next operation on `stream` take until `deadline`, but no longer than `most_s`.
 
-    Raises:
-        TimeoutError: it is over.
+    Raises TimeoutError if `deadline` is over.
     """
     left = deadline - time.monotonic()
     if left <= 0:

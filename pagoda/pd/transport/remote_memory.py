@@ -28,10 +28,7 @@ class Piece(NamedTuple):
 
 
 def read_descriptor(descriptor: bytes, kind: type[DescriptorT]) -> DescriptorT:
-    """
-    Raises:
-        TransportError: `descriptor` is none.
-    """
+    """Raises TransportError if `descriptor` is malformed."""
     try:
         return msgspec.msgpack.decode(descriptor, type=kind)
     except msgspec.MsgspecError as error:
@@ -39,10 +36,7 @@ def read_descriptor(descriptor: bytes, kind: type[DescriptorT]) -> DescriptorT:
 
 
 def check_time(deadline: float) -> None:
-    """
-    Raises:
-        TransportError: it is later than `deadline` (`time.monotonic`).
-    """
+    """Raises TransportError if `deadline` (`time.monotonic`) has passed."""
     if time.monotonic() > deadline:
         raise TransportError("it took too long")
 
@@ -50,8 +44,7 @@ def check_time(deadline: float) -> None:
 def find_pieces(regions: Sequence[Region], spans: Sequence[Span]) -> list[Piece]:
     """Returns the addresses of spans of the exporter's regions.
 
-    Raises:
-        TransportError: there is no such memory.
+    Raises TransportError if the exporter has no such memory.
     """
     pieces = []
     for span in spans:
@@ -102,10 +95,7 @@ class BatchedLink(ABC):
 
     @abstractmethod
     def _read(self, pieces: list[Piece], deadline: float) -> None:
-        """
-        Raises:
-            TransportError: not all pieces were read. The link is closed.
-        """
+        """Raises TransportError, and closes the link, if not all pieces were read."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -160,10 +150,7 @@ class BatchedLink(ABC):
 
 
 def load_library(module: str, name: str, remedy: str) -> Any:
-    """
-    Raises:
-        TransportError: `module` of the library `name` cannot be loaded.
-    """
+    """Raises TransportError if `module` of the library `name` cannot be loaded."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

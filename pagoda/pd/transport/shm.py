@@ -72,10 +72,7 @@ class ShmTransport:
 
 class ShmListener(StreamServer):
     def __init__(self, memory: OwnMemory, secret: bytes) -> None:
-        """
-        Raises:
-            TransportError: the memory cannot be shared, or the system does not allow such a socket.
-        """
+        """Raises TransportError if the memory cannot be shared or the system does not allow such a socket."""
         file = memory.file
         if file is None:
             raise TransportError("the KV cache is not in memory that processes can share")
@@ -114,10 +111,7 @@ class ShmLink(BatchedLink):
     """Large copies bypass the processor's caches (glibc), which is a third faster."""
 
     def __init__(self, descriptor: bytes, secret: bytes, deadline: float) -> None:
-        """
-        Raises:
-            TransportError: the exporter is on another host, has gone, or refuses this process.
-        """
+        """Raises TransportError if the exporter is on another host, has gone, or refuses this process."""
         remote = read_descriptor(descriptor, ShmDescriptor)
         if remote.boot_id != _boot_id():
             raise TransportError("it is on another host")

@@ -70,8 +70,7 @@ class StreamServer(ABC):
     def _admit(self, stream: socket.socket, deadline: float) -> socket.socket:
         """Returns the stream for `_serve`.
 
-        Raises:
-            TransportError, OSError: a stranger is there, or it takes longer than until `deadline`.
+        Raises TransportError or OSError if the peer does not prove the secret before `deadline`.
         """
 
     @abstractmethod

@@ -76,10 +76,7 @@ class TcpListener(StreamServer):
     """Serves regions of this process, each reader in a thread of its own."""
 
     def __init__(self, regions: Sequence[Region], access: Access) -> None:
-        """
-        Raises:
-            TransportError: `access.host` is no address of this host.
-        """
+        """Raises TransportError if `access.host` is not an address of this host."""
         self._regions = [
             memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
             for region in regions
@@ -157,10 +154,7 @@ class TcpLink:
     """Streams to one exporter. A large read uses several at once, and concurrent reads use others."""
 
     def __init__(self, descriptor: bytes, access: Access, deadline: float) -> None:
-        """
-        Raises:
-            TransportError: the exporter is not there until `deadline`, or refuses this reader.
-        """
+        """Raises TransportError if the exporter does not answer before `deadline` or refuses this reader."""
         self._remote = read_descriptor(descriptor, TcpDescriptor)
         self.prover = Prover(access.secret, self._remote.export_id)
         self._wish = ENCRYPTED if access.encrypts or self._remote.encrypts else PLAIN
@@ -276,10 +270,7 @@ class TcpLink:
 
 
 def _receive_spans(stream: socket.socket, spans: Sequence[Span], deadline: float) -> None:
-    """
-    Raises:
-        OSError: the stream ended, or it took too long.
-    """
+    """Raises OSError if the stream ends or `deadline` passes."""
     for request in batches(spans, MAX_REQUEST_BYTES, MAX_SPANS):
         entries = (_ENTRY.pack(span.region, span.offset, span.num_bytes) for span in request)
         send_all(stream, _COUNT.pack(len(request)) + b"".join(entries), deadline)
@@ -301,8 +292,7 @@ def _receive_spans(stream: socket.socket, spans: Sequence[Span], deadline: float
 def _beside(work: Callable[[], None]) -> Future[None]:
     """Runs `work` in a thread of its own.
 
-    Raises:
-        RuntimeError: there can be no further thread; nothing was begun.
+    Raises RuntimeError if no further thread can start; nothing was begun.
     """
     end: Future[None] = Future()
 
@@ -338,10 +328,7 @@ def _advance(buffers: list[Any], first: int, count: int) -> int:
 
 
 def tls_context(side: int, kind: int = PLAIN) -> ssl.SSLContext:
-    """
-    Raises:
-        TransportError: this OpenSSL was made without what it takes.
-    """
+    """Raises TransportError if this build of OpenSSL lacks a cipher that the channel needs."""
     context = ssl.SSLContext(side)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # a proof over this very channel tells who is there

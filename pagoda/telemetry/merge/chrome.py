@@ -68,8 +68,7 @@ def write_chrome_trace(trace: Trace, path: Path) -> int:
 
     Returns the number of flows.
 
-    Raises:
-        ConfigError: the file cannot be written.
+    Raises ConfigError if the file cannot be written.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -235,8 +234,7 @@ class _Head(msgspec.Struct, rename="camel"):
 def read_chrome_trace(path: Path) -> Trace:
     """The trace that `write_chrome_trace` wrote to `path`.
 
-    Raises:
-        ConfigError: the file cannot be read, or somebody else has written it.
+    Raises ConfigError if the file cannot be read or `pagoda trace` did not write it.
     """
     try:
         with open(path, "rb") as file:
@@ -262,6 +260,8 @@ def _read(file: BufferedReader | gzip.GzipFile) -> Trace:
     for line in iter(file.readline, b"]}\n"):
         event = decode(line.rstrip(b",\n"))
         _add_event(event, processes[event.pid], rows)
+    if file.read(1):  # at its end a compressed file is checked against its sum
+        raise ValueError("more follows its end")
     return Trace(list(processes.values()), head.began_ns, head.notes)
 
 

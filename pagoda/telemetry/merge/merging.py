@@ -24,8 +24,7 @@ _MAIN_ROW = 0
 def merge_fragments(directories: Iterable[Path]) -> Trace:
     """All that was traced into the directories.
 
-    Raises:
-        ConfigError: a directory is none, or there is no fragment in any.
+    Raises ConfigError if a path is not a directory or no directory has a fragment.
     """
     fragments, notes = read_fragments(directories)
     by_uid: defaultdict[str, list[Fragment]] = defaultdict(list)

@@ -72,8 +72,7 @@ def read_fragments(directories: Iterable[Path]) -> tuple[list[Fragment], list[st
 
     A fragment that was gathered twice counts once, in its longer form.
 
-    Raises:
-        ConfigError: a directory is none, or there is no fragment in any.
+    Raises ConfigError if a path is not a directory or no directory has a fragment.
     """
     notes: list[str] = []
     found: dict[tuple[str, int], Fragment] = {}

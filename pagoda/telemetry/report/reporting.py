@@ -20,8 +20,7 @@ NUM_SLOWEST = 10
 def load_trace(path: Path) -> Trace:
     """Reads a file of `pagoda trace merge`, or a directory of fragments.
 
-    Raises:
-        ConfigError: there is no trace.
+    Raises ConfigError if there is no trace at `path`.
     """
     return merge_fragments([path]) if path.is_dir() else read_chrome_trace(path)
 

@@ -77,8 +77,7 @@ class KVFetcher:
     ) -> None:
         """Begins to read `sources`, blocks of the peer, into `targets`, blocks on the device.
 
-        Raises:
-            ValueError: the engine names blocks that this worker does not have.
+        Raises ValueError if the engine names blocks that this worker does not have.
         """
         if any(not 0 <= block_id < self._parts[0].num_blocks for block_id in targets):
             raise ValueError(f"Transfer {transfer.transfer_id} writes to blocks that are not here.")

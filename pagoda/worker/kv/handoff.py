@@ -32,10 +32,7 @@ class KVHandoff:
     """One rank's side of the handoff: the memory that it exports, and its way to the memory of others."""
 
     def __init__(self, config: KVHandoffConfig, plan: WorkerPlan, loaded: LoadedWorker) -> None:
-        """
-        Raises:
-            ConfigError: none of the transports works here.
-        """
+        """Raises ConfigError if none of the transports works here."""
         worker = plan.config
         self._parts = own_parts(loaded.caches, plan.shard)
         self._rank = worker.parallel.rank_in_replica(worker.place)
@@ -70,10 +67,7 @@ class KVHandoff:
         return KVFetcher(self._parts, self._rank, self._connect, jobs) if self._fetches else None
 
     def _connect(self, rank: KVRank, deadline: float) -> MemoryLink:
-        """
-        Raises:
-            TransportError: no transport reaches it; says what went wrong with each.
-        """
+        """Raises TransportError, with the reason of each, if no transport reaches the rank."""
         problems = []
         for name, transport in self._transports.items():
             if name in rank.descriptors:

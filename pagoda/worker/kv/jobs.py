@@ -157,8 +157,7 @@ class Lane(Generic[T]):
 def num_blocks(transfer: Transfer) -> int:
     """Number of blocks of a transfer.
 
-    Raises:
-        ValueError: its source has more or fewer than its target.
+    Raises ValueError if its source and its target have different numbers of blocks.
     """
     count = _num_places(transfer.source)
     if count != _num_places(transfer.target):

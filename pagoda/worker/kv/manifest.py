@@ -16,11 +16,7 @@ from pagoda.worker.loading import WorkerPlan
 
 
 def make_manifest(plan: WorkerPlan, memory: KVMemory, arithmetic: str) -> Manifest:
-    """Manifest of the objects of one rank.
-
-    Raises:
-        ConfigError: the model's files cannot be read.
-    """
+    """Manifest of the objects of one rank. Raises ConfigError if the model's files cannot be read."""
     config, parallel, place = plan.config, plan.config.parallel, plan.config.place
     return Manifest(
         model=Path(config.model).name,
@@ -46,8 +42,7 @@ def kv_digest(plan: WorkerPlan, caches: Sequence[KVCache]) -> str:
     That is what a block of one head is, and of which model. Into how many ranks the model is cut does not count,
     nor how the processor rounds.
 
-    Raises:
-        ConfigError: the model's files cannot be read.
+    Raises ConfigError if the model's files cannot be read.
     """
     tensors = caches[0].tensors.values()
     layout = [(str(tensor.dtype), list(tensor.shape[2:])) for tensor in tensors]

@@ -41,10 +41,7 @@ class KVMemory:
     """
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
-        """
-        Raises:
-            ValueError: a tensor is not in this process's memory, or not contiguous.
-        """
+        """Raises ValueError if a tensor is not in this process's memory or not contiguous."""
         self._caches = caches  # whose memory is used as long as this lives
         self._parts: list[_Part] = []
         offset = 0
@@ -87,8 +84,7 @@ class KVMemory:
 def host_tensors(cache: KVCache) -> dict[str, Tensor]:
     """Tensors of a cache by kind.
 
-    Raises:
-        ValueError: a tensor is not in this process's memory, or not contiguous.
+    Raises ValueError if a tensor is not in this process's memory or not contiguous.
     """
     if any(t.device.type != "cpu" or not t.is_contiguous() for t in cache.tensors.values()):
         raise ValueError("KV tensors must be contiguous and in host memory.")
@@ -114,10 +110,7 @@ class HostArena:
     """
 
     def __init__(self, num_bytes: int, block_bytes: int) -> None:
-        """
-        Raises:
-            ValueError: there is no room for one block.
-        """
+        """Raises ValueError if there is no room for one block."""
         self._block_bytes = block_bytes
         self._stride = slot_bytes(block_bytes)
         self.num_slots = num_bytes // self._stride
@@ -168,11 +161,7 @@ class SharedKVMemory:
     """
 
     def __init__(self, num_bytes: int, num_tensors: int) -> None:
-        """Room for tensors of so many bytes together.
-
-        Raises:
-            OSError: the system has no such memory.
-        """
+        """Room for tensors of so many bytes together. Raises OSError if the system has no such memory."""
         self._num_bytes = num_bytes + num_tensors * _LARGE_PAGE
         self._descriptor = os.memfd_create("pagoda-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._descriptor, self._num_bytes)
@@ -182,10 +171,7 @@ class SharedKVMemory:
         self._taken = 0
 
     def new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """
-        Raises:
-            ValueError: there is no room for it.
-        """
+        """Raises ValueError if the arena has no room for the tensor."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         tensor = self._memory[self._taken : self._taken + num_bytes]
         if len(tensor) < num_bytes:

@@ -40,8 +40,7 @@ def block_bytes(part: KVPart) -> int:
 def own_parts(caches: Sequence[KVCache], shard: Shard) -> tuple[OwnPart, ...]:
     """Parts of the KV tensors of a rank's layers.
 
-    Raises:
-        ValueError: a tensor is not in this process's memory, or not contiguous.
+    Raises ValueError if a tensor is not in this process's memory or not contiguous.
     """
     heads = shard.kv_heads
     parts = []
@@ -96,8 +95,7 @@ class _Offer(NamedTuple):
 def plan_slices(parts: Iterable[OwnPart], own_rank: int, peer: KVPeer) -> dict[int, list[Slice]]:
     """Slices to read, by rank of the peer. Where several ranks have a head, `own_rank` chooses among them.
 
-    Raises:
-        PlanError: a head is nowhere, or is not of the same size there.
+    Raises PlanError if a head is on no rank of the peer or has another size there.
     """
     offers: dict[tuple[int, str], list[_Offer]] = {}
     for rank, described in enumerate(peer.ranks):

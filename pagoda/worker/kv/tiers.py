@@ -36,11 +36,7 @@ class KVTiers:
 
 
 def open_tiers(plan: WorkerPlan, loaded: LoadedWorker) -> KVTiers:
-    """The tiers that the configuration asks for.
-
-    Raises:
-        ConfigError: the directory cannot be used.
-    """
+    """The tiers that the configuration asks for. Raises ConfigError if the directory cannot be used."""
     config = plan.config
     memory = KVMemory(loaded.caches)
     arena: HostArena | None = None

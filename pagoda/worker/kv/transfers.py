@@ -72,8 +72,7 @@ class TransferWorker:
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Begins transfers; never waits for one.
 
-        Raises:
-            ValueError: this worker has no such places; engine and worker disagree.
+        Raises ValueError if this worker has no such places: engine and worker disagree.
         """
         for transfer in transfers:
             count = num_blocks(transfer)
@@ -93,11 +92,7 @@ class TransferWorker:
             lane.put((job, index), urgency)
 
     def _route(self, transfer: Transfer) -> tuple[Lane[_Task], int]:
-        """Chooses the threads that carry out a transfer.
-
-        Raises:
-            ValueError: this worker has no such places.
-        """
+        """Chooses the threads that carry out a transfer. Raises ValueError if this worker has no such places."""
         name, urgency = "", LATER
         match transfer.source, transfer.target:
             case (HostSlots(), DeviceBlocks()):
