@@ -10,15 +10,8 @@ from pagoda.errors import ConfigError
 
 
 def _lengths(**changes: float) -> RandomLengths:
-    values = {
-        "input_len": 20,
-        "output_len": 8,
-        "prefix_len": 0,
-        "range_ratio": 0.0,
-        "vocab_size": 100,
-        **changes,
-    }
-    return RandomLengths(**values)  # type: ignore[arg-type]
+    lengths = {"input_len": 20, "output_len": 8, "prefix_len": 0, "range_ratio": 0.0, **changes}
+    return RandomLengths(vocab_size=100, **lengths)  # type: ignore[arg-type]
 
 
 def test_random_prompts_are_token_ids_below_the_vocabulary() -> None:

@@ -260,6 +260,8 @@ def _read(file: BufferedReader | gzip.GzipFile) -> Trace:
     for line in iter(file.readline, b"]}\n"):
         event = decode(line.rstrip(b",\n"))
         _add_event(event, processes[event.pid], rows)
+    if file.read(1):  # at its end a compressed file is checked against its sum
+        raise ValueError("more follows its end")
     return Trace(list(processes.values()), head.began_ns, head.notes)
 
 
