@@ -104,7 +104,7 @@ def _write(trace: Trace, write: Callable[[bytes], Any]) -> int:
 class _ProcessData(ProcessHeader, frozen=True, kw_only=True):
     parent: int | None = None
     clock: ClockSource = "main"
-    descriptions: dict[str, Any] = {}
+    descriptions: dict[str, Any] = msgspec.field(default_factory=dict)
     began: tuple[int, ...] = ()
 
 
