@@ -24,6 +24,7 @@ from pagoda.kv.disk_scanner import (
     FanOutListed,
     News,
     ObjectsFound,
+    Probe,
     ProbeAnswer,
     Removed,
     ScanEnded,
@@ -52,7 +53,7 @@ class Keeper:
 
     def probe(self, request_id: str, keys: Sequence[bytes]) -> list[News]:
         """News up to the answer."""
-        self.thread.probe(request_id, keys)
+        self.thread.probe(Probe(request_id), keys)
         return self.until(ProbeAnswer)
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> list[News]:
@@ -244,7 +245,7 @@ def test_a_directory_whose_manifest_means_nothing_is_left_out_with_a_warning(
     assert found(news) == set(KEYS)
     assert not any(isinstance(item, DirectoryFound) for item in news)
     assert caplog.text.count("its manifest cannot be understood") == 1
-    assert keeper.probe("1", KEYS) == [ProbeAnswer("1", KEYS)]
+    assert keeper.probe("1", KEYS) == [ProbeAnswer(Probe("1"), KEYS)]
 
 
 def test_work_that_breaks_is_answered_and_other_work_goes_on(
@@ -258,15 +259,15 @@ def test_work_that_breaks_is_answered_and_other_work_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(disk_scanner, "object_name", broken)
-        assert keeper.probe("1", KEYS) == [ProbeAnswer("1", ())]
+        assert keeper.probe("1", KEYS) == [ProbeAnswer(Probe("1"), ())]
         assert keeper.remove(OWN, KEYS[:1]) == [Removed(OWN, KEYS[:1])]
         patch.setattr(disk_scanner, "list_files", broken)
         keeper.clock.advance_to(11)
         keeper.thread.rescan()
         while caplog.text.count("ValueError: nobody foresaw this") < 3:
-            keeper.thread.probe("2", [])
+            keeper.thread.probe(Probe("2"), [])
             keeper.until(ProbeAnswer)
-    assert keeper.probe("3", KEYS) == [ProbeAnswer("3", KEYS)]
+    assert keeper.probe("3", KEYS) == [ProbeAnswer(Probe("3"), KEYS)]
     fresh = bytes(32)
     put(disk.own, [fresh])
     assert fresh in found(keeper.rescan())
@@ -330,16 +331,16 @@ def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
 
     monkeypatch.setattr(disk_scanner, "object_name", hanging)
     for number in range(4):
-        keeper.thread.probe(str(number), KEYS)
+        keeper.thread.probe(Probe(str(number)), KEYS)
     assert has_begun.wait(30)
-    keeper.thread.cancel_probe("0")  # too late
-    keeper.thread.cancel_probe("1")
-    keeper.thread.cancel_probe("2")
+    keeper.thread.cancel_probe(Probe("0"))  # too late
+    keeper.thread.cancel_probe(Probe("1"))
+    keeper.thread.cancel_probe(Probe("2"))
     may_go_on.set()
     answers: list[News] = []
-    while ProbeAnswer("3", []) not in answers:
+    while ProbeAnswer(Probe("3"), []) not in answers:
         answers += keeper.until(ProbeAnswer)
-    assert sorted(answers) == [ProbeAnswer("0", []), ProbeAnswer("3", [])]
+    assert sorted(answers) == [ProbeAnswer(Probe("0"), []), ProbeAnswer(Probe("3"), [])]
 
 
 def test_a_probe_finds_objects_up_to_the_first_that_is_none(disk: Disk) -> None:
@@ -351,7 +352,7 @@ def test_a_probe_finds_objects_up_to_the_first_that_is_none(disk: Disk) -> None:
     for number, num_found in enumerate([3, 2, 1, 0, 0, 1, 0, 1, 0]):
         name = str(number)
         assert keeper.probe(name, KEYS[number:]) == [
-            ProbeAnswer(name, KEYS[number : number + num_found])
+            ProbeAnswer(Probe(name), KEYS[number : number + num_found])
         ]
 
 
@@ -363,7 +364,7 @@ def test_probes_are_answered_while_nobody_takes_what_a_scan_finds(
     monkeypatch.setattr(disk_scanner, "_POLL_OBJECTS", 2)
     put(disk.own, KEYS)
     keeper = disk.keep()
-    keeper.thread.probe("1", KEYS)
+    keeper.thread.probe(Probe("1"), KEYS)
     news = keeper.until(ProbeAnswer)
     assert not any(isinstance(item, ScanEnded) for item in news)
     news += keeper.until(ScanEnded)
@@ -376,7 +377,7 @@ def test_a_rescan_waits_until_the_last_one_is_long_ago(disk: Disk) -> None:
     put(disk.own, KEYS)
     keeper.clock.advance_to(9)
     keeper.thread.rescan()
-    assert keeper.probe("1", []) == [ProbeAnswer("1", [])]
+    assert keeper.probe("1", []) == [ProbeAnswer(Probe("1"), [])]
     keeper.clock.advance_to(11)
     assert not keeper.has_news()  # nobody has asked
     keeper.thread.rescan()
@@ -431,7 +432,7 @@ def test_directories_that_are_gone_are_empty_and_one_warning(
     put(disk.other, KEYS)
     keeper = disk.keep(is_scanned=True)
     shutil.rmtree(disk.root)
-    assert keeper.probe("1", KEYS) == [ProbeAnswer("1", [])]
+    assert keeper.probe("1", KEYS) == [ProbeAnswer(Probe("1"), [])]
     keeper.remove(OWN, KEYS)
     news = keeper.rescan()
     empty: dict[int, set[bytes]] = {fan_out: set() for fan_out in range(5)}

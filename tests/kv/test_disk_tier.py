@@ -59,6 +59,20 @@ def test_the_answer_to_a_request_that_is_gone_tells_nobody(rig: DiskRig) -> None
     assert rig.work()
 
 
+def test_a_late_answer_to_an_earlier_probe_of_a_request_does_not_end_its_next_one(
+    rig: DiskRig,
+) -> None:
+    rig.tier.on_queued(prefix(), 0)
+    rig.tier.on_dequeued("r")
+    rig.tier.on_queued(prefix(), 0)  # it was preempted
+    rig.keeper.work(1)
+    rig.disk.update(dict.fromkeys(KEYS[:3], EPOCH))  # others write meanwhile
+    assert not rig.tier.poll()
+    assert rig.tier.lookup(prefix(), 0) is None
+    assert rig.work() == {"r"}
+    assert rig.tier.lookup(prefix(), 0) == 3
+
+
 def test_a_disk_that_does_not_answer_is_not_asked_again_until_it_does(rig: DiskRig) -> None:
     rig.store(KEYS[:2])
     rig.disk.update(dict.fromkeys(KEYS[2:5], EPOCH))
