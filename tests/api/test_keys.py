@@ -9,13 +9,9 @@ from pagoda.errors import ConfigError
 def test_keys_are_known_by_their_names() -> None:
     keys = ApiKeys(["alice:=s3cret", "other", "bob-2:=with=inside"])
     assert keys.names == ("alice", "key2", "bob-2")
-    for given, name in (
-        ("Bearer s3cret", "alice"),
-        ("bearer other ", "key2"),
-        ("Bearer with=inside", "bob-2"),
-        *((f"{other}s3cret", None) for other in ("", "Basic ", "Bearer alice:=", "Bearer x")),
-        *((other, None) for other in ("", "Bearer", "Bearer alice", "Bearer ĸ", "Bearer \udcff")),
-    ):
+    names = {"Bearer s3cret": "alice", "bearer other ": "key2", "Bearer with=inside": "bob-2"}
+    unknown = ["", "s3cret", "Basic s3cret", "Bearer", "Bearer alice", "Bearer ĸ", "Bearer \udcff"]
+    for given, name in {**names, **dict.fromkeys(unknown)}.items():
         assert keys.name_of(given) == name, given
 
 
