@@ -14,12 +14,11 @@ import msgspec
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import OutlierDetector
+from pagoda.frontend.placement import Fitness, ReplicaSlot, TrackedRequest, has_part_in
 from pagoda.frontend.policies import NUM_HOLDERS, Candidate, Policy, RoutingRequest
 from pagoda.frontend.prefix_index import CacheUnion, PrefixIndex
 from pagoda.frontend.replica import Replica
-from pagoda.frontend.replica_pool import RolePool, Shortlist, low_discrepancy
-from pagoda.frontend.replica_slot import Fitness, ReplicaSlot, has_part_in
-from pagoda.frontend.tracked_request import TrackedRequest
+from pagoda.frontend.replica_pool import GOLDEN_RATIO, RolePool, Shortlist
 from pagoda.ipc.clock import Clock
 from pagoda.messages.frontend import EngineReady, GenerateRequest
 from pagoda.messages.worker_config import Role
@@ -246,6 +245,10 @@ class ReplicaSet:
         replica takes requests, or all have refused this one.
         """
         self._refit_returned()
+        if len(self._slots) == 1 and not keys:
+            [only] = self._slots.values()
+            is_taker = only.fitness is not None and only.number not in tracked.refusals
+            return (only, 0) if is_taker else None
         request = RoutingRequest(tracked.request_id, self._num_placed, tracked.request.session)
         slots = self._candidates(tracked, request, keys)
         if not slots:
@@ -275,7 +278,7 @@ class ReplicaSet:
             return list(dict.fromkeys(fleet.at(positions, fitness)))
 
         chosen = some(Fitness.FIT) if is_small else list(self.policy.shortlist(request, fleet))
-        returning, draw = some(Fitness.RETURNING), low_discrepancy(request.number)
+        returning, draw = some(Fitness.RETURNING), request.number * GOLDEN_RATIO % 1
         chosen += [slot for slot in returning if self.share(slot) > draw]
         chosen = chosen or returning or some(Fitness.DEGRADED)
         if not chosen and len(tracked.refusals) < SMALL_FLEET:
