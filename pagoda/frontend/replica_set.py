@@ -57,8 +57,7 @@ class ReplicaSet:
         self._routers: Counter[str] = Counter()
         """Ids of routers, and behind how many replicas they are."""
         self._sum: EngineReady | None = None
-        """The sum of limits; None when it has to be made anew."""
-        self._last_limits: EngineReady | None = None
+        """The sum of limits, or the last one of replicas that have gone; None when it has to be made anew."""
         self._returns: list[tuple[float, int]] = []
         """A heap of when replicas have room or their full share again, and their numbers."""
 
@@ -115,15 +114,15 @@ class ReplicaSet:
 
         Raises RuntimeError if no replica has ever started.
         """
-        if self._sum is None:
-            self._sum = _sum_of(self._limits, self._routers) if self._limits else self._last_limits
-        if self._sum is None:
+        if not self.has_limits:
             raise RuntimeError("The replicas have not started.")
+        if self._sum is None:
+            self._sum = _sum_of(self._limits, self._routers)
         return self._sum
 
     @property
     def has_limits(self) -> bool:
-        return bool(self._limits) or self._last_limits is not None
+        return bool(self._limits) or self._sum is not None
 
     def take_limits(self, slot: ReplicaSlot) -> None:
         """Takes the limits of a replica that has started into the sums, where they are others than before."""
@@ -143,12 +142,11 @@ class ReplicaSet:
         if limits is None:
             return
         self._pools[limits.role].room += change * (limits.max_num_seqs + limits.max_num_waiting)
-        if change < 0 and len(self._limits) == 1:
-            self._last_limits = self.limits
+        before = self.limits if change < 0 and len(self._limits) == 1 else None
         _add(self._limits, msgspec.structs.replace(limits, host_id="", routers=()), change)
         for router in limits.routers:
             _add(self._routers, router, change)
-        self._sum = None
+        self._sum = None if self._limits else before
 
     def room_for(self, request: GenerateRequest) -> int:
         """Requests of this kind that all replicas meant for them can have, running and waiting."""
