@@ -48,7 +48,8 @@ def test_flag_wins_over_environment_over_file_over_default(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = ["num-prompts: 1", "random_input_len: 1", "random_output_len: 1", "seed: 7"]
-    config = _flags(tmp_path, "\n".join([*lines, "ignore-eos: false"]))
+    lines += ["ignore-eos: false", "dataset-name: sharegpt"]
+    config = _flags(tmp_path, "\n".join(lines))
     monkeypatch.setenv("PAGODA_NUM_PROMPTS", "2")
     monkeypatch.setenv("PAGODA_RANDOM_INPUT_LEN", "2")
     command.main(["bench", "serve", "--config", str(config), "--num-prompts", "3"])
@@ -59,6 +60,7 @@ def test_flag_wins_over_environment_over_file_over_default(
     assert options.random_prefix_len == 0
     assert options.ignore_eos is False
     assert calls[0]["seed"] == 7
+    assert options.dataset == "sharegpt", "under a name that users of others know"
 
 
 def test_the_config_file_may_be_named_in_the_environment(
@@ -106,11 +108,6 @@ def _engine_of_serve(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> E
     assert command.main(["serve", *arguments]) == 2
     [engine] = seen
     return engine
-
-
-def test_the_dataset_has_two_names(calls: Calls) -> None:
-    command.main(["bench", "serve", "--dataset-name", "sharegpt"])
-    assert _requests(calls).dataset == "sharegpt"
 
 
 @pytest.mark.parametrize(
@@ -169,10 +166,9 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("source", ["flag", "environment"])
 @pytest.mark.parametrize("name", ["serve", "route"])
 def test_servers_may_be_traced_from_their_start(
-    name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[ProfileOptions] = []
 
@@ -181,17 +177,11 @@ def test_servers_may_be_traced_from_their_start(
         raise ConfigError("stop here.")
 
     monkeypatch.setattr(ProfileOptions, "config", stop)
-    for module in ("serve", "route"):
-        monkeypatch.setattr(f"pagoda.cli.{module}.hold_lifeline", lambda: None)
-    arguments = []
+    monkeypatch.setattr(f"pagoda.cli.{name}.hold_lifeline", lambda: None)
+    arguments = ["--profile", "kernel", "--profile-dir", "traces"]
     if name == "route":
         (tmp_path / "key").write_text("x" * 32)
-        arguments = ["--cluster-key-file", str(tmp_path / "key")]
-    if source == "flag":
-        arguments += ["--profile", "kernel", "--profile-dir", "traces"]
-    else:
-        monkeypatch.setenv("PAGODA_PROFILE", "kernel")
-        monkeypatch.setenv("PAGODA_PROFILE_DIR", "traces")
+        arguments += ["--cluster-key-file", str(tmp_path / "key")]
     assert command.main([name, *arguments]) == 2
     assert seen == [ProfileOptions(profile="kernel", profile_dir=Path("traces"))]
 
