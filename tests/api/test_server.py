@@ -65,13 +65,6 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield opened
 
 
-def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["sim"]
-    assert client.models.retrieve("sim").owned_by == "pagoda"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-
-
 def test_chat_in_one_piece_and_as_a_stream(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "sim", "messages": USER, "seed": 7, "max_tokens": 20}
     options["extra_body"] = {"ignore_eos": True}
@@ -102,7 +95,8 @@ def test_completions(client: openai.OpenAI) -> None:
     assert texts == [choice.text for choice in whole.choices]
 
 
-def test_errors_as_the_client_raises_them(client: openai.OpenAI) -> None:
+def test_models_and_errors_as_the_client_raises_them(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["sim"]
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="sim", messages=USER, temperature=9000)
     assert caught.value.param == "temperature"

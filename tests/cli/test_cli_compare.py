@@ -130,22 +130,17 @@ async def test_another_load_than_asked_for_is_said() -> None:
     assert "the first of 6 and 2" in problem
 
 
-async def test_a_server_that_refuses_is_named_before_anything_is_measured() -> None:
+async def test_a_server_that_refuses_is_named_before_the_load_and_counted_in_it() -> None:
+    said = "The server answered with status 503: out of paper"
     async with TestServer(_Double({}, status=503).app()) as http:
         url = str(http.make_url(""))
         with pytest.raises(ConfigError) as caught:
             await prepare_server(url, None, SHORT, random.Random(0))
-    assert str(caught.value) == f"{url}: The server answered with status 503: out of paper"
-
-
-async def test_requests_that_fail_are_counted_in_one_sentence() -> None:
-    async with TestServer(_Double({}, status=503).app()) as http:
-        server = Server(str(http.make_url("")), "m")
-        measured = await measure_server(server, 1, SHORT.samples(3, random.Random(0)), SHORT)
+        samples = SHORT.samples(3, random.Random(0))
+        measured = await measure_server(Server(url, "m"), 1, samples, SHORT)
+    assert str(caught.value) == f"{url}: {said}"
     [problem] = problems(SHORT, [measured])
-    assert problem.endswith(
-        "3 requests failed, the first: The server answered with status 503: out of paper"
-    )
+    assert problem.endswith(f"3 requests failed, the first: {said}")
     assert medians([measured]) == dict.fromkeys(FIGURES)
 
 

@@ -16,8 +16,7 @@ from aiohttp.test_utils import TestServer
 from pagoda.cli.answer import AnswerPrinter, Outcome, ask
 from pagoda.cli.bench.datasets import Sample
 from pagoda.cli.bench.load import LoadOptions, arrival_times, run_load
-from pagoda.cli.openai_client import PATHS, Choice, Message, OpenAIClient, ServerError
-from pagoda.errors import ConfigError
+from pagoda.cli.openai_client import PATHS, OpenAIClient, ServerError
 
 HELLO = b'data: {"choices":[{"index":0,"text":"hello"}]}\n\n'
 EMPTY = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -45,10 +44,13 @@ async def streaming(*pieces: bytes) -> AsyncIterator[OpenAIClient]:
 
 
 @asynccontextmanager
-async def client_of(handle: object) -> AsyncIterator[OpenAIClient]:
+async def client_of(handle: object, api_key: str | None = None) -> AsyncIterator[OpenAIClient]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)  # type: ignore[arg-type]
-    async with TestServer(app) as server, OpenAIClient(str(server.make_url("/v1"))) as client:
+    async with (
+        TestServer(app) as server,
+        OpenAIClient(str(server.make_url("/v1/")), api_key) as client,
+    ):
         yield client
 
 
@@ -92,17 +94,6 @@ async def test_a_refusal_carries_status_and_message() -> None:
             await client.first_model()
 
 
-async def test_a_server_that_is_not_there_is_named() -> None:
-    async with OpenAIClient("http://127.0.0.1:1") as client:
-        with pytest.raises(ConfigError, match=r"Cannot reach a server at http://127\.0\.0\.1:1"):
-            await client.first_model()
-
-
-def test_an_address_without_scheme_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must begin with http"):
-        OpenAIClient("localhost:8000")
-
-
 async def test_the_api_key_is_sent_and_v1_is_not_doubled() -> None:
     seen = []
 
@@ -110,12 +101,7 @@ async def test_the_api_key_is_sent_and_v1_is_not_doubled() -> None:
         seen.append((request.path, request.headers.get("Authorization")))
         return web.json_response({"data": [{"id": "m"}]})
 
-    app = web.Application()
-    app.router.add_get("/v1/models", handle)
-    async with (
-        TestServer(app) as server,
-        OpenAIClient(str(server.make_url("/v1/")), "secret") as client,
-    ):
+    async with client_of(handle, "secret") as client:
         assert await client.first_model() == "m"
     assert seen == [("/v1/models", "Bearer secret")]
 
@@ -236,12 +222,3 @@ def test_the_rate_is_that_after_the_first_token() -> None:
     outcome = Outcome(0.0, 3.0, event_times_s=[1.0, 3.0], output_tokens=11)
     assert outcome.tokens_per_s == pytest.approx(5.0)
     assert outcome.figures() == "11 tokens, first after 1000 ms, 5 tokens/s"
-
-
-def test_reasoning_and_answer_are_printed_on_lines_of_their_own(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    show = AnswerPrinter()
-    for reasoning, content in (("1 + 2 =", None), (" 3", None), (None, "3"), (None, " it is")):
-        show(Choice(delta=Message(content, reasoning)))
-    assert capsys.readouterr().out == "1 + 2 = 3\n3 it is"

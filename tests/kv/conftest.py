@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from disk_rig import DiskRig
 from kv_tiers import mount, mounted, small_manifest
 
 from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
@@ -22,6 +23,11 @@ def manifest() -> Manifest:
 @pytest.fixture
 def files(tmp_path: Path, manifest: Manifest) -> ObjectFiles:
     return ObjectFiles(open_directory(tmp_path / "kv", manifest), manifest)
+
+
+@pytest.fixture
+def rig() -> DiskRig:
+    return DiskRig()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ KEYS = prefix_keys(TOKENS, SIZE, None, 40)
 OTHER_KEYS = prefix_keys(TOKENS, SIZE, "salt", 40)
 
 
-class Setup:
+class DiskRig:
     """A tier over a pool, with its ledger and its scanner."""
 
     def __init__(

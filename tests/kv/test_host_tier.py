@@ -45,8 +45,12 @@ class Host:
         return self.tier.pool.num_available
 
 
-def test_what_is_offered_is_stored_once_and_found_from_then_on() -> None:
-    host = Host()
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+def test_what_is_offered_is_stored_once_and_found_from_then_on(host: Host) -> None:
     (transfer,) = host.store(0, 3)
     assert isinstance(transfer.source, DeviceBlocks)
     assert transfer.target == HostSlots([0, 1, 2])
@@ -108,8 +112,7 @@ def test_what_requests_pass_through_is_evicted_last_and_ends_before_roots() -> N
     assert host.tier.lookup(PREFIX, 5) == 1
 
 
-def test_more_than_there_is_cannot_be_loaded() -> None:
-    host = Host()
+def test_more_than_there_is_cannot_be_loaded(host: Host) -> None:
     host.store(0, 1)
     with pytest.raises(ValueError, match="2 blocks are wanted, 1 are here"):
         host.load(2)
@@ -139,8 +142,7 @@ def test_no_more_is_on_its_way_than_can_be_read_in_about_a_second() -> None:
     assert [tier.reserve(PREFIX, index) for index in range(5)] == [0, 1, 2, None, None]
 
 
-def test_a_block_on_its_way_is_waited_for_rather_than_stored_or_read_from_afar() -> None:
-    host = Host()
+def test_a_block_on_its_way_is_waited_for_rather_than_stored_or_read_from_afar(host: Host) -> None:
     host.store(0, 1)
     host.tier.reserve(PREFIX, 1)
     assert host.tier.lookup(PREFIX, 0) is None
@@ -154,8 +156,7 @@ def test_there_is_nothing_to_reserve_while_all_slots_are_used() -> None:
     assert host.tier.reserve(PREFIX, 3) is host.tier.reserve(PREFIX, 0) is None
 
 
-def test_arenas_go_with_their_workers() -> None:
-    host = Host()
+def test_arenas_go_with_their_workers(host: Host) -> None:
     host.store(0, 3)
     host.load(2)
     host.tier.save(cached_blocks_of(host.pool, PREFIX, 3, 4))

@@ -99,15 +99,9 @@ def test_names_and_keys_are_the_same(key: bytes) -> None:
 @pytest.mark.parametrize(
     ("fan_out", "name"),
     [
-        ("00", "0" * 61),
-        ("0", "0" * 63),
-        ("00", "0" * 61 + "g"),
-        ("00", "A" * 62),
-        ("00", "٠" * 62),
-        ("00", " " * 62),
-        ("", "0" * 64),
+        *(("00", name) for name in ("0" * 61, "0" * 61 + "g", "A" * 62, "٠" * 62, " " * 62)),
+        *(("0", "0" * 63), ("", "0" * 64), ("lost+found", "0" * 54)),
         ("00", ".tmp-0123456789abcdef"),
-        ("lost+found", "0" * 54),
     ],
 )
 def test_other_names_are_of_no_key(fan_out: str, name: str) -> None:
@@ -151,6 +145,8 @@ def test_a_directory_is_made_once_and_for_this_user_alone(
     assert open_directory(root, renamed) == directory
     assert read_manifest(directory) == manifest
     assert [path.name for path in directory.iterdir()] == [MANIFEST_NAME]
+    directory.chmod(0o755)  # others can only read
+    assert open_directory(root, manifest) == directory
 
 
 def make_file(root: Path, _: Manifest) -> None:
@@ -203,41 +199,22 @@ def test_a_directory_that_cannot_be_used_is_refused(
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"{",
-        b"null",
-        b'{"model": "m"}',
-        b'{"model": "\xff"}',
+        *(b"", b"{", b"null", b'{"model": "m"}', b'{"model": "\xff"}', b"\0" * 1000),
         b'{"unknown": ' + b"[" * 10_000,
-        b"\0" * 1000,
+        *({"payload_bytes": size} for size in (0, -1, 2**41)),
+        {"block_size": 0},
     ],
 )
 def test_a_manifest_that_nobody_understands_is_refused(
-    tmp_path: Path, manifest: Manifest, content: bytes
+    tmp_path: Path, manifest: Manifest, content: bytes | dict[str, int]
 ) -> None:
     directory = open_directory(tmp_path, manifest)
+    if isinstance(content, dict):
+        content = msgspec.json.encode(msgspec.structs.replace(manifest, **content))
     (directory / MANIFEST_NAME).write_bytes(content)
     assert read_manifest(directory) is None
     with pytest.raises(ConfigError, match=rf"cannot be read; `pagoda kv clear {tmp_path}` removes"):
         open_directory(tmp_path, manifest)
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [{"payload_bytes": 0}, {"block_size": 0}, {"payload_bytes": -1}, {"payload_bytes": 2**41}],
-)
-def test_a_manifest_of_impossible_lengths_is_not_understood(
-    tmp_path: Path, manifest: Manifest, lengths: dict[str, int]
-) -> None:
-    directory = open_directory(tmp_path, manifest)
-    nothing = msgspec.structs.replace(manifest, **lengths)
-    (directory / MANIFEST_NAME).write_bytes(msgspec.json.encode(nothing))
-    assert read_manifest(directory) is None
-
-
-def test_a_directory_that_others_can_only_read_is_used(tmp_path: Path, manifest: Manifest) -> None:
-    open_directory(tmp_path, manifest).chmod(0o755)
-    open_directory(tmp_path, manifest)
 
 
 def test_a_directory_of_another_user_is_refused(
@@ -415,18 +392,12 @@ def test_a_read_notes_the_use_but_not_every_time(files: ObjectFiles) -> None:
     assert path.stat().st_mtime == pytest.approx(noted - 30)
 
 
-def test_to_inspect_an_object_is_no_use_of_it(files: ObjectFiles) -> None:
-    write(files)
-    os.utime(path_of(files), (5000, 5000))
-    files.read(KEY, files.new_buffer(), is_use=False)
-    assert path_of(files).stat().st_mtime == 5000
-
-
-def test_a_bad_object_is_not_used(files: ObjectFiles) -> None:
+def test_to_inspect_an_object_or_to_find_it_bad_is_no_use_of_it(files: ObjectFiles) -> None:
     write(files, OTHER)
+    os.utime(path_of(files, OTHER), (5000, 5000))
+    files.read(OTHER, files.new_buffer(), is_use=False)
     path_of(files).parent.mkdir()
     path_of(files, OTHER).rename(path_of(files))
-    os.utime(path_of(files), (5000, 5000))
     with pytest.raises(ObjectError, match="another key"):
         read(files)
     assert path_of(files).stat().st_mtime == 5000
@@ -494,8 +465,7 @@ _KEEP_WRITING = """
 import sys
 from pathlib import Path
 import msgspec
-from pagoda.kv.objects import ObjectFiles
-from pagoda.kv.objects import Manifest
+from pagoda.kv.objects import Manifest, ObjectFiles
 
 manifest = msgspec.json.decode(sys.argv[2], type=Manifest)
 files = ObjectFiles(Path(sys.argv[1]), manifest)

@@ -68,12 +68,16 @@ class Stack:
         self.clock.advance_to(self.clock.now() + seconds)
 
 
+@pytest.fixture
+def it() -> Stack:
+    return Stack()
+
+
 def numbers(blocks: list[Block]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def test_a_prefix_is_found_as_far_as_any_connector_goes_on() -> None:
-    it = Stack()
+def test_a_prefix_is_found_as_far_as_any_connector_goes_on(it: Stack) -> None:
     it.have(near=[0, 1, 4], far=range(2, 8))
     assert it.lookup(PREFIX, 0) == 8
     assert it.lookup(PREFIX, 5) == 3
@@ -82,8 +86,7 @@ def test_a_prefix_is_found_as_far_as_any_connector_goes_on() -> None:
     assert it.lookup(PREFIX, 17) == 0
 
 
-def test_an_answer_may_be_due_later() -> None:
-    it = Stack()
+def test_an_answer_may_be_due_later(it: Stack) -> None:
     it.have(near=[0, 1], far=[])
     it.far.is_unsure = True
     assert it.lookup(PREFIX, 0) is None
@@ -93,8 +96,7 @@ def test_an_answer_may_be_due_later() -> None:
     assert it.lookup(PREFIX, 0) == 2
 
 
-def test_a_hold_that_was_settled_wakes_the_engine() -> None:
-    it = Stack()
+def test_a_hold_that_was_settled_wakes_the_engine(it: Stack) -> None:
     it.pass_time(5.0)
     held_id = it.ledger.hold(it.pool.allocate(1))
     assert it.stack.next_event_at() is None
@@ -104,8 +106,7 @@ def test_a_hold_that_was_settled_wakes_the_engine() -> None:
     assert it.stack.next_event_at() is None
 
 
-def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
-    it = Stack()
+def test_a_load_is_one_transfer_for_each_part_of_the_prefix(it: Stack) -> None:
     it.have(near=[1, 2, 5], far=[3, 4, 6, 7])
     transfers = it.load(6, start=1)
     parts = [PREFIX.keys[start:end] for start, end in ((1, 3), (3, 5), (5, 6), (6, 7))]
@@ -121,8 +122,7 @@ def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
     assert ("ended", second.transfer_id, []) in it.far.calls
 
 
-def test_transfers_wait_for_steps_that_may_use_their_blocks() -> None:
-    it = Stack()
+def test_transfers_wait_for_steps_that_may_use_their_blocks(it: Stack) -> None:
     it.have(near=[0, 1], far=[2])
     blocks = it.pool.allocate(3)
     for block, step in zip(blocks, (3, 9, 4), strict=True):
@@ -131,8 +131,7 @@ def test_transfers_wait_for_steps_that_may_use_their_blocks() -> None:
     assert [transfer.after_step for transfer in it.load(3)] == [9, 4]
 
 
-def test_only_what_was_found_can_be_loaded() -> None:
-    it = Stack()
+def test_only_what_was_found_can_be_loaded(it: Stack) -> None:
     it.have(near=[0], far=[])
     with pytest.raises(ValueError, match="1 blocks were found, 2 are to be filled"):
         it.load(2)
@@ -160,8 +159,7 @@ def test_leading_blocks_that_came_are_good(
     assert it.stack.drain_load_ends() == [LoadEnd("r", num_good, sentence if fails else None)]
 
 
-def test_two_requests_never_load_the_same_block() -> None:
-    it = Stack()
+def test_two_requests_never_load_the_same_block(it: Stack) -> None:
     it.have(near=range(8), far=[])
     (transfer,) = it.load(4)
     assert it.lookup(OTHER, 0) is None
@@ -173,8 +171,7 @@ def test_two_requests_never_load_the_same_block() -> None:
     assert it.lookup(OTHER, 0) == 8
 
 
-def test_when_the_first_gives_up_the_second_may_load() -> None:
-    it = Stack()
+def test_when_the_first_gives_up_the_second_may_load(it: Stack) -> None:
     it.have(near=range(4), far=[])
     (transfer,) = it.load(4)
     it.stack.poll()
@@ -220,8 +217,7 @@ def test_patience_with_a_load_ends_but_blocks_stay_until_the_transfer_does(fails
     assert it.stack.drain_load_ends() == []
 
 
-def test_a_connector_that_keeps_blocks_too_long_is_not_asked_meanwhile() -> None:
-    it = Stack()
+def test_a_connector_that_keeps_blocks_too_long_is_not_asked_meanwhile(it: Stack) -> None:
     it.have(near=[0, 1], far=range(2, 16))
     near, far = it.load(4)
     it.end(near)
@@ -233,8 +229,7 @@ def test_a_connector_that_keeps_blocks_too_long_is_not_asked_meanwhile() -> None
     assert it.lookup(PREFIX, 0) == 16
 
 
-def test_offers_beyond_the_room_for_stores_are_made_again() -> None:
-    it = Stack()
+def test_offers_beyond_the_room_for_stores_are_made_again(it: Stack) -> None:
     cached_blocks = cached_blocks_of(it.pool, PREFIX, 0, 12)
     it.stack.save(cached_blocks)
     assert it.near.offered == [cached.key for cached in cached_blocks[:8]]
@@ -250,8 +245,7 @@ def test_offers_beyond_the_room_for_stores_are_made_again() -> None:
     assert it.ledger.num_open == 0
 
 
-def test_a_block_that_is_gone_is_not_offered_again() -> None:
-    it = Stack()
+def test_a_block_that_is_gone_is_not_offered_again(it: Stack) -> None:
     it.far.stores = False  # blocks wait in line even for a connector that wants none
     cached_blocks = cached_blocks_of(it.pool, PREFIX, 0, 10)
     it.stack.save(cached_blocks)
@@ -262,24 +256,21 @@ def test_a_block_that_is_gone_is_not_offered_again() -> None:
     assert it.near.offered == [it.key for it in cached_blocks if it is not cached_blocks[8]]
 
 
-def test_no_more_offers_are_kept_than_there_are_blocks() -> None:
-    it = Stack()
+def test_no_more_offers_are_kept_than_there_are_blocks(it: Stack) -> None:
     cached_blocks = cached_blocks_of(it.pool, PREFIX, 0, 16)
     for _ in range(10):
         it.stack.save(cached_blocks)
     assert sum(map(len, it.stack.backlog)) == 2 * 64
 
 
-def test_prefetching_starts_behind_what_is_nearer() -> None:
-    it = Stack()
+def test_prefetching_starts_behind_what_is_nearer(it: Stack) -> None:
     it.have(near=[2, 3], far=[4, 5])
     it.stack.prefetch(PREFIX, 2)
     assert ("prefetch", "r", 2) in it.near.calls
     assert ("prefetch", "r", 4) in it.far.calls
 
 
-def test_prefetching_is_over_when_all_is_near() -> None:
-    it = Stack()
+def test_prefetching_is_over_when_all_is_near(it: Stack) -> None:
     it.have(near=[0, 1], far=[2])
     assert not it.stack.prefetch(PREFIX, 0)
     it.near.has.add(PREFIX.keys[2])
@@ -291,8 +282,7 @@ def test_prefetching_is_over_when_all_is_near() -> None:
     assert not it.stack.prefetch(PREFIX, 0)
 
 
-def test_nothing_is_prefetched_from_a_connector_that_keeps_blocks_too_long() -> None:
-    it = Stack()
+def test_nothing_is_prefetched_from_a_connector_that_keeps_blocks_too_long(it: Stack) -> None:
     it.have(near=[], far=range(16))
     (transfer,) = it.load(4)
     it.pass_time(LOAD_TIMEOUT_S)
@@ -304,8 +294,7 @@ def test_nothing_is_prefetched_from_a_connector_that_keeps_blocks_too_long() -> 
     assert ("prefetch", "other", 0) in it.far.calls
 
 
-def test_all_hear_of_a_request_and_of_its_end() -> None:
-    it = Stack()
+def test_all_hear_of_a_request_and_of_its_end(it: Stack) -> None:
     it.stack.on_queued(PREFIX, 3)
     it.stack.on_dequeued("r")
     it.stack.close()
@@ -315,8 +304,7 @@ def test_all_hear_of_a_request_and_of_its_end() -> None:
     assert [load.name for load in it.stack.load_report()] == ["near", "far"]
 
 
-def test_nothing_of_lost_workers_remains() -> None:
-    it = Stack()
+def test_nothing_of_lost_workers_remains(it: Stack) -> None:
     it.have(near=range(4), far=[])
     (transfer,) = it.load(4)
     it.stack.save(cached_blocks_of(it.pool, PREFIX, 6, 16))
@@ -341,8 +329,7 @@ def test_nothing_of_lost_workers_remains() -> None:
     assert it.stack.next_event_at() == 2 * LOAD_TIMEOUT_S
 
 
-def test_who_gives_up_by_himself_is_waited_for_as_long_as_he_does() -> None:
-    it = Stack()
+def test_who_gives_up_by_himself_is_waited_for_as_long_as_he_does(it: Stack) -> None:
     it.far.has_own_timeout = True
     it.stack.wait("r", PendingLookup(it.near))
     it.stack.wait("r", PendingLookup(it.far))
@@ -357,8 +344,9 @@ def test_who_gives_up_by_himself_is_waited_for_as_long_as_he_does() -> None:
 
 
 @pytest.mark.parametrize("is_near_late", [True, False])
-def test_patience_with_a_part_of_a_load_ends_whoever_has_the_other(is_near_late: bool) -> None:
-    it = Stack()
+def test_patience_with_a_part_of_a_load_ends_whoever_has_the_other(
+    it: Stack, is_near_late: bool
+) -> None:
     it.far.has_own_timeout = True
     it.have(near=range(2), far=range(2, 4))
     near, far = it.load(4)
@@ -378,8 +366,7 @@ def test_patience_with_a_part_of_a_load_ends_whoever_has_the_other(is_near_late:
         assert it.stack.drain_load_ends() == [LoadEnd("r", 4)]
 
 
-def test_who_waits_for_what_another_loads_waits_for_its_source() -> None:
-    it = Stack()
+def test_who_waits_for_what_another_loads_waits_for_its_source(it: Stack) -> None:
     it.far.has_own_timeout = True
     it.have(near=range(2), far=range(2, 8))
     it.load(8)
@@ -390,8 +377,7 @@ def test_who_waits_for_what_another_loads_waits_for_its_source() -> None:
 # ---- several events in one turn
 
 
-def test_an_end_that_is_not_drained_yet_is_dropped_with_its_request() -> None:
-    it = Stack()
+def test_an_end_that_is_not_drained_yet_is_dropped_with_its_request(it: Stack) -> None:
     it.have(near=range(4), far=[])
     (transfer,) = it.load(4)
     it.end(transfer)

@@ -71,6 +71,13 @@ class ScriptedProcess:
         event = {"ph": "X", "name": name, "ts": began / 1000, "dur": (ended - began) / 1000}
         self.lines.append({**event, "tid": row, **({"args": args} if args else {})})
 
+    def spans(self, row: int, *spans: tuple[str, float, float], **args: Any) -> None:
+        """Spans of one row; the last one has the arguments."""
+        *inner, last = spans
+        for span in inner:
+            self.span(*span, row)
+        self.span(*last, row, **args)
+
     def instant(self, name: str, at_ms: float, **args: Any) -> None:
         event = {"ph": "i", "name": name, "ts": self.own(at_ms) / 1000, "tid": 0, "s": "t"}
         self.lines.append({**event, "args": args})
@@ -207,15 +214,8 @@ class _Script:
         number, end = self.num_steps, at + self.step_ms
         self.num_steps += 1
         self.engine.span("schedule", at, at + 0.1, step=number, tokens=tokens, running=1, waiting=0)
-        self.engine.span(
-            "step",
-            at + 0.2,
-            end - 0.2,
-            self.steps_rows[number % 2],
-            step=number,
-            rows=[row],
-            tokens=[tokens],
-        )
+        args = {"step": number, "rows": [row], "tokens": [tokens]}
+        self.engine.span("step", at + 0.2, end - 0.2, self.steps_rows[number % 2], **args)
         self.engine.span("update", end - 0.1, end, step=number)
         self.engine.counter("requests", at, running=1, waiting=0)
         worker, began, ended = self.worker, at + 0.5, end - 0.5
@@ -244,21 +244,17 @@ class _Script:
             "output_tokens": life.output_tokens,
             "finish_reason": "length",
         }
-        for name, began, end in phases:
-            self.engine.span(name, began, end, row)
         preemptions = sum(name == "preempted" for name, _, _ in phases)
         added = phases[0][1]
-        self.engine.span("request", added, ended, row, **figures, preemptions=preemptions)
-        top = self.frontend.open_row(f"request {life.request}")
+        request = ("request", added, ended)
+        self.engine.spans(row, *phases, request, **figures, preemptions=preemptions)
         told, closed = first_token + 1.0, ended + 1.0
-        self.frontend.span("prepare", life.arrived, added - 0.5, top)
-        self.frontend.span("first token", added - 0.5, told, top)
-        self.frontend.span("stream", told, closed, top)
-        self.frontend.span(
-            "request",
-            life.arrived,
-            closed,
-            top,
+        self.frontend.spans(
+            self.frontend.open_row(f"request {life.request}"),
+            ("prepare", life.arrived, added - 0.5),
+            ("first token", added - 0.5, told),
+            ("stream", told, closed),
+            ("request", life.arrived, closed),
             **figures,
             queue_ms=phases[0][2] - added,
             detokenize_ms=0.5,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from random import Random
@@ -25,18 +26,27 @@ LIVES = [
 ]
 
 
-def write(directory: Path, processes: list[ScriptedProcess]) -> None:
+def write(directory: Path, processes: Sequence[ScriptedProcess]) -> None:
     for process in processes:
         process.write(directory)
 
 
-def merged(directory: Path, name: str = "trace.json") -> dict[str, Any]:
-    """The trace as written; it is valid whatever else the test says."""
-    path = directory / name
-    write_chrome_trace(merge_fragments([directory]), path)
+def merged(
+    directory: Path, processes: Sequence[ScriptedProcess] = (), *others: Path
+) -> dict[str, Any]:
+    """The trace of the directories as written, with these processes in the first: valid whatever the test says."""
+    write(directory, processes)
+    path = directory / "trace.json.gz"
+    write_chrome_trace(merge_fragments([directory, *others]), path)
     trace = read_trace(path)
     assert problems_of(trace) == []
     return trace
+
+
+def drop_clocks(*processes: ScriptedProcess) -> None:
+    """Forgets all measurements of clocks."""
+    for process in processes:
+        process.lines = [line for line in process.lines if "clock" not in line]
 
 
 def names_of(trace: dict[str, Any], what: str = "process_name") -> list[str]:
@@ -62,32 +72,20 @@ def notes(trace: dict[str, Any]) -> list[str]:
 
 
 def test_processes_are_numbered_and_named_in_the_order_of_the_picture(tmp_path: Path) -> None:
-    write(tmp_path, list(reversed(serve(LIVES, worker_dies=True, pids=(7, 7, 9, 9)))))
-    trace = merged(tmp_path)
-    assert names_of(trace) == [
-        "frontend",
-        "engine dp0",
-        "worker dp0 tp0 pp0",
-        "worker dp0 tp0 pp0 #2",
-    ]
-    assert [trace["otherData"]["processes"][str(pid)]["pid"] for pid in (1, 2, 3, 4)] == [
-        7,
-        7,
-        9,
-        9,
-    ]
+    trace = merged(tmp_path, list(reversed(serve(LIVES, worker_dies=True, pids=(7, 7, 9, 9)))))
+    worker = "worker dp0 tp0 pp0"
+    assert names_of(trace) == ["frontend", "engine dp0", worker, f"{worker} #2"]
+    told = trace["otherData"]["processes"]
+    assert [told[str(pid)]["pid"] for pid in (1, 2, 3, 4)] == [7, 7, 9, 9]
 
 
 def test_clocks_that_are_hours_apart_are_put_right(tmp_path: Path) -> None:
     hour = 3_600_000 * MS
-    write(tmp_path, serve(LIVES, clocks=(0, hour, -hour // 3, 0)))
-    trace = merged(tmp_path)
-    worker_steps, engine_steps = (
-        [e for e in spans(trace, "step") if (e["pid"] == 3) is is_worker]
-        for is_worker in (True, False)
+    trace = merged(tmp_path, serve(LIVES, clocks=(0, hour, -hour // 3, 0)))
+    engine, worker = (
+        sorted(e["ts"] for e in spans(trace, "step") if e["pid"] == pid) for pid in (2, 3)
     )
-    engine_steps.sort(key=lambda e: e["ts"])
-    assert [e["ts"] for e in worker_steps] == [e["ts"] + 300 for e in engine_steps]
+    assert worker == [at + 300 for at in engine]
     assert notes(trace) == []
 
 
@@ -96,16 +94,14 @@ def test_the_offset_with_the_shortest_round_trip_counts(tmp_path: Path) -> None:
     for error_ms, round_trip_ms in ((5, 20), (0, 0.5), (7, 30)):
         engine.compare_clock(frontend, error_ms * MS, round(round_trip_ms * MS))
     engine.lines = [it for it in engine.lines if it.get("clock", {}).get("round_trip_ns") != 1000]
-    write(tmp_path, [frontend, engine, worker])
-    trace = merged(tmp_path)
+    trace = merged(tmp_path, [frontend, engine, worker])
     assert spans(trace, "queued")[0]["ts"] == 2000
 
 
 def test_a_process_whose_clock_nobody_compared_is_placed_by_the_time_of_day(tmp_path: Path) -> None:
     frontend, engine, worker = serve(LIVES, clocks=(0, 5000 * MS, 0, 0))
-    engine.lines = [line for line in engine.lines if "clock" not in line]
-    write(tmp_path, [frontend, engine, worker])
-    trace = merged(tmp_path)
+    drop_clocks(engine)
+    trace = merged(tmp_path, [frontend, engine, worker])
     assert spans(trace, "queued")[0]["ts"] == 2000
     assert [note for note in notes(trace) if "time of day" in note] == [
         f"{name} is placed by the time of day: no measured clock leads to it."
@@ -116,12 +112,11 @@ def test_a_process_whose_clock_nobody_compared_is_placed_by_the_time_of_day(tmp_
 def test_processes_of_one_kernel_need_no_comparison(tmp_path: Path) -> None:
     router = ScriptedProcess("router", "r" * 16, host="gate", ahead_ns=7 * MS)
     processes = serve(LIVES)
+    drop_clocks(*processes)
     for process in processes:
         process.clock_id = "boot 1"
-        process.lines = [line for line in process.lines if "clock" not in line]
     processes[0].compare_clock(router)
-    write(tmp_path, [router, *processes])
-    trace = merged(tmp_path)
+    trace = merged(tmp_path, [router, *processes])
     assert spans(trace, "queued")[0]["ts"] == 2000
     assert notes(trace) == []
 
@@ -129,16 +124,14 @@ def test_processes_of_one_kernel_need_no_comparison(tmp_path: Path) -> None:
 def test_measured_offsets_lead_over_a_process_that_left_nothing(tmp_path: Path) -> None:
     frontend, engine, worker = serve(LIVES, clocks=(0, 10 * MS, 20 * MS, 0))
     frontend.compare_clock(engine)
-    write(tmp_path, [frontend, worker])
-    trace = merged(tmp_path)
+    trace = merged(tmp_path, [frontend, worker])
     assert names_of(trace) == ["frontend", "worker dp0 tp0 pp0"]
     assert notes(trace) == []
     assert min(e["ts"] for e in spans(trace, "prepare") if e["pid"] == 2) == 3500
 
 
 def test_operations_are_spans_within_the_forward_pass(tmp_path: Path) -> None:
-    write(tmp_path, serve(LIVES))
-    trace = merged(tmp_path)
+    trace = merged(tmp_path, serve(LIVES))
     (first, *_) = spans(trace, "forward")
     index = trace["traceEvents"].index(first)
     inner = trace["traceEvents"][index + 1 : index + 5]
@@ -150,19 +143,15 @@ def test_operations_are_spans_within_the_forward_pass(tmp_path: Path) -> None:
 
 
 def test_one_flow_follows_each_request_through_all_that_it_went_through(tmp_path: Path) -> None:
-    write(tmp_path, serve(LIVES, worker_dies=True))
-    trace = merged(tmp_path)
+    trace = merged(tmp_path, serve(LIVES, worker_dies=True))
     one, two = flows(trace)
     pids = [[point["pid"] for point in flow] for flow in (one, two)]
     steps = [2, 3] * 4 + [2] + [2, 4] * 2
     assert pids[0] == [1, 2, *steps, 1], "queued, steps, recovering, steps at another worker"
     assert pids[1] == [1, 2, *[2, 4] * 3, 2, 2, 4, 1], "queued, steps, preempted, steps"
     for flow, life in zip((one, two), LIVES, strict=True):
-        (request,) = (
-            e
-            for e in spans(trace, "request")
-            if e["pid"] == 1 and e["args"]["request"] == life.request
-        )
+        told = (e for e in spans(trace, "request") if e["args"]["request"] == life.request)
+        (request,) = (e for e in told if e["pid"] == 1)
         assert flow[0]["ts"] == request["ts"]
         assert flow[-1]["ts"] == request["ts"] + request["dur"] - Decimal("0.001")
 
@@ -173,11 +162,9 @@ def test_steps_are_told_apart_by_time_when_a_new_engine_counts_anew(tmp_path: Pa
     _, engine_2, worker_2 = serve([later])
     engine_2.uid, worker_2.uid = "E" * 16, "A" * 16
     engine_2.began_ms = worker_2.began_ms = 900.0
-    for process in (worker, worker_2):  # which engine it had is not known
-        process.parent_uid = ""
-        process.lines = [line for line in process.lines if "clock" not in line]
-    write(tmp_path, [frontend, engine, worker, engine_2, worker_2])
-    trace = merged(tmp_path)
+    drop_clocks(worker, worker_2)
+    worker.parent_uid = worker_2.parent_uid = ""  # which engine it had is not known
+    trace = merged(tmp_path, [frontend, engine, worker, engine_2, worker_2])
     names = dict(zip(range(1, 6), names_of(trace), strict=True))
     visited = [[names[point["pid"]] for point in flow] for flow in flows(trace)]
     assert visited[0].count("worker dp0 tp0 pp0") == LIVES[0].output_tokens
@@ -189,28 +176,22 @@ def test_servers_under_a_router_are_told_apart_by_their_hosts(tmp_path: Path) ->
     router = ScriptedProcess("router", "r" * 16, host="gate")
     top = router.open_row("request one")
     router.span("request", -1.0, 100.0, top, request="one")
-    for number, host in enumerate(("alpha", "beta")):
-        directory = tmp_path / host
+    hosts = [tmp_path / host for host in ("alpha", "beta")]
+    for number, directory in enumerate(hosts):
         directory.mkdir()
-        processes = serve([Life(f"{'one' if number == 0 else 'other'}", 0.0, 4, 2)])
+        processes = serve([Life("one" if number == 0 else "other", 0.0, 4, 2)])
+        drop_clocks(*processes)
         for process in processes:
-            process.host, process.uid = host, process.uid[:-1] + str(number)
-            process.clock_id = f"boot of {host}"
-            process.lines = [line for line in process.lines if "clock" not in line]
+            process.host, process.uid = directory.name, process.uid[:-1] + str(number)
+            process.clock_id = f"boot of {directory.name}"
         frontend, engine, worker = processes
         engine.parent_uid, worker.parent_uid = frontend.uid, engine.uid
         frontend.compare_clock(router)
         write(directory, processes)
-    router.write(tmp_path)
-    path = tmp_path / "trace.json.gz"
-    write_chrome_trace(merge_fragments([tmp_path, tmp_path / "alpha", tmp_path / "beta"]), path)
-    trace = read_trace(path)
-    assert problems_of(trace) == []
-    assert names_of(trace) == [
-        "router",
-        *(f"{role} @ alpha" for role in ("frontend", "engine dp0", "worker dp0 tp0 pp0")),
-        *(f"{role} @ beta" for role in ("frontend", "engine dp0", "worker dp0 tp0 pp0")),
-    ]
+    trace = merged(tmp_path, [router], *hosts)
+    roles = ("frontend", "engine dp0", "worker dp0 tp0 pp0")
+    served = [f"{role} @ {host.name}" for host in hosts for role in roles]
+    assert names_of(trace) == ["router", *served]
     (through_router,) = (flow for flow in flows(trace) if flow[0]["pid"] == 1)
     assert [point["pid"] for point in through_router] == [1, 2, 3, 3, 4, 3, 4, 2, 1]
 
@@ -269,8 +250,7 @@ def test_a_fragment_that_was_gathered_twice_counts_once(tmp_path: Path) -> None:
 def test_a_process_that_was_traced_twice_stays_one(tmp_path: Path) -> None:
     (first, *_), (second, *_) = serve([LIVES[0]]), serve([Life("later", 500.0, 4, 2)])
     second.began_ms = 400.0
-    write(tmp_path, [first, second])
-    trace = merged(tmp_path)
+    trace = merged(tmp_path, [first, second])
     assert names_of(trace) == ["frontend"]
     assert len(spans(trace, "request")) == 2
 
@@ -279,8 +259,7 @@ def test_spans_that_cross_are_cut_and_said(tmp_path: Path) -> None:
     frontend = ScriptedProcess("frontend", "f" * 16)
     frontend.span("a", 0.0, 10.0)
     frontend.span("b", 5.0, 12.0)
-    write(tmp_path, [frontend])
-    trace = merged(tmp_path)
+    trace = merged(tmp_path, [frontend])
     assert spans(trace, "b")[0]["dur"] == 5000
     assert notes(trace) == ["frontend: 1 spans went beyond the one around them; cut."]
 
@@ -343,16 +322,10 @@ def test_whatever_is_cut_the_rest_is_a_valid_trace(
             process.write(directory).write_bytes(data)
             kept += _events_in(data)
         trace = merged(directory)
-    written = Counter(
-        e["ph"] + e["name"]
-        for e in trace["traceEvents"]
-        if e["ph"] in "XiC" and not _is_operation(e["name"])
-    )
-    assert written == kept
-
-
-def _is_operation(name: str) -> bool:
-    return name in OPERATIONS["names"] or name.startswith("operation ")
+    written = Counter(e["ph"] + e["name"] for e in trace["traceEvents"] if e["ph"] in "XiC")
+    operations = {f"X{name}" for name in OPERATIONS["names"]}
+    added = {name for name in written if name in operations or name.startswith("Xoperation ")}
+    assert {name: count for name, count in written.items() if name not in added} == kept
 
 
 def _events_in(data: bytes) -> Counter[str]:

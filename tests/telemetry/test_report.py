@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_server import MODEL, Life, ScriptedProcess, serve
+from scripted_server import MODEL, MS, Life, ScriptedProcess, serve
 
 from pagoda.cli.trace_page import tables_of
 from pagoda.errors import ConfigError
 from pagoda.telemetry.merge.chrome import write_chrome_trace
-from pagoda.telemetry.report.data import Limits, Part, Report, RequestReport, seconds
+from pagoda.telemetry.report.data import Limits, Part, Report, RequestReport, WorkerReport, seconds
 from pagoda.telemetry.report.intervals import covered, length, union, within, without
 from pagoda.telemetry.report.reporting import load_trace, report_of
 
@@ -39,8 +40,9 @@ def only(found: Report) -> RequestReport:
     return request
 
 
-def test_the_parts_of_a_request_are_its_time(tmp_path: Path) -> None:
-    request = only(report(tmp_path, serve([ALONE])))
+def test_the_time_of_a_request_its_engine_and_its_worker_is_told_apart(tmp_path: Path) -> None:
+    found = report(tmp_path, serve([ALONE]))
+    request, (engine,), (worker,) = only(found), found.engines, found.workers
     assert milliseconds(request.parts) == {
         "HTTP, prepare": 1.5,
         "queued": 1.0,
@@ -54,11 +56,6 @@ def test_the_parts_of_a_request_are_its_time(tmp_path: Path) -> None:
     assert request.first_token == pytest.approx(0.014)
     assert request.per_token == pytest.approx(0.010)
     assert (request.prompt_tokens, request.output_tokens, request.preemptions) == (64, 4, 0)
-
-
-def test_the_time_of_steps_is_told_apart(tmp_path: Path) -> None:
-    found = report(tmp_path, serve([ALONE]))
-    (engine,), (worker,) = found.engines, found.workers
     assert (engine.num_steps, worker.num_steps) == (4, 4)
     assert milliseconds(engine.steps) == {"in the worker": 36.0, "IPC": 2.4}
     assert milliseconds(engine.loop) == {"schedule": 0.4, "update": 0.4}
@@ -135,18 +132,37 @@ def test_forward_passes_are_held_against_what_they_had_to_read(tmp_path: Path) -
     assert {it.kind for it in others} == {"attention", "norm", "embedding"}
 
 
+def computed(
+    directory: Path,
+    model: Mapping[str, float],
+    operations: Mapping[str, list[Any]],
+    *batches: tuple[int, int],
+) -> WorkerReport:
+    """Of a worker with a step for each batch, of so many tokens and sequences; an operation takes 1 ms."""
+    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
+    worker.describe("model", model)
+    worker.describe("forward_ops", operations)
+    durations = {"ops_ns": [MS] * len(operations["names"])} if operations else {}
+    for number, (tokens, seqs) in enumerate(batches):
+        at = 10 * number
+        worker.span("step", at, at + 5, step=number, tokens=tokens, seqs=seqs, context_tokens=0)
+        worker.span("forward", at, at + 2, **durations)
+        worker.span("sample", at + 2, at + 4)
+    found = report(directory, [worker])
+    assert found.seconds == pytest.approx((at + 5) / 1e3), "the last span to begin ends earlier"
+    return found.workers[0]
+
+
 def test_operations_of_one_name_have_costs_of_their_own(tmp_path: Path) -> None:
     """The parts of a map whose weights are held in several formats."""
-    worker = _described_worker(
-        names=["qkv", "qkv"],
-        kinds=["linear", "linear"],
-        weight_bytes=[1_000_000, 3_000_000],
-        flops_per_token=[10, 30],
-    )
-    worker.describe("model", {"weight_bytes": 4_000_000, "flops_per_token": 40})
-    worker.span("step", 0, 2, step=0, tokens=1, seqs=1, context_tokens=1)
-    worker.span("forward", 0, 2, ops_ns=[1_000_000, 1_000_000])
-    (found,) = report(tmp_path, [worker]).workers
+    operations = {
+        "names": ["qkv", "qkv"],
+        "kinds": ["linear", "linear"],
+        "weight_bytes": [1_000_000, 3_000_000],
+        "flops_per_token": [10, 30],
+    }
+    model = {"weight_bytes": 4_000_000, "flops_per_token": 40}
+    found = computed(tmp_path, model, operations, (1, 1))
     (linear,), (forward,) = found.operations, found.forwards
     assert linear.bytes_per_s == forward.bytes_per_s == pytest.approx(2e9)
     assert linear.flops_per_s == forward.flops_per_s == pytest.approx(40 / 0.002)
@@ -154,30 +170,20 @@ def test_operations_of_one_name_have_costs_of_their_own(tmp_path: Path) -> None:
 
 def test_where_operations_are_not_described_the_forward_pass_counts_alone(tmp_path: Path) -> None:
     """Sampling reads the head, which is not among the weights that are told of."""
-    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
-    worker.describe("model", MODEL)
-    worker.span("step", 0, 4, step=0, tokens=1, seqs=1, context_tokens=0)
-    worker.span("forward", 0, 2)
-    worker.span("sample", 2, 4)
-    (found,) = report(tmp_path, [worker]).workers
-    assert found.forwards[0].bytes_per_s == pytest.approx(MODEL["weight_bytes"] / 0.002)
+    (forward,) = computed(tmp_path, MODEL, {}, (1, 1)).forwards
+    assert forward.bytes_per_s == pytest.approx(MODEL["weight_bytes"] / 0.002)
 
 
 def test_no_more_experts_are_read_than_tokens_choose(tmp_path: Path) -> None:
-    worker = _described_worker(
-        names=["qkv", "experts"],
-        kinds=["linear", "experts"],
-        weight_bytes=[1_000_000, 8_000_000],
-        flops_per_token=[0, 0],
-    )
+    operations = {
+        "names": ["qkv", "experts"],
+        "kinds": ["linear", "experts"],
+        "weight_bytes": [1_000_000, 8_000_000],
+        "flops_per_token": [0, 0],
+    }
     experts = {"expert_bytes": 8_000_000, "experts_held": 8, "experts_per_token": 2}
-    worker.describe("model", {"weight_bytes": 9_000_000, **experts})
-    for number, tokens in enumerate((1, 3, 64)):
-        at = 10.0 * number
-        args = {"step": number, "tokens": tokens, "seqs": min(tokens, 3), "context_tokens": 0}
-        worker.span("step", at, at + 2, **args)
-        worker.span("forward", at, at + 2, ops_ns=[1_000_000, 1_000_000])
-    (found,) = report(tmp_path, [worker]).workers
+    model = {"weight_bytes": 9_000_000, **experts}
+    found = computed(tmp_path, model, operations, (1, 1), (3, 3), (64, 3))
     by_kind = {it.kind: it.bytes_per_s for it in found.operations}
     assert by_kind["linear"] == pytest.approx(1e9)
     assert by_kind["experts"] == pytest.approx((2 + 6 + 8) * 1e6 / 0.003)
@@ -186,21 +192,20 @@ def test_no_more_experts_are_read_than_tokens_choose(tmp_path: Path) -> None:
     assert prompts.bytes_per_s == pytest.approx(9e6 / 0.002)
 
 
-def _described_worker(**operations: list[Any]) -> ScriptedProcess:
-    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
-    worker.describe("forward_ops", operations)
-    return worker
-
-
-def test_percentiles_are_times_that_were_measured(tmp_path: Path) -> None:
-    lives = [Life(f"r{number}", number * 1000.0, 4, 1 + number % 3) for number in range(20)]
-    found = {it.name: it for it in report(tmp_path, serve(lives)).percentiles}
-    first, whole = found["time to first token"], found["end to end"]
+def test_percentiles_are_times_that_were_measured_and_the_slowest_come_first(
+    tmp_path: Path,
+) -> None:
+    lives = [Life(f"r{number:02}", number * 1000.0, 4, 1 + number) for number in range(20)]
+    found = report(tmp_path, serve(lives))
+    assert len(found.requests) == 20
+    assert [it.request for it in found.slowest] == [f"r{number}" for number in range(19, 9, -1)]
+    times = {it.name: it for it in found.percentiles}
+    first, whole = times["time to first token"], times["end to end"]
     assert (first.count, first.p50, first.p99) == (20, pytest.approx(0.014), pytest.approx(0.014))
-    assert (whole.p50, whole.p90) == (pytest.approx(0.024), pytest.approx(0.034))
-    assert found["time per output token"].count == 13
-    assert found["step, in the worker"].p99 == pytest.approx(0.009)
-    assert "between tokens" not in found
+    assert (whole.p50, whole.p90) == (pytest.approx(0.104), pytest.approx(0.184))
+    assert times["time per output token"].count == 19
+    assert times["step, in the worker"].p99 == pytest.approx(0.009)
+    assert "between tokens" not in times
 
 
 def test_tokens_are_timed_where_they_were_traced(tmp_path: Path) -> None:
@@ -217,19 +222,20 @@ def test_a_request_that_ran_before_the_trace_and_after_it_is_told_of_as_it_was_s
 ) -> None:
     frontend, engine = processes = _traced_late()
     row = engine.open_row("request one")
-    engine.span("decode", 1000, 1999, row)
-    engine.span("request", 1000, 1999, row, **FIGURES, preemptions=0, finish_reason="")
+    engine.spans(row, ("decode", 1000, 1999), ("request", 1000, 1999), **FIGURES)
     steps = engine.open_row("steps 0")
     for number in range(9):
         at = 1000.0 + 111 * number
         engine.span("step", at, at + 111, steps, step=number, rows=[row], tokens=[1])
-    top = frontend.open_row("request one")
-    frontend.span("prepare", 0, 2, top)
-    frontend.span("first token", 2, 20, top)
-    frontend.span("stream", 20, 2000, top)
-    for at in (1111, 1222):
-        frontend.span("token", at - 1, at, top)
-    frontend.span("request", 0, 2000, top, **FIGURES, finish_reason="length")
+    frontend.spans(
+        frontend.open_row("request one"),
+        ("prepare", 0, 2),
+        ("first token", 2, 20),
+        ("stream", 20, 2000),
+        *(("token", at - 1, at) for at in (1111, 1222)),
+        ("request", 0, 2000),
+        **ENDED,
+    )
     found = report(tmp_path, processes)
     request = only(found)
     assert milliseconds(request.parts) == {
@@ -249,14 +255,11 @@ def test_a_request_that_ran_before_the_trace_and_after_it_is_told_of_as_it_was_s
 
 def test_a_request_that_still_runs_has_no_end(tmp_path: Path) -> None:
     frontend, engine = processes = _traced_late()
-    row = engine.open_row("request one")
-    engine.span("queued", 1003, 1010, row)
-    engine.span("prefill", 1010, 1500, row)
-    engine.span("request", 1003, 1500, row, **FIGURES, preemptions=0, finish_reason="")
-    top = frontend.open_row("request one")
-    frontend.span("prepare", 1001, 1002, top)
-    frontend.span("waiting", 1002, 1600, top)
-    frontend.span("request", 1001, 1600, top, **FIGURES, finish_reason="")
+    row, top = engine.open_row("request one"), frontend.open_row("request one")
+    phases = ("queued", 1003, 1010), ("prefill", 1010, 1500)
+    engine.spans(row, *phases, ("request", 1003, 1500), **FIGURES)
+    phases = ("prepare", 1001, 1002), ("waiting", 1002, 1600)
+    frontend.spans(top, *phases, ("request", 1001, 1600), **FIGURES)
     found = report(tmp_path, processes)
     assert only(found).is_running
     assert only(found).first_token is None
@@ -275,6 +278,7 @@ def test_a_request_that_still_runs_has_no_end(tmp_path: Path) -> None:
 
 
 FIGURES = {"request": "one", "prompt_tokens": 8, "cached_tokens": 0, "output_tokens": 200}
+ENDED = {**FIGURES, "finish_reason": "length"}
 
 
 def _traced_late() -> tuple[ScriptedProcess, ScriptedProcess]:
@@ -318,42 +322,25 @@ def test_interruptions_are_counted_once(
     frontend, engine = ScriptedProcess("frontend", "f"), ScriptedProcess("engine dp0", "e")
     engine.compare_clock(frontend)
     row, top = engine.open_row("request one"), frontend.open_row("request one")
-    for number, name in enumerate(phases):
-        engine.span(name, 10 * number, 10 * number + 10, row)
-    end = 10 * len(phases)
-    ended = {**FIGURES, "finish_reason": "length"}
-    engine.span("request", 0, end, row, **ended, preemptions=preemptions)
-    frontend.span("request", 0, end, top, **ended)
-    (told,) = [
-        it
-        for it in only(report(tmp_path, [frontend, engine])).reasons
-        if it.startswith(("preempted", "a worker"))
-    ]
-    assert told.startswith(expected)
+    whole = ("request", 0, 10 * len(phases))
+    told = ((name, 10 * number, 10 * number + 10) for number, name in enumerate(phases))
+    engine.spans(row, *told, whole, **ENDED, preemptions=preemptions)
+    frontend.spans(top, whole, **ENDED)
+    reasons = only(report(tmp_path, [frontend, engine])).reasons
+    (reason,) = (it for it in reasons if it.startswith(("preempted", "a worker")))
+    assert reason.startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("lives", "worker_dies", "expected"),
+    ("life", "expected"),
     [
-        ([ALONE], False, "4 tokens took 9.6 ms each"),
-        ([Life("one", 0, 64, 4, waits=1200)], False, "waited 1.2 s in the queue"),
-        ([Life("one", 0, 4096, 2)], False, "4,096 prompt tokens took 9.6 ms to compute"),
-        (
-            [Life("one", 0, 8, 4, preempted_for=800)],
-            False,
-            "preempted once: 800 ms until it ran again, 10 ms to compute again",
-        ),
-        ([ALONE], True, "a worker was lost once: 20 ms until it ran again, 10 ms to compute again"),
+        (ALONE, "4 tokens took 9.6 ms each"),
+        (Life("one", 0, 64, 4, waits=1200), "waited 1.2 s in the queue"),
+        (Life("one", 0, 4096, 2), "4,096 prompt tokens took 9.6 ms to compute"),
     ],
 )
-def test_reasons_are_what_took_long(
-    tmp_path: Path, lives: list[Life], worker_dies: bool, expected: str
-) -> None:
-    (slowest,) = report(tmp_path, serve(lives, worker_dies=worker_dies)).slowest
-    if "token" in expected:
-        assert expected in slowest.reasons
-    else:
-        assert slowest.reasons[0] == expected
+def test_reasons_are_what_took_long(tmp_path: Path, life: Life, expected: str) -> None:
+    assert expected in only(report(tmp_path, serve([life]))).reasons
 
 
 def test_prompts_of_others_in_its_steps_are_a_reason(tmp_path: Path) -> None:
@@ -366,21 +353,6 @@ def test_prompts_of_others_in_its_steps_are_a_reason(tmp_path: Path) -> None:
     assert "shared steps of 19.2 ms with prompts of 4,096 tokens" in request.reasons
 
 
-def test_the_trace_ends_with_the_span_that_ends_last(tmp_path: Path) -> None:
-    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
-    worker.span("load weights", 0, 1)
-    worker.span("step", 2, 9, step=0, tokens=1, seqs=1, context_tokens=0)
-    worker.span("forward", 3, 4)
-    assert report(tmp_path, [worker]).seconds == pytest.approx(0.009)
-
-
-def test_the_ten_slowest_come_first(tmp_path: Path) -> None:
-    lives = [Life(f"r{number:02}", number * 1000.0, 4, 1 + number) for number in range(12)]
-    found = report(tmp_path, serve(lives))
-    assert [it.request for it in found.slowest] == [f"r{number:02}" for number in range(11, 1, -1)]
-    assert len(found.requests) == 12
-
-
 def test_a_request_of_which_a_part_was_seen_is_left_out(tmp_path: Path) -> None:
     frontend, engine, worker = serve([ALONE])
     frontend.lines = [line for line in frontend.lines if line.get("name") != "request"]
@@ -389,32 +361,40 @@ def test_a_request_of_which_a_part_was_seen_is_left_out(tmp_path: Path) -> None:
     assert found.engines[0].num_steps == 4
 
 
-def test_other_files_are_a_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_trace(path)
-    for text in ("", "[]", '{"traceEvents": [', '{"traceEvents": []}'):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match="no trace that `pagoda trace merge` made"):
-            load_trace(path)
-    path.write_bytes(b"\x1f\x8b\x08\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_trace(path)
-
-
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("data", "sentence"),
     [
-        (0, "0 µs"),
-        (0.00012, "120 µs"),
-        (0.0042, "4.2 ms"),
-        (0.25, "250 ms"),
-        (1.24, "1.2 s"),
-        (125, "125 s"),
+        (None, "cannot be read"),
+        (b"\x1f\x8b\x08\x00", "cannot be read"),
+        *((data, "no trace that") for data in (b"", b"[]", b'{"traceEvents": [')),
+        (b'{"traceEvents": []}', "no trace that `pagoda trace merge` made"),
     ],
 )
-def test_times_have_the_unit_that_people_would_take(value: float, text: str) -> None:
-    assert seconds(value) == text
+def test_other_files_are_a_sentence(tmp_path: Path, data: bytes | None, sentence: str) -> None:
+    path = tmp_path / "trace.json"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(ConfigError, match=sentence):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_that_is_cut_off_is_refused_wherever_it_ends(tmp_path: Path, name: str) -> None:
+    for process in serve([ALONE]):
+        process.write(tmp_path)
+    path = tmp_path / name
+    write_chrome_trace(load_trace(tmp_path), path)
+    data = path.read_bytes()
+    line_ends = [at + 1 for at, byte in enumerate(data[:-1]) if byte == ord("\n")]
+    for end in (*line_ends, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:end])
+        with pytest.raises(ConfigError, match=r"cannot be read|no trace that `pagoda trace merge`"):
+            load_trace(path)
+
+
+def test_times_have_the_unit_that_people_would_take() -> None:
+    told = [seconds(value) for value in (0, 0.00012, 0.0042, 0.25, 1.24, 125)]
+    assert told == ["0 µs", "120 µs", "4.2 ms", "250 ms", "1.2 s", "125 s"]
 
 
 Intervals = st.lists(
