@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.reports import CacheReporter
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import Clock
@@ -25,14 +25,6 @@ TiersBuilder = Callable[..., TieredKVConnector | None]
 """`build_tiers`, or the one of a test."""
 
 
-class Timed(Protocol):
-    """A part that has something to do at an instant."""
-
-    def next_event_at(self) -> float | None:
-        """The instant in seconds on the engine's clock; None for never."""
-        ...
-
-
 @dataclass(frozen=True)
 class EngineParts:
     worker: WorkerReady
@@ -40,20 +32,6 @@ class EngineParts:
     scheduler: Scheduler
     cache_reporter: CacheReporter
     cache_recorder: CacheRecorder
-    remote: RemoteKV | None
-    """None if no KV is fetched from other engines."""
-
-    @property
-    def timed(self) -> Sequence[Timed]:
-        scheduler = self.scheduler
-        parts = (self.cache_reporter, scheduler.tiers, scheduler.exporter, self.remote)
-        return [part for part in parts if part is not None]
-
-    @property
-    def connected(self) -> Sequence[KVExporter | TieredKVConnector]:
-        """Parts with file descriptors or sockets of their own."""
-        parts = (self.scheduler.exporter, self.scheduler.tiers)
-        return [part for part in parts if part is not None]
 
 
 def build_parts(
@@ -73,6 +51,27 @@ def build_parts(
         prefix_caching=config.enable_prefix_caching,
         recorder=recorder,
     )
+    scheduler = Scheduler(SchedulerLimits.within(config, worker), kv, clock)
+    if config.kv_tiers is not None or links is not None:
+        _attach_hooks(scheduler, config, worker, clock, links, build_tiers, recorder)
+    return EngineParts(
+        worker=worker,
+        scheduler=scheduler,
+        cache_reporter=CacheReporter([kv.pool, *scheduler.hooks.near_pools], recorder, clock),
+        cache_recorder=recorder,
+    )
+
+
+def _attach_hooks(
+    scheduler: Scheduler,
+    config: EngineConfig,
+    worker: WorkerReady,
+    clock: Clock,
+    links: HandoffLinks | None,
+    build_tiers: TiersBuilder,
+    recorder: CacheRecorder,
+) -> None:
+    kv = scheduler.kv
     ledger = TransferLedger(kv.pool)
     remote: RemoteKV | None = None
     exporter: KVExporter | None = None
@@ -94,23 +93,16 @@ def build_parts(
             exporter = KVExporter(
                 links.listener, kv.pool, clock, tokens, engine_id, handoff.lease_s, tp_size
             )
-    tiers = None
-    if config.kv_tiers is not None or remote is not None:
-        tiers = build_tiers(
-            config.kv_tiers,
-            worker,
-            kv.pool,
-            ledger,
-            clock,
-            recorder,
-            remote,
-            fail_on_load_failure=config.fail_on_load_failure,
-        )
-    near_pools = [] if tiers is None else tiers.near_pools
-    return EngineParts(
-        worker=worker,
-        scheduler=Scheduler(SchedulerLimits.within(config, worker), kv, clock, tiers, exporter),
-        cache_reporter=CacheReporter([kv.pool, *near_pools], recorder, clock),
-        cache_recorder=recorder,
-        remote=remote,
+    tiers = build_tiers(
+        config.kv_tiers,
+        worker,
+        kv.pool,
+        ledger,
+        clock,
+        recorder,
+        remote,
+        fail_on_load_failure=config.fail_on_load_failure,
     )
+    if tiers is not None or exporter is not None:
+        tiers = tiers or TieredKVConnector([], kv.pool, ledger, clock)
+        KVTransferHooks(scheduler, tiers, exporter, remote)

@@ -18,14 +18,7 @@ from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
-from pagoda.messages.transfers import (
-    KVPeer,
-    Transfer,
-    TransferEnd,
-    TransferLink,
-    TransferMessage,
-    Transfers,
-)
+from pagoda.messages.transfers import TransferEnd, TransferLink, TransferMessage, Transfers
 from pagoda.messages.worker import (
     PROTOCOL_VERSION,
     StepPlan,
@@ -129,19 +122,13 @@ class GroupExecutor:
         group.num_in_flight += 1
         group.deadlines.setdefault("step", now + self._step_timeout_s)
 
-    def submit_transfers(
-        self,
-        transfers: list[Transfer],
-        added_peers: Sequence[KVPeer] = (),
-        removed_peers: Sequence[str] = (),
-    ) -> None:
+    def submit_transfers(self, message: Transfers) -> None:
         group = self._group
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
         now = self._clock.now()
-        message = Transfers(transfers, list(added_peers), list(removed_peers))
         group.send(group.links, self._encode_transfers(message), now)
-        group.transfers.begin(transfers, now)
+        group.transfers.begin(message.transfers, now)
 
     def start_trace(self, session: TraceSession) -> None:
         session = self.tracer.session_for_children(session)

@@ -24,6 +24,7 @@ from pagoda.messages.transfers import (
     RemoteBlocks,
     Transfer,
     TransferEnd,
+    Transfers,
 )
 from pagoda.messages.worker import (
     StepResult,
@@ -175,14 +176,14 @@ def test_workers_without_tiers_have_one_connection(make_executor: MakeExecutor) 
 def test_a_transfer_of_one_worker_ends(make_executor: MakeExecutor) -> None:
     executor = make_executor("obeys", kv_host_bytes=1)
     next_event(executor)
-    executor.submit_transfers([transfer(0, generation=5)])
+    executor.submit_transfers(Transfers([transfer(0, generation=5)]))
     assert next_event(executor) == TransferEnd(0, 5)
 
 
 def test_a_transfer_ends_once_when_all_ranks_have_ended_it(make_executor: MakeExecutor) -> None:
     executor = with_tiers(make_executor, "ends-late@1")
     for number in range(3):
-        executor.submit_transfers([transfer(number)])
+        executor.submit_transfers(Transfers([transfer(number)]))
         if number > 0:  # rank 0 has ended this one as well
             assert next_event(executor) == TransferEnd(number - 1, 0)
     assert executor.next_event_at() is not None, "the last is under way on rank 1"
@@ -190,10 +191,10 @@ def test_a_transfer_ends_once_when_all_ranks_have_ended_it(make_executor: MakeEx
 
 def test_transfers_go_on_beside_steps(make_executor: MakeExecutor) -> None:
     executor = with_tiers(make_executor, "ends-late")
-    executor.submit_transfers([transfer(0)])
+    executor.submit_transfers(Transfers([transfer(0)]))
     executor.submit(PLAN)
     assert isinstance(next_event(executor), StepResult)
-    executor.submit_transfers([transfer(1)])
+    executor.submit_transfers(Transfers([transfer(1)]))
     assert next_event(executor) == TransferEnd(0, 0)
 
 
@@ -208,7 +209,7 @@ def test_a_block_that_any_rank_has_not_copied_has_failed(
     make_executor: MakeExecutor, model: str, end: TransferEnd
 ) -> None:
     executor = with_tiers(make_executor, model)
-    executor.submit_transfers([transfer(0)])
+    executor.submit_transfers(Transfers([transfer(0)]))
     assert next_event(executor) == end
     assert executor.next_event_at() is None
 
@@ -217,7 +218,7 @@ def test_a_block_that_any_rank_has_not_copied_has_failed(
 def test_ends_of_nothing_under_way_are_not_told(make_executor: MakeExecutor, model: str) -> None:
     executor = with_tiers(make_executor, model)
     for number in range(3):
-        executor.submit_transfers([transfer(number)])
+        executor.submit_transfers(Transfers([transfer(number)]))
         assert next_event(executor) == TransferEnd(number, 0)
     assert executor.next_event_at() is None
 
@@ -226,7 +227,7 @@ def test_ends_of_nothing_under_way_are_not_told(make_executor: MakeExecutor, mod
 def test_a_transfer_that_hangs_is_the_end_of_all(make_executor: MakeExecutor, model: str) -> None:
     executor = with_tiers(make_executor, model, step_timeout_s=0.2)
     started = list(pids(executor).values())
-    executor.submit_transfers([transfer(0)])
+    executor.submit_transfers(Transfers([transfer(0)]))
     assert next_event(executor) == WorkerLost("no KV transfer ended within 0.2 s")
     assert_gone(started)
     assert executor.next_event_at() is None
@@ -234,7 +235,7 @@ def test_a_transfer_that_hangs_is_the_end_of_all(make_executor: MakeExecutor, mo
 
 def test_transfers_of_lost_workers_are_forgotten(make_executor: MakeExecutor) -> None:
     executor = with_tiers(make_executor, "dies-copying@1")
-    executor.submit_transfers([transfer(0)])
+    executor.submit_transfers(Transfers([transfer(0)]))
     assert next_event(executor) == WorkerLost("worker pp0 tp1 was killed by SIGKILL")
     executor.start(num_blocks=7)
     assert isinstance(next_event(executor), WorkerReady)
@@ -246,7 +247,7 @@ def test_a_rank_whose_link_hangs_up_is_lost(make_executor: MakeExecutor) -> None
     events: list[ExecutorEvent] = []
     number = 0
     while not events:
-        executor.submit_transfers([transfer(number)])
+        executor.submit_transfers(Transfers([transfer(number)]))
         number += 1
         time.sleep(0.2)
         events += executor.poll()
@@ -276,13 +277,11 @@ def test_workers_are_told_of_peers(make_executor: MakeExecutor) -> None:
     transfers = [
         Transfer(number, 0, RemoteBlocks("p", [5]), DeviceBlocks([7])) for number in range(3)
     ]
-    executor.submit_transfers(
-        [transfers[0]], added_peers=[KVPeer(peer_id="p", ranks=(kv_rank(0),))]
-    )
+    executor.submit_transfers(Transfers([transfers[0]], [KVPeer(peer_id="p", ranks=(kv_rank(0),))]))
     assert next_event(executor) == TransferEnd(0, 0)
-    executor.submit_transfers([transfers[1]], removed_peers=["p"])
+    executor.submit_transfers(Transfers([transfers[1]], removed_peers=["p"]))
     assert next_event(executor) == TransferEnd(1, 0)
-    executor.submit_transfers([transfers[2]])
+    executor.submit_transfers(Transfers([transfers[2]]))
     assert next_event(executor) == TransferEnd(2, 0, [0], "who is that?")
 
 
@@ -290,4 +289,4 @@ def test_nobody_takes_transfers_before_the_start(make_executor: MakeExecutor) ->
     executor = make_executor("obeys", kv_host_bytes=1)
     executor.close()
     with pytest.raises(RuntimeError, match="without a worker"):
-        executor.submit_transfers([transfer(0)])
+        executor.submit_transfers(Transfers([transfer(0)]))
