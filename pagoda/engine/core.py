@@ -118,10 +118,18 @@ class EngineCore:
         self._expert_tokens: list[int] = []
         self._last_progress = clock.now()
         self._tracer = tracer or Tracer("engine")
-        self.tracing = EngineTracing(self._tracer, executor.max_in_flight)
+        self._tracings: list[EngineTracing] = []
+        """Empty before the first trace; then one."""
         if config.trace is not None:
             self.start_trace(config.trace)
         executor.start()
+
+    @property
+    def tracing(self) -> EngineTracing:
+        """Made for the first trace."""
+        if not self._tracings:
+            self._tracings.append(EngineTracing(self._tracer, self.executor.max_in_flight))
+        return self._tracings[0]
 
     @property
     def ready(self) -> EngineReady | None:
@@ -184,7 +192,8 @@ class EngineCore:
                     self.tracing.on_workers_stopped(event)
                 case WorkerLost():
                     chunks += self.lose_worker(event)
-                    self.tracing.on_workers_stopped(TraceStopped())
+                    for tracing in self._tracings:
+                        tracing.on_workers_stopped(TraceStopped())
         if self._restarts.is_due():
             self.executor.start(self.parts.worker.num_blocks if self.parts else None)
         if self.parts is not None:
@@ -232,7 +241,7 @@ class EngineCore:
         self.steps.finished(result, taken)
         if trace_began:
             self.tracing.updated(trace_began, result)
-        if self.tracing.count_step():
+        if any(tracing.count_step() for tracing in self._tracings):
             self.stop_trace()
         return chunks
 
@@ -244,7 +253,7 @@ class EngineCore:
         self.is_worker_ready = True
         self._last_progress = self._clock.now()
         self._restarts.on_ready()
-        self.tracing.worker_ready()
+        self._tracer.instant("worker ready")
         parts = self.parts
         if parts is None:
             parts = self.parts = build_parts(
@@ -263,7 +272,8 @@ class EngineCore:
             raise ConfigError(loss.reason) if loss.is_user_error else EngineDeadError(loss.reason)
         scheduler = self.parts.scheduler
         self._restarts.on_loss(loss.reason, is_idle=not scheduler.in_flight)
-        self.tracing.worker_lost(loss.reason)
+        for tracing in self._tracings:
+            tracing.worker_lost(loss.reason)
         chunks = scheduler.recover()
         _log.error(
             "%s; starting it again, %d requests will continue",
@@ -280,9 +290,13 @@ class EngineCore:
         self.executor.start_trace(order.session)
 
     def stop_trace(self) -> None:
-        """Asks the workers to stop; once they have, this engine does, and `tracing.drain_end` returns the end."""
+        """Asks the workers to stop; once they have, this engine does, and `drain_trace_end` returns the end."""
         self.tracing.await_workers()
         self.executor.stop_trace()
+
+    def drain_trace_end(self) -> TraceStopped | None:
+        """The end of a trace whose fragments are closed now; None without one."""
+        return next(filter(None, (tracing.drain_end() for tracing in self._tracings)), None)
 
     def drain_kv_events(self) -> list[KVEvent]:
         """Events of cached blocks since the last call; none unless the configuration asks for them."""
@@ -351,12 +365,17 @@ class EngineCore:
         return [sum(self._expert_tokens[expert] for expert in share) for share in shares]
 
     def pollables(self) -> list[object]:
-        """File descriptors and sockets that become readable with news for `step` or `tracing.drain_end`."""
-        kv = [] if self.parts is None else self.parts.scheduler.hooks.pollables()
-        return [*self.executor.pollables(), *kv, *self.tracing.pollables()]
+        """File descriptors and sockets that become readable with news for `step` or `drain_trace_end`."""
+        sources = self.executor.pollables()
+        if self.parts is not None:
+            sources += self.parts.scheduler.hooks.pollables()
+        for tracing in self._tracings:
+            sources += tracing.pollables()
+        return sources
 
     def close(self) -> None:
         if self.parts is not None:
             self.parts.scheduler.hooks.close()
         self.executor.close()
-        self.tracing.close()
+        for tracing in self._tracings:
+            tracing.close()

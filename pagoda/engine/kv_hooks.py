@@ -1,4 +1,4 @@
-"""What the scheduler and the engine's loop ask about KV that comes from elsewhere, or is held for others."""
+"""Hooks of the scheduler and the engine's loop for KV that comes from elsewhere, or is held for others."""
 
 # ruff: noqa: ARG002 - hooks that do nothing use no argument
 

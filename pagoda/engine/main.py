@@ -169,7 +169,7 @@ class EngineProcess:
                 for update in self._core.drain_updates():
                     for frontend in self._followers[type(update)]:
                         self._send(frontend, update)
-                self._send_all(self._core.tracing.drain_end())
+                self._send_all(self._core.drain_trace_end())
                 if self._publisher is not None:
                     self._publisher.publish(self._core.drain_kv_events())
                     self._publisher.replay()

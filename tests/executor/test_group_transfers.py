@@ -85,8 +85,7 @@ def test_a_large_transfer_from_elsewhere_has_as_long_as_its_batches_may_take() -
     """Blocks of which one is a little more than half a batch: each is one."""
     part = KVPart(0, "keys", 0, num_heads=1, head_bytes=BATCH_BYTES // 2 + 1)
     rank = KVRank(parts=(part,), num_blocks=100, descriptors={})
-    transfers = GroupTransfers(1, timeout_s=10.0)
-    transfers.learn([rank])
+    transfers = GroupTransfers(1, timeout_s=10.0, kv=[rank])
     blocks = list(range(7))
     transfers.begin([Transfer(0, 0, RemoteBlocks("p", blocks), DeviceBlocks(blocks))], now=0.0)
     transfers.begin([Transfer(1, 0, RemoteBlocks("p", [8]), DeviceBlocks([8]))], now=0.0)
