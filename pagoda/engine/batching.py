@@ -270,7 +270,7 @@ class Batcher:
 
     def _next_in_line(self, key: OrderKey) -> Request | None:
         """The first waiting request behind `key` that may go on, if there is room for it."""
-        return self.hooks.first_ready(self._waiting.after(key))
+        return self.hooks.first_ready(self._waiting.after(key)) if self._waiting else None
 
     def _num_decodes_behind(self, index: int) -> int:
         """Requests behind running request `index`, and of its priority, that need a single token."""

@@ -26,10 +26,7 @@ from pagoda.messages.transfers import (
     TransferEnd,
     Transfers,
 )
-from pagoda.messages.worker import (
-    StepResult,
-    WorkerReady,
-)
+from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig, Role
 from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S
 
@@ -110,13 +107,6 @@ def test_an_object_is_bad_if_any_rank_says_so() -> None:
     assert end == TransferEnd(0, 0, [1, 2, 3, 4], "no descriptors", [1, 3])
 
 
-def test_another_generation_is_another_transfer() -> None:
-    transfers = GroupTransfers(1, timeout_s=10.0)
-    transfers.begin([transfer(0, generation=2)], now=0.0)
-    assert transfers.end(0, TransferEnd(0, 1), 0.0) is None
-    assert transfers.end(0, TransferEnd(0, 2), 0.0) == TransferEnd(0, 2)
-
-
 @given(st.data())
 def test_each_transfer_ends_once_in_whatever_order_ranks_say_so(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 4))
@@ -164,12 +154,6 @@ def test_tiers_of_all_ranks_are_told_as_one(make_executor: MakeExecutor) -> None
     assert ready.kv_directories == tuple(
         KVDirectory(f"/kv/rank{rank}", 4096 + rank) for rank in range(4)
     )
-
-
-def test_workers_without_tiers_have_one_connection(make_executor: MakeExecutor) -> None:
-    ready = next_event(make_executor("obeys", PAIR))
-    assert isinstance(ready, WorkerReady)
-    assert (ready.kv_host_slots, ready.kv_directories) == (0, ())
 
 
 def test_a_transfer_of_one_worker_ends(make_executor: MakeExecutor) -> None:
