@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from pagoda.engine.assembly import EngineParts, TiersBuilder, build_parts
+from pagoda.engine.assembly import EngineParts, build_parts
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.kv_transfers import TiersBuilder
 from pagoda.engine.reports import StepRecorder
 from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.tracing import EngineTracing

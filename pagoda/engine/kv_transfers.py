@@ -7,19 +7,23 @@ admission finds them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import nsmallest
 from operator import attrgetter
 from typing import Any
 
 import msgspec
 
+from pagoda.engine.config import EngineConfig
 from pagoda.engine.kv_hooks import KVHooks, LoadStart
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
+from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import PrefixRequest
+from pagoda.kv.events import CacheRecorder
 from pagoda.kv.tiered_connector import LoadEnd, PendingLookup, TieredKVConnector, TierMatch
+from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
@@ -31,8 +35,12 @@ from pagoda.messages.transfers import TransferEnd, Transfers
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd.connector import Arrived, Failed, RemoteKV
 from pagoda.pd.exporter import KVExporter, Unwanted
+from pagoda.pd.links import HandoffLinks
 from pagoda.pd.messages import KVPrefilled
+from pagoda.pd.transfer_tokens import TransferTokens
 
+TiersBuilder = Callable[..., TieredKVConnector | None]
+"""`build_tiers`, or the one of a test."""
 _NUM_PREFETCHED = 4
 """Requests at the front of the line that are looked at again when there is news: a long prompt takes time."""
 _order_key = attrgetter("order_key")
@@ -377,3 +385,50 @@ class KVTransferHooks(KVHooks):
         if self.exporter is not None:
             self.exporter.close()
         self.tiers.close()
+
+
+def attach_hooks(
+    scheduler: Scheduler,
+    config: EngineConfig,
+    worker: WorkerReady,
+    clock: Clock,
+    links: HandoffLinks | None,
+    build_tiers: TiersBuilder,
+    recorder: CacheRecorder,
+) -> None:
+    """Attaches hooks to the scheduler if it has tiers, or `links` to other engines."""
+    kv = scheduler.kv
+    ledger = TransferLedger(kv.pool)
+    remote: RemoteKV | None = None
+    exporter: KVExporter | None = None
+    handoff = config.handoff
+    if links is not None and handoff is not None:
+        tokens, engine_id = TransferTokens(handoff.keys), links.engine_id
+        if links.peers is not None:
+            remote = RemoteKV(
+                links.peers,
+                ledger,
+                clock,
+                tokens=tokens,
+                engine_id=engine_id,
+                also_holds=handoff.role.holds_kv,
+                fails=config.fail_on_load_failure,
+            )
+        if links.listener is not None:
+            tp_size = config.worker.parallel.tensor_parallel_size
+            exporter = KVExporter(
+                links.listener, kv.pool, clock, tokens, engine_id, handoff.lease_s, tp_size
+            )
+    tiers = build_tiers(
+        config.kv_tiers,
+        worker,
+        kv.pool,
+        ledger,
+        clock,
+        recorder,
+        remote,
+        fail_on_load_failure=config.fail_on_load_failure,
+    )
+    if tiers is not None or exporter is not None:
+        tiers = tiers or TieredKVConnector([], kv.pool, ledger, clock)
+        KVTransferHooks(scheduler, tiers, exporter, remote)
