@@ -16,8 +16,7 @@ from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferPlace
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import KVMemory
-from pagoda.worker.kv.tiers import KVTiers
-from pagoda.worker.kv.transfers import TransferWorker
+from pagoda.worker.kv.transfers import KVTiers, TransferWorker
 
 
 class Blocks:

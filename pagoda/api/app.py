@@ -20,11 +20,11 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from pagoda.api import info, live
+from pagoda.api import info
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
-from pagoda.api.metrics import metrics, metrics_with_aliases
+from pagoda.api.metrics import metrics
 from pagoda.api.profile import start_profile, stop_profile
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
@@ -43,13 +43,13 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/models": {"GET": info.models},
     "/v1/models/*": {"GET": info.model},
     "/v1/load": {"GET": info.load},
-    "/v1/live": {"GET": live.live},
-    "/v1/requests": {"GET": live.list_requests},
-    "/v1/requests/*": {"DELETE": live.cancel_request},
+    "/v1/live": {"GET": info.live},
+    "/v1/requests": {"GET": info.list_requests},
+    "/v1/requests/*": {"DELETE": info.cancel_request},
     "/v1/hosts": {"GET": info.list_hosts},
     "/v1/hosts/*": {"DELETE": info.dismiss_host},
     "/metrics": {"GET": metrics},
-    "/metrics/vllm": {"GET": metrics_with_aliases},
+    "/metrics/vllm": {"GET": partial(metrics, aliases=True)},
     "/v1/completions": {"POST": completions},
     "/v1/chat/completions": {"POST": chat_completions},
     "/profile/start": {"POST": start_profile},

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.generation import Job, prepare
+from pagoda.api.generation import Answer, Job, prepare
 from pagoda.api.logprobs import chat_logprobs
 from pagoda.api.output_parser import AnswerDelta, OutputParser, ToolCallDelta
 from pagoda.api.protocol import ChatRequest, chat_logprobs_count, chat_max_tokens
@@ -20,6 +20,8 @@ from pagoda.api.sse import EventTemplate
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
 from pagoda.messages.frontend import FinishReason
+
+_NO_TOKENS = TextDelta("", [])
 
 
 async def chat_completions(context: RequestContext) -> web.StreamResponse:
@@ -84,25 +86,19 @@ def _renamed_max_tokens(body: ChatRequest) -> Iterator[None]:
         raise type(error)(message, param="max_completion_tokens") from None
 
 
-class _ChatAnswer:
-    """An `Answer` with a message: content, reasoning and tool calls."""
+class _ChatAnswer(Answer):
+    """A message: content, reasoning and tool calls."""
 
     def __init__(
         self, job: Job, index: int, body: ChatRequest, parser: OutputParser, *, thinks: bool
     ) -> None:
-        self.is_complete = False
-        self._job = job
-        self._index = index
+        super().__init__(job, index, has_logprobs=bool(body.logprobs))
         self._parser = parser
         self._shows_reasoning = body.include_reasoning is not False
         self._has_reasoning = thinks and self._shows_reasoning
         self._is_single_call = body.parallel_tool_calls is False
-        self._has_logprobs = bool(body.logprobs)
-        self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
         self._finish_reason: str | None = None
-        self._has_begun = False
-        self._is_simple = not (body.logprobs or job.return_token_ids or job.sends_continuous_usage)
         place = EventTemplate.PLACE
         self._content_event = job.template(self._choice("delta", {"content": place}))
         self._reasoning_event = job.template(self._choice("delta", {"reasoning_content": place}))
@@ -123,31 +119,21 @@ class _ChatAnswer:
         return parts
 
     def _choice(
-        self, shape: str, message: dict[str, Any], delta: TextDelta | None = None
+        self, shape: str, message: dict[str, Any], delta: TextDelta = _NO_TOKENS
     ) -> dict[str, Any]:
-        """The choice with a whole `message` or a `delta` (`shape`); without its tokens if `delta` is None."""
-        choice: dict[str, Any] = {
-            "index": self._index,
-            shape: message,
-            "logprobs": None,
-            "finish_reason": None,
-            "stop_reason": None,
-        }
-        if delta is None:
-            return choice
+        """The choice with a whole `message` or a `delta` (`shape`)."""
+        logprobs = None
         if self._has_logprobs and delta.logprobs is not None:
             tokenizer = self._job.generator.text.tokenizer
-            choice["logprobs"] = chat_logprobs(tokenizer, delta.token_ids, delta.logprobs)
+            logprobs = chat_logprobs(tokenizer, delta.token_ids, delta.logprobs)
+        choice = self._choice_with({shape: message}, delta, logprobs)
         choice["finish_reason"] = self._finish_reason
-        choice["stop_reason"] = delta.stop_reason
-        if self._job.return_token_ids:
-            choice["token_ids"] = delta.token_ids
         return choice
 
     # ---- in one piece
 
     def add(self, delta: TextDelta) -> None:
-        self._deltas.append(delta)
+        super().add(delta)
         self._parts.append(self._parse(delta))
 
     def choice(self) -> dict[str, Any]:
@@ -169,8 +155,7 @@ class _ChatAnswer:
         self._has_begun = True
         fields: dict[str, Any] = {}
         if self._job.return_token_ids:
-            request = self._job.requests[self._index].request
-            fields["prompt_token_ids"] = request.prompt_token_ids
+            fields["prompt_token_ids"] = self._request.prompt_token_ids
         begin = self._choice("delta", {"role": "assistant", "content": ""})
         return self._job.event(begin, **fields) + self._event(delta)
 

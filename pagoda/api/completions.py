@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.generation import Job, prepare
+from pagoda.api.generation import Answer, Job, prepare
 from pagoda.api.logprobs import CompletionLogprobs
 from pagoda.api.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest, prompts_of
 from pagoda.api.request_context import RequestContext
@@ -36,20 +36,13 @@ async def completions(context: RequestContext) -> web.StreamResponse:
     return await job.respond(lambda index: _CompletionAnswer(job, index, body))
 
 
-class _CompletionAnswer:
-    """An `Answer` with a text, which is the prompt and its continuation with `echo`."""
-
-    is_complete = False
+class _CompletionAnswer(Answer):
+    """A text, which is the prompt and its continuation with `echo`."""
 
     def __init__(self, job: Job, index: int, body: CompletionRequest) -> None:
-        self._job = job
-        self._index = index
-        self._request = job.requests[index].request
+        super().__init__(job, index, has_logprobs=body.logprobs is not None)
         tokenizer = job.generator.text.tokenizer
         self._logprobs = None if body.logprobs is None else CompletionLogprobs(tokenizer)
-        self._deltas: list[TextDelta] = []
-        self._has_begun = False
-        self._is_simple = not (self._logprobs or job.return_token_ids or job.sends_continuous_usage)
         self._template = job.template(self._choice(TextDelta(EventTemplate.PLACE, [])))
         self._prompt = ""
         if body.echo:
@@ -61,21 +54,10 @@ class _CompletionAnswer:
         logprobs = None
         if self._logprobs is not None and delta.logprobs is not None:
             logprobs = self._logprobs.format(delta.token_ids, delta.logprobs)
-        choice = {
-            "index": self._index,
-            "text": prompt + delta.text,
-            "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-        if self._job.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-            if not self._has_begun:
-                choice["prompt_token_ids"] = self._request.prompt_token_ids
+        choice = self._choice_with({"text": prompt + delta.text}, delta, logprobs)
+        if self._job.return_token_ids and not self._has_begun:
+            choice["prompt_token_ids"] = self._request.prompt_token_ids
         return choice
-
-    def add(self, delta: TextDelta) -> None:
-        self._deltas.append(delta)
 
     def choice(self) -> dict[str, Any]:
         return self._choice(joined_deltas(self._deltas), self._prompt)

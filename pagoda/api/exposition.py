@@ -10,13 +10,14 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
 from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
@@ -57,13 +58,12 @@ if TYPE_CHECKING:
 
 def render(snapshot: Snapshot, *, aliases: bool) -> str:
     """All metrics as text; with `aliases`, some of them under vLLM's names too."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Once([*families(snapshot), *(aliases_of(snapshot) if aliases else ())]))
-    return generate_latest(registry).decode()
+    metrics = [*families(snapshot), *(aliases_of(snapshot) if aliases else ())]
+    return generate_latest(_Once(metrics)).decode()
 
 
 @dataclass(frozen=True, eq=False)
-class _Once:
+class _Once(Collector):
     metrics: Sequence[Metric]
 
     def collect(self) -> Iterable[Metric]:

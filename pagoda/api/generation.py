@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
@@ -27,18 +27,47 @@ class GenerationError(Exception):
     """The engine failed with one request. The text is for the log, not for the client."""
 
 
-class Answer(Protocol):
-    is_complete: bool
-    """No further delta is wanted, even if the engine has not finished."""
+class Answer:
+    """One answer of a `Job`: a choice in one piece, or the choices of its events."""
+
+    def __init__(self, job: Job, index: int, *, has_logprobs: bool) -> None:
+        self.is_complete = False
+        """No further delta is wanted, even if the engine has not finished."""
+        self._job = job
+        self._index = index
+        self._request = job.requests[index].request
+        self._has_logprobs = has_logprobs
+        self._deltas: list[TextDelta] = []
+        self._has_begun = False
+        has_more = has_logprobs or job.return_token_ids or job.sends_continuous_usage
+        self._is_simple = not has_more
+        """Events differ in their text alone, but for the first and the last one."""
+
+    def _choice_with(
+        self, content: dict[str, Any], delta: TextDelta, logprobs: object = None
+    ) -> dict[str, Any]:
+        choice = {
+            "index": self._index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._job.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
 
     def add(self, delta: TextDelta) -> None:
         """Adds a delta to the choice."""
+        self._deltas.append(delta)
 
     def choice(self) -> dict[str, Any]:
         """The element of `choices` in a response in one piece."""
+        raise NotImplementedError
 
     def events(self, delta: TextDelta) -> bytes:
         """The events of a delta in a stream; empty if the client sees nothing of the delta."""
+        raise NotImplementedError
 
 
 class Job:

@@ -29,16 +29,8 @@ class Snapshot(NamedTuple):
     limits: EngineReady | None
 
 
-async def metrics(context: RequestContext) -> web.StreamResponse:
-    return await _answer(context, aliases=False)
-
-
-async def metrics_with_aliases(context: RequestContext) -> web.StreamResponse:
-    """All metrics, some of them again under vLLM's names, which its dashboards use."""
-    return await _answer(context, aliases=True)
-
-
-async def _answer(context: RequestContext, *, aliases: bool) -> web.StreamResponse:
+async def metrics(context: RequestContext, *, aliases: bool = False) -> web.StreamResponse:
+    """All metrics; with `aliases`, some of them again under vLLM's names, which its dashboards use."""
     snapshot = await _snapshot(context.service)
 
     def text() -> str:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from pagoda.api.errors import ApiError
 from pagoda.api.request_context import RequestContext
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import refuse
 from pagoda.frontend.trace_control import TraceControl, TraceStateError
 from pagoda.telemetry.tracer import LEVELS, TraceLevel
 
@@ -55,14 +55,11 @@ def _control(context: RequestContext) -> TraceControl:
 
 def _check(body: StartBody, is_router: bool) -> None:
     if body.seconds is not None and not 0 < body.seconds <= _MAX_SECONDS:
-        raise InvalidRequestError(
-            f"seconds must be above 0 and at most {_MAX_SECONDS:g}, got {body.seconds}.",
-            param="seconds",
-        )
+        refuse("seconds", f"must be above 0 and at most {_MAX_SECONDS:g}, got {body.seconds}")
     if body.num_steps is not None and body.seconds is not None:
-        raise InvalidRequestError("num_steps and seconds exclude each other.", param="num_steps")
+        refuse("num_steps", "and seconds exclude each other")
     if body.num_steps is not None and is_router:
-        raise InvalidRequestError("a router computes no steps; give seconds.", param="num_steps")
+        refuse("num_steps", "is not for a router, which computes no steps; give seconds")
 
 
 def _described(control: TraceControl, level: TraceLevel) -> dict[str, str]:

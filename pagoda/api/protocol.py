@@ -128,7 +128,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Tools | None = None
     tool_choice: Annotated[Any, ("auto", "none")] = None
     parallel_tool_calls: bool | None = None
@@ -317,15 +317,12 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 
 def chat_logprobs_count(body: ChatRequest) -> int | None:
     """Number of most likely tokens per position that a chat body asks for; None without log-probabilities.
-    Raises InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`."""
-    top = body.top_logprobs
-    if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        refuse("top_logprobs", f"must be in [0, {MAX_LOGPROBS}], got {top}")
-    if not body.logprobs:
-        if top:
-            refuse("top_logprobs", "needs logprobs: true")
-        return None
-    return top or 0
+    Raises InvalidRequestError: `top_logprobs` is given without `logprobs`."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        refuse("top_logprobs", "needs logprobs: true")
+    return None
 
 
 def chat_max_tokens(body: ChatRequest) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, cast
 
@@ -60,11 +61,11 @@ class HostBackend(Backend[LinearT, MetadataT]):
             return KVCache(keys, values)
         return KVCache(keys, values, *(new((*blocks, block_size), torch.float32) for _ in range(2)))
 
+    @abstractmethod
     def block_shapes(
         self, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of one head's keys and values in a block."""
-        raise NotImplementedError
 
     def advise(self, *cached: Tensor) -> None:
         """Tells the machine how the memory of K and V will be used; by default nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,7 +117,6 @@ GGUF_NAMES = TensorNames(
 class GgufFormat:
     architecture: str
     """Value of `general.architecture`."""
-    names: TensorNames = GGUF_NAMES
     windowed: bool = False
     """Files of this family have a sliding window; those of another family of the same architecture have none."""
     rotates_neighbours: bool = False
@@ -210,39 +209,40 @@ class ModelConfig:
         )
 
     def mlp_linears(self, layer: int) -> MlpLinears:
-        names = (self.names.gate, self.names.up, self.names.down)
-        gate, up, down = (self.names.of_layer(layer, name) for name in names)
-        hidden, inner = self.hidden_size, self.intermediate_size
-        return MlpLinears(
-            gate=LinearSpec(gate, inner, hidden, Role.MLP_IN),
-            up=LinearSpec(up, inner, hidden, Role.MLP_IN),
-            down=LinearSpec(down, hidden, inner, Role.MLP_OUT),
-        )
+        names = self.names
+        spelled = (names.gate, names.up, names.down)
+        return self._mlp(layer, spelled, self.intermediate_size, (Role.MLP_IN, Role.MLP_OUT))
 
     def expert_linears(self, layer: int) -> ExpertLinears | None:
         """Router and experts of a layer; None where the layer is dense, and has `mlp_linears` instead."""
-        experts, names, hidden = self.experts, self.names, self.hidden_size
+        experts, names = self.experts, self.names
         if experts is None or layer not in experts.layers:
             return None
-        inner = experts.intermediate_size
-        prefixes = (
-            names.of_layer(layer, f"{names.experts}.{index}")
-            for index in range(experts.num_experts)
-        )
+        ends = (names.expert_gate, names.expert_up, names.expert_down)
+        router, count = names.of_layer(layer, names.router), experts.num_experts
         return ExpertLinears(
-            LinearSpec(
-                names.of_layer(layer, names.router), experts.num_experts, hidden, Role.ROUTER
-            ),
+            LinearSpec(router, count, self.hidden_size, Role.ROUTER),
             tuple(
-                MlpLinears(
-                    gate=LinearSpec(f"{prefix}.{names.expert_gate}", inner, hidden, Role.EXPERT_IN),
-                    up=LinearSpec(f"{prefix}.{names.expert_up}", inner, hidden, Role.EXPERT_IN),
-                    down=LinearSpec(
-                        f"{prefix}.{names.expert_down}", hidden, inner, Role.EXPERT_OUT
-                    ),
+                self._mlp(
+                    layer,
+                    [f"{names.experts}.{index}.{end}" for end in ends],
+                    experts.intermediate_size,
+                    (Role.EXPERT_IN, Role.EXPERT_OUT),
                 )
-                for prefix in prefixes
+                for index in range(count)
             ),
+        )
+
+    def _mlp(
+        self, layer: int, names: Sequence[str], inner: int, roles: tuple[Role, Role]
+    ) -> MlpLinears:
+        """The MLP of `inner` channels whose linear layers have these names in a layer."""
+        gate, up, down = (self.names.of_layer(layer, name) for name in names)
+        hidden, (into, out) = self.hidden_size, roles
+        return MlpLinears(
+            LinearSpec(gate, inner, hidden, into),
+            LinearSpec(up, inner, hidden, into),
+            LinearSpec(down, hidden, inner, out),
         )
 
     def layer_linears(self, layer: int, experts: range) -> Iterator[LinearSpec]:

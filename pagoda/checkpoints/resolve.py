@@ -1,4 +1,4 @@
-"""Finding of the files of a model that a user names."""
+"""Finding of the files of a model that a user names, and of its shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.checkpoints.gguf.reader import SUFFIX, is_gguf, model_name
+from pagoda.checkpoints.config_json import parse_model_config, read_model_config
+from pagoda.checkpoints.gguf.config import gguf_model_config
+from pagoda.checkpoints.gguf.reader import SUFFIX, is_gguf, model_name, read_gguf
+from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.errors import ConfigError
 
@@ -121,3 +124,17 @@ def _from_hub(name: str) -> Path:
 def _first_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
+
+
+def load_model_config(model: str, load_format: str) -> ModelConfig:
+    """The config of a model directory or a GGUF file, or of a preset where weights are `dummy`.
+    Raises ConfigError: there is no such model, or Pagoda does not run it."""
+    if load_format == "dummy" and model in PRESETS:
+        return parse_model_config(PRESETS[model], source=f"preset {model}")
+    path = Path(model)
+    if is_gguf(path):
+        return gguf_model_config(read_gguf(path))
+    if not path.is_dir():
+        hint = f" or a preset ({', '.join(PRESETS)})" if load_format == "dummy" else ""
+        raise ConfigError(f"there is no model directory {model}{hint}.")
+    return read_model_config(path)

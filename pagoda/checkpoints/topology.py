@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagoda.checkpoints.load_config import load_model_config
 from pagoda.checkpoints.model_config import ModelConfig
+from pagoda.checkpoints.resolve import load_model_config
 from pagoda.errors import ConfigError
 from pagoda.parallel.config import ParallelConfig, can_share_heads
 

@@ -11,9 +11,8 @@ from typing import Literal
 import psutil
 
 from pagoda.checkpoints.gguf.reader import read_gguf
-from pagoda.checkpoints.load_config import load_model_config
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.checkpoints.resolve import resolve_model
+from pagoda.checkpoints.resolve import load_model_config, resolve_model
 from pagoda.cli import machine_facts, output
 from pagoda.cli.machine_facts import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions

@@ -32,22 +32,21 @@ _COMMANDS = {
     "chat": "Talk with a model in the terminal.",
     "doctor": "Show what this machine has, and what Pagoda will use.",
     "demo": "Start a server, ask it a few questions over HTTP, show answers and figures.",
+    "kv": "Directories of KV blocks, as serve --kv-disk-path keeps them.",
+    "kv ls": "List the models whose KV blocks are in a directory, and what they take.",
+    "kv verify": "Read every KV block in a directory, and list damaged ones.",
+    "kv clear": "Remove the KV blocks in a directory.",
+    "trace": "Traces, as serve --profile records them.",
+    "trace merge": "Make one file for Perfetto out of the fragments that processes traced.",
+    "trace report": "Show where the time of requests and steps went.",
+    "bench": "Benchmarks.",
+    "bench serve": "Put load on any OpenAI-compatible server.",
+    "bench compare": "Put the same load on two or more servers in turn, and compare.",
+    "bench offline": "Measure the throughput of the engine without HTTP.",
+    "bench accuracy": "Ask held-out questions and count the right answers.",
 }
-_BENCHMARKS = {
-    "serve": "Put load on any OpenAI-compatible server.",
-    "compare": "Put the same load on two or more servers in turn, and compare.",
-    "offline": "Measure the throughput of the engine without HTTP.",
-    "accuracy": "Ask held-out questions and count the right answers.",
-}
-_KV = {
-    "ls": "List the models whose KV blocks are in a directory, and what they take.",
-    "verify": "Read every KV block in a directory, and list damaged ones.",
-    "clear": "Remove the KV blocks in a directory.",
-}
-_TRACE = {
-    "merge": "Make one file for Perfetto out of the fragments that processes traced.",
-    "report": "Show where the time of requests and steps went.",
-}
+_MODULES = {"kv": "kv", "trace": "trace", "bench": "bench.{name}"}
+"""The module of the commands of each group, in `pagoda.cli`."""
 
 
 def build_app() -> App:
@@ -63,20 +62,15 @@ def build_app() -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    for name, summary in _COMMANDS.items():
-        app.command(f"pagoda.cli.{name}:{name}", name=name, help=summary)
-    kv = App(name="kv", help="Directories of KV blocks, as serve --kv-disk-path keeps them.")
-    for name, summary in _KV.items():
-        kv.command(f"pagoda.cli.kv:{name}", name=name, help=summary)
-    app.command(kv)
-    trace = App(name="trace", help="Traces, as serve --profile records them.")
-    for name, summary in _TRACE.items():
-        trace.command(f"pagoda.cli.trace:{name}", name=name, help=summary)
-    app.command(trace)
-    bench = App(name="bench", help="Benchmarks.")
-    for name, summary in _BENCHMARKS.items():
-        bench.command(f"pagoda.cli.bench.{name}:{name}", name=name, help=summary)
-    app.command(bench)
+    for words, summary in _COMMANDS.items():
+        group, _, name = words.rpartition(" ")
+        if name in _MODULES:
+            app.command(App(name=name, help=summary))
+        elif group:
+            module = _MODULES[group].format(name=name)
+            app[group].command(f"pagoda.cli.{module}:{name}", name=name, help=summary)
+        else:
+            app.command(f"pagoda.cli.{name}:{name}", name=name, help=summary)
     return app
 
 

@@ -80,8 +80,16 @@ class ScanEnded(NamedTuple):
     seconds: float
 
 
-class ProbeAnswer(NamedTuple):
+class Probe(NamedTuple):
+    """Asks for a request which keys are on disk."""
+
     request_id: str
+    number: int = 0
+    """Tells the probe from earlier ones for the request, whose answers may still come."""
+
+
+class ProbeAnswer(NamedTuple):
+    probe: Probe
     found: Sequence[bytes]
     """The keys that are there, up to the first that is not."""
 
@@ -130,7 +138,7 @@ class DiskScanner:
         self._misfits: list[FoundFile] = []
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
-        self._probes: OrderedDict[str, Sequence[bytes]] = OrderedDict()
+        self._probes: OrderedDict[Probe, Sequence[bytes]] = OrderedDict()
         self._removals: deque[tuple[int, Sequence[bytes]]] = deque()
         self._news: deque[News] = deque()
         self._backlog = 0
@@ -143,16 +151,16 @@ class DiskScanner:
 
     # ---- the engine's side
 
-    def probe(self, request_id: str, keys: Sequence[bytes]) -> None:
+    def probe(self, probe: Probe, keys: Sequence[bytes]) -> None:
         """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
         with self._changed:
-            self._probes[request_id] = keys
+            self._probes[probe] = keys
             self._changed.notify()
 
-    def cancel_probe(self, request_id: str) -> None:
+    def cancel_probe(self, probe: Probe) -> None:
         """The request waits for the answer no more; it may still come."""
         with self._changed:
-            self._probes.pop(request_id, None)
+            self._probes.pop(probe, None)
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes objects, those of all ranks if the directory is `OWN`; a `Removed` follows."""
@@ -199,18 +207,18 @@ class DiskScanner:
     def _run(self) -> None:
         scan = self._scan()
         while True:
-            probe = removal = None
+            asked = removal = None
             with self._changed:
                 self._changed.wait_for(self._has_something_to_do)
                 if self._is_closing:
                     return
                 if self._probes:
-                    probe = self._probes.popitem(last=False)
+                    asked = self._probes.popitem(last=False)
                 elif self._removals:
                     removal = self._removals.popleft()
             try:
-                if probe is not None:
-                    self._tell(self._answer(*probe))
+                if asked is not None:
+                    self._tell(self._answer(*asked))
                 elif removal is not None:
                     self._remove(*removal)
                 elif next(scan, None) is None:
@@ -218,8 +226,8 @@ class DiskScanner:
             except Exception:
                 # What breaks one piece of work is not to end all others: requests wait for answers.
                 logger.exception("Looking into KV blocks in %s failed.", self._root)
-                if probe is not None:
-                    self._tell(ProbeAnswer(probe[0], ()))
+                if asked is not None:
+                    self._tell(ProbeAnswer(asked[0], ()))
                 elif removal is not None:
                     self._tell(Removed(*removal))
                 else:
@@ -239,7 +247,7 @@ class DiskScanner:
             self._backlog += _weight(news)
             os.eventfd_write(self._readable, 1)
 
-    def _answer(self, request_id: str, keys: Sequence[bytes]) -> ProbeAnswer:
+    def _answer(self, probe: Probe, keys: Sequence[bytes]) -> ProbeAnswer:
         own = self._own
         found = []
         for key in keys:
@@ -253,7 +261,7 @@ class DiskScanner:
             if not stat.S_ISREG(status.st_mode) or status.st_size != own.object_bytes:
                 break
             found.append(key)
-        return ProbeAnswer(request_id, found)
+        return ProbeAnswer(probe, found)
 
     def _remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes one piece; the rest has its turn after more urgent work."""

@@ -25,6 +25,7 @@ from pagoda.kv.disk_scanner import (
     FanOutListed,
     News,
     ObjectsFound,
+    Probe,
     ProbeAnswer,
     Removed,
     ScanEnded,
@@ -83,6 +84,7 @@ class DiskTier:
         self._recorder = recorder or CacheRecorder(keeps_events=False)
         self._admission = AdmissionFilter(min_touches)
         self._backoff = WriteBackoff(clock)
+        self._num_probes = 0
         self._changed: set[str] = set()
         self._next_warning_at = 0.0
         self._num_stored = 0
@@ -105,8 +107,8 @@ class DiskTier:
         self._index = DiskIndex()
         self._index.add_directory(OWN, self._block_bytes)
         self._is_indexed = False
-        self._probing: set[str] = set()
-        """Requests that wait for the answer of a probe."""
+        self._probes: dict[str, Probe] = {}
+        """Probes for whose answers requests wait, by request."""
         self._unheard_since: float | None = None
         """Time at which the scanner was asked or last said anything; None if it owes no answer."""
         self._is_hang_known = False
@@ -124,20 +126,21 @@ class DiskTier:
             return
         if self._unheard_since is None:
             self._unheard_since = self._clock.now()
-        self._probing.add(prefix.request_id)
-        self._scanner.probe(prefix.request_id, unknown)
+        self._num_probes += 1
+        probe = self._probes[prefix.request_id] = Probe(prefix.request_id, self._num_probes)
+        self._scanner.probe(probe, unknown)
 
     def on_dequeued(self, request_id: str) -> None:
-        if request_id in self._probing:
-            self._probing.remove(request_id)
-            self._scanner.cancel_probe(request_id)
-            if not self._probing and not self._is_hanging():
+        probe = self._probes.pop(request_id, None)
+        if probe is not None:
+            self._scanner.cancel_probe(probe)
+            if not self._probes and not self._is_hanging():
                 self._unheard_since = None
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         for index in range(start, len(prefix.keys)):
             if not self._has(prefix.keys[index]):
-                may_come = prefix.request_id in self._probing and not self._is_hanging()
+                may_come = prefix.request_id in self._probes and not self._is_hanging()
                 return None if may_come else index - start
         return max(0, len(prefix.keys) - start)
 
@@ -310,12 +313,12 @@ class DiskTier:
         for news in everything:
             self._apply(news)
         if everything:
-            self._unheard_since = self._clock.now() if self._probing else None
+            self._unheard_since = self._clock.now() if self._probes else None
         self._evictor.evict()
         is_hanging = self._is_hanging()
         changed, self._changed = self._changed, set()
         if is_hanging and not self._is_hang_known:
-            changed |= self._probing
+            changed.update(self._probes)
         self._is_hang_known = is_hanging
         return changed
 
@@ -324,9 +327,10 @@ class DiskTier:
             case ProbeAnswer():
                 for key in news.found:
                     self._found(OWN, key, self._now())
-                if news.request_id in self._probing:
-                    self._probing.remove(news.request_id)
-                    self._changed.add(news.request_id)
+                request_id = news.probe.request_id
+                if self._probes.get(request_id) == news.probe:
+                    del self._probes[request_id]
+                    self._changed.add(request_id)
             case ObjectsFound():
                 for key, used_at in news.used_at.items():
                     self._found(news.directory, key, used_at)

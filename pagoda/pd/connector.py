@@ -87,9 +87,7 @@ class RemoteKV:
         self._digest = ""
         self._has_workers = False
         self.peers: dict[str, PrefillPeer] = {}
-        """Engines that are asked, by address."""
-        self._idle: dict[str, None] = {}
-        """Addresses of peers without fetches, idle for longest first."""
+        """Engines that are asked, by address; those without fetches are in the order in which they became so."""
         self._renewals: list[tuple[float, str]] = []
         """Heap of times and addresses; an entry counts if it is the peer's `renew_at` and the peer has fetches."""
         self._added_peers: list[KVPeer] = []
@@ -133,7 +131,6 @@ class RemoteKV:
         now = self._clock.now()
         fetch = Fetch(prefix, source, peer, start >= len(prefix.keys), now)
         if not peer.fetches:
-            self._idle.pop(peer.address, None)
             peer.heard_at = now
             self._schedule_renewal(peer)
         self.fetches[request_id] = peer.fetches[source.transfer_id] = fetch
@@ -144,12 +141,11 @@ class RemoteKV:
         peer = self.peers.get(address)
         if peer is None:
             if len(self.peers) >= MAX_PREFILL_PEERS:
-                oldest = next(iter(self._idle), None)
-                if oldest is None:
+                idle = next((it for it in self.peers.values() if not it.fetches), None)
+                if idle is None:
                     return None
-                self._lose(self.peers[oldest], "others are asked")
+                self._lose(idle, "others are asked")
             peer = self.peers[address] = PrefillPeer(address, self._clock.now())
-            self._idle[address] = None
             self._greet(peer)
         return peer
 
@@ -253,7 +249,7 @@ class RemoteKV:
         if self.peers.get(peer.address) is peer:
             del peer.fetches[fetch.source.transfer_id]
             if not peer.fetches:
-                self._idle[peer.address] = None
+                self.peers[peer.address] = self.peers.pop(peer.address)
             self._send(peer, messages.KVRelease([fetch.source.transfer_id]))
 
     def _give_up(self, request_id: str, whom: str, reason: str) -> None:
@@ -435,7 +431,6 @@ class RemoteKV:
         self._links.hang_up(peer.address)
         self._remove_workers(peer)
         del self.peers[peer.address]
-        self._idle.pop(peer.address, None)
         for fetch in list(peer.fetches.values()):
             self._fail(fetch, reason)
 

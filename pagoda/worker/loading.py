@@ -14,9 +14,9 @@ from pagoda.backend.base import KVCache, new_tensor
 from pagoda.backend.operation import Operation
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
-from pagoda.checkpoints.load_config import load_model_config
 from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.checkpoints.quantization_config import CheckpointQuantization
+from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
@@ -240,19 +240,21 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _check_choice(flag: str, wanted: object, known: Sequence[object], where: str = "") -> None:
+    if wanted not in known:
+        listed = ", ".join(map(str, known))
+        raise ConfigError(f"{flag} must be one of {listed}{where}, got {wanted!r}.")
+
+
 def _block_size(wanted: int | None, capabilities: Capabilities) -> int:
     sizes = capabilities.block_sizes
-    if wanted is None:
-        return sizes[0]
-    if wanted not in sizes:
-        known = ", ".join(str(size) for size in sorted(sizes))
-        raise ConfigError(f"--block-size must be one of {known}, got {wanted}.")
-    return wanted
+    if wanted is not None:
+        _check_choice("--block-size", wanted, sorted(sizes))
+    return wanted or sizes[0]
 
 
 def _dtype(wanted: str, stored: str, capabilities: Capabilities) -> str:
-    if wanted not in ("auto", *DTYPES):
-        raise ConfigError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {wanted!r}.")
+    _check_choice("--dtype", wanted, ("auto", *DTYPES))
     dtype = stored if wanted == "auto" else wanted
     if dtype not in capabilities.weight_formats:
         known = ", ".join(known for known in DTYPES if known in capabilities.weight_formats)
@@ -265,10 +267,7 @@ def _quantization(
 ) -> Quantization | None:
     """The checkpoint's own, or the one that is asked for."""
     wanted = config.quantization
-    if wanted not in QUANTIZATIONS:
-        raise ConfigError(
-            f"--quantization must be one of {', '.join(QUANTIZATIONS)}, got {wanted!r}."
-        )
+    _check_choice("--quantization", wanted, QUANTIZATIONS)
     if shape.quantization is None:
         if wanted != "none" and wanted not in capabilities.weight_formats:
             raise ConfigError(f"this backend does not compute with {wanted} weights.")
@@ -287,10 +286,7 @@ def _quantization(
 
 def _kv_cache_dtype(wanted: str, dtype: str, capabilities: Capabilities) -> str:
     known = capabilities.kv_cache_dtypes
-    if wanted not in ("auto", *known):
-        raise ConfigError(
-            f"--kv-cache-dtype must be one of auto, {', '.join(known)} on this backend, got {wanted!r}."
-        )
+    _check_choice("--kv-cache-dtype", wanted, ("auto", *known), " on this backend")
     chosen = dtype if wanted == "auto" else wanted
     if chosen not in known:
         raise ConfigError(

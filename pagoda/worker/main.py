@@ -186,9 +186,8 @@ def _load(
     if not config.has_transfer_link:
         return worker
     from pagoda.worker.kv.handoff import KVHandoff
-    from pagoda.worker.kv.tiers import open_tiers
     from pagoda.worker.kv.transfer_link import TransferSpans, TransferThread
-    from pagoda.worker.kv.transfers import TransferWorker
+    from pagoda.worker.kv.transfers import TransferWorker, open_tiers
 
     with free_threads(cores):
         tiers = open_tiers(plan, loaded)

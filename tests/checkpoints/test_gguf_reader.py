@@ -213,91 +213,59 @@ def _array(kind: int, count: int, values: bytes = b"") -> bytes:
 
 
 HUGE = 2**63 - 1
-DAMAGED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is empty, so it is no GGUF file"),
-    "other": (b"PK\x03\x04" * 9, "is no GGUF file: it does not begin with 'GGUF'"),
-    "version 1": (b"GGUF\x01\0\0\0" + bytes(16), "is of GGUF version 1; Pagoda reads 2 and 3"),
-    "big endian": (b"GGUF\0\0\0\x03" + bytes(16), "is a big-endian GGUF file"),
-    "no counts": (b"GGUF\x03\0\0\0", "ends within its header"),
-    "many keys": (_file([], [], counts=(0, HUGE)), "ends within its header"),
-    "many tensors": (_file([], [], counts=(HUGE, 0)), "ends within its table of tensors"),
-    "long key": (_file([struct.pack("<Q", HUGE) + bytes(9)], []), "ends within its metadata key 0"),
-    "long text": (
-        _file([_key("a", 8, struct.pack("<Q", HUGE))], []),
-        "ends within the metadata key a",
-    ),
-    "long array": (
-        _file([_key("a", 9, _array(0, HUGE))], [], bytes(64)),
-        "ends within the metadata key a",
-    ),
-    "long array of texts": (
-        _file([_key("a", 9, _array(8, 20))], [], bytes(39)),
-        "ends within the metadata key a",
-    ),
-    "deep array": (
-        _file([_key("a", 9, _array(9, 1) * 6 + _array(0, 0))], []),
-        "nests the arrays of the metadata key a too deeply",
-    ),
-    "type of a value": (_file([_key("a", 13, bytes(8))], []), "key a a value of unknown type 13"),
-    "type of an array": (
-        _file([_key("a", 9, _array(99, 0))], []),
-        "key a an array of unknown type 99",
-    ),
-    "no UTF-8": (
-        _file([_key("a", 8, _string(b"\xff"))], []),
-        "text that is not UTF-8 in the metadata key a",
-    ),
-    "key twice": (_file([_key("a", 0, b"\1")] * 2, []), "has the metadata key a twice"),
-    "alignment": (
+LONG = struct.pack("<Q", HUGE)
+DAMAGED = [
+    (b"", "is empty, so it is no GGUF file"),
+    (b"PK\x03\x04" * 9, "is no GGUF file: it does not begin with 'GGUF'"),
+    (b"GGUF\x01\0\0\0" + bytes(16), "is of GGUF version 1; Pagoda reads 2 and 3"),
+    (b"GGUF\0\0\0\x03" + bytes(16), "is a big-endian GGUF file"),
+    (b"GGUF\x03\0\0\0", "ends within its header"),
+    (_file([], [], counts=(0, HUGE)), "ends within its header"),
+    (_file([], [], counts=(HUGE, 0)), "ends within its table of tensors"),
+    (_file([LONG + bytes(9)], []), "ends within its metadata key 0"),
+    (_file([_key("a", 0, b"\1")] * 2, []), "has the metadata key a twice"),
+]
+WRONG_VALUES = [
+    (8, LONG, "ends within the metadata key a"),
+    (9, _array(0, HUGE), "ends within the metadata key a"),
+    (9, _array(8, 20), "ends within the metadata key a"),
+    (9, _array(9, 1) * 6 + _array(0, 0), "nests the arrays of the metadata key a too deeply"),
+    (13, bytes(8), "key a a value of unknown type 13"),
+    (9, _array(99, 0), "key a an array of unknown type 99"),
+    (8, _string(b"\xff"), "text that is not UTF-8 in the metadata key a"),
+]
+"""Type and value of a key."""
+WRONG_TENSORS: list[tuple[list[tuple[list[int], int, int]], str]] = [
+    ([([32], 77, 0)], "stores the tensor t as unknown type 77; Pagoda reads F32, F16, Q4_0"),
+    ([([256], 20, 0)], "stores the tensor t as IQ4_NL; Pagoda reads F32"),
+    ([([1] * 5, 0, 0)], "gives the tensor t 5 dimensions"),
+    ([([32, 0], 0, 0)], "the tensor t the shape [0, 32]"),
+    ([([33], 8, 0)], "tensor t the shape [33], but Q8_0 comes in rows of a multiple of 32"),
+    ([([2], 0, 8)], "holds the tensor t at no multiple of 32 bytes"),
+    ([([17], 0, 0)], "ends before the tensor t does"),
+    ([([HUGE, HUGE], 0, 2**64 - 32)], "ends before the tensor t does"),
+    ([([16], 0, 0), ([4], 0, 32)], "lets the tensors t and u overlap"),
+]
+"""Dimensions, type and place of each tensor, in 64 bytes of data."""
+DAMAGED += [(_file([_key("a", *value)], [], bytes(39)), text) for *value, text in WRONG_VALUES]
+DAMAGED += [
+    (
+        _file([], [_info(name, *info) for name, info in zip("tu", infos, strict=False)], bytes(64)),
+        text,
+    )
+    for infos, text in WRONG_TENSORS
+]
+DAMAGED += [
+    (
         _file([_key("general.alignment", 4, b"\x18\0\0\0")], []),
         "general.alignment must be a power of two from 8 on, got 24",
     ),
-    "type of a tensor": (
-        _file([], [_info("t", [32], 77, 0)], bytes(64)),
-        "stores the tensor t as unknown type 77; Pagoda reads F32, F16, Q4_0",
-    ),
-    "type not read": (
-        _file([], [_info("t", [256], 20, 0)], bytes(256)),
-        "stores the tensor t as IQ4_NL; Pagoda reads F32",
-    ),
-    "dimensions": (
-        _file([], [_info("t", [1] * 5, 0, 0)], bytes(64)),
-        "gives the tensor t 5 dimensions",
-    ),
-    "no rows": (
-        _file([], [_info("t", [32, 0], 0, 0)], bytes(64)),
-        "the tensor t the shape [0, 32]",
-    ),
-    "part of a block": (
-        _file([], [_info("t", [33], 8, 0)], bytes(99)),
-        "the tensor t the shape [33], but Q8_0 comes in rows of a multiple of 32",
-    ),
-    "misaligned": (
-        _file([], [_info("t", [2], 0, 8)], bytes(64)),
-        "holds the tensor t at no multiple of 32 bytes",
-    ),
-    "past the end": (
-        _file([], [_info("t", [17], 0, 0)], bytes(64)),
-        "ends before the tensor t does",
-    ),
-    "far past the end": (
-        _file([], [_info("t", [HUGE, HUGE], 0, 2**64 - 32)], bytes(64)),
-        "ends before the tensor t does",
-    ),
-    "overlap": (
-        _file([], [_info("t", [16], 0, 0), _info("u", [4], 0, 32)], bytes(64)),
-        "lets the tensors t and u overlap",
-    ),
-    "tensor twice": (
-        _file([], [_info("t", [4], 0, 0), _info("t", [4], 0, 32)], bytes(64)),
-        "has the tensor t twice",
-    ),
-}
+    (_file([], [_info("t", [4], 0, 0)] * 2, bytes(64)), "has the tensor t twice"),
+]
 
 
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_a_damaged_file_is_one_sentence(kind: str, path: Path) -> None:
-    data, message = DAMAGED[kind]
+@pytest.mark.parametrize(("data", "message"), DAMAGED, ids=[message for _, message in DAMAGED])
+def test_a_damaged_file_is_one_sentence(data: bytes, message: str, path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(ConfigError) as caught:
         read_gguf(path)

@@ -24,6 +24,8 @@ BASE: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": 512,
 }
+MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
 
 
 def parse(**changes: Any) -> Any:
@@ -59,23 +61,21 @@ def test_absent_head_dim_and_kv_heads() -> None:
     assert parse(head_dim=...).head_dim == 128  # a Qwen3 head, as in transformers
 
 
-@pytest.mark.parametrize("spelling", ["old", "older", "new"])
-def test_rope_scaling_spelled_in_three_ways(spelling: str) -> None:
+def test_rope_scaling_spelled_in_three_ways() -> None:
     scaling = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    changes: dict[str, Any] = {
-        "old": {"rope_theta": 5e5, "rope_scaling": scaling | {"rope_type": "llama3"}},
-        "older": {"rope_theta": 5e5, "rope_scaling": scaling | {"type": "llama3"}},
-        "new": {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}},
-    }[spelling]
-    config = parse(**changes)
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
-    assert config.max_position_embeddings == 512
+    for changes in (
+        {"rope_theta": 5e5, "rope_scaling": scaling | {"rope_type": "llama3"}},
+        {"rope_theta": 5e5, "rope_scaling": scaling | {"type": "llama3"}},
+        {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}},
+    ):
+        config = parse(**changes)
+        assert (config.rope_theta, config.max_position_embeddings) == (5e5, 512)
+        assert config.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
 
 
 def test_scalings_that_lengthen_the_context() -> None:
@@ -106,7 +106,6 @@ def test_sliding_windows() -> None:
     [
         ({"vocab_size": ...}, " lacks vocab_size, a positive integer."),
         ({"vocab_size": "x"}, ": vocab_size must be a positive integer, got 'x'."),
-        ({"vocab_size": True}, ": vocab_size must be a positive integer, got True."),
         ({"hidden_size": -4}, ": hidden_size must be a positive integer, got -4."),
         ({"head_dim": 31}, ": head_dim must be even, got 31."),
         (
@@ -130,10 +129,6 @@ def test_sliding_windows() -> None:
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             ": rope_parameters.partial_rotary_factor is not supported; it must be absent or 1, "
             "got 0.5.",
-        ),
-        (
-            {"partial_rotary_factor": 0.5},
-            ": partial_rotary_factor is not supported; it must be absent or 1, got 0.5.",
         ),
         (
             {"hidden_activation": "gelu_pytorch_tanh"},
@@ -160,28 +155,20 @@ def test_sliding_windows() -> None:
             "got ['full_attention'].",
         ),
         (
-            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            MIXTRAL | {"num_experts_per_tok": 9},
             ": num_experts_per_tok must be at most num_local_experts (8), got 9.",
         ),
         (
-            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4},
+            MOE | {"num_experts": 4},
             ": num_experts_per_tok must be at most num_experts (4), got None.",
         ),
         (
-            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4096},
+            MOE | {"num_experts": 4096},
             ": num_experts must be at most 1024, got 4096.",
         ),
         (
-            {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [3]},
+            MOE | {"mlp_only_layers": [3]},
             ": mlp_only_layers must be a list of layers from 0 to 2, got [3].",
-        ),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0},
-            ": decoder_sparse_step must be a positive integer, got 0.",
-        ),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": "wide"},
-            ": moe_intermediate_size must be a positive integer, got 'wide'.",
         ),
     ],
 )
@@ -202,7 +189,7 @@ def test_switches_that_leave_the_arithmetic_alone_are_accepted() -> None:
 
 def test_layers_with_experts() -> None:
     def layers(**changes: Any) -> list[int]:
-        config = parse(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=6, **changes)
+        config = parse(**MOE, num_hidden_layers=6, **changes)
         return [layer for layer in range(6) if config.expert_linears(layer) is not None]
 
     assert layers() == [0, 1, 2, 3, 4, 5]
@@ -213,10 +200,10 @@ def test_layers_with_experts() -> None:
 
 
 def test_experts_and_their_names() -> None:
-    qwen = parse(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2)
+    qwen = parse(**MOE, num_experts=4, num_experts_per_tok=2)
     assert qwen.experts.intermediate_size == 768
     assert not qwen.experts.renormalize
-    new = parse(architectures=["Qwen3MoeForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
+    new = parse(**MOE, num_local_experts=4, num_experts_per_tok=2)
     assert new == qwen
     maps = qwen.expert_linears(1)
     assert (maps.router.name, maps.router.outputs) == ("model.layers.1.mlp.gate", 4)
@@ -224,11 +211,11 @@ def test_experts_and_their_names() -> None:
         f"model.layers.1.mlp.experts.3.{name}_proj" for name in ("gate", "up", "down")
     ]
     assert qwen.weights_per_token(1) == 2 * 64 * 768 * 3 + 4 * 64 + 64 * 32 * (4 + 2 + 2 + 4)
-    mixtral = parse(architectures=["MixtralForCausalLM"], sliding_window=16)
+    mixtral = parse(**MIXTRAL, sliding_window=16)
     assert mixtral.experts.renormalize
     assert (mixtral.experts.num_experts, mixtral.experts.experts_per_token) == (8, 2)
     assert mixtral.sliding_windows == (16, 16, 16)
-    assert parse(architectures=["MixtralForCausalLM"]).sliding_windows == (None, None, None)
+    assert parse(**MIXTRAL).sliding_windows == (None, None, None)
     maps = mixtral.expert_linears(0)
     assert maps.router.name == "model.layers.0.block_sparse_moe.gate"
     assert [m.name for m in maps.experts[7]] == [
@@ -251,18 +238,16 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert read_model_config(tmp_path) == parse()
 
 
-@pytest.mark.parametrize(
-    ("preset", "millions"),
-    [
-        ("qwen3-0.6b", 596),
-        ("qwen3-4b", 4022),
-        ("qwen3-14b", 14768),
-        ("llama-3.2-1b", 1236),
-        ("llama-3.1-8b", 8030),
-        ("qwen3-30b-a3b", 30532),
-        ("mixtral-8x7b", 46703),
-    ],
-)
-def test_presets_have_the_size_that_is_published(preset: str, millions: int) -> None:
-    config = parse_model_config(PRESETS[preset], source=preset)
-    assert round(whole(config).weight_bytes(None, 1) / 1e6) == pytest.approx(millions, abs=1)
+def test_presets_have_the_size_that_is_published() -> None:
+    millions = {
+        "qwen3-0.6b": 596,
+        "qwen3-4b": 4022,
+        "qwen3-14b": 14768,
+        "llama-3.2-1b": 1236,
+        "llama-3.1-8b": 8030,
+        "qwen3-30b-a3b": 30532,
+        "mixtral-8x7b": 46703,
+    }
+    for preset, size in millions.items():
+        config = parse_model_config(PRESETS[preset], source=preset)
+        assert round(whole(config).weight_bytes(None, 1) / 1e6) == pytest.approx(size, abs=1)

@@ -19,6 +19,7 @@ def test_a_directory(directory: Path) -> None:
     files = resolve_model(str(directory))
     assert (files.model, files.directory) == (str(directory), directory)
     assert files.served_name == str(directory)
+    assert resolve_model(str(directory), load_format="dummy").directory == directory
 
 
 def test_no_name_is_the_embedded_model() -> None:
@@ -33,10 +34,6 @@ def test_presets() -> None:
     files = resolve_model("qwen3-4b", load_format="dummy")
     assert (files.model, files.directory) == ("qwen3-4b", None)
     assert resolve_model(None, load_format="dummy").model == "qwen3-0.6b"
-
-
-def test_dummy_weights_in_the_shape_of_a_directory(directory: Path) -> None:
-    assert resolve_model(str(directory), load_format="dummy").directory == directory
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,13 @@ MISTAKES = [
         (f"serve --kv-events={it}", "--kv-events must be tcp://HOST:PORT, such as .*, got '")
         for it in NOT_ADDRESSES
     ),
-    (
-        "serve --kv-events tcp://h:5 --no-enable-prefix-caching",
-        f"--kv-events {PREFIX_CACHE}",
+    *(
+        (f"serve --no-enable-prefix-caching {flag} {value}", f"{flag} {PREFIX_CACHE}")
+        for flag, value in (
+            ("--kv-events", "tcp://h:5"),
+            ("--kv-host-bytes", "1GiB"),
+            ("--kv-disk-path", "kv --kv-disk-bytes 7"),
+        )
     ),
     ("serve --kv-disk-path kv", "--kv-disk-path needs --kv-disk-bytes, such as 100GiB.$"),
     ("serve --kv-disk-bytes 1GiB", "--kv-disk-bytes needs --kv-disk-path.$"),
@@ -61,14 +65,6 @@ MISTAKES = [
     (
         "serve --kv-load-failure fail",
         "--kv-load-failure needs --kv-host-bytes, --kv-disk-path, or --role decode or both.$",
-    ),
-    (
-        "serve --kv-host-bytes 1GiB --no-enable-prefix-caching",
-        f"--kv-host-bytes {PREFIX_CACHE}",
-    ),
-    (
-        "serve --kv-disk-path kv --kv-disk-bytes 7 --no-enable-prefix-caching",
-        f"--kv-disk-path {PREFIX_CACHE}",
     ),
     (
         "serve --kv-host-bytes much",

@@ -14,6 +14,7 @@ from pagoda.kv.disk_scanner import (
     FanOutListed,
     News,
     ObjectsFound,
+    Probe,
     ProbeAnswer,
     Removed,
     ScanEnded,
@@ -95,17 +96,17 @@ class SimScanner:
             news += [ObjectsFound(directory, used_at), *list_fan_outs(directory, used_at, now)]
         return [*news, ScanEnded(0.0)]
 
-    def probe(self, request_id: str, keys: Sequence[bytes]) -> None:
+    def probe(self, probe: Probe, keys: Sequence[bytes]) -> None:
         def answer() -> list[News]:
             there = itertools.takewhile(self.disk[OWN].__contains__, keys)
-            return [ProbeAnswer(request_id, list(there))]
+            return [ProbeAnswer(probe, list(there))]
 
-        self.probed.append(request_id)
+        self.probed.append(probe.request_id)
         self.later(answer)
 
-    def cancel_probe(self, request_id: str) -> None:
+    def cancel_probe(self, probe: Probe) -> None:
         """Answers anyway."""
-        self.forgotten.append(request_id)
+        self.forgotten.append(probe.request_id)
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         def remove() -> list[News]:

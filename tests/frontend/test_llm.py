@@ -71,23 +71,24 @@ def test_lists_do_as_well_as_tuples(llm: LLM) -> None:
     checked = params.checked()
     assert (checked.stop, checked.stop_token_ids) == (("x",), (5,))
     assert llm.generate("hi", params)[0].finished
+    assert llm.generate([], GREEDY) == []
 
 
-def test_an_answer_too_long_for_the_context_is_cut() -> None:
-    with LLM("qwen3-0.6b", max_model_len=32, **OPTIONS) as short:
+@pytest.mark.parametrize(
+    ("model", "options", "num_tokens"),
+    [
+        pytest.param("qwen3-0.6b", {"max_model_len": 32}, 30, id="too long for the context"),
+        pytest.param("anything", {"sim_vocab_size": 300, "max_model_len": 8}, 6, id="no files"),
+    ],
+)
+def test_an_answer_as_long_as_the_context(
+    model: str, options: dict[str, int], num_tokens: int
+) -> None:
+    with LLM(model, executor="sim", load_format="dummy", **options) as short:  # type: ignore[arg-type]
         params = SamplingParams(max_tokens=1000, ignore_eos=True)
         [output] = short.generate("hi", params)
-    assert len(output.outputs[0].token_ids) == 30
+    assert len(output.outputs[0].token_ids) == num_tokens
     assert output.outputs[0].finish_reason == "length"
-
-
-def test_a_parameter_of_the_wrong_type() -> None:
-    with pytest.raises(InvalidRequestError, match=r"`float`, got `str` - at `\$\.temperature`"):
-        SamplingParams(temperature="hot").checked()  # type: ignore[arg-type]
-
-
-def test_no_prompts(llm: LLM) -> None:
-    assert llm.generate([], GREEDY) == []
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,7 @@ def test_no_prompts(llm: LLM) -> None:
         ([[10**6]], GREEDY, "token ids from 0 to 511"),
         (["a", "b"], [GREEDY], "sampling_params has 1 entries for 2 prompts"),
         ("a", SamplingParams(skip_special_tokens="x"), "sampling parameter"),  # type: ignore[arg-type]
+        ("a", SamplingParams(temperature="hot"), r"`float`, got `str` - at `\$\.temperature`"),  # type: ignore[arg-type]
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -147,12 +149,6 @@ def test_arguments_that_are_not_right(model: str, options: dict, message: str) -
     assert psutil.Process().children() == before
 
 
-def test_the_simulated_executor_needs_no_model_files() -> None:
-    with LLM("anything", executor="sim", sim_vocab_size=300) as llm:
-        [output] = llm.generate("hi", GREEDY)
-    assert len(output.outputs[0].token_ids) == 6
-
-
 def engines() -> list[psutil.Process]:
     children = psutil.Process().children()
     return [child for child in children if "pagoda.engine.main" in child.cmdline()]
@@ -170,27 +166,31 @@ def test_closing_ends_the_engine() -> None:
         llm.generate("hi", GREEDY)
 
 
-def test_a_plain_script_needs_no_guard_and_no_close() -> None:
-    script = (
-        "from pagoda import LLM, SamplingParams\n"
-        "llm = LLM('qwen3-0.6b', load_format='dummy', executor='sim')\n"
-        "print(len(llm.generate('hi', SamplingParams(max_tokens=3, ignore_eos=True))[0]"
-        ".outputs[0].token_ids))\n"
-    )
+LIGHT = "import sys, pagoda\nprint(sorted(m for m in sys.modules if m.startswith('pagoda')))"
+PLAIN = """
+from pagoda import LLM, SamplingParams
+llm = LLM('qwen3-0.6b', load_format='dummy', executor='sim')
+[output] = llm.generate('hi', SamplingParams(max_tokens=3, ignore_eos=True))
+print(len(output.outputs[0].token_ids))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        pytest.param(PLAIN, "3\n", id="no guard and no close"),
+        pytest.param(LIGHT, "['pagoda', 'pagoda.version']\n", id="a light package"),
+    ],
+)
+def test_a_plain_script(script: str, printed: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    assert (done.stdout, done.stderr) == ("3\n", "")
+    assert (done.stdout, done.stderr) == (printed, "")
 
 
-def test_the_package_is_light() -> None:
-    code = (
-        "import sys, pagoda\n"
-        "assert pagoda.__version__\n"
-        "print(sorted(m for m in sys.modules if m.startswith('pagoda')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['pagoda', 'pagoda.version']"
+def test_the_names_of_the_package() -> None:
+    assert pagoda.__version__
     assert set(pagoda.__all__) <= set(dir(pagoda))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         pagoda.nothing  # noqa: B018

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_endpoint import EOS, TEXT, ScriptedEndpoint
+from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
@@ -42,47 +42,45 @@ async def answer_of(texts: TextGenerator, **params: object) -> tuple[str, TextDe
     return "".join(delta.text for delta in deltas), deltas[-1]
 
 
-async def test_the_end_token_has_no_text() -> None:
-    texts, endpoint = generator("héllo")
-    text, last = await answer_of(texts, max_tokens=20)
-    assert (text, last.finish_reason, last.stop_reason) == ("héllo", FinishReason.STOP, None)
-    assert last.token_ids == [EOS]
-    assert endpoint.aborted == []
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+END = {"max_tokens": 50, "stop": ["END"]}
 
 
-async def test_a_character_cut_by_the_limit_is_rendered_as_the_tokenizer_does() -> None:
-    texts, _ = generator("é")
-    text, last = await answer_of(texts, max_tokens=1)
-    assert (text, last.finish_reason) == (TEXT.tokenizer.decode([0xC3]), FinishReason.LENGTH)
-
-
-@pytest.mark.parametrize(("keep", "expected"), [(False, "one "), (True, "one END")])
-async def test_a_stop_string_ends_and_aborts(keep: bool, expected: str) -> None:
-    texts, endpoint = generator("one END two")
-    text, last = await answer_of(
-        texts, max_tokens=50, stop=["END"], include_stop_str_in_output=keep
-    )
-    assert (text, last.finish_reason, last.stop_reason) == (expected, FinishReason.STOP, "END")
-    assert endpoint.aborted == [endpoint.requests[0].request_id]
+@pytest.mark.parametrize(
+    ("answer", "params", "text", "reason", "stop_reason"),
+    [
+        pytest.param(
+            "héllo", {"max_tokens": 20}, "héllo", STOP, None, id="no text of the end token"
+        ),
+        pytest.param("é", {"max_tokens": 1}, TEXT.tokenizer.decode([0xC3]), LENGTH, None, id="cut"),
+        ("one END two", END, "one ", STOP, "END"),
+        ("one END two", END | {"include_stop_str_in_output": True}, "one END", STOP, "END"),
+        pytest.param("one EN", END, "one EN", STOP, None, id="what was held back"),
+        ("one!two", {"max_tokens": 50, "stop_token_ids": [ord("!")]}, "one", STOP, ord("!")),
+        pytest.param(
+            "ababab",
+            {"max_tokens": 50, "min_tokens": 3, "stop": ["ab"]},
+            "abab",
+            STOP,
+            "ab",
+            id="no search before min_tokens",
+        ),
+    ],
+)
+async def test_where_an_answer_ends(
+    answer: str,
+    params: dict[str, Any],
+    text: str,
+    reason: FinishReason,
+    stop_reason: str | int | None,
+) -> None:
+    texts, endpoint = generator(answer)
+    found, last = await answer_of(texts, **params)
+    assert (found, last.finish_reason, last.stop_reason) == (text, reason, stop_reason)
     assert endpoint.requests[0].sampling.stop == ()
-
-
-async def test_a_stop_token_is_named_and_silent() -> None:
-    texts, _ = generator("one!two")
-    text, last = await answer_of(texts, max_tokens=50, stop_token_ids=[ord("!")])
-    assert (text, last.stop_reason) == ("one", ord("!"))
-
-
-async def test_stop_strings_are_not_searched_before_min_tokens() -> None:
-    texts, _ = generator("ababab")
-    text, _ = await answer_of(texts, max_tokens=50, min_tokens=3, stop=["ab"])
-    assert text == "abab"
-
-
-async def test_what_was_held_back_comes_at_the_end() -> None:
-    texts, _ = generator("one EN")
-    text, last = await answer_of(texts, max_tokens=50, stop=["END"])
-    assert (text, last.finish_reason) == ("one EN", FinishReason.STOP)
+    is_cut = isinstance(stop_reason, str)
+    assert endpoint.aborted == [endpoint.requests[0].request_id] * is_cut
+    assert is_cut or reason is LENGTH or len(last.token_ids) == 1
 
 
 async def test_seeds_are_derived_from_the_seed_and_the_index() -> None:
@@ -111,12 +109,12 @@ def test_derived_seeds_fit_the_wire(seed: int, index: int) -> None:
 
 async def test_max_tokens_is_resolved_against_the_context() -> None:
     texts, _ = generator()
-    [open_end] = await texts.prepare("hi", SamplingParams(max_tokens=None))
-    assert open_end.request.sampling.max_tokens == 254
     with pytest.raises(PromptTooLongError, match="max_tokens is 255, but only 254"):
         await texts.prepare("hi", SamplingParams(max_tokens=255))
-    [cut] = await texts.prepare("hi", SamplingParams(max_tokens=255), clamp_max_tokens=True)
-    assert cut.request.sampling.max_tokens == 254
+    for max_tokens, clamps in ((None, False), (255, True)):
+        params = SamplingParams(max_tokens=max_tokens)
+        [text] = await texts.prepare("hi", params, clamp_max_tokens=clamps)
+        assert text.request.sampling.max_tokens == 254
 
 
 @given(
@@ -227,15 +225,10 @@ async def test_a_failure_that_nobody_waits_for_is_not_logged(caplog) -> None:
     assert not caplog.records
 
 
-async def test_stop_strings_are_compiled_once_for_all_prompts_of_a_body() -> None:
+async def test_what_all_answers_to_a_body_share() -> None:
     texts, _ = generator()
     sampling = texts.check_sampling(SamplingParams(stop=("abc",), n=2))
-    requests = [r for _ in range(3) for r in await texts.prepare("hi", sampling)]
-    assert len({id(request.stops) for request in requests}) == 1
-
-
-async def test_a_prompt_of_token_ids_is_not_copied() -> None:
-    texts, _ = generator()
     prompt = [1, 2, 3]
-    requests = await texts.prepare(prompt, SamplingParams(n=2))
+    requests = [r for _ in range(3) for r in await texts.prepare(prompt, sampling)]
+    assert len({id(request.stops) for request in requests}) == 1
     assert all(request.request.prompt_token_ids is prompt for request in requests)

@@ -392,19 +392,9 @@ def test_a_trace_that_is_cut_off_is_refused_wherever_it_ends(tmp_path: Path, nam
             load_trace(path)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0 µs"),
-        (0.00012, "120 µs"),
-        (0.0042, "4.2 ms"),
-        (0.25, "250 ms"),
-        (1.24, "1.2 s"),
-        (125, "125 s"),
-    ],
-)
-def test_times_have_the_unit_that_people_would_take(value: float, text: str) -> None:
-    assert seconds(value) == text
+def test_times_have_the_unit_that_people_would_take() -> None:
+    told = [seconds(value) for value in (0, 0.00012, 0.0042, 0.25, 1.24, 125)]
+    assert told == ["0 µs", "120 µs", "4.2 ms", "250 ms", "1.2 s", "125 s"]
 
 
 Intervals = st.lists(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, expect
-from stage import Load, open_browser
+from playwright.sync_api import Browser, expect
+from stage import Load, ask, done, open_browser, open_page, set_field
 
 from pagoda.cli.server_process import server_process
 
@@ -46,20 +46,17 @@ def take_playground(browser: Browser, directory: Path) -> None:
             viewport={"width": 1360, "height": 760},
             reduced_motion="reduce",
         )
-        page.goto(f"{server.base_url}/#/playground")
-        expect(page.locator("#status")).to_contain_text("Live")
+        open_page(page, server, "#/playground")
         page.get_by_role("button", name="Add a pane").click()
         left, right = page.locator(".pane").all()
-        for pane, fields in (
-            (left, {"temperature": "0"}),
-            (right, {"temperature": "0", "top": "5"}),
-        ):
-            pane.get_by_role("button", name="Parameters").click()
-            for name, value in fields.items():
-                pane.locator(f"[name={name}]").fill(value)
+        set_field(right, "top", "5")
+        for pane in (left, right):
+            set_field(pane, "temperature", "0")
             pane.get_by_role("button", name="Parameters").click()
         for question, answer in ANSWERED.items():
             ask(page, question)
+            for answered in page.locator(".assistant").all():
+                done(answered)
             expect(left.locator(".assistant .text").last).to_have_text(answer)
         right.locator(".assistant").last.locator(".token").nth(-2).hover()
         for scheme in ("light", "dark"):
@@ -70,13 +67,6 @@ def take_playground(browser: Browser, directory: Path) -> None:
         page.wait_for_timeout(300)
         page.screenshot(path=directory / "playground-phone.png")
         page.close()
-
-
-def ask(page: Page, question: str) -> None:
-    page.get_by_label("Prompt for all panes").fill(question)
-    page.keyboard.press("Enter")
-    for answer in page.locator(".assistant").all():
-        expect(answer).to_have_attribute("aria-busy", "false")
 
 
 def main(directory: Path) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+from pagoda.cli.server_process import ServerProcess
 
 CHROMIUM = Path("/usr/bin/chromium")
 SLOW = ("--executor", "sim", "--sim-base-ms", "25", "--sim-per-token-ms", "0.1")
@@ -29,6 +31,39 @@ def open_browser() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+def says(page: Page, status: str, **options: float) -> None:
+    expect(page.locator("#status")).to_contain_text(status, **options)
+
+
+def open_page(page: Page, server: ServerProcess, view: str = "") -> None:
+    page.goto(f"{server.base_url}/{view}")
+    says(page, "Live")
+
+
+def set_field(pane: Page | Locator, name: str, value: str) -> None:
+    """Types a parameter of a pane."""
+    toggle = pane.get_by_role("button", name="Parameters")
+    if toggle.get_attribute("aria-expanded") == "false":
+        toggle.click()
+    field = pane.locator(f"[name={name}]")
+    if field.evaluate("element => element.tagName") == "SELECT":
+        field.select_option(value)
+    else:
+        field.fill(value)
+
+
+def ask(page: Page, question: str, **fields: str) -> None:
+    """Sends a question from the playground, with parameters of its only pane."""
+    for name, value in fields.items():
+        set_field(page, name, value)
+    page.get_by_label("Prompt for all panes").fill(question)
+    page.keyboard.press("Enter")
+
+
+def done(answer: Locator) -> None:
+    expect(answer).to_have_attribute("aria-busy", "false")
 
 
 class Load:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
-from stage import Load
+from stage import Load, ask, done, open_page, says
 
 from pagoda.cli.server_process import ServerProcess
 
@@ -25,20 +25,15 @@ def fits(page: Page) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(page: Page, slow: ServerProcess, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-    page.goto(slow.base_url)
-    expect(page.locator("#status")).to_contain_text("Live")
+    open_page(page, slow)
     check(page)
     with Load(slow.base_url, 2):
         expect(page.locator(".requests tbody tr")).to_have_count(2)
         check(page)
     page.get_by_role("tab", name="Playground").click()
     check(page)
-    page.get_by_role("button", name="Parameters").click()
-    page.locator("[name=top]").fill("2")
-    page.locator("[name=max_tokens]").fill("8")
-    page.get_by_label("Prompt for all panes").fill("hello")
-    page.keyboard.press("Enter")
-    expect(page.locator(".assistant")).to_have_attribute("aria-busy", "false")
+    ask(page, "hello", top="2", max_tokens="8")
+    done(page.locator(".assistant"))
     page.locator(".token").first.hover()
     check(page)
     page.locator("[name=temperature]").fill("-1")
@@ -49,15 +44,14 @@ def test_axe_finds_nothing(page: Page, slow: ServerProcess, scheme: str) -> None
 
 
 def test_everything_is_reached_by_keyboard(page: Page, slow: ServerProcess) -> None:
-    page.goto(slow.base_url)
-    expect(page.locator("#status")).to_contain_text("Live")
+    open_page(page, slow)
     press = page.keyboard.press
     press("Tab")
     expect(page.get_by_text("Skip to content")).to_be_focused()
     press("Enter")
     expect(page.locator("main")).to_be_focused()
     page.reload()
-    expect(page.locator("#status")).to_contain_text("Live")
+    says(page, "Live")
     press("Tab")
     press("Tab")
     expect(page.get_by_role("tab", name="Live")).to_be_focused()
@@ -88,18 +82,14 @@ def test_everything_is_reached_by_keyboard(page: Page, slow: ServerProcess) -> N
 def test_it_fits_a_phone(page: Page, slow: ServerProcess, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     page.set_viewport_size(PHONE)  # type: ignore[arg-type]
-    page.goto(slow.base_url)
-    expect(page.locator("#status")).to_contain_text("Live")
+    open_page(page, slow)
     with Load(slow.base_url, 2):
         expect(page.locator(".requests tbody tr")).to_have_count(2)
         fits(page)
         check(page)
     page.get_by_role("tab", name="Playground").click()
-    page.get_by_role("button", name="Parameters").click()
-    page.locator("[name=max_tokens]").fill("20")
-    page.get_by_label("Prompt for all panes").fill("hello")
-    page.keyboard.press("Enter")
-    expect(page.locator(".assistant")).to_have_attribute("aria-busy", "false")
+    ask(page, "hello", max_tokens="20")
+    done(page.locator(".assistant"))
     fits(page)
     check(page)
     for name in ("Send", "Stop", "Add a pane"):

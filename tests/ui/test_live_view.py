@@ -11,14 +11,9 @@ import sys
 import openai
 import pytest
 from playwright.sync_api import Locator, Page, expect
-from stage import SLOW, Load
+from stage import SLOW, Load, ask, done, open_page, says
 
 from pagoda.cli.server_process import ServerProcess, server_process
-
-
-def open_live(page: Page, server: ServerProcess) -> None:
-    page.goto(f"{server.base_url}/")
-    expect(page.locator("#status")).to_contain_text("Live")
 
 
 def tile(page: Page, name: str) -> Locator:
@@ -30,7 +25,7 @@ def until(page: Page, condition: str) -> None:
 
 
 def test_an_idle_server_looks_idle(page: Page, slow: ServerProcess) -> None:
-    open_live(page, slow)
+    open_page(page, slow)
     expect(tile(page, "Running")).to_have_text("0")
     expect(page.get_by_text("Nothing is running.")).to_be_visible()
     expect(page.locator(".replicas li")).to_have_count(1)
@@ -39,7 +34,7 @@ def test_an_idle_server_looks_idle(page: Page, slow: ServerProcess) -> None:
 
 
 def test_everything_moves_under_load(page: Page, slow: ServerProcess) -> None:
-    open_live(page, slow)
+    open_page(page, slow)
     picture = page.locator(".field")
     expect(picture).to_have_attribute("aria-label", re.compile("8192 KV blocks .* 0 are in use"))
     with Load(slow.base_url, 6):
@@ -66,7 +61,7 @@ def test_everything_moves_under_load(page: Page, slow: ServerProcess) -> None:
 
 
 def test_steps_are_told_by_keyboard_and_pointer(page: Page, slow: ServerProcess) -> None:
-    open_live(page, slow)
+    open_page(page, slow)
     timeline = page.get_by_role("slider", name="Steps of the last minute")
     with Load(slow.base_url, 2):
         until(page, "() => document.querySelector('.frame.steps').ariaValueMax > 20")
@@ -89,7 +84,7 @@ def test_steps_are_told_by_keyboard_and_pointer(page: Page, slow: ServerProcess)
 def test_a_full_replica_is_told_from_an_empty_one(page: Page) -> None:
     arguments = (*SLOW, "--data-parallel-size", "2", "--num-kv-blocks", "100")
     with server_process(arguments) as server:
-        open_live(page, server)
+        open_page(page, server)
         rows = page.locator(".of-replicas li")
         idle = "0 in use, 0 cached of 100"
         expect(rows).to_have_text([f"0{idle}", f"1{idle}"])
@@ -104,7 +99,7 @@ def test_a_full_replica_is_told_from_an_empty_one(page: Page) -> None:
 
 
 def test_a_chart_is_read_by_keyboard(page: Page, slow: ServerProcess) -> None:
-    open_live(page, slow)
+    open_page(page, slow)
     chart = page.get_by_role("slider", name="Requests")
     until(page, "() => document.querySelector('.chart .frame').ariaValueMax > 1")
     chart.focus()
@@ -123,7 +118,7 @@ def test_a_chart_is_read_by_keyboard(page: Page, slow: ServerProcess) -> None:
 
 
 def test_what_has_the_focus_does_not_speak_by_itself(page: Page, slow: ServerProcess) -> None:
-    open_live(page, slow)
+    open_page(page, slow)
     timeline = page.get_by_role("slider", name="Steps of the last minute")
     with Load(slow.base_url, 2):
         until(page, "() => document.querySelector('.frame.steps').ariaValueMax > 20")
@@ -138,7 +133,7 @@ def test_what_has_the_focus_does_not_speak_by_itself(page: Page, slow: ServerPro
 
 
 def test_an_answer_is_cancelled_from_the_table(page: Page, slow: ServerProcess) -> None:
-    open_live(page, slow)
+    open_page(page, slow)
     with openai.OpenAI(base_url=f"{slow.base_url}/v1", api_key="x", max_retries=0) as client:
         stream = client.completions.create(
             model="synthetic",
@@ -169,16 +164,13 @@ def test_the_key_is_asked_for_and_kept(page: Page) -> None:
         expect(dialog).to_contain_text("does not accept this key")
         dialog.get_by_label("Key").fill("open sesame")
         dialog.get_by_role("button", name="Use this key").click()
-        expect(page.locator("#status")).to_contain_text("Live")
+        says(page, "Live")
         expect(page.locator("#model")).to_have_text("synthetic")
         page.reload()
-        expect(page.locator("#status")).to_contain_text("Live")
+        says(page, "Live")
         expect(dialog).to_be_hidden()
         page.get_by_role("tab", name="Playground").click()
-        page.get_by_role("button", name="Parameters").click()
-        page.locator("[name=max_tokens]").fill("5")
-        page.get_by_label("Prompt for all panes").fill("hello")
-        page.keyboard.press("Enter")
+        ask(page, "hello", max_tokens="5")
         expect(page.locator(".meta")).to_contain_text("tokens")
         page.get_by_role("button", name="Copy as curl").click()
         expect(page.locator("#code")).to_contain_text("Bearer $PAGODA_API_KEY")
@@ -186,14 +178,15 @@ def test_the_key_is_asked_for_and_kept(page: Page) -> None:
 
 
 def test_the_page_reconnects_to_a_server_that_was_started_again(page: Page) -> None:
+    # `server_process` waits for the end: an open page that held it up would be cut off with an error in the log.
     with server_process(SLOW) as server:
-        open_live(page, server)
+        open_page(page, server)
         port = server.base_url.rpartition(":")[2]
-    expect(page.locator("#status")).to_contain_text("Reconnecting")
+    says(page, "Reconnecting")
     expect(page.locator("#notice")).to_contain_text("reconnects when the server is back")
     command = [sys.executable, "-m", "pagoda", "serve", *SLOW, "--port", port]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as again:
-        expect(page.locator("#status")).to_contain_text("Live", timeout=20_000)
+        says(page, "Live", timeout=20_000)
         expect(page.locator("#notice")).to_contain_text("The server was started again")
         again.terminate()
 
@@ -203,7 +196,7 @@ def test_the_page_does_without_storage(page: Page, slow: ServerProcess) -> None:
         "for (const area of ['localStorage', 'sessionStorage']) Object.defineProperty(window, area, "
         "{ get() { throw new DOMException('not here', 'SecurityError'); } });"
     )
-    open_live(page, slow)
+    open_page(page, slow)
     button = page.get_by_role("button", name="Theme")
     button.click()
     button.click()
@@ -213,14 +206,14 @@ def test_the_page_does_without_storage(page: Page, slow: ServerProcess) -> None:
 
 def test_the_page_says_when_the_server_is_silent(page: Page) -> None:
     with server_process(SLOW) as server:
-        open_live(page, server)
+        open_page(page, server)
         os.kill(server.pid, signal.SIGSTOP)
         try:
-            expect(page.locator("#status")).to_contain_text("Reconnecting")
+            says(page, "Reconnecting")
             expect(page.locator("#notice")).to_contain_text("has said nothing for 5 s. This page")
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        expect(page.locator("#status")).to_contain_text("Live")
+        says(page, "Live")
         expect(page.locator("#notice")).to_be_hidden()
 
 
@@ -231,18 +224,18 @@ SET_HIDDEN = """hidden => {
 
 
 def test_a_page_that_nobody_sees_asks_nothing(page: Page, slow: ServerProcess) -> None:
-    open_live(page, slow)
+    open_page(page, slow)
     closed = lambda request: request.url.endswith("/v1/live")  # noqa: E731
     with page.expect_event("requestfailed", closed):
         page.evaluate(SET_HIDDEN, True)
-    expect(page.locator("#status")).to_contain_text("Paused")
+    says(page, "Paused")
     with page.expect_request("**/v1/live"):
         page.evaluate(SET_HIDDEN, False)
-    expect(page.locator("#status")).to_contain_text("Live")
+    says(page, "Live")
 
 
 def test_only_the_view_that_is_there_is_drawn(page: Page, slow: ServerProcess) -> None:
-    open_live(page, slow)
+    open_page(page, slow)
     expect(page.locator(".line.decode").first).to_have_attribute("d", re.compile("L"))
     page.get_by_role("tab", name="Playground").click()
     expect(page.locator("#live")).to_be_hidden()
@@ -250,22 +243,11 @@ def test_only_the_view_that_is_there_is_drawn(page: Page, slow: ServerProcess) -
         "() => { window.drawn = 0; new MutationObserver(() => window.drawn++)"
         ".observe(document.getElementById('live'), { childList: true, subtree: true }); }"
     )
-    page.get_by_role("button", name="Parameters").click()
-    page.locator("[name=max_tokens]").fill("60")  # it takes longer than a snapshot
-    page.locator("[name=ignore_eos]").select_option("true")
-    page.get_by_label("Prompt for all panes").fill("on and on")
-    page.keyboard.press("Enter")
-    expect(page.locator(".assistant")).to_have_attribute("aria-busy", "false")
+    ask(page, "on and on", max_tokens="60", ignore_eos="true")  # longer than a snapshot
+    done(page.locator(".assistant"))
     assert page.evaluate("window.drawn") == 0
     page.get_by_role("tab", name="Live").click()
     assert page.evaluate("() => new Promise(r => setTimeout(() => r(window.drawn)))") > 0
-
-
-def test_a_shutdown_does_not_wait_for_open_pages(page: Page) -> None:
-    with server_process(SLOW) as server:
-        open_live(page, server)
-    # `server_process` waits for the end, and a page that held it up would be cut off with an error in the log.
-    expect(page.locator("#status")).to_contain_text("Reconnecting")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -273,7 +255,7 @@ def test_the_theme_follows_the_system_or_the_button(
     page: Page, slow: ServerProcess, scheme: str
 ) -> None:
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-    open_live(page, slow)
+    open_page(page, slow)
     dark, light = "rgb(14, 18, 23)", "rgb(244, 246, 248)"
     expect(page.locator("body")).to_have_css(
         "background-color", dark if scheme == "dark" else light

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
+from stage import ask, done, open_page, set_field
 
 from pagoda.cli.server_process import ServerProcess
 
@@ -17,43 +18,18 @@ SUM = "What is 17 + 25?"
 
 
 def open_playground(page: Page, server: ServerProcess) -> None:
-    page.goto(f"{server.base_url}/#/playground")
-    expect(page.locator("#status")).to_contain_text("Live")
+    open_page(page, server, "#/playground")
     expect(page.locator(".pane select").first.locator("option")).to_have_count(1)
-
-
-def ask(page: Page, text: str) -> None:
-    page.get_by_label("Prompt for all panes").fill(text)
-    page.keyboard.press("Enter")
 
 
 def answers(page: Page) -> Locator:
     return page.locator(".turn.assistant")
 
 
-def done(answer: Locator) -> None:
-    expect(answer).to_have_attribute("aria-busy", "false")
-
-
-def set_field(page: Page, name: str, value: str, pane: int = 0) -> None:
-    """Types a parameter of a pane."""
-    one = page.locator(".pane").nth(pane)
-    toggle = one.get_by_role("button", name="Parameters")
-    if toggle.get_attribute("aria-expanded") == "false":
-        toggle.click()
-    field = one.locator(f"[name={name}]")
-    if field.evaluate("element => element.tagName") == "SELECT":
-        field.select_option(value)
-    else:
-        field.fill(value)
-
-
 def answered(page: Page, server: ServerProcess, question: str = SUM, **fields: str) -> Locator:
     """The answer to a question that is asked first, greedily unless `fields` say otherwise."""
     open_playground(page, server)
-    for name, value in {"temperature": "0", **fields}.items():
-        set_field(page, name, value)
-    ask(page, question)
+    ask(page, question, **{"temperature": "0", **fields})
     done(answers(page).first)
     return answers(page).first
 
@@ -89,10 +65,7 @@ def test_a_chat_is_answered_and_goes_on(page: Page, tiny: ServerProcess) -> None
 
 def test_an_answer_streams_and_is_stopped_and_made_again(page: Page, slow: ServerProcess) -> None:
     open_playground(page, slow)
-    set_field(page, "max_tokens", "4000")
-    set_field(page, "ignore_eos", "true")
-    set_field(page, "seed", "7")
-    ask(page, "Tell me something long.")
+    ask(page, "Tell me something long.", max_tokens="4000", ignore_eos="true", seed="7")
     answer = answers(page).first
     expect(answer.locator(".text")).not_to_be_empty()
     before = answer.locator(".text").inner_text()
@@ -170,9 +143,7 @@ def test_how_likely_each_token_was(page: Page, tiny: ServerProcess) -> None:
 def test_a_completion_with_two_answers(page: Page, tiny: ServerProcess) -> None:
     open_playground(page, tiny)
     page.get_by_text("Completion").click()
-    for name, value in (("max_tokens", "5"), ("n", "2"), ("top", "1"), ("ignore_eos", "true")):
-        set_field(page, name, value)
-    ask(page, "1 2 3")
+    ask(page, "1 2 3", max_tokens="5", n="2", top="1", ignore_eos="true")
     done(answers(page).first)
     expect(page.locator(".choice")).to_have_count(2)
     expect(page.locator(".choice").nth(1).locator(".token")).to_have_count(5)
@@ -228,8 +199,7 @@ def test_what_is_refused_is_said(
     page: Page, tiny: ServerProcess, field: str, value: str, said: str
 ) -> None:
     open_playground(page, tiny)
-    set_field(page, field, value)
-    ask(page, "hello")
+    ask(page, "hello", **{field: value})
     expect(page.get_by_role("alert")).to_contain_text(said)
 
 
@@ -260,10 +230,10 @@ def test_one_prompt_for_several_panes(page: Page, tiny: ServerProcess) -> None:
     open_playground(page, tiny)
     add = page.get_by_role("button", name="Add a pane")
     add.click()
-    set_field(page, "temperature", "0", pane=0)
-    set_field(page, "max_tokens", "3", pane=1)
-    ask(page, SUM)
     first, second = page.locator(".pane").all()
+    set_field(first, "temperature", "0")
+    set_field(second, "max_tokens", "3")
+    ask(page, SUM)
     done(first.locator(".assistant"))
     done(second.locator(".assistant"))
     expect(first.locator(".assistant .text")).to_have_text("17 + 25 = 42")

@@ -28,8 +28,7 @@ from pagoda.worker.backends import choose_backend
 from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import KVMemory, SharedKVMemory, shares_kv
-from pagoda.worker.kv.tiers import KVTiers
-from pagoda.worker.kv.transfers import TransferWorker
+from pagoda.worker.kv.transfers import KVTiers, TransferWorker
 from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
 
 NUM_BLOCKS = 12
@@ -108,11 +107,11 @@ class Engine:
 
     def add_peer(self, peer: KVPeer) -> None:
         for worker in self.workers:
-            worker.add_peers([peer])
+            worker.fetcher.add_peers([peer])
 
     def remove_peer(self, peer_id: str) -> None:
         for worker in self.workers:
-            worker.remove_peers([peer_id])
+            worker.fetcher.remove_peers([peer_id])
 
     def step_done(self, step: int) -> None:
         for jobs in self.jobs:

@@ -6,7 +6,7 @@ import itertools
 import json
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,11 @@ class Half:
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
-        self.told: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[Transfers] = queue.SimpleQueue()
         self.is_closed = False
 
-    def start(self, transfers: Sequence[Transfer]) -> None:
-        for transfer in transfers:
-            self.told.put(("begun", transfer))
-
-    def add_peers(self, peers: Sequence[KVPeer]) -> None:
-        for peer in peers:
-            self.told.put(("added", peer.peer_id))
-
-    def remove_peers(self, peer_ids: Sequence[str]) -> None:
-        for peer_id in peer_ids:
-            self.told.put(("removed", peer_id))
+    def apply(self, message: Transfers) -> None:
+        self.told.put(message)
 
     def end(self, *ids: int) -> None:
         for transfer_id in ids:
@@ -85,8 +76,8 @@ class Engine:
         assert identity == b"kv-1"
         return self._decode(payload)
 
-    def send(self, *args: object) -> None:
-        self.socket.send_multipart([b"kv-1", msgspec.msgpack.encode(Transfers(*args))])
+    def send(self, message: Transfers) -> None:
+        self.socket.send_multipart([b"kv-1", msgspec.msgpack.encode(message)])
 
 
 @pytest.fixture(params=["plain", "encrypted"])
@@ -121,10 +112,10 @@ def test_transfers_and_peers_come_in_order_and_ends_go_in_any(
     engine: Engine, link: TransferThread
 ) -> None:
     assert engine.receive() == TransferLink(), "it says first that it is there"
-    engine.send([FIRST], [KVPeer(peer_id="p", ranks=())], ["q"])
-    engine.send([SECOND])
-    told = [half(link).told.get(timeout=20) for _ in range(4)]
-    assert told == [("added", "p"), ("begun", FIRST), ("removed", "q"), ("begun", SECOND)]
+    said = [Transfers([FIRST], [KVPeer(peer_id="p", ranks=())], ["q"]), Transfers([SECOND])]
+    for message in said:
+        engine.send(message)
+    assert [half(link).told.get(timeout=20) for _ in said] == said
     half(link).end(8)
     assert engine.receive() == TransferEnd(8, 3)
     half(link).end(7, 2, 3)

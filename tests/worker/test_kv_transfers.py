@@ -23,8 +23,7 @@ from pagoda.messages.transfers import (
 from pagoda.worker.kv import transfers
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena
-from pagoda.worker.kv.tiers import KVTiers
-from pagoda.worker.kv.transfers import TransferWorker
+from pagoda.worker.kv.transfers import KVTiers, TransferWorker
 
 BLOCK_BYTES = 5000
 NUM_BLOCKS = 8

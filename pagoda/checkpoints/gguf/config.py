@@ -19,8 +19,6 @@ from pagoda.errors import ConfigError
 
 DTYPE = "bfloat16"
 """Type of activations unless the operator says otherwise: a GGUF file does not name the type of training."""
-
-
 DENSE = ("F32", "F16", "BF16")
 """Types whose tensors hold plain numbers."""
 GROUP_SIZE = 32
@@ -77,8 +75,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
             f"{file.path} has a tensor {unknown!r}, which is in no model that Pagoda runs."
         )
     config = parse_model_config(config_values(file), source=str(file.path))
-    assert config.family.gguf is not None  # families of GGUF files are chosen by it
-    names, scaling = config.family.gguf.names, config.rope_scaling
+    names, scaling = GGUF_NAMES, config.rope_scaling
     if FREQUENCY_FACTORS in file.tensors:
         if scaling is not None:
             raise ConfigError(

@@ -35,17 +35,8 @@ _DEFAULT_ALIGNMENT = 32
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
-    0: struct.Struct("<B"),
-    1: struct.Struct("<b"),
-    2: struct.Struct("<H"),
-    3: struct.Struct("<h"),
-    4: struct.Struct("<I"),
-    5: struct.Struct("<i"),
-    6: struct.Struct("<f"),
-    7: struct.Struct("<?"),
-    10: struct.Struct("<Q"),
-    11: struct.Struct("<q"),
-    12: struct.Struct("<d"),
+    kind: struct.Struct(f"<{code}")
+    for kind, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _SMALLEST = {_STRING: 8, _ARRAY: 12} | {kind: form.size for kind, form in _SCALARS.items()}

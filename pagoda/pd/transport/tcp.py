@@ -21,8 +21,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,13 +172,12 @@ class TcpLink:
         total = sum(span.num_bytes for span in spans)
         num_streams = max(1, min(MAX_STREAMS, total // _STREAM_BYTES))
         first, *others = [*batches(spans, -(-total // num_streams), sys.maxsize)] or [[]]
-        readings: list[Future[None]] = []
+        pool = ThreadPoolExecutor(MAX_STREAMS, "kv-tcp-read")
         try:
-            # Those that have begun are in the list even where one does not begin.
-            readings.extend(_beside(partial(self._read, share, deadline)) for share in others)
+            readings = [pool.submit(self._read, share, deadline) for share in others]
             self._read(first, deadline)
         finally:
-            wait(readings)  # none may write to the targets after this call
+            pool.shutdown(cancel_futures=True)  # none may write to the targets after this call
         for reading in readings:
             reading.result()
 
@@ -287,25 +286,6 @@ def _receive_spans(stream: socket.socket, spans: Sequence[Span], deadline: float
             if not count:
                 raise ConnectionResetError("the connection was closed")
             first = _advance(targets, first, count)
-
-
-def _beside(work: Callable[[], None]) -> Future[None]:
-    """Runs `work` in a thread of its own.
-
-    Raises RuntimeError if no further thread can start; nothing was begun.
-    """
-    end: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            end.set_exception(error)
-        else:
-            end.set_result(None)
-
-    threading.Thread(target=run, name="kv-tcp-read", daemon=True).start()
-    return end
 
 
 def _send(stream: socket.socket, pieces: list[memoryview]) -> None:

@@ -101,24 +101,36 @@ def _write(trace: Trace, write: Callable[[bytes], Any]) -> int:
     return len(flows)
 
 
-def _other_data(trace: Trace) -> dict[str, Any]:
-    began = datetime.fromtimestamp(trace.began_ns / 1e9, UTC)
-    return {
-        "producer": "pagoda trace merge",
-        "began": began.isoformat(timespec="milliseconds"),
-        "began_ns": trace.began_ns,
-        "notes": trace.notes,
-        "processes": {
-            str(it.pid): {
-                **msgspec.to_builtins(it.header),
-                "parent": it.parent,
-                "clock": it.clock,
-                "descriptions": it.descriptions,
-                "began": it.began,
-            }
-            for it in trace.processes
-        },
+class _ProcessData(ProcessHeader, frozen=True, kw_only=True):
+    parent: int | None = None
+    clock: ClockSource = "main"
+    descriptions: dict[str, Any] = msgspec.field(default_factory=dict)
+    began: tuple[int, ...] = ()
+
+
+class _OtherData(msgspec.Struct):
+    """What a file says beside its events."""
+
+    processes: dict[int, _ProcessData]
+    began_ns: int = 0
+    notes: tuple[str, ...] = ()
+    began: str = ""
+    producer: str = "pagoda trace merge"
+
+
+def _other_data(trace: Trace) -> _OtherData:
+    processes = {
+        it.pid: _ProcessData(
+            **msgspec.structs.asdict(it.header),
+            parent=it.parent,
+            clock=it.clock,
+            descriptions=it.descriptions,
+            began=it.began,
+        )
+        for it in trace.processes
     }
+    began = datetime.fromtimestamp(trace.began_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+    return _OtherData(processes, trace.began_ns, trace.notes, began)
 
 
 def _events_of(process: Process) -> Iterator[_Event]:
@@ -211,19 +223,6 @@ def _flows_of(trace: Trace) -> Iterator[list[_Point]]:
 
 
 _GZIP = b"\x1f\x8b"
-
-
-class _ProcessData(ProcessHeader, frozen=True, kw_only=True):
-    parent: int | None = None
-    clock: ClockSource = "main"
-    descriptions: dict[str, Any] = msgspec.field(default_factory=dict)
-    began: tuple[int, ...] = ()
-
-
-class _OtherData(msgspec.Struct):
-    processes: dict[int, _ProcessData]
-    began_ns: int = 0
-    notes: tuple[str, ...] = ()
 
 
 class _Head(msgspec.Struct, rename="camel"):

@@ -28,6 +28,14 @@ class Span(msgspec.Struct, gc=False):
     args: bytes
     """A JSON object, or nothing."""
 
+    @property
+    def interval(self) -> tuple[int, int]:
+        return self.start, self.end
+
+    @property
+    def ns(self) -> int:
+        return self.end - self.start
+
 
 class Moment(msgspec.Struct, gc=False):
     """An instant, or what a counter is from then on."""

@@ -168,7 +168,7 @@ def operations_within(
     forward = row.spans[index]
     if b'"ops_ns"' in forward.args:
         for span, kind in operation_spans(forward, operations):
-            yield span.name, kind, span.end - span.start
+            yield span.name, kind, span.ns
         return
     kinds = dict(zip(operations.names, operations.kinds, strict=False))
     for position in range(index + 1, len(row.spans)):
@@ -176,4 +176,4 @@ def operations_within(
         if span.start >= forward.end:
             return
         kind = kinds.get(span.name) or str(arguments(span.args).get("kind", "operation"))
-        yield span.name, kind, span.end - span.start
+        yield span.name, kind, span.ns

@@ -77,12 +77,7 @@ def _percentiles(
     steps: Mapping[int, Sequence[Step]],
     in_workers: Sequence[float],
 ) -> Iterator[Percentiles]:
-    in_engine = [
-        (it.place.span.end - it.place.span.start) / 1e9
-        for found in steps.values()
-        for it in found
-        if it.is_whole
-    ]
+    in_engine = [it.place.span.ns / 1e9 for found in steps.values() for it in found if it.is_whole]
     for name, times in (
         ("time to first token", [it.first_token for it in requests if it.first_token is not None]),
         ("time per output token", [it.per_token for it in requests if it.per_token is not None]),

@@ -11,7 +11,7 @@ import msgspec
 from pagoda.telemetry.merge.model import Process, Row, Span, Trace, read_args
 from pagoda.telemetry.merge.steps import Step, StepsByRow, steps_by_row
 from pagoda.telemetry.report.data import Phase, RequestReport, parts_of, seconds
-from pagoda.telemetry.report.intervals import Interval, covered, length, union
+from pagoda.telemetry.report.intervals import Interval, covered, union
 
 BEFORE, AFTER = "before the trace", "after the trace"
 """Parts of requests that ran when tracing began, or when it ended in their engine."""
@@ -82,9 +82,9 @@ def _rows_of_requests(trace: Trace) -> dict[str, _RequestRows]:
 
 def _report(request: str, whole: Span, seen: _RequestRows, by_row: StepsByRow) -> RequestReport:
     phases = _phases(whole, seen)
-    computing = union((it.start, it.end) for it in phases if it.name in _COMPUTING)
+    computing = union(it.interval for it in phases if it.name in _COMPUTING)
     own = [step for process, row in seen.engines for step in by_row.get((process.pid, row.tid), ())]
-    stepping = union((it.place.span.start, it.place.span.end) for it in own)
+    stepping = union(it.place.span.interval for it in own)
     parts = _parts(whole, seen, phases, stepping if own else computing)
     figures = _figures(whole)
     in_engine = [_figures(span) for _, row in seen.engines for span in row.named("request")]
@@ -92,7 +92,7 @@ def _report(request: str, whole: Span, seen: _RequestRows, by_row: StepsByRow) -
     report = RequestReport(
         request=request,
         arrived=whole.start / 1e9,
-        end_to_end=(whole.end - whole.start) / 1e9,
+        end_to_end=whole.ns / 1e9,
         first_token=(firsts[0].end - whole.start) / 1e9 if firsts else None,
         per_token=_per_token(seen.outer, figures.output_tokens),
         prompt_tokens=figures.prompt_tokens,
@@ -134,17 +134,15 @@ def _parts(
 ) -> dict[str, int]:
     """Nanoseconds of each part; together they are the request's time."""
     parts = dict.fromkeys(PARTS, 0)
-    parts["HTTP, prepare"] = length((it.start, it.end) for it in seen.outer.named("prepare"))
-    parts[BEFORE] = sum(it.end - it.start for it in _before(whole, seen))
+    parts["HTTP, prepare"] = sum(it.ns for it in seen.outer.named("prepare"))
+    parts[BEFORE] = sum(it.ns for it in _before(whole, seen))
     parts[AFTER] = _after(whole, seen)
     for phase in phases:
-        took = phase.end - phase.start
-        if phase.name in _COMPUTING:
-            computed = covered(stepping, phase.start, phase.end)
-            parts["between steps"] += took - computed
-            took = computed
+        computing = phase.name in _COMPUTING
+        took = covered(stepping, *phase.interval) if computing else phase.ns
+        parts["between steps"] += phase.ns - took
         parts[phase.name] += took
-    parts["between processes"] = max(0, whole.end - whole.start - sum(parts.values()))
+    parts["between processes"] = max(0, whole.ns - sum(parts.values()))
     return parts
 
 
@@ -172,13 +170,13 @@ def _after(whole: Span, seen: _RequestRows) -> int:
 
 def _num_decoded(own: Sequence[Step], phases: Sequence[Span]) -> int:
     """Tokens of the steps that were seen while it decoded."""
-    decoding = union((it.start, it.end) for it in phases if it.name == "decode")
+    decoding = union(it.interval for it in phases if it.name == "decode")
     ends = (step.place.span.end for step in own if step.is_whole)
     return sum(covered(decoding, end - 1, end) for end in ends)
 
 
 def _shown(phase: Span, whole: Span) -> Phase:
-    return Phase(phase.name, (phase.start - whole.start) / 1e9, (phase.end - phase.start) / 1e9)
+    return Phase(phase.name, (phase.start - whole.start) / 1e9, phase.ns / 1e9)
 
 
 def _figures(span: Span) -> _Figures:
@@ -186,8 +184,8 @@ def _figures(span: Span) -> _Figures:
 
 
 def _per_token(outer: Row, output_tokens: int) -> float | None:
-    streams = [span.end - span.start for span in outer.named("stream")]
-    return streams[0] / 1e9 / (output_tokens - 1) if streams and output_tokens > 1 else None
+    streams = outer.named("stream")
+    return streams[0].ns / 1e9 / (output_tokens - 1) if streams and output_tokens > 1 else None
 
 
 def _token_times(seen: _RequestRows) -> list[float]:
@@ -214,7 +212,7 @@ def _shared(own: Sequence[Step], seen: _RequestRows) -> tuple[int, float]:
         prompts = sum(count for row, count in counts if (pid, row) not in rows and count > 1)
         if prompts:
             num_tokens += prompts
-            ns += step.place.span.end - step.place.span.start
+            ns += step.place.span.ns
     return num_tokens, ns / 1e9
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean as mean
 
 import msgspec
@@ -68,7 +69,7 @@ def step_times(worker: Process) -> Iterator[Interval]:
 
 
 def _times(process: Process, name: str) -> Iterator[Interval]:
-    return ((span.start, span.end) for span in process.main.named(name))
+    return (span.interval for span in process.main.named(name))
 
 
 def engine_report(
@@ -76,21 +77,17 @@ def engine_report(
 ) -> EngineReport:
     """`workers`: when each worker of this engine was working, by its `pid`."""
     present = _present(engine)
-    loop = {name: sum(end - start for start, end in _times(engine, name)) / 1e9 for name in _LOOP}
+    loop = {name: length(_times(engine, name)) / 1e9 for name in _LOOP}
     steps = [step for step in steps if step.is_whole]
     busy = union(it for intervals in workers.values() for it in intervals)
     whole = own = waited = 0
     for step in steps:
         span = step.place.span
-        whole += span.end - span.start
-        mine = union(
-            part
-            for it in step.workers
-            for part in within(workers.get(it.pid, ()), it.span.start, it.span.end)
-        )
-        in_own = covered(mine, span.start, span.end)
+        whole += span.ns
+        mine = (within(workers.get(it.pid, ()), *it.span.interval) for it in step.workers)
+        in_own = covered(union(chain.from_iterable(mine)), *span.interval)
         own += in_own
-        waited += covered(busy, span.start, span.end) - in_own
+        waited += covered(busy, *span.interval) - in_own
     parts = {
         "in the worker": own / 1e9,
         "behind other steps": waited / 1e9,
@@ -106,12 +103,8 @@ def engine_report(
 
 def _present(engine: Process) -> list[Interval]:
     """Times in which the engine had a request."""
-    return union(
-        (span.start, span.end)
-        for row in engine.rows
-        if row.request is not None
-        for span in row.spans
-    )
+    rows = (row.spans for row in engine.rows if row.request is not None)
+    return union(span.interval for span in chain.from_iterable(rows))
 
 
 @dataclass
@@ -142,9 +135,9 @@ def worker_report(worker: Process, engines: Sequence[Process]) -> WorkerReport |
     took = dict.fromkeys(_PHASES, 0)
     for span in (row.spans[index] for step in steps for index in step.inner):
         if span.name in took:
-            took[span.name] += span.end - span.start
+            took[span.name] += span.ns
     present = union(it for engine in engines for it in _present(engine))
-    busy = union((step.span.start, step.span.end) for step in steps)
+    busy = union(step.span.interval for step in steps)
     between = covered(present, busy[0][0], busy[-1][1]) - sum(
         covered(present, start, end) for start, end in busy
     )
@@ -225,7 +218,7 @@ def _forward_reports(worker: Process, steps: Sequence[_WorkerStep]) -> tuple[For
     spans = worker.main.spans
     for step in steps:
         inner = (spans[index] for index in step.inner)
-        if ns := sum(it.end - it.start for it in inner if it.name == "forward"):
+        if ns := sum(it.ns for it in inner if it.name == "forward"):
             is_decode = step.batch.tokens <= step.batch.seqs
             found["decode" if is_decode else "with prompts"].append((step.batch, ns))
     return tuple(_forward_report(name, passes, model) for name, passes in sorted(found.items()))

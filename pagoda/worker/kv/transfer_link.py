@@ -136,6 +136,4 @@ class TransferThread:
             if socket in ready:
                 message: Transfers = codec_in.decode(socket.recv())
                 self._spans.begin(message.transfers)
-                self.transfers.add_peers(message.added_peers)
-                self.transfers.start(message.transfers)
-                self.transfers.remove_peers(message.removed_peers)
+                self.transfers.apply(message)

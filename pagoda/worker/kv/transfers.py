@@ -10,20 +10,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from pagoda.kv.objects import ObjectError, ObjectUnreadableError
+import msgspec
+
+from pagoda.kv.objects import ObjectError, ObjectFiles, ObjectUnreadableError, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
-    KVPeer,
+    KVDirectory,
     RemoteBlocks,
     Transfer,
+    Transfers,
 )
+from pagoda.messages.worker import WorkerReady
 from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
-from pagoda.worker.kv.memory import copy_bytes
-from pagoda.worker.kv.tiers import KVTiers
+from pagoda.worker.kv.manifest import make_manifest
+from pagoda.worker.kv.memory import HostArena, KVMemory, copy_bytes
+from pagoda.worker.loading import LoadedWorker, WorkerPlan
 
 NUM_READERS = 2
 NUM_WRITERS = 2
@@ -37,6 +44,41 @@ _log = logging.getLogger(__name__)
 
 _Task = tuple[Job, int]
 """One block of a job, by its index there."""
+
+
+@dataclass(frozen=True)
+class KVTiers:
+    """The places that one rank has besides its device."""
+
+    memory: KVMemory
+    arena: HostArena | None
+    files: ObjectFiles | None
+
+    def described(self, ready: WorkerReady) -> WorkerReady:
+        """Adds what the engine needs to know of the tiers to `ready`."""
+        directories: tuple[KVDirectory, ...] = ()
+        if self.files is not None:
+            directories = (KVDirectory(str(self.files.directory), self.files.object_bytes),)
+        return msgspec.structs.replace(
+            ready,
+            kv_host_slots=0 if self.arena is None else self.arena.num_slots,
+            kv_directories=directories,
+        )
+
+
+def open_tiers(plan: WorkerPlan, loaded: LoadedWorker) -> KVTiers:
+    """The tiers that the configuration asks for. Raises ConfigError if the directory cannot be used."""
+    config = plan.config
+    memory = KVMemory(loaded.caches)
+    arena: HostArena | None = None
+    if config.kv_host_bytes:
+        arena = HostArena(config.kv_host_bytes, memory.block_bytes)
+    files: ObjectFiles | None = None
+    if config.kv_disk_path is not None:
+        manifest = make_manifest(plan, memory, loaded.ready.arithmetic)
+        directory = open_directory(Path(config.kv_disk_path), manifest)
+        files = ObjectFiles(directory, manifest)
+    return KVTiers(memory, arena, files)
 
 
 class TransferWorker:
@@ -59,15 +101,16 @@ class TransferWorker:
             self._lanes["read"] = Lane("kv-read", NUM_READERS, self._work)
             self._lanes["write"] = Lane("kv-write", NUM_WRITERS, self._work)
 
-    def add_peers(self, peers: Sequence[KVPeer]) -> None:
-        """Transfers from now on may name these peers."""
-        if self.fetcher is not None:
-            self.fetcher.add_peers(peers)
+    def apply(self, message: Transfers) -> None:
+        """Begins transfers, which may name added peers; those from removed peers that are under way fail.
 
-    def remove_peers(self, peer_ids: Sequence[str]) -> None:
-        """No transfer names these peers any more; transfers from them that are under way fail."""
+        Never waits for a transfer. Raises ValueError as `start` does.
+        """
         if self.fetcher is not None:
-            self.fetcher.remove_peers(peer_ids)
+            self.fetcher.add_peers(message.added_peers)
+        self.start(message.transfers)
+        if self.fetcher is not None:
+            self.fetcher.remove_peers(message.removed_peers)
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Begins transfers; never waits for one.
