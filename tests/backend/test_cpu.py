@@ -32,12 +32,7 @@ from torch import Tensor
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.weights import (
-    DenseWeight,
-    Int8Weight,
-    LinearWeight,
-    dequantize,
-)
+from pagoda.backend.weights import DenseWeight, Int8Weight, LinearWeight, dequantize
 from pagoda.errors import ConfigError
 
 pytestmark = needs_kernels

@@ -7,15 +7,7 @@ import time
 
 import pytest
 import torch
-from cpu_cases import (
-    SETS,
-    needs_kernels,
-    quantized,
-    random_tensor,
-    sets,
-    threads,
-    token_batch,
-)
+from cpu_cases import SETS, needs_kernels, quantized, random_tensor, sets, threads, token_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
-from pagoda.backend.cpu.weights import (
-    DTYPES,
-    UNLIMITED,
-    AttentionMetadata,
-    PackedLinear,
-    address,
-)
+from pagoda.backend.cpu.weights import DTYPES, UNLIMITED, AttentionMetadata, PackedLinear, address
 from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
 from pagoda.telemetry.tracer import Tracer
 
