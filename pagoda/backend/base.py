@@ -210,9 +210,7 @@ class ForwardPass(Protocol[LinearT_co, MetadataT]):
     """A model in terms of operations, from tokens or hidden states to hidden states."""
 
     def __call__(
-        self,
-        ops: Operations[ValueT, LinearT_co, MetadataT],
-        step: StepInput[ValueT, MetadataT],
+        self, ops: Operations[ValueT, LinearT_co, MetadataT], step: StepInput[ValueT, MetadataT]
     ) -> ValueT: ...
 
 

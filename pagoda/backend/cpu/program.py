@@ -168,10 +168,7 @@ class _Recorder:
         window: int | None,
     ) -> Value:
         index = self._program.attention(
-            queries.index,
-            self._native_cache(cache),
-            scale,
-            UNLIMITED if window is None else window,
+            queries.index, self._native_cache(cache), scale, UNLIMITED if window is None else window
         )
         self._note("attention")
         return Value(index, queries.dtype, queries.width)
