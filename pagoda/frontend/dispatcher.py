@@ -28,14 +28,13 @@ from pagoda.errors import (
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.outliers import Ejection, OutlierDetector
+from pagoda.frontend.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.frontend.placer import Placer
 from pagoda.frontend.policies import Policy
 from pagoda.frontend.prefix_index import CacheUnion
 from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_set import ReplicaSet
-from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.frontend.totals import sum_of_loads
-from pagoda.frontend.tracked_request import Placement, RequestState, TrackedRequest
 from pagoda.ipc.clock import Clock, LoopClock
 from pagoda.messages.frontend import (
     EngineReady,

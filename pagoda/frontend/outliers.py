@@ -116,7 +116,7 @@ class ReplicaHealth:
         """Unanswered requests since then."""
         self.losses: list[float] = []
         self.probe: str | None = None
-        """The request between whose signs of life the time is taken."""
+        """The request between whose signs of life the time is taken; None when it has left."""
         self.num_tokens = 0
         """Tokens that the replica has computed since the probe's last sign of life, for all its requests."""
         self.pace = _Pace()
@@ -142,11 +142,6 @@ class ReplicaHealth:
         elif self.probe is not None:
             return
         self.probe, self.num_tokens = request_id, 0
-
-    def end(self, request_id: str) -> None:
-        """Records that a request is not there any more."""
-        if self.probe == request_id:
-            self.probe = None
 
     def is_ejected(self, now: float) -> bool:
         return now < self.ejected_until

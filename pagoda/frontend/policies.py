@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from pagoda.frontend.placement import ReplicaSlot
 from pagoda.frontend.replica_pool import Shortlist, stable_hash
-from pagoda.frontend.replica_slot import ReplicaSlot
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):

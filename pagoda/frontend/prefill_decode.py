@@ -21,9 +21,9 @@ import msgspec
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.placement import Placement, TrackedRequest
 from pagoda.frontend.policies import POLICIES, Policy
 from pagoda.frontend.replica import Replica
-from pagoda.frontend.tracked_request import Placement, TrackedRequest
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
