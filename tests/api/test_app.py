@@ -17,6 +17,7 @@ from pagoda.version import __version__
 async def test_models(api) -> None:
     [model] = (await api.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 256)
+    assert model["owned_by"] == "pagoda"
     assert (await api.get("/v1/models/tiny")).json() == model
     answer = await api.get("/v1/models/other/name")
     assert (answer.status, answer.error()["code"]) == (404, "model_not_found")

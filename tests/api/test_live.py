@@ -38,11 +38,16 @@ async def watching(api, **headers: str) -> AsyncIterator[AsyncIterator[dict[str,
         yield snapshots()
 
 
+async def complete_as(api: Any, headers: dict[str, str], **fields: object) -> Any:
+    return await api.post("/v1/completions", {"prompt": "hi", **fields}, headers=headers)
+
+
 # ---- snapshots
 
 
-async def test_a_snapshot_says_all_of_a_server(api) -> None:
-    tier = TierLoad(name="host", num_blocks=3, num_total_blocks=8, is_indexed=False)
+async def test_a_snapshot_says_all_of_a_server(api, monkeypatch) -> None:
+    """Replicas beyond the bound are counted and not told one by one."""
+    monkeypatch.setattr(live_stats, "MAX_REPLICAS", 2)
     own = LoadReport(
         num_running=2,
         num_waiting=1,
@@ -55,20 +60,31 @@ async def test_a_snapshot_says_all_of_a_server(api) -> None:
         num_preemptions=3,
         num_worker_restarts=1,
         step_time_s=0.012,
-        tiers=(tier,),
+        tiers=(TierLoad(name="host", num_blocks=3, num_total_blocks=8, is_indexed=False),),
     )
     ready = ReplicaLoad(name="0", state="ready", num_requests=2, weighed_tokens=9, report=own)
-    gone = ReplicaLoad(name="1", state="starting", num_requests=0, weighed_tokens=0)
-    api.endpoint.report = msgspec.structs.replace(own, replicas=(ready, gone))
+    gone, other = (
+        ReplicaLoad(name=name, state="starting", num_requests=0, weighed_tokens=0)
+        for name in ("1", "2")
+    )
+    api.endpoint.report = msgspec.structs.replace(own, replicas=(ready, gone, other))
     async with watching(api) as snapshots:
         told = await anext(snapshots)
-    assert told["started"] == api.service.created
-    assert told["is_router"] is False
-    assert (told["draining"], told["ttft_ms"], told["itl_ms"]) == (False, None, None)
-    assert (told["num_running"], told["num_waiting"], told["num_awaiting_kv"]) == (2, 1, 4)
-    rates = ("prompt_tokens_per_s", "output_tokens_per_s", "prefix_hit_rate")
-    assert [told[name] for name in rates] == [None, None, None], "nothing came before"
-    assert (told["num_preemptions"], told["num_restarts"], told["num_replicas"]) == (3, 1, 2)
+    expected = {
+        "started": api.service.created,
+        "is_router": False,
+        "draining": False,
+        "num_running": 2,
+        "num_waiting": 1,
+        "num_awaiting_kv": 4,
+        "num_preemptions": 3,
+        "num_restarts": 1,
+        "num_replicas": 3,
+        # Nothing came before.
+        **dict.fromkeys(("prompt_tokens_per_s", "output_tokens_per_s", "prefix_hit_rate")),
+        **dict.fromkeys(("ttft_ms", "itl_ms")),
+    }
+    assert {name: told[name] for name in expected} == expected
     device, host = told["tiers"]
     assert [device[name] for name in ("num_total", "num_used", "num_cached")] == [64, 24, 10]
     assert (host["name"], host["num_cached"], host["is_indexed"]) == ("host", 3, False)
@@ -76,19 +92,6 @@ async def test_a_snapshot_says_all_of_a_server(api) -> None:
     assert (first["num_waiting"], first["step_time_ms"]) == (5, 12.0)
     assert [first[f"num_{kind}blocks"] for kind in ("", "used_", "cached_")] == [64, 24, 10]
     assert (second["state"], second["num_running"]) == ("starting", None)
-
-
-async def test_replicas_that_are_not_told_one_by_one_are_counted(api, monkeypatch) -> None:
-    monkeypatch.setattr(live_stats, "MAX_REPLICAS", 1)
-    one, other = (
-        ReplicaLoad(name=name, state="starting", num_requests=0, weighed_tokens=0)
-        for name in ("0", "1")
-    )
-    api.endpoint.report = LoadReport(replicas=(one, other))
-    async with watching(api) as snapshots:
-        told = await anext(snapshots)
-    assert [replica["name"] for replica in told["replicas"]] == ["0"]
-    assert told["num_replicas"] == 2
 
 
 async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
@@ -141,16 +144,11 @@ async def test_running_answers_are_told_one_by_one(serve_api, monkeypatch) -> No
     api = await serve_api("abcdef")
     api.endpoint.pause_after = 2
     asks = [
-        asyncio.create_task(
-            api.post(
-                "/v1/completions", {"prompt": "hi", "max_tokens": 5}, headers={"X-Request-Id": name}
-            )
-        )
+        asyncio.create_task(complete_as(api, {"X-Request-Id": name}, max_tokens=5))
         for name in ("first", "second", "third")
     ]
-    await api.endpoint.paused.wait()
-    await until(lambda: len(api.service.tracker.running) == 3)
-    await until(lambda: all(r.num_output_tokens == 2 for r in api.service.tracker.running.values()))
+    running = api.service.tracker.running
+    await until(lambda: [r.num_output_tokens for r in running.values()] == [2, 2, 2])
     async with watching(api) as snapshots:
         told = await anext(snapshots)
     listed = (await api.get("/v1/requests")).json()
@@ -166,36 +164,22 @@ async def test_running_answers_are_told_one_by_one(serve_api, monkeypatch) -> No
     assert (await api.get("/v1/requests")).json() == {"object": "list", "total": 0, "data": []}
 
 
-async def test_steps_are_told_once_with_their_age(api) -> None:
-    async with watching(api) as snapshots:
-        await anext(snapshots)
-        [listener] = api.endpoint.step_listeners
-        listener(StepStatistics([StepBin(0.25, 7, 1, 0.01, 5, 2, 3)], replica="1"))
-        async for told in snapshots:
-            if told["steps"]:
-                break
-        [[age_s, *others]] = told["steps"]["1"]
-        assert 0.25 <= age_s < 5
-        assert others == [7, 1, 0.01, 5, 2, 3]
-        assert (await anext(snapshots))["steps"] == {}
-
-
-async def test_the_steps_of_a_snapshot_are_bounded(api, monkeypatch) -> None:
+async def test_steps_are_told_once_with_their_age_and_bounded(api, monkeypatch) -> None:
     monkeypatch.setattr(live_stats, "MAX_STEP_BINS", 10)
+    bins = [StepBin(0.25, 7, 1, 0.01, 5, 2, 3)] * 8
     async with watching(api) as snapshots:
         await anext(snapshots)
         [listener] = api.endpoint.step_listeners
-        bins = [StepBin(0.0, step, 1, 0.01, 0, 1, 1) for step in range(8)]
         for replica in ("0", "1", "2"):
             listener(StepStatistics(bins, replica=replica))
         async for told in snapshots:
             if told["steps"]:
                 break
-        assert {name: len(steps) for name, steps in told["steps"].items()} == {
-            "0": 8,
-            "1": 2,
-            "2": 0,
-        }
+        assert [len(told["steps"][replica]) for replica in ("0", "1", "2")] == [8, 2, 0]
+        age_s, *others = told["steps"]["1"][0]
+        assert 0.25 <= age_s < 5
+        assert others == [7, 1, 0.01, 5, 2, 3]
+        assert (await anext(snapshots))["steps"] == {}
 
 
 # ---- who looks on
@@ -209,7 +193,6 @@ async def test_all_pages_share_one_observation_and_none_is_made_without_a_page(a
         assert await anext(other)
         assert len(api.endpoint.step_listeners) == 1
         assert tracker.num_listeners == others + 1
-    await until(lambda: not api.service.live_stats.is_watched)
     await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
     async with watching(api) as again:
         assert await anext(again)
@@ -231,27 +214,32 @@ async def test_streams_end_with_the_server(api) -> None:
 async def test_a_stream_has_no_head(api) -> None:
     answer = await api.request("HEAD", "/v1/live")
     assert (answer.status, answer.headers["Allow"]) == (405, "GET")
-    assert not api.service.live_stats.is_watched
+    assert not api.endpoint.step_listeners
     assert (await api.request("HEAD", "/v1/requests")).status == 200
 
 
 # ---- cancelling
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-async def test_a_request_is_cancelled_by_its_id(serve_api, by_name: bool) -> None:
-    api = await serve_api("abcdef", api_keys=ApiKeys(["k"]))
-    headers = {"Authorization": "Bearer k", "X-Request-Id": "mine"}
-    api.endpoint.pause_after = 1
+def note_aborts(api: Any) -> list[str]:
+    """The ids of requests that are aborted from now on; the first abort lets all answers go on."""
     aborted: list[str] = []
 
     async def abort(request_id: str) -> None:
         aborted.append(request_id)
         api.endpoint.go_on.set()
 
+    api.endpoint.pause_after = 1
     api.endpoint.abort = abort
-    body = {"prompt": "hi", "n": 2}
-    ask = asyncio.create_task(api.post("/v1/completions", body, headers=headers))
+    return aborted
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+async def test_a_request_is_cancelled_by_its_id(serve_api, by_name: bool) -> None:
+    api = await serve_api("abcdef", api_keys=ApiKeys(["k"]))
+    headers = {"Authorization": "Bearer k", "X-Request-Id": "mine"}
+    aborted = note_aborts(api)
+    ask = asyncio.create_task(complete_as(api, headers, n=2))
     await until(lambda: len(api.service.tracker.running) == 2)
     ids = list(api.service.tracker.running)
     wanted = "mine" if by_name else ids[0]
@@ -265,18 +253,11 @@ async def test_a_request_is_cancelled_by_its_id(serve_api, by_name: bool) -> Non
 
 async def test_a_key_sees_and_ends_only_its_own_requests(serve_api) -> None:
     api = await serve_api("abcdef", api_keys=ApiKeys(["alice:=a", "bob:=b"]))
-    api.endpoint.pause_after = 1
-    aborted: list[str] = []
-
-    async def abort(request_id: str) -> None:
-        aborted.append(request_id)
-
-    api.endpoint.abort = abort
+    aborted = note_aborts(api)
     alice, bob = ({"Authorization": f"Bearer {key}", "X-Request-Id": "job1"} for key in "ab")
     asks = []
     for number, headers in enumerate((alice, bob), start=1):
-        body = {"prompt": "hi"}
-        asks.append(asyncio.create_task(api.post("/v1/completions", body, headers=headers)))
+        asks.append(asyncio.create_task(complete_as(api, headers)))
         await until(lambda number=number: len(api.service.tracker.running) == number)
     of_alice, of_bob = api.service.tracker.running
     listed = (await api.get("/v1/requests", headers=bob)).json()
@@ -287,7 +268,6 @@ async def test_a_key_sees_and_ends_only_its_own_requests(serve_api) -> None:
     assert (await api.request("DELETE", f"/v1/requests/{of_alice}", headers=bob)).status == 404
     answer = await api.request("DELETE", "/v1/requests/job1", headers=bob)
     assert answer.json()["cancelled"] == aborted == [of_bob]
-    api.endpoint.go_on.set()
     await asyncio.gather(*asks)
     gone = await api.request("DELETE", "/v1/requests/job1", headers=bob)
     assert (gone.status, gone.error()["code"]) == (404, "request_not_found")

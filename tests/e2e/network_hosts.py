@@ -77,7 +77,6 @@ class Cable:
         self._random = random.Random(seed)
         self._is_cut = False
         self._stop, self._stopped = os.pipe()
-        self.num_carried = 0
         self.num_lost = 0
         """By chance, or because the cable was cut."""
         self._thread = threading.Thread(target=self._carry, name="cable", daemon=True)
@@ -107,7 +106,6 @@ class Cable:
                 _, _, fd, packet = heapq.heappop(under_way)
                 with contextlib.suppress(OSError):  # a device that is down loses it
                     os.write(fd, packet)
-                self.num_carried += 1
             timeout_ms = max(0.0, (under_way[0][0] - now) * 1000) if under_way else None
             for fd, _ in poll.poll(timeout_ms):
                 if fd == self._stop:

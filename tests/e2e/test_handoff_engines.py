@@ -259,17 +259,6 @@ async def test_answers_are_those_of_one_engine(
     await until_free(members)
 
 
-async def test_kv_of_another_kind_is_not_used(
-    engines: Engines, asked: list[GenerateRequest], expected: list[Answer]
-) -> None:
-    members = [engines["P int8"], engines["D"]]
-    before = await fetched(engines["D"])
-    async with pod_of(members) as pod:
-        assert await ask_all(pod.dispatcher, asked[:4], "mixed kinds") == expected[:4]
-    assert (await fetched(engines["D"])).num_loaded == before.num_loaded
-    await until_free([engines["D"]])
-
-
 @pytest.mark.parametrize(
     ("names", "count"), [(("P int8", "D int8"), NUM_REQUESTS), (("P", "D"), 64)]
 )
@@ -283,21 +272,6 @@ async def test_other_kinds_of_kv_and_many_at_a_time(
     async with pod_of(members) as pod:
         assert await ask_all(pod.dispatcher, asked, f"{count}") == expected
     assert (await fetched(members[1])).num_loaded > before.num_loaded
-    await until_free(members)
-
-
-@pytest.mark.parametrize("side", ["P", "D"])
-async def test_prefixes_that_one_side_has(
-    engines: Engines, asked: list[GenerateRequest], expected: list[Answer], side: str
-) -> None:
-    salt = f"known to {side}"
-    members = [engines["P"], engines["D"]]
-    await ask_all(engines[side], asked, salt)
-    before = await fetched(engines["D"])
-    async with pod_of(members) as pod:
-        assert await ask_all(pod.dispatcher, asked, salt) == expected
-    num_loaded = (await fetched(engines["D"])).num_loaded - before.num_loaded
-    assert (num_loaded > 0) == (side == "P")
     await until_free(members)
 
 

@@ -106,36 +106,23 @@ def plain(answer: Any) -> Any:
 CHAT = long_bodies(1, 40, stream=False)[0]
 PROMPT = " ".join(message["content"] for message in CHAT["messages"])
 COMPLETION = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "return_token_ids": True}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "greedy": ("/v1/completions", {**COMPLETION, "temperature": 0}),
-    "sampled": ("/v1/completions", {**COMPLETION, "temperature": 1.3}),
-    "logprobs": ("/v1/completions", {**COMPLETION, "logprobs": 3, "temperature": 1.0}),
-    "penalties": (
-        "/v1/completions",
-        {**COMPLETION, "repetition_penalty": 1.3, "presence_penalty": 1.0, "temperature": 0},
-    ),
-    "stop": ("/v1/completions", {**COMPLETION, "stop": ["e", "a"], "temperature": 0}),
-    "min_tokens": (
-        "/v1/completions",
-        {**COMPLETION, "stop": ["e", "a"], "min_tokens": 9, "temperature": 0.9},
-    ),
-    "one token": ("/v1/completions", {**COMPLETION, "max_tokens": 1, "temperature": 0}),
-    "echo": ("/v1/completions", {**COMPLETION, "echo": True, "temperature": 0}),
-    "stream": ("/v1/completions", {**COMPLETION, "stream": True, "temperature": 1.0}),
-    "length of null": ("/v1/completions", {**COMPLETION, "max_tokens": None, "temperature": 1.0}),
-    "three answers": ("/v1/completions", {**COMPLETION, "n": 3, "best_of": 3, "temperature": 1.0}),
-    "chat": ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}),
-    "chat to the end": (
-        "/v1/chat/completions",
-        {**CHAT, "max_tokens": None, "ignore_eos": False},
-    ),
-    "chat stream": (
-        "/v1/chat/completions",
-        {**CHAT, "temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}},
-    ),
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 1.3},
+    "logprobs": {"logprobs": 3, "temperature": 1.0},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 1.0, "temperature": 0},
+    "stop": {"stop": ["e", "a"], "temperature": 0},
+    "min_tokens": {"stop": ["e", "a"], "min_tokens": 9, "temperature": 0.9},
+    "one token": {"max_tokens": 1, "temperature": 0},
+    "echo": {"echo": True, "temperature": 0},
+    "stream": {"stream": True, "temperature": 1.0},
+    "length of null": {"max_tokens": None, "temperature": 1.0},
+    "three answers": {"n": 3, "best_of": 3, "temperature": 1.0},
+    "chat": {"logprobs": True, "top_logprobs": 2},
+    "chat to the end": {"max_tokens": None, "ignore_eos": False},
+    "chat stream": {"temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}},
 }
-
-
+"""Fields of a chat where the name says so, else of a completion."""
 ENDS_AT_ONCE = ("stop", "one token")
 """Cases whose answer ends with the first token, so that no host needs the KV any more."""
 
@@ -156,7 +143,9 @@ def tokens_of(answer: Any) -> list[int]:
 
 @pytest.mark.parametrize("case", CASES)
 async def test_a_proxy_gets_what_one_host_answers(pod: Pod, case: str) -> None:
-    path, body = CASES[case]
+    is_chat = case.startswith("chat")
+    path = "/v1/chat/completions" if is_chat else PATH
+    body = (CHAT if is_chat else COMPLETION) | CASES[case]
     expected = await pod.ask(pod.decode, {**body, "cache_salt": "one"}, path)
     before = await fetched(pod.decode)
     routed = await pod.ask(pod.router, {**body, "cache_salt": f"routed, {case}"}, path)

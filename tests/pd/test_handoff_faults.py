@@ -9,7 +9,6 @@ import pytest
 from harness import assert_complete, expected_tokens, make_request
 from pair import (
     CHUNKS,
-    LEASE_S,
     NO_KEYS,
     PROMPT,
     Message,
@@ -24,7 +23,7 @@ from pair import (
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason, KVSource
-from pagoda.messages.transfers import RemoteBlocks, Transfer, TransferEnd
+from pagoda.messages.transfers import RemoteBlocks, Transfer
 from pagoda.pd.connector import SILENCE_S, Failed
 from pagoda.pd.messages import (
     KVBlocks,
@@ -93,16 +92,6 @@ def test_decode_needs_nothing_and_prefill_lets_go_at_once() -> None:
     assert len(pair.told(KVSubscribe)) == len(pair.told(KVRelease)) == 2
     assert pair.num_loaded == 10, "those of the first"
     assert pair.decode.tokens["again"] == expected_tokens(make_request("again", PROMPT))
-
-
-def test_nobody_fetches_and_the_lease_runs_out() -> None:
-    pair = Pair()
-    pair.hold(make_request("r", PROMPT))
-    pair.run_until(lambda: not pair.prefill.scheduler.requests)
-    finished_at = pair.clock.now()
-    pair.run_until(lambda: not has_leases(pair))
-    assert pair.clock.now() - finished_at == pytest.approx(LEASE_S)
-    pair.check_nothing_left()
 
 
 # ---- P frees at once, the transfer in flight then corrupts the next request (sglang#35049)
@@ -208,20 +197,6 @@ def test_what_is_started_anew_at_prefill_serves_the_next_request(dies: str) -> N
     assert len({blocks.peer_id for blocks in pair.told(KVBlocks)}) == 2
     assert len(pair.told(KVPrefilled)) == 2, "of the first and the last"
     assert pair.num_loaded == 20
-
-
-# ---- late or duplicate "done" trips an assertion (vllm#46240)
-
-
-def test_releases_and_ends_of_transfers_may_come_late_and_twice() -> None:
-    pair = Pair(fate=lambda it: (0.5, 3.0, 40.0) if isinstance(it, KVRelease) else (0.001,))
-    requests = requests_of(3)
-    pair.submit(*requests)
-    pair.run_until(lambda: len(pair.told(KVCheckResult)) == len(requests))
-    for number in range(20):
-        pair.decode.tiers.transfer_ended(TransferEnd(number, 0))
-    pair.finish(*requests)
-    assert pair.num_loaded == 30
 
 
 # ---- a failed receive answers with corrupt tokens (vllm#52234)

@@ -78,7 +78,6 @@ class Life:
         self._sources: list[tuple[GenerateRequest, KVSource]] = []
         self._aborted: set[str] = set()
         self._extra = count(1000)
-        self._lost_deaths = 0
         network = self._network = FaultyNetwork(rng, self.met)
         pair = self._pair = Pair(
             fate=network.fate,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 from harness import assert_complete, expected_tokens, in_state, make_request
-from pair import CHUNKS, PROMPT, Message, Pair, documents, is_loading, requests_of, resampled
+from pair import CHUNKS, PROMPT, Pair, documents, is_loading, requests_of, resampled
 
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason
-from pagoda.pd.connector import SILENCE_S
 from pagoda.pd.messages import (
     KVBlocks,
     KVCheck,
@@ -59,23 +56,6 @@ def test_a_first_token_that_ends_the_answer_ends_it(end: str) -> None:
     assert pair.decode.finished["r"].finish_reason is FinishReason(end)
     assert pair.prefill.finished["r"].finish_reason is FinishReason(end)
     pair.finish(request)
-
-
-# ---- the flag "first decode after remote prefill" is reset before the batch is built (ATOM #253)
-
-
-def test_a_request_that_is_preempted_after_its_kv_came_goes_on_rightly() -> None:
-    """There is no such flag: with the token, the request is a value like any other."""
-    pair = Pair(decode={"num_blocks": 17, "max_num_seqs": 4})
-    requests = requests_of(3, max_tokens=20)
-    for n, request in enumerate(requests):
-        request = requests[n] = msgspec.structs.replace(request, priority=-n)
-        pair.submit(request)
-        for _ in range(12):
-            pair.tick()
-    pair.finish(*requests)
-    assert pair.decode.scheduler.counters.num_preemptions > 0
-    assert pair.num_loaded > 0
 
 
 # ---- busy-wait for the handshake; a handshake for every request (ATOM #253)
@@ -141,49 +121,6 @@ def test_a_request_that_has_tokens_gets_one_more() -> None:
     pair.finish(request)
     assert pair.prefill.tokens["r"] == expected_tokens(request)[:4]
     assert pair.num_loaded == 11
-
-
-# ---- dead instances never leave the list; no time-outs (ATOM #253)
-
-
-def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
-    is_silent = False
-
-    def fate(_: Message) -> Sequence[float]:
-        return () if is_silent else (0.001,)
-
-    pair = Pair(fate=fate, prefill=CHUNKS)
-    first, second = requests_of(2)
-    pair.submit(first)
-    pair.run_until(lambda: is_loading(pair))
-    is_silent = True
-    pair.run_until(lambda: "r0" in pair.decode.finished)
-    assert pair.clock.now() < SILENCE_S + 2.5
-    assert pair.decode.remote.peers == {}
-    is_silent = False
-    pair.submit(second)
-    pair.finish(first, second)
-    assert pair.num_loaded == 10
-
-
-# ---- zip() cuts lists of unequal length (ATOM #253)
-
-
-def test_fewer_blocks_than_were_said_are_not_all() -> None:
-    shortened = []
-
-    def fate(message: Message) -> Sequence[float]:
-        if isinstance(message, KVBlocks) and not shortened:
-            shortened.append(message)
-            del message.block_ids[-1:]  # the key is that of the last one still
-        return (0.001,)
-
-    pair = Pair(fate=fate)
-    request = make_request("r", PROMPT)
-    pair.submit(request)
-    pair.finish(request)
-    assert shortened
-    assert pair.num_loaded == 0
 
 
 # ---- running and parked requests exceed the sequence limit (ATOM #1647)

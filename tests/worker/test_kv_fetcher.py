@@ -207,19 +207,6 @@ def test_engines_that_do_not_go_together(
     engine.check([], [])
 
 
-def test_kv_of_other_shapes_is_refused(make: MakeEngine, model: Path, two_heads: Path) -> None:
-    engine = make(model, topology(), Role.DECODE)
-    half = make(two_heads, topology(), Role.PREFILL)
-    assert half.digests != engine.digests
-    engine.add_peer(half.peer())
-    assert all_failed(engine, [0], [0])
-    whole = make(model, topology(tp=2), Role.PREFILL)
-    engine.remove_peer("prefill-1")
-    engine.remove_peer("prefill-1")
-    engine.add_peer(KVPeer(peer_id="prefill-1", ranks=whole.described()[:1]))
-    assert all_failed(engine, SOURCES, TARGETS) == "it has no keys of head 2 of layer 0"
-
-
 @pytest.mark.parametrize("block", [-1, NUM_BLOCKS, 2**40])
 def test_blocks_that_the_peer_does_not_have(make: MakeEngine, model: Path, block: int) -> None:
     _, engine = both(make, model)

@@ -26,15 +26,10 @@ def _caches(backend: str, dtype: torch.dtype) -> list[KVCache]:
     ]
     generator = torch.Generator().manual_seed(0)
     for cache in caches:
-        for tensor in _tensors(cache):
+        for tensor in cache.tensors.values():
             view = tensor.view(torch.uint8)
             view.copy_(torch.randint(0, 100, view.shape, generator=generator, dtype=torch.uint8))
     return caches
-
-
-def _tensors(cache: KVCache) -> list[torch.Tensor]:
-    parts = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
-    return [part for part in parts if part is not None]
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -43,7 +38,7 @@ def _tensors(cache: KVCache) -> list[torch.Tensor]:
 )
 def test_a_block_goes_out_and_in(backend: str, dtype: torch.dtype) -> None:
     caches = _caches(backend, dtype)
-    before = [[tensor.clone() for tensor in _tensors(cache)] for cache in caches]
+    before = [[tensor.clone() for tensor in cache.tensors.values()] for cache in caches]
     memory = KVMemory(caches)
     tokens = LAYERS * 2 * BLOCK_SIZE * HEADS
     scales = tokens * 4 if dtype == torch.int8 else 0
@@ -52,7 +47,7 @@ def test_a_block_goes_out_and_in(backend: str, dtype: torch.dtype) -> None:
     memory.read(4, outside)
     memory.write(1, outside)
     for cache, old in zip(caches, before, strict=True):
-        for tensor, was in zip(_tensors(cache), old, strict=True):
+        for tensor, was in zip(cache.tensors.values(), old, strict=True):
             expected = was.clone()
             expected[1] = was[4]
             assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
