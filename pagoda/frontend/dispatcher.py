@@ -1,8 +1,7 @@
 """One endpoint over several replicas: chooses who takes which request, and moves requests when an engine dies.
 
-The dispatcher holds the value of every request until the client has the last byte. A replica that loses a request
-says so, and the request is admitted again, with the tokens so far, on another replica or on the same one when it
-is back; clients see a pause. The dispatcher is in the path also for one replica.
+A replica that loses a request says so, and the request goes on, with the tokens so far, at another replica or at
+the same one when it is back; clients see a pause.
 """
 
 from __future__ import annotations
@@ -331,9 +330,13 @@ class Dispatcher:
     def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
         """Subscribes to the steps of the replicas that there are. Replicas that come later are hosts, whose steps
         are told there."""
+
+        def pass_on(replica: str, steps: StepStatistics) -> None:
+            listener(msgspec.structs.replace(steps, replica=replica))
+
         ends = contextlib.ExitStack()
         for slot in self.slots:
-            ends.callback(slot.replica.subscribe_steps(partial(_pass_on, slot.name, listener)))
+            ends.callback(slot.replica.subscribe_steps(partial(pass_on, slot.name)))
         return ends.close
 
     async def health(self) -> Health:
@@ -580,7 +583,3 @@ class Dispatcher:
 
 class _MovedError(Exception):
     """The request is not at its replica any more, and no engine died of it."""
-
-
-def _pass_on(replica: str, listener: StepListener, steps: StepStatistics) -> None:
-    listener(msgspec.structs.replace(steps, replica=replica))

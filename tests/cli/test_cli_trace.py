@@ -66,7 +66,7 @@ def test_report_measures_the_limits_of_this_machine(
 
 
 class _Page(HTMLParser):
-    """What a page consists of, and what it would load."""
+    """Parts of a page, and files that it would load."""
 
     def __init__(self) -> None:
         super().__init__()
