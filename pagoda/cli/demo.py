@@ -80,6 +80,6 @@ def _summary(answers: Sequence[tuple[bool, Outcome]]) -> list[tuple[str, str]]:
     tpots = [it.tpot_s for _, it in answers if it.tpot_s]
     return [
         ("right answers", f"{sum(is_right for is_right, _ in answers)} of {len(answers)}"),
-        ("time to first token", f"{1000 * median(ttfts):.0f} ms (median)"),
-        ("tokens/s, one stream", f"{1 / median(tpots):,.0f} (median)"),
+        ("time to first token", f"{1000 * median(ttfts):.0f} ms (median)" if ttfts else "-"),
+        ("tokens/s, one stream", f"{1 / median(tpots):,.0f} (median)" if tpots else "-"),
     ]

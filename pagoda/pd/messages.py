@@ -23,7 +23,7 @@ from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 

@@ -82,7 +82,9 @@ CLOSE = {7: 3.0, 8: 2.6, 9: 2.2}
             0,
         ),
         # Of the output only.
-        (CLOSE, {"prompt": (7, 8), "presence_penalty": 0.5}, 7),
+        (CLOSE, {"prompt": (7,), "presence_penalty": 0.5}, 7),
+        (CLOSE, {"prompt": (7, 7), "frequency_penalty": 0.3}, 7),
+        (CLOSE, {"output": (7, 7, 7), "presence_penalty": 0.2}, 7),
         (CLOSE, {"output": (7, 7, 7), "presence_penalty": 0.5}, 8),
         (CLOSE, {"output": (7,), "frequency_penalty": 0.3}, 7),
         (CLOSE, {"output": (7, 7, 8), "frequency_penalty": 0.3}, 7),
