@@ -273,7 +273,9 @@ def check_books(scheduler: Scheduler) -> None:
         block.block_id for request in scheduler.requests.values() for block in request.table.blocks
     )
     if tiers is not None:
-        held.update(block.block_id for block in tiers.ledger.held_blocks())
+        ledger = tiers.ledger
+        several = [*(it.blocks for it in ledger.transfers.values()), *ledger.held.values()]
+        held.update(block.block_id for blocks in several for block in blocks)
     if exporter is not None:
         leases = exporter.leases.values()
         held.update(block.block_id for lease in leases for block in lease.blocks)
