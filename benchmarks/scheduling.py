@@ -15,6 +15,7 @@ from collections import deque
 from benchmarks.figure import Figure
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import SimConfig
+from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import MonotonicClock
@@ -100,7 +101,8 @@ def _measure_burst() -> str:
     if tiers is None:
         raise RuntimeError("there is no host tier")
     tiers.workers_ready(ready)
-    scheduler = Scheduler(limits, kv, clock, tiers)
+    scheduler = Scheduler(limits, kv, clock)
+    KVTransferHooks(scheduler, tiers)
     requests = [_request(index, _BURST_PROMPT) for index in range(_BURST)]
     gc.collect()
     began = time.perf_counter()

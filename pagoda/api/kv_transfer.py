@@ -27,19 +27,17 @@ def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -
     """The handoff that a body's `kv_transfer_params` ask for. A router arranges handoffs itself and refuses them.
     Raises InvalidRequestError: a field is wrong, or the role of the server does not allow it; names the field."""
     params = body.kv_transfer_params
-    if params is None:
+    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
         return Handoff()
-    holds, fetches = params.do_remote_decode, params.do_remote_prefill
-    if not (holds or fetches):
-        return Handoff()
+    holds = params.do_remote_decode
     name, wanted = ("do_remote_decode", "prefill") if holds else ("do_remote_prefill", "decode")
     if is_router:
-        _refuse(
-            name,
+        rule = (
             "must be false: a router (pagoda route) arranges handoffs itself; "
-            "send it the request without kv_transfer_params",
+            "send it the request without kv_transfer_params"
         )
-    if holds and fetches:
+        _refuse(name, rule)
+    if holds and params.do_remote_prefill:
         _refuse("do_remote_prefill", "must be false where do_remote_decode is true")
     if (body.n or 1) != 1:
         refuse("n", "must be 1 with kv_transfer_params")

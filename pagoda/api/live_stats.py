@@ -44,10 +44,6 @@ class LiveStats:
         self._feed: _Feed | None = None
         self._closed = False
 
-    @property
-    def is_watched(self) -> bool:
-        return self._feed is not None
-
     async def watch(self, endpoint: Endpoint) -> AsyncGenerator[LiveSnapshot, None]:
         """Yields snapshots until `close` is called or `endpoint` has ended; a slow watcher misses some.
 

@@ -137,7 +137,6 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
 
     def linear(self, x: ValueT, weight: LinearT_contra) -> ValueT:
         """x [n, ...], each row `in` elements, times the weight, plus the bias: [n, out]."""
-        ...
 
     def embedding(
         self,
@@ -151,29 +150,23 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
         The weight has the rows from `first_id` on of a table of `vocab_size`; None means that it ends the table.
         Rows that it does not have are zeros, so that those of all ranks add up to the table's.
         Raises IndexError: a token id is not from 0 to `vocab_size - 1`."""
-        ...
 
     def all_reduce(self, x: ValueT) -> ValueT:
         """The sum of x [n, d] over the ranks of the group; the same bits on all of them. x is not used after."""
-        ...
 
     def add(self, x: ValueT, delta: ValueT) -> ValueT:
         """x + delta [n, d]: what `add_rms_norm` gives first."""
-        ...
 
     def rms_norm(self, x: ValueT, weight: Tensor, eps: float) -> ValueT:
         """x [..., d] over the root of its mean square, times weight [d] (Zhang and Sennrich 2019)."""
-        ...
 
     def add_rms_norm(
         self, x: ValueT, delta: ValueT, weight: Tensor, eps: float
     ) -> tuple[ValueT, ValueT]:
         """x + delta [n, d] and its `rms_norm`."""
-        ...
 
     def silu_and_mul(self, gate_up: ValueT) -> ValueT:
         """silu(left half) times right half of [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
-        ...
 
     def experts(self, x: ValueT, logits: ValueT, experts: Experts[LinearT_contra]) -> ValueT:
         """Sends rows of x [n, hidden] through the experts with the highest of logits [n, num_experts].
@@ -182,7 +175,6 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
         order of their numbers, each times its probability: softmax of the logits in float32 over all experts.
         Experts that are not held here add nothing.
         """
-        ...
 
     def rotate_and_cache(
         self,
@@ -198,7 +190,6 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
         (Su et al. 2021, GPT-NeoX order). Keys and values go to the blocks of their sequences; returns queries
         [n, heads, d].
         """
-        ...
 
     def attention(
         self,
@@ -213,16 +204,13 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
 
         With `window`, a token sees itself and the `window - 1` before it.
         """
-        ...
 
 
 class ForwardPass(Protocol[LinearT_co, MetadataT]):
     """A model in terms of operations, from tokens or hidden states to hidden states."""
 
     def __call__(
-        self,
-        ops: Operations[ValueT, LinearT_co, MetadataT],
-        step: StepInput[ValueT, MetadataT],
+        self, ops: Operations[ValueT, LinearT_co, MetadataT], step: StepInput[ValueT, MetadataT]
     ) -> ValueT: ...
 
 
@@ -235,7 +223,6 @@ class Compiled(Protocol[MetadataT]):
     @property
     def operations(self) -> Sequence[Operation]:
         """Operations of every step, in order; empty where they are not recorded."""
-        ...
 
     def __call__(self, step: StepInput[Tensor, MetadataT]) -> Tensor: ...
 
@@ -246,7 +233,6 @@ class Compiled(Protocol[MetadataT]):
 
         Of a pass that is not recorded each operation becomes a span of the tracer's instead.
         """
-        ...
 
 
 class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT, MetadataT]):
@@ -274,15 +260,12 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
         With int8, a token's K and its V have one scale per head, symmetric about 0.
         """
-        ...
 
     def quantize_int8(self, values: Tensor) -> Int8Weight:
         """Quantizes a weight [out, in], as `rounding` says; scales are not finite where weights are not."""
-        ...
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
         """The same in groups that divide the inputs."""
-        ...
 
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: dtype
@@ -291,11 +274,9 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
         Their outputs follow one another, and the bias [out] is of all of them; `dtype` is that of activations.
         """
-        ...
 
     def logits(self, x: Tensor, weight: LinearT) -> Tensor:
         """x [m, in] times the weight: [m, out] float32. Unlike `linear`, nothing is rounded to another dtype."""
-        ...
 
     def argmax(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor, Tensor]:
         """The highest of `logits` of each row of x [m, in], without storing the others.
@@ -303,17 +284,14 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
         Returns the index [m] int64, the lowest of equal ones; the value [m] float32; and a flag [m] bool that all
         logits of the row are finite, without which the other two mean nothing.
         """
-        ...
 
     def rotary_table(
         self, positions: Tensor, frequencies: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions [n] times frequencies [d/2], times `scale`: two of [n, d/2] float32."""
-        ...
 
     def attention_metadata(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> MetadataT:
         """Metadata of a step, the same for all layers; `cache` is any layer's."""
-        ...
 
     def compile(
         self,
@@ -329,4 +307,3 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
         It may be called once, with stand-ins for tensors and no plan, and what it did be repeated for every
         step; so it must do the same whatever the step is.
         """
-        ...

@@ -50,8 +50,16 @@ def check_shares(model: str, config: ModelConfig, parallel: ParallelConfig) -> N
                 f"--tensor-parallel-size {tp_size} is more than the {count} {what} of {model}, and every "
                 f"rank needs at least one; the nearest possible size is {nearest}."
             )
-    if parallel.expert_parallel:
-        _check_experts(model, tp_size, 0 if config.experts is None else config.experts.num_experts)
+    if parallel.expert_parallel and config.experts is None:
+        raise ConfigError(
+            f"--enable-expert-parallel needs a model with experts, which {model} does not have; leave it out."
+        )
+    if parallel.expert_parallel and config.experts and tp_size > config.experts.num_experts:
+        experts = config.experts.num_experts
+        raise ConfigError(
+            f"--tensor-parallel-size {tp_size} is more than the {experts} experts of {model}; with "
+            f"--enable-expert-parallel it may be at most {experts}."
+        )
     if num_stages > config.num_layers:
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages} is more than the {config.num_layers} layers of {model}; "
@@ -85,15 +93,3 @@ def nearest_sizes(size: int, most: int, fits: Callable[[int], bool]) -> str:
     lower = next((other for other in range(min(size - 1, most), 1, -1) if fits(other)), 1)
     higher = next((other for other in range(size + 1, most + 1) if fits(other)), None)
     return str(lower) if higher is None else f"{lower} or {higher}"
-
-
-def _check_experts(model: str, size: int, experts: int) -> None:
-    if experts == 0:
-        raise ConfigError(
-            f"--enable-expert-parallel needs a model with experts, which {model} does not have; leave it out."
-        )
-    if size > experts:
-        raise ConfigError(
-            f"--tensor-parallel-size {size} is more than the {experts} experts of {model}; with "
-            f"--enable-expert-parallel it may be at most {experts}."
-        )

@@ -45,12 +45,10 @@ class Quantization(Protocol):
     @property
     def summary(self) -> str:
         """Summary for the operator, such as `int4 weights (groups of 32)`."""
-        ...
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         """Format of a whole linear layer; for a rank's part of it see `part_format`.
         Raises ConfigError: a layer of so many inputs cannot be held so."""
-        ...
 
 
 def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsize: int) -> int:

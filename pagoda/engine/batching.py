@@ -12,8 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.kv_exports import KVExports
-from pagoda.engine.kv_loading import KVLoader, LoadStart
+from pagoda.engine.kv_hooks import KVHooks, LoadStart
 from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.ipc.clock import Clock
@@ -158,20 +157,17 @@ class Batcher:
         kv: KVManager,
         clock: Clock,
         places: Places,
-        loader: KVLoader,
-        exports: KVExports,
         quarantine: Quarantine,
     ) -> None:
         self.counters = Counters()
         self.in_flight: deque[InFlightStep] = deque()
         self.next_step = 0
+        self.hooks = KVHooks()
         self._limits = limits
         self._kv = kv
         self._clock = clock
         self._places = places
         self._running, self._waiting = places.running, places.waiting
-        self._loader = loader
-        self._exports = exports
         self._quarantine = quarantine
         self._blocked: _Blocked | None = None
         self._last_was_decodes = False
@@ -250,7 +246,7 @@ class Batcher:
             request = self._running[index] if index < len(self._running) else None
             if first is not None and (request is None or first.order_key[0] < request.order_key[0]):
                 hits = self._fitting_prefix(first)
-                start = LoadStart.READY if hits is None else self.start_load(first, hits)
+                start = LoadStart.READY if hits is None else self.hooks.start(first, hits)
                 if start is LoadStart.READY:
                     if hits is None or not self._admit(first, hits, plan):
                         first = None
@@ -274,10 +270,7 @@ class Batcher:
 
     def _next_in_line(self, key: OrderKey) -> Request | None:
         """The first waiting request behind `key` that may go on, if there is room for it."""
-        if self._loader.num_blocked >= len(self._waiting):
-            return None
-        in_line = self._waiting.after(key)
-        return next((it for it in in_line if not self._loader.is_blocked(it)), None)
+        return self.hooks.first_ready(self._waiting.after(key)) if self._waiting else None
 
     def _num_decodes_behind(self, index: int) -> int:
         """Requests behind running request `index`, and of its priority, that need a single token."""
@@ -303,7 +296,7 @@ class Batcher:
         if num_tokens > len(request.table.blocks) * self._kv.block_size:
             new_blocks = self._kv.grow(request.table, num_tokens)
             while new_blocks is None:
-                if not self._exports.make_room():
+                if not self.hooks.make_room():
                     victim = self._running[-1]
                     self.preempt(victim)
                     if victim is request:
@@ -319,12 +312,10 @@ class Batcher:
 
     def preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
-        num_published = request.table.num_published
-        self._exports.on_preempted(request)
+        self.hooks.on_preempted(request)
         self.free_blocks(request)
         self._places.forget_computed(request)
         self._places.enter(request, RequestState.WAITING)
-        self._loader.on_queued(request, num_published)
         self.counters.num_preemptions += 1
 
     def free_blocks(self, request: Request) -> None:
@@ -342,7 +333,7 @@ class Batcher:
             return None
         hits = self._kv.find_prefix(request.table, request.token_ids)
         while not self._places.has_room(request, hits, in_turn=False):
-            if self._places.is_full or not self._exports.make_room():
+            if self._places.is_full or not self.hooks.make_room():
                 num_available, num_running = self._kv.pool.num_available, len(self._running)
                 self._blocked = _Blocked(request, self.next_step, num_available, num_running)
                 return None
@@ -380,8 +371,7 @@ class Batcher:
         if request.num_cached_tokens is None:
             self._note_first_admission(request, len(hits))
         plan.starts.append(request.slot_start(slot))
-        self._loader.on_dequeued(request)
-        self.on_published(request)
+        self.hooks.on_admitted(request)
         plan.add(request, slot, count, available)
         return True
 
@@ -393,20 +383,6 @@ class Batcher:
         self.counters.num_prefix_hit_tokens += request.num_cached_tokens
         self.counters.num_prompt_tokens += request.num_prompt_tokens
 
-    def on_published(self, request: Request) -> None:
-        """Further blocks of the request are published: tiers may save them, other engines fetch them."""
-        self._loader.on_published(request)
-        self._exports.on_published(request)
-
     def forget_blocked(self) -> None:
         """Something may have become free that `_is_still_blocked` does not see."""
         self._blocked = None
-
-    def start_load(self, request: Request, hits: list[Block]) -> LoadStart:
-        """Lets the request, for which there is room, load or await KV."""
-        start = self._loader.start(request, hits)
-        if start is LoadStart.LOADING:
-            self._places.enter(request, RequestState.LOADING)
-        elif start is LoadStart.AWAITING:
-            self._places.enter(request, RequestState.AWAITING_KV)
-        return start

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 
-from pagoda.engine.assembly import EngineParts, TiersBuilder, Timed, build_parts
+from pagoda.engine.assembly import EngineParts, build_parts
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.kv_transfers import TiersBuilder
 from pagoda.engine.reports import StepRecorder
 from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.tracing import EngineTracing
@@ -30,7 +30,6 @@ from pagoda.messages.transfers import TransferEnd
 from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import even_share
-from pagoda.pd.connector import Arrived, Failed
 from pagoda.pd.links import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
 
@@ -120,10 +119,18 @@ class EngineCore:
         self._expert_tokens: list[int] = []
         self._last_progress = clock.now()
         self._tracer = tracer or Tracer("engine")
-        self.tracing = EngineTracing(self._tracer, executor.max_in_flight)
+        self._tracings: list[EngineTracing] = []
+        """Empty before the first trace; then one."""
         if config.trace is not None:
             self.start_trace(config.trace)
         executor.start()
+
+    @property
+    def tracing(self) -> EngineTracing:
+        """Made for the first trace."""
+        if not self._tracings:
+            self._tracings.append(EngineTracing(self._tracer, self.executor.max_in_flight))
+        return self._tracings[0]
 
     @property
     def ready(self) -> EngineReady | None:
@@ -151,16 +158,15 @@ class EngineCore:
         """Takes a request. One that returns after a restart is never refused for want of room."""
         if self.parts is None:
             return RequestRefused(request.request_id, retry_after_s=1)
-        scheduler, remote = self.parts.scheduler, self.parts.remote
+        scheduler = self.parts.scheduler
         room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
         is_full = len(scheduler.requests) >= room and not request.returns
         if not scheduler.requests:
             self._last_progress = self._clock.now()
         chunks = [] if is_full else scheduler.add(request)
-        has_ended = is_full or (chunks and chunks[-1].finish_reason is not None)
-        if has_ended and remote is not None and request.kv_source is not None:
-            remote.release(request.kv_source)
-        self._submit_transfers(self.parts)
+        if is_full or (chunks and chunks[-1].finish_reason is not None):
+            scheduler.hooks.on_refused(request)
+        self._submit_transfers(scheduler)
         return RequestRefused(request.request_id, retry_after_s=1) if is_full else chunks
 
     def abort(self, request_id: str) -> None:
@@ -179,34 +185,29 @@ class EngineCore:
                 case StepResult():
                     chunks += self._apply_result(event)
                 case TransferEnd():
-                    if self.parts is not None and self.parts.scheduler.tiers is not None:
-                        self.parts.scheduler.tiers.transfer_ended(event)
+                    if self.parts is not None:
+                        self.parts.scheduler.hooks.transfer_ended(event)
                 case WorkerReady():
                     self._on_worker_ready(event)
                 case TraceStopped():
                     self.tracing.on_workers_stopped(event)
                 case WorkerLost():
                     chunks += self.lose_worker(event)
-                    self.tracing.on_workers_stopped(TraceStopped())
+                    for tracing in self._tracings:
+                        tracing.on_workers_stopped(TraceStopped())
         if self._restarts.is_due():
             self.executor.start(self.parts.worker.num_blocks if self.parts else None)
         if self.parts is not None:
-            chunks += self._step_parts(self.parts)
+            chunks += self._step_scheduler(self.parts.scheduler)
         return chunks
 
-    def _step_parts(self, parts: EngineParts) -> list[TokenChunk]:
-        remote_events: Sequence[Arrived | Failed] = ()
-        if parts.scheduler.exporter is not None:
-            parts.scheduler.exporter.step()
-        if parts.remote is not None:
-            parts.remote.step()
-            remote_events = parts.remote.drain_events()
-        chunks = parts.scheduler.apply_kv_events(remote_events)
+    def _step_scheduler(self, scheduler: Scheduler) -> list[TokenChunk]:
+        chunks = scheduler.hooks.step()
         if self.is_worker_ready:
-            self._submit_plans(parts.scheduler)
-        self._submit_transfers(parts)
+            self._submit_plans(scheduler)
+        self._submit_transfers(scheduler)
         if self._tracer.e2e():
-            self.tracing.count(parts.scheduler)
+            self.tracing.count(scheduler)
         return chunks
 
     def _submit_plans(self, scheduler: Scheduler) -> None:
@@ -224,13 +225,10 @@ class EngineCore:
             if trace_began:
                 self.tracing.submitted(trace_began, plan)
 
-    def _submit_transfers(self, parts: EngineParts) -> None:
-        if parts.scheduler.tiers is None:
-            return
-        transfers = parts.scheduler.tiers.drain_transfers()
-        added, removed = ([], []) if parts.remote is None else parts.remote.drain_peer_changes()
-        if transfers or added or removed:
-            self.executor.submit_transfers(transfers, added, removed)
+    def _submit_transfers(self, scheduler: Scheduler) -> None:
+        transfers = scheduler.hooks.drain_transfers()
+        if transfers is not None:
+            self.executor.submit_transfers(transfers)
 
     def _apply_result(self, result: StepResult) -> list[TokenChunk]:
         if self.parts is None:
@@ -244,7 +242,7 @@ class EngineCore:
         self.steps.finished(result, taken)
         if trace_began:
             self.tracing.updated(trace_began, result)
-        if self.tracing.count_step():
+        if any(tracing.count_step() for tracing in self._tracings):
             self.stop_trace()
         return chunks
 
@@ -256,7 +254,7 @@ class EngineCore:
         self.is_worker_ready = True
         self._last_progress = self._clock.now()
         self._restarts.on_ready()
-        self.tracing.worker_ready()
+        self._tracer.instant("worker ready")
         parts = self.parts
         if parts is None:
             parts = self.parts = build_parts(
@@ -266,10 +264,7 @@ class EngineCore:
                 parts.cache_reporter.follow()
             if self._tracer.session is not None:
                 self.tracing.watch(parts.scheduler)
-        if parts.scheduler.tiers is not None:
-            parts.scheduler.tiers.workers_ready(worker)
-        if parts.scheduler.exporter is not None:
-            parts.scheduler.exporter.workers_ready(worker)
+        parts.scheduler.hooks.workers_ready(worker)
 
     def lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self.is_worker_ready = False
@@ -278,7 +273,8 @@ class EngineCore:
             raise ConfigError(loss.reason) if loss.is_user_error else EngineDeadError(loss.reason)
         scheduler = self.parts.scheduler
         self._restarts.on_loss(loss.reason, is_idle=not scheduler.in_flight)
-        self.tracing.worker_lost(loss.reason)
+        for tracing in self._tracings:
+            tracing.worker_lost(loss.reason)
         chunks = scheduler.recover()
         _log.error(
             "%s; starting it again, %d requests will continue",
@@ -295,9 +291,13 @@ class EngineCore:
         self.executor.start_trace(order.session)
 
     def stop_trace(self) -> None:
-        """Asks the workers to stop; once they have, this engine does, and `tracing.drain_end` returns the end."""
+        """Asks the workers to stop; once they have, this engine does, and `drain_trace_end` returns the end."""
         self.tracing.await_workers()
         self.executor.stop_trace()
+
+    def drain_trace_end(self) -> TraceStopped | None:
+        """The end of a trace whose fragments are closed now; None without one."""
+        return next(filter(None, (tracing.drain_end() for tracing in self._tracings)), None)
 
     def drain_kv_events(self) -> list[KVEvent]:
         """Events of cached blocks since the last call; none unless the configuration asks for them."""
@@ -316,13 +316,10 @@ class EngineCore:
 
     def next_wakeup(self) -> float | None:
         """The next instant, on the clock, with something to do even if no event comes; None for never."""
-        timed: list[Timed] = [
-            self._restarts,
-            self.executor,
-            self.steps,
-            *(self.parts.timed if self.parts else ()),
-        ]
-        instants = (part.next_event_at() for part in timed)
+        instants = [part.next_event_at() for part in (self._restarts, self.executor, self.steps)]
+        if self.parts is not None:
+            instants.append(self.parts.cache_reporter.next_event_at())
+            instants.append(self.parts.scheduler.hooks.next_event_at())
         return min((instant for instant in instants if instant is not None), default=None)
 
     def drain_load_report(self) -> LoadReport | None:
@@ -339,7 +336,6 @@ class EngineCore:
         if self.parts is None:
             return LoadReport(is_worker_ready=False)
         scheduler = self.parts.scheduler
-        tiers, exporter = scheduler.tiers, scheduler.exporter
         return LoadReport(
             **dataclasses.asdict(scheduler.counters),
             num_running=len(scheduler.running),
@@ -356,12 +352,8 @@ class EngineCore:
             expert_tokens=self._expert_tokens,
             expert_rank_tokens=self._expert_rank_tokens(),
             is_worker_ready=self.is_worker_ready,
-            num_awaiting_kv=scheduler.loader.num_requests,
-            tiers=() if tiers is None else tiers.load_report(),
-            num_leases=len(exporter.leases) if exporter else 0,
-            num_wanted_leases=exporter.num_wanted if exporter else 0,
-            num_leased_blocks=exporter.num_leased_blocks if exporter else 0,
-            num_leases_expired=exporter.num_expired if exporter else 0,
+            num_awaiting_kv=scheduler.num_awaiting_kv,
+            **scheduler.hooks.load_figures(),
             steps=self.steps.totals(),
         )
 
@@ -374,12 +366,17 @@ class EngineCore:
         return [sum(self._expert_tokens[expert] for expert in share) for share in shares]
 
     def pollables(self) -> list[object]:
-        """File descriptors and sockets that become readable with news for `step` or `tracing.drain_end`."""
-        connected = [self.executor, *(self.parts.connected if self.parts else ()), self.tracing]
-        return [source for part in connected for source in part.pollables()]
+        """File descriptors and sockets that become readable with news for `step` or `drain_trace_end`."""
+        sources = self.executor.pollables()
+        if self.parts is not None:
+            sources += self.parts.scheduler.hooks.pollables()
+        for tracing in self._tracings:
+            sources += tracing.pollables()
+        return sources
 
     def close(self) -> None:
-        for part in self.parts.connected if self.parts else ():
-            part.close()
+        if self.parts is not None:
+            self.parts.scheduler.hooks.close()
         self.executor.close()
-        self.tracing.close()
+        for tracing in self._tracings:
+            tracing.close()

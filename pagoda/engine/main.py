@@ -13,7 +13,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -144,21 +143,18 @@ class EngineProcess:
             self._publisher, links = None, None
             if config.kv_events is not None:
                 num_replicas = config.worker.parallel.data_parallel_size
-                self._publisher = stack.enter_context(
-                    closing(
-                        KVEventPublisher(config.kv_events, replica, num_replicas, self._context)
-                    )
+                self._publisher = KVEventPublisher(
+                    config.kv_events, replica, num_replicas, self._context
                 )
+                stack.callback(self._publisher.close)
             if config.handoff is not None:
-                links = stack.enter_context(closing(open_links(config.handoff, replica)))
+                links = open_links(config.handoff, replica)
+                stack.callback(links.close)
             self._executor = _make_executor(config, self._directory, self._clock, self._tracer)
-            self._core = stack.enter_context(
-                closing(
-                    EngineCore(
-                        config, self._executor, self._clock, handoff=links, tracer=self._tracer
-                    )
-                )
+            self._core = EngineCore(
+                config, self._executor, self._clock, handoff=links, tracer=self._tracer
             )
+            stack.callback(self._core.close)
             while not self._stopping:
                 self._sleep()
                 self._receive()
@@ -169,7 +165,7 @@ class EngineProcess:
                 for update in self._core.drain_updates():
                     for frontend in self._followers[type(update)]:
                         self._send(frontend, update)
-                self._send_all(self._core.tracing.drain_end())
+                self._send_all(self._core.drain_trace_end())
                 if self._publisher is not None:
                     self._publisher.publish(self._core.drain_kv_events())
                     self._publisher.replay()

@@ -150,9 +150,6 @@ class EngineTracing:
         self.tracer.instant("worker lost", {"reason": reason})
         self._end_steps(lost=True)
 
-    def worker_ready(self) -> None:
-        self.tracer.instant("worker ready")
-
     def _end_steps(self, **notes: bool) -> None:
         now = self.tracer.clock_ns()
         for step, (handed_over, args) in self._steps.items():

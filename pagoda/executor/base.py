@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from pagoda.messages.tracing import TraceStopped
-from pagoda.messages.transfers import KVPeer, Transfer, TransferEnd
+from pagoda.messages.transfers import TransferEnd, Transfers
 from pagoda.messages.worker import StepPlan, StepResult, WorkerReady
 from pagoda.telemetry.tracer import TraceSession
 
@@ -45,17 +44,8 @@ class Executor(Protocol):
         """Hands over a plan; a `StepResult` or `WorkerLost` event follows."""
         ...
 
-    def submit_transfers(
-        self,
-        transfers: list[Transfer],
-        added_peers: Sequence[KVPeer] = (),
-        removed_peers: Sequence[str] = (),
-    ) -> None:
-        """Begins transfers, which go on beside the steps; for each, a `TransferEnd` or `WorkerLost` follows.
-
-        Transfers from now on, these included, may name `added_peers`; none after these names `removed_peers`,
-        and what still runs from there fails.
-        """
+    def submit_transfers(self, message: Transfers) -> None:
+        """Begins transfers, which go on beside the steps; for each, a `TransferEnd` or `WorkerLost` follows."""
         ...
 
     def start_trace(self, session: TraceSession) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Container, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Literal
 
@@ -18,14 +19,7 @@ from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
-from pagoda.messages.transfers import (
-    KVPeer,
-    Transfer,
-    TransferEnd,
-    TransferLink,
-    TransferMessage,
-    Transfers,
-)
+from pagoda.messages.transfers import TransferEnd, TransferLink, TransferMessage, Transfers
 from pagoda.messages.worker import (
     PROTOCOL_VERSION,
     StepPlan,
@@ -43,7 +37,7 @@ from pagoda.telemetry.tracer import Tracer, TraceSession
 
 _log = logging.getLogger(__name__)
 
-_Wait = Literal["hello", "start", "step", "connection"]
+_Wait = Literal["hello", "start", "step", "transfer", "connection"]
 _Decode = Callable[[bytes], WorkerMessage | TransferMessage]
 
 _PATIENCE_S = 30.0
@@ -109,8 +103,7 @@ class GroupExecutor:
             msgspec.structs.replace(self._config, place=place, curve=keys)
             for place in parallel.places(self._config.place.dp)
         ]
-        transfers = GroupTransfers(len(configs), self._step_timeout_s)
-        self._group = _Group(configs, address, keys, self._launcher.launch, transfers)
+        self._group = _Group(configs, address, keys, self._launcher.launch, self._step_timeout_s)
         now = self._clock.now()
         self._group.deadlines["start"] = now + self._start_timeout_s
         if len(configs) > 1:
@@ -129,19 +122,14 @@ class GroupExecutor:
         group.num_in_flight += 1
         group.deadlines.setdefault("step", now + self._step_timeout_s)
 
-    def submit_transfers(
-        self,
-        transfers: list[Transfer],
-        added_peers: Sequence[KVPeer] = (),
-        removed_peers: Sequence[str] = (),
-    ) -> None:
+    def submit_transfers(self, message: Transfers) -> None:
         group = self._group
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
         now = self._clock.now()
-        message = Transfers(transfers, list(added_peers), list(removed_peers))
         group.send(group.links, self._encode_transfers(message), now)
-        group.transfers.begin(transfers, now)
+        group.transfers.begin(message.transfers, now)
+        group.await_transfers()
 
     def start_trace(self, session: TraceSession) -> None:
         session = self.tracer.session_for_children(session)
@@ -206,6 +194,7 @@ class GroupExecutor:
                 case TransferEnd():
                     end = group.transfers.end(rank, message, self._clock.now())
                     events += [end] if end is not None else []
+                    group.await_transfers()
                 case StepResult():
                     group.num_in_flight -= 1
                     group.deadlines.pop("step", None)
@@ -232,8 +221,7 @@ class GroupExecutor:
             return group.hung_start(self._start_timeout_s)
         if "step" in over:
             return WorkerLost(f"a step took longer than {self._step_timeout_s:g} s")
-        transfers_until = group.transfers.deadline
-        if transfers_until is not None and now >= transfers_until:
+        if "transfer" in over:
             return WorkerLost(f"no KV transfer ended within {self._step_timeout_s:g} s")
         return None
 
@@ -250,8 +238,7 @@ class GroupExecutor:
     def next_event_at(self) -> float | None:
         if self._group is None:
             return None
-        instants = (*self._group.deadlines.values(), self._group.transfers.deadline)
-        return min((at for at in instants if at is not None), default=None)
+        return min(self._group.deadlines.values(), default=None)
 
     def close(self) -> None:
         if self._group is not None:
@@ -266,10 +253,10 @@ class _Group:
         address: str,
         keys: CurveKeys | None,
         launch: Callable[[list[WorkerConfig], str], WorkerSet],
-        transfers: GroupTransfers,
+        transfer_timeout_s: float,
     ) -> None:
         self._configs = configs
-        self.transfers = transfers
+        self._transfer_timeout_s = transfer_timeout_s
         parallel, dp = configs[0].parallel, configs[0].place.dp
         self._sampling_rank = parallel.rank_in_replica(parallel.sampling_place(dp))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -296,7 +283,8 @@ class _Group:
         """Ranks whose connections for transfers are there."""
         self.deadlines: dict[_Wait, float] = {}
         """Times until which all must have said hello, or the log names who has not; one that starts must have sent
-        a message; the step in flight must have ended; and the end of an unreachable worker's process is known."""
+        a message; the step in flight, and a transfer, must have ended; and the end of an unreachable worker's
+        process is known."""
         self.unreachable: WorkerLost | None = None
         """A worker without a connection, which has missed a message."""
         self.num_in_flight = 0
@@ -305,6 +293,20 @@ class _Group:
         self._trace_problems: list[str] = []
         self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.workers = launch(configs, self._endpoint)
+
+    @cached_property
+    def transfers(self) -> GroupTransfers:
+        """Transfers under way; made for the first of them, when all ranks are ready."""
+        kv_ranks = chain.from_iterable(ready.kv_ranks for ready in self._readies.values())
+        return GroupTransfers(len(self._configs), self._transfer_timeout_s, kv_ranks)
+
+    def await_transfers(self) -> None:
+        """Notes until when the next transfer must have ended."""
+        deadline = self.transfers.deadline
+        if deadline is None:
+            self.deadlines.pop("transfer", None)
+        else:
+            self.deadlines["transfer"] = deadline
 
     @property
     def is_ready(self) -> bool:
@@ -376,7 +378,6 @@ class _Group:
         ranks = _describe_ranks(self._configs[0].parallel)
         readies = [self._readies[rank] for rank in range(len(self._configs))]
         kv_ranks = tuple(chain.from_iterable(ready.kv_ranks for ready in readies))
-        self.transfers.learn(kv_ranks)
         return msgspec.structs.replace(
             ready,
             summary=f"{ranks}{ready.summary}",

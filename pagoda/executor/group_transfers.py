@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pagoda.messages.transfers import DiskObjects, KVRank, RemoteBlocks, Transfer, TransferEnd
 from pagoda.pd.transport.base import longest_transfer_s
@@ -15,17 +15,14 @@ class GroupTransfers:
     Ends of a transfer that is not under way, and further ends from the same rank, change nothing.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float) -> None:
+    def __init__(self, num_ranks: int, timeout_s: float, kv: Iterable[KVRank] = ()) -> None:
+        """`kv` is that of the ranks, if they take part in handoff."""
+        sizes = (sum(p.num_heads * p.head_bytes for p in rank.parts) for rank in kv)
+        self._block_bytes = max(sizes, default=0)
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
-        self._block_bytes = 0
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
         self._work = {(rank, kind): _Work() for rank in range(num_ranks) for kind in _Kind}
-
-    def learn(self, ranks: Sequence[KVRank]) -> None:
-        """Learns the size of a block from the ranks' KV, if they take part in handoff."""
-        sizes = (sum(p.num_heads * p.head_bytes for p in rank.parts) for rank in ranks)
-        self._block_bytes = max(sizes, default=0)
 
     @property
     def deadline(self) -> float | None:

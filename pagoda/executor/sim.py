@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count as count_from
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from pagoda.messages.transfers import (
     Transfer,
     TransferEnd,
     TransferPlace,
+    Transfers,
 )
 from pagoda.messages.worker import Capabilities, SlotStart, StepPlan, StepResult, WorkerReady
 from pagoda.telemetry.tracer import TraceSession
@@ -147,21 +148,16 @@ class SimExecutor:
         self._steps.append((done, plan.step))
         self._foresee(done, self.worker.execute(plan, cost))
 
-    def submit_transfers(
-        self,
-        transfers: list[Transfer],
-        added_peers: Sequence[KVPeer] = (),
-        removed_peers: Sequence[str] = (),
-    ) -> None:
+    def submit_transfers(self, message: Transfers) -> None:
         self._forget_executed_steps()
-        self._peers |= {peer.peer_id: peer for peer in added_peers}
-        for transfer in transfers:
+        self._peers |= {peer.peer_id: peer for peer in message.added_peers}
+        for transfer in message.transfers:
             num_blocks = self.worker.begin(transfer)
             begins = self._executed_at(transfer.after_step)
             fate = self._transfer_fate(transfer)
             cost = self._config.per_transferred_block_s * num_blocks + fate.delay_s
             self._foresee(begins + cost, (transfer, fate))
-        for peer_id in removed_peers:
+        for peer_id in message.removed_peers:
             del self._peers[peer_id]
 
     def start_trace(self, session: TraceSession) -> None:

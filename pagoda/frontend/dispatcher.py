@@ -1,8 +1,7 @@
 """One endpoint over several replicas: chooses who takes which request, and moves requests when an engine dies.
 
-The dispatcher holds the value of every request until the client has the last byte. A replica that loses a request
-says so, and the request is admitted again, with the tokens so far, on another replica or on the same one when it
-is back; clients see a pause. The dispatcher is in the path also for one replica.
+A replica that loses a request says so, and the request goes on, with the tokens so far, at another replica or at
+the same one when it is back; clients see a pause.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from pagoda.errors import (
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.outliers import Ejection, OutlierDetector
+from pagoda.frontend.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.frontend.placer import Placer
 from pagoda.frontend.policies import Policy
 from pagoda.frontend.prefix_index import CacheUnion
 from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_set import ReplicaSet
-from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.frontend.totals import sum_of_loads
-from pagoda.frontend.tracked_request import Placement, RequestState, TrackedRequest
 from pagoda.ipc.clock import Clock, LoopClock
 from pagoda.messages.frontend import (
     EngineReady,
@@ -332,9 +330,13 @@ class Dispatcher:
     def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
         """Subscribes to the steps of the replicas that there are. Replicas that come later are hosts, whose steps
         are told there."""
+
+        def pass_on(replica: str, steps: StepStatistics) -> None:
+            listener(msgspec.structs.replace(steps, replica=replica))
+
         ends = contextlib.ExitStack()
         for slot in self.slots:
-            ends.callback(slot.replica.subscribe_steps(partial(_pass_on, slot.name, listener)))
+            ends.callback(slot.replica.subscribe_steps(partial(pass_on, slot.name)))
         return ends.close
 
     async def health(self) -> Health:
@@ -581,7 +583,3 @@ class Dispatcher:
 
 class _MovedError(Exception):
     """The request is not at its replica any more, and no engine died of it."""
-
-
-def _pass_on(replica: str, listener: StepListener, steps: StepStatistics) -> None:
-    listener(msgspec.structs.replace(steps, replica=replica))

@@ -82,6 +82,7 @@ class Fleet:
         self._door: HostServer | None = None
         self._registrations: list[Registration] = []
         self.id = new_id()
+        self.is_router = not isinstance(members, Dispatcher)
         self.registry: Registry | None = None
         """Registry of a router's hosts, once the router has started."""
         if isinstance(members, Dispatcher):
@@ -115,10 +116,6 @@ class Fleet:
         replicas = [engine.replica for engine in engines]
         dispatcher = Dispatcher(replicas, POLICIES[policy], tracer=tracer)
         return cls(dispatcher, engines, join=join, tracer=tracer)
-
-    @property
-    def is_router(self) -> bool:
-        return self._router is not None
 
     async def start(self) -> None:
         """Returns when requests can be taken.

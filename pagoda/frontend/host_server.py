@@ -1,8 +1,4 @@
-"""The host's end of the connection to its routers: the host is an engine to a router.
-
-A router sends a host the same messages that a frontend sends an engine, over encrypted TCP sockets. So a request
-is tokenized once, at the router, and continues at another host, with the tokens so far, when its host is lost.
-"""
+"""The host's end of the connection to its routers, which send it what a frontend sends an engine."""
 
 from __future__ import annotations
 

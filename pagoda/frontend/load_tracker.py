@@ -1,8 +1,7 @@
 """The work of each replica: every request counts at one replica, from its placement until it leaves there.
 
-A request's work is counted in tokens: tokens of its prompt that are not computed yet, as far as the engine says,
-and tokens of its answer that are still to come. Nobody knows how long an answer will be; until it ends it counts
-as one of the usual length, and never as more than `max_tokens` allows.
+Work is counted in tokens: those of the prompt that are not computed yet, as far as the engine says, and those of
+the answer that are still to come, which counts as one of the usual length until it ends.
 """
 
 from __future__ import annotations

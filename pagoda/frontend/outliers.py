@@ -1,11 +1,9 @@
 """Ejection of replicas: those that do worse than others get nothing new for a while, then slowly more again.
 
-Judged is what replicas do, not what they say of themselves: whether the requests that they have get on, and how
-fast. As in Envoy's outlier detection, a replica that is judged again is ejected for longer, and never more than
-half of a group are ejected at once. No replica is judged alone: what is slow for one model is fast for another.
-
-How fast depends on how much is computed at once, so paces are compared for about equal work: for each power of two
-of tokens that a replica computes between two signs of life of one request, the time that it takes.
+Replicas are judged by whether their requests get on, and how fast; each against the others, as what is slow for
+one model is fast for another. Paces are compared for about equal work: for each power of two of tokens that a
+replica computes between two signs of life of one request, the time that it takes. As in Envoy's outlier detection,
+a replica that is judged again is ejected for longer.
 """
 
 from __future__ import annotations
@@ -96,8 +94,8 @@ class Waiting(NamedTuple):
 
 
 WaitingAt = Callable[[int], Waiting | None]
-"""Says what clients wait for at the replica of a number, None where none does. The detector asks only about
-replicas that are silent or slow, since a look at all requests of all replicas would take long."""
+"""Says what clients wait for at the replica of a number, None where none does; asked only about replicas that are
+silent or slow."""
 
 
 class ReplicaHealth:
@@ -116,7 +114,7 @@ class ReplicaHealth:
         """Unanswered requests since then."""
         self.losses: list[float] = []
         self.probe: str | None = None
-        """The request between whose signs of life the time is taken."""
+        """The request between whose signs of life the time is taken; None when it has left."""
         self.num_tokens = 0
         """Tokens that the replica has computed since the probe's last sign of life, for all its requests."""
         self.pace = _Pace()
@@ -142,11 +140,6 @@ class ReplicaHealth:
         elif self.probe is not None:
             return
         self.probe, self.num_tokens = request_id, 0
-
-    def end(self, request_id: str) -> None:
-        """Records that a request is not there any more."""
-        if self.probe == request_id:
-            self.probe = None
 
     def is_ejected(self, now: float) -> bool:
         return now < self.ejected_until

@@ -9,10 +9,9 @@ from itertools import islice
 
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.frontend.load_tracker import RequestWork
+from pagoda.frontend.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.frontend.prefix_index import short_keys
 from pagoda.frontend.replica_set import ReplicaSet
-from pagoda.frontend.replica_slot import ReplicaSlot
-from pagoda.frontend.tracked_request import Placement, RequestState, TrackedRequest
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_keys import prefix_keys
 
@@ -141,9 +140,10 @@ class Placer:
             ),
             began_at=self._clock.now(),
             keys=keys,
-            number=slot.prefixes.add(keys),
-            num_told_tokens=len(keys)
-            and slot.prefixes.num_told(keys) * self._slots.limits.block_size,
+            number=slot.prefixes.add(keys) if keys else 0,
+            num_told_tokens=slot.prefixes.num_told(keys) * self._slots.limits.block_size
+            if keys
+            else 0,
             after_ns=slot.latest_ns,
             fetches_kv=request.kv_source is not None,
         )
@@ -171,7 +171,8 @@ class Placer:
         slot = placement.slot
         if placement.keys:
             slot.prefixes.end(placement.number, placement.keys)
-        slot.health.end(tracked.request_id)
+        if slot.health.probe == tracked.request_id:
+            slot.health.probe = None
         del slot.requests[tracked]
         slot.num_streams -= bool(tracked.token_ids)
         slot.crash_suspects.discard(tracked)

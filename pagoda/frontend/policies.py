@@ -1,8 +1,4 @@
-"""Policies that choose the replica for a request: pure functions of the request and of what is known about the
-replicas.
-
-A policy neither asks for the time nor draws random numbers: the same arguments give the same choice in every
-process and in every simulation. Ties go round by the number of the request, so that idle replicas share the work.
+"""Policies that choose the replica for a request: pure functions, without a clock or random numbers.
 
 Small fleets are looked at as a whole. Of a large one, the policy first names a few replicas that are found without
 a look at all others (`Policy.shortlist`).
@@ -16,8 +12,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from pagoda.frontend.placement import ReplicaSlot
 from pagoda.frontend.replica_pool import Shortlist, stable_hash
-from pagoda.frontend.replica_slot import ReplicaSlot
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
@@ -51,14 +47,11 @@ NUM_HOLDERS = 8
 _MAX_LOOKS = 32
 """Replicas that are looked at for one that has not refused the request."""
 
-Choose = Callable[[RoutingRequest, Sequence[Candidate]], int]
-"""Returns the index of the candidate that takes the request; there is at least one."""
-ShortlistOf = Callable[[RoutingRequest, Shortlist], Iterable[ReplicaSlot]]
-
 
 class Policy(NamedTuple):
-    choose: Choose
-    shortlist: ShortlistOf
+    choose: Callable[[RoutingRequest, Sequence[Candidate]], int]
+    """Returns the index of the candidate that takes the request; there is at least one."""
+    shortlist: Callable[[RoutingRequest, Shortlist], Iterable[ReplicaSlot]]
     uses_prefixes: bool = False
     """The policy needs `Candidate.num_cached_tokens`, which costs a digest over the prompt."""
 

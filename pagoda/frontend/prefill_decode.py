@@ -1,9 +1,8 @@
 """A router over hosts that compute prompts, and hosts that take over their KV and go on.
 
-The decode hosts have all requests. For one whose prompt is long enough, and would not wait too long there, a
-prefill host gets the same request beside it, and the decode host is told where the KV will be as soon as the
-prefill host has said so. All that a client sees comes from the decode host, which computes what it does not get;
-so nothing that happens to prefill hosts is an error.
+The decode hosts have all requests. For a long prompt a prefill host gets the same request beside it, and says
+where the KV will be. All that a client sees comes from the decode host, which computes what it does not get; so
+nothing that happens to prefill hosts is an error.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import msgspec
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.placement import Placement, TrackedRequest
 from pagoda.frontend.policies import POLICIES, Policy
 from pagoda.frontend.replica import Replica
-from pagoda.frontend.tracked_request import Placement, TrackedRequest
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer

@@ -8,21 +8,16 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from operator import itemgetter
 
 from pagoda.frontend.load_tracker import LeastLoaded
-from pagoda.frontend.replica_slot import Fitness, ReplicaSlot
+from pagoda.frontend.placement import Fitness, ReplicaSlot
 from pagoda.messages.worker_config import Role
 
-_GOLDEN_RATIO = 0.6180339887498949
-"""Golden-ratio conjugate: i · c mod 1 is a low-discrepancy sequence."""
+GOLDEN_RATIO = 0.6180339887498949
+"""Golden-ratio conjugate c: i · c mod 1 is a low-discrepancy sequence, which fills 0 to 1 evenly."""
 _HASH_BYTES = 8
 _MASK = 2 ** (8 * _HASH_BYTES) - 1
 _NUM_PROBES = 21
 _STEP = 0x9E3779B97F4A7C15
 """Multiplier that spreads the steps between probes over 64 bits."""
-
-
-def low_discrepancy(number: int) -> float:
-    """The `number`-th of a sequence that fills the interval from 0 to 1 evenly."""
-    return number * _GOLDEN_RATIO % 1
 
 
 class SlotList:

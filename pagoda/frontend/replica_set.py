@@ -14,12 +14,11 @@ import msgspec
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import OutlierDetector
+from pagoda.frontend.placement import Fitness, ReplicaSlot, TrackedRequest, has_part_in
 from pagoda.frontend.policies import NUM_HOLDERS, Candidate, Policy, RoutingRequest
 from pagoda.frontend.prefix_index import CacheUnion, PrefixIndex
 from pagoda.frontend.replica import Replica
-from pagoda.frontend.replica_pool import RolePool, Shortlist, low_discrepancy
-from pagoda.frontend.replica_slot import Fitness, ReplicaSlot, has_part_in
-from pagoda.frontend.tracked_request import TrackedRequest
+from pagoda.frontend.replica_pool import GOLDEN_RATIO, RolePool, Shortlist
 from pagoda.ipc.clock import Clock
 from pagoda.messages.frontend import EngineReady, GenerateRequest
 from pagoda.messages.worker_config import Role
@@ -58,8 +57,7 @@ class ReplicaSet:
         self._routers: Counter[str] = Counter()
         """Ids of routers, and behind how many replicas they are."""
         self._sum: EngineReady | None = None
-        """The sum of limits; None when it has to be made anew."""
-        self._last_limits: EngineReady | None = None
+        """The sum of limits, or the last one of replicas that have gone; None when it has to be made anew."""
         self._returns: list[tuple[float, int]] = []
         """A heap of when replicas have room or their full share again, and their numbers."""
 
@@ -116,15 +114,15 @@ class ReplicaSet:
 
         Raises RuntimeError if no replica has ever started.
         """
-        if self._sum is None:
-            self._sum = _sum_of(self._limits, self._routers) if self._limits else self._last_limits
-        if self._sum is None:
+        if not self.has_limits:
             raise RuntimeError("The replicas have not started.")
+        if self._sum is None:
+            self._sum = _sum_of(self._limits, self._routers)
         return self._sum
 
     @property
     def has_limits(self) -> bool:
-        return bool(self._limits) or self._last_limits is not None
+        return bool(self._limits) or self._sum is not None
 
     def take_limits(self, slot: ReplicaSlot) -> None:
         """Takes the limits of a replica that has started into the sums, where they are others than before."""
@@ -144,12 +142,11 @@ class ReplicaSet:
         if limits is None:
             return
         self._pools[limits.role].room += change * (limits.max_num_seqs + limits.max_num_waiting)
-        if change < 0 and len(self._limits) == 1:
-            self._last_limits = self.limits
+        before = self.limits if change < 0 and len(self._limits) == 1 else None
         _add(self._limits, msgspec.structs.replace(limits, host_id="", routers=()), change)
         for router in limits.routers:
             _add(self._routers, router, change)
-        self._sum = None
+        self._sum = None if self._limits else before
 
     def room_for(self, request: GenerateRequest) -> int:
         """Requests of this kind that all replicas meant for them can have, running and waiting."""
@@ -246,6 +243,10 @@ class ReplicaSet:
         replica takes requests, or all have refused this one.
         """
         self._refit_returned()
+        if len(self._slots) == 1 and not keys:
+            [only] = self._slots.values()
+            is_taker = only.fitness is not None and only.number not in tracked.refusals
+            return (only, 0) if is_taker else None
         request = RoutingRequest(tracked.request_id, self._num_placed, tracked.request.session)
         slots = self._candidates(tracked, request, keys)
         if not slots:
@@ -275,7 +276,7 @@ class ReplicaSet:
             return list(dict.fromkeys(fleet.at(positions, fitness)))
 
         chosen = some(Fitness.FIT) if is_small else list(self.policy.shortlist(request, fleet))
-        returning, draw = some(Fitness.RETURNING), low_discrepancy(request.number)
+        returning, draw = some(Fitness.RETURNING), request.number * GOLDEN_RATIO % 1
         chosen += [slot for slot in returning if self.share(slot) > draw]
         chosen = chosen or returning or some(Fitness.DEGRADED)
         if not chosen and len(tracked.refusals) < SMALL_FLEET:

@@ -334,7 +334,7 @@ class TieredKVConnector:
     def workers_ready(self, ready: WorkerReady) -> None:
         for connector in self.connectors:
             connector.workers_ready(ready)
-        self._has_workers = True
+        self._has_workers = bool(self.connectors)
 
     def workers_lost(self) -> None:
         """All loads and stores are gone. No request waits any more, and no `LoadEnd` follows."""

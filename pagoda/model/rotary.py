@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from pagoda.checkpoints.model_config import ModelConfig
-from pagoda.checkpoints.rope import (
-    FrequencyFactors,
-    LinearScaling,
-    Llama3Scaling,
-    YarnScaling,
-)
+from pagoda.checkpoints.rope import FrequencyFactors, LinearScaling, Llama3Scaling, YarnScaling
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

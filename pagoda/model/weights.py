@@ -28,14 +28,12 @@ class WeightSource(Protocol):
     def read_into(self, name: str, out: Tensor) -> None:
         """Fills `out` with the tensor `name`, such as `model.norm.weight`, converting to its dtype.
         Raises ConfigError: there is no such tensor of this shape."""
-        ...
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
         """The weight of a linear layer, without its bias; head and embedding table are linear layers as well.
 
         A dense weight comes in `dtype`, and may lie in a mapped file: a backend copies what it keeps.
         Raises ConfigError: there is no such layer of this shape."""
-        ...
 
 
 class DummyWeights:

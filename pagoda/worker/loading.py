@@ -25,11 +25,7 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.decoder import Decoder
 from pagoda.model.gguf_weights import GgufWeights
 from pagoda.model.loader import WeightLoader
-from pagoda.model.quantization import (
-    QUANTIZATIONS,
-    QuantizationOnLoad,
-    quantization_on_load,
-)
+from pagoda.model.quantization import QUANTIZATIONS, QuantizationOnLoad, quantization_on_load
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.sharding import Shard, check_quantized_parts, shard_of
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint

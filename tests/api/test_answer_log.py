@@ -69,11 +69,6 @@ def test_the_line_has_the_times_of_the_tracker(log) -> None:
     )
 
 
-async def test_each_answer_of_several_has_a_line(api, log) -> None:
-    await api.complete(n=3)
-    assert len(lines(log)) == 3
-
-
 async def test_what_gets_no_answer_has_the_line_of_http(api, log) -> None:
     await api.complete(model="other")
     await api.get("/v1/models")
@@ -122,12 +117,14 @@ async def test_words_of_clients_are_not_logged(api, log, path: str, body: bytes 
     assert "secret" not in f"{line.getMessage()} {line.fields}"
 
 
-async def test_a_refusal_has_one_line_too(api, log) -> None:
+async def test_each_answer_of_several_and_each_refusal_has_a_line(api, log) -> None:
+    await api.complete(n=3)
     api.endpoint.raises = OverloadedError("The waiting queue is full.")
     assert (await api.complete()).status == 429
-    [line] = lines(log)
-    assert line.getMessage().startswith("refused: ")
-    assert line.getMessage().endswith("error The waiting queue is full.")
+    *answers, refusal = [line.getMessage() for line in lines(log)]
+    assert [answer.partition(":")[0] for answer in answers] == ["stop"] * 3
+    assert refusal.startswith("refused: ")
+    assert refusal.endswith("error The waiting queue is full.")
 
 
 async def test_neither_prompts_nor_answers_are_logged(serve_api, caplog) -> None:

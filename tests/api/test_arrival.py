@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import itertools
+from collections.abc import Iterator
 
 import aiohttp
 import pytest
@@ -12,19 +13,17 @@ from aiohttp import web
 from pagoda.api.app import ApiServer
 
 
-class _Clock:
+@pytest.fixture
+def clock(api, monkeypatch) -> Iterator[int]:
     """Shows how often it was asked, so that two answers are never alike."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        self.now += 1
-        return self.now
+    clock = itertools.count(1)
+    monkeypatch.setattr(api.service.tracker, "clock_ns", lambda: next(clock))
+    return clock
 
 
-def arrivals(api: Any) -> list[int]:
-    """The times of arrival of all answers that start from now on."""
+@pytest.fixture
+def arrived(api) -> list[int]:
+    """The times of arrival of all answers."""
     arrived: list[int] = []
     api.service.tracker.subscribe(
         on_start=lambda record: arrived.append(record.client_request.arrived_ns)
@@ -34,16 +33,14 @@ def arrivals(api: Any) -> list[int]:
 
 @pytest.mark.parametrize("padding", [0, 300_000])
 async def test_a_request_arrives_with_its_first_bytes_not_when_its_turn_comes(
-    api, monkeypatch, padding: int
+    api, clock, arrived, padding: int
 ) -> None:
-    clock = _Clock()
-    monkeypatch.setattr(api.service.tracker, "clock_ns", clock)
-    arrived, turns = arrivals(api), list[int]()
+    turns: list[int] = []
     server = ApiServer(api.service)
     make_request = server.request_factory
 
     def in_turn(*parts):  # type: ignore[no-untyped-def]
-        turns.append(clock())
+        turns.append(next(clock))
         return make_request(*parts)
 
     server.request_factory = in_turn
@@ -60,10 +57,7 @@ async def test_a_request_arrives_with_its_first_bytes_not_when_its_turn_comes(
     assert arrived == [turn - 1 for turn in turns]
 
 
-async def test_an_empty_line_is_no_arrival(api, monkeypatch) -> None:
-    clock = _Clock()
-    monkeypatch.setattr(api.service.tracker, "clock_ns", clock)
-    arrived = arrivals(api)
+async def test_an_empty_line_is_no_arrival(api, clock, arrived) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     body = b'{"prompt": "hi", "max_tokens": 1}'
     request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -77,9 +71,9 @@ async def test_an_empty_line_is_no_arrival(api, monkeypatch) -> None:
     writer.write(b"\r\n")
     await writer.drain()
     await api.get("/version")  # which comes behind the line, so that it has been read
-    clock.now = 1000
+    before_the_last = next(clock)
     writer.write(request)
     await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
     writer.close()
     assert len(arrived) == 3
-    assert arrived[-1] > 1000
+    assert arrived[-1] > before_the_last

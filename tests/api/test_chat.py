@@ -35,29 +35,24 @@ def prompt_of(api: Any) -> str:
     return bytes(api.endpoint.requests[-1].prompt_token_ids).decode()
 
 
-async def test_an_answer_in_one_piece(serve_api) -> None:
+@WHOLE_AND_STREAM
+async def test_an_answer(serve_api, stream: bool) -> None:
     api = await serve_api("Hello!", text=QWEN)
-    answer = (await api.chat(model="tiny")).json()
-    assert answer["object"] == "chat.completion"
-    message = {"role": "assistant", "content": "Hello!", "reasoning_content": None}
-    [choice] = answer["choices"]
-    assert choice["message"] == message
-    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
-    assert answer["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
-    assert prompt_of(api) == "[user]hi[assistant]"
-
-
-async def test_a_stream_says_the_same(serve_api) -> None:
-    api = await serve_api("Hello!", text=QWEN)
-    answer = await api.chat(stream=True, stream_options={"include_usage": True})
-    first, *_, last = events = answer.events()
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = await api.chat(model="tiny", stream=stream, **options)
+    events = answer.events() if stream else [answer.json()]
+    kind = "chat.completion.chunk" if stream else "chat.completion"
+    assert {event["object"] for event in events} == {kind}
     [choice] = answer.choices()
-    assert choice["message"] == {"role": "assistant", "content": "Hello!"}
-    assert choice["finish_reason"] == "stop"
-    assert last["usage"]["completion_tokens"] == 7
-    assert all(event["usage"] is None for event in events[:-1])
+    unsaid = {} if stream else {"reasoning_content": None}
+    assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert events[-1]["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
+    assert events[-1]["usage"]["completion_tokens"] == 7
+    assert prompt_of(api) == "[user]hi[assistant]"
+    if stream:
+        assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert all(event["usage"] is None for event in events[:-1])
 
 
 async def test_as_many_tokens_as_the_context_holds(serve_api) -> None:
@@ -181,18 +176,21 @@ async def test_token_ids_on_request(serve_api) -> None:
     assert [i for event in events for i in event["choices"][0]["token_ids"]] == [111, 107, 257]
 
 
-async def test_a_model_without_template(serve_api) -> None:
-    api = await serve_api(text=text(None))
-    answer = await api.chat()
-    assert (answer.status, answer.error()["param"]) == (400, "messages")
-    assert "--chat-template" in answer.error()["message"]
-
-
-async def test_tools_for_a_model_that_knows_none(serve_api) -> None:
-    api = await serve_api(text=text("{{ messages[0].content }}"))
-    assert (await api.chat(tools=TOOLS)).error()["param"] == "tools"
-    api = await serve_api(text=text("{{ tools }}{{ messages[0].content }}"))
-    assert "<tool_call>" in (await api.chat(tools=TOOLS)).error()["message"]
+@pytest.mark.parametrize(
+    ("source", "body", "param", "sentence"),
+    [
+        (None, {}, "messages", "--chat-template"),
+        ("{{ messages[0].content }}", {"tools": TOOLS}, "tools", "tools"),
+        ("{{ tools }}{{ messages[0].content }}", {"tools": TOOLS}, "tools", "<tool_call>"),
+    ],
+)
+async def test_what_a_template_cannot_do(
+    serve_api, source: str | None, body: dict[str, Any], param: str, sentence: str
+) -> None:
+    api = await serve_api(text=text(source))
+    answer = await api.chat(**body)
+    assert (answer.status, answer.error()["param"]) == (400, param)
+    assert sentence in answer.error()["message"]
 
 
 @pytest.mark.parametrize(

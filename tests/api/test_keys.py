@@ -9,16 +9,10 @@ from pagoda.errors import ConfigError
 def test_keys_are_known_by_their_names() -> None:
     keys = ApiKeys(["alice:=s3cret", "other", "bob-2:=with=inside"])
     assert keys.names == ("alice", "key2", "bob-2")
-    assert keys.name_of("Bearer s3cret") == "alice"
-    assert keys.name_of("bearer other ") == "key2"
-    assert keys.name_of("Bearer with=inside") == "bob-2"
-
-
-@pytest.mark.parametrize(
-    "given", ["", "s3cret", "Basic s3cret", "Bearer", "Bearer alice", "Bearer ĸ", "Bearer \udcff"]
-)
-def test_others_are_nobody(given: str) -> None:
-    assert ApiKeys(["alice:=s3cret", "key"]).name_of(given) is None
+    names = {"Bearer s3cret": "alice", "bearer other ": "key2", "Bearer with=inside": "bob-2"}
+    unknown = ["", "s3cret", "Basic s3cret", "Bearer", "Bearer alice", "Bearer ĸ", "Bearer \udcff"]
+    for given, name in {**names, **dict.fromkeys(unknown)}.items():
+        assert keys.name_of(given) == name, given
 
 
 def test_without_keys_all_are_known_and_have_no_name() -> None:

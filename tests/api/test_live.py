@@ -193,7 +193,6 @@ async def test_all_pages_share_one_observation_and_none_is_made_without_a_page(a
         assert await anext(other)
         assert len(api.endpoint.step_listeners) == 1
         assert tracker.num_listeners == others + 1
-    await until(lambda: not api.service.live_stats.is_watched)
     await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
     async with watching(api) as again:
         assert await anext(again)
@@ -215,7 +214,7 @@ async def test_streams_end_with_the_server(api) -> None:
 async def test_a_stream_has_no_head(api) -> None:
     answer = await api.request("HEAD", "/v1/live")
     assert (answer.status, answer.headers["Allow"]) == (405, "GET")
-    assert not api.service.live_stats.is_watched
+    assert not api.endpoint.step_listeners
     assert (await api.request("HEAD", "/v1/requests")).status == 200
 
 

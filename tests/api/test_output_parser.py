@@ -14,6 +14,8 @@ from pagoda.api.output_parser import MAX_HEAD_CHARS, OutputParser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": "}\\""}}}\n</tool_call>'
 
+BAD_ESCAPE = '{"name": "\\q", "arguments": {"a": 1}}'
+
 
 class Parts:
     def __init__(self) -> None:
@@ -40,44 +42,36 @@ def parse(deltas: list[str], **options: bool) -> Parts:
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "reasoning"),
+    ("text", "options", "content", "reasoning"),
     [
-        ("plain", "plain", ""),
-        ("<think>\nwhy\n</think>\n\nso", "so", "why"),
-        ("\n<think>why</think>so", "so", "why"),
-        ("<think>cut off", "", "cut off"),
-        ("<think></think>\n\nso", "so", ""),
-        ("<thinking>", "<thinking>", ""),
-        ("a <think>b</think>", "a <think>b</think>", ""),
-        ("  ", "  ", ""),
-        ("<th", "<th", ""),
+        *(
+            (text, {"thinks": True}, content, reasoning)
+            for text, content, reasoning in (
+                ("plain", "plain", ""),
+                ("<think>\nwhy\n</think>\n\nso", "so", "why"),
+                ("\n<think>why</think>so", "so", "why"),
+                ("<think>cut off", "", "cut off"),
+                ("<think></think>\n\nso", "so", ""),
+                ("<thinking>", "<thinking>", ""),
+                ("a <think>b</think>", "a <think>b</think>", ""),
+                ("  ", "  ", ""),
+                ("<th", "<th", ""),
+            )
+        ),
+        ("\nwhy\n</think>\n\nso", {"thinks": True, "in_reasoning": True}, "so", "why"),
+        # Tags mean nothing to a model that does not use them.
+        (f"<think>x</think>{CALL}", {}, f"<think>x</think>{CALL}", ""),
     ],
 )
-def test_reasoning(text: str, content: str, reasoning: str) -> None:
-    assert parse([text], thinks=True).as_tuple() == (content, reasoning, [])
+def test_reasoning(text: str, options: dict[str, bool], content: str, reasoning: str) -> None:
+    assert parse([text], **options).as_tuple() == (content, reasoning, [])
 
 
-def test_reasoning_that_the_prompt_has_opened() -> None:
-    parts = parse(["\nwhy\n</think>\n\nso"], thinks=True, in_reasoning=True)
-    assert parts.as_tuple() == ("so", "why", [])
-
-
-def test_tags_mean_nothing_to_a_model_that_does_not_use_them() -> None:
-    text = f"<think>x</think>{CALL}"
-    assert parse([text]).as_tuple() == (text, "", [])
-
-
-def test_a_tool_call() -> None:
-    parts = parse([f"Let me see.\n{CALL}"], calls_tools=True)
-    assert parts.content == "Let me see."
-    [[name, arguments]] = parts.calls
-    assert (name, json.loads(arguments)) == ("add", {"a": 1, "b": {"c": '}"'}})
-
-
-def test_several_calls_and_text_between() -> None:
-    parts = parse([f"{CALL}\n{CALL} and {CALL}\n"], calls_tools=True)
-    assert parts.content == "and"
+def test_several_calls_and_text_around() -> None:
+    parts = parse([f"Let me see.\n{CALL}\n{CALL} and {CALL}\n"], calls_tools=True)
+    assert parts.content == "Let me see.and"
     assert [name for name, _ in parts.calls] == ["add", "add", "add"]
+    assert json.loads(parts.calls[0][1]) == {"a": 1, "b": {"c": '}"'}}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +88,7 @@ def test_calls_in_unusual_order(body: str, name: str, arguments: object) -> None
     assert (found, json.loads(text)) == (name, arguments)
 
 
-@pytest.mark.parametrize("body", ["no json", "[1]", '{"name": 5}', "{" * 5000])
+@pytest.mark.parametrize("body", ["no json", "[1]", '{"name": 5}', "{" * 5000, BAD_ESCAPE])
 def test_what_is_no_call_is_content(body: str) -> None:
     text = f"a <tool_call>{body}</tool_call>"
     assert parse([text], calls_tools=True).content in (text, text.replace("a <", "a<"))
@@ -120,34 +114,21 @@ def test_arguments_stream_as_they_come() -> None:
 
 def test_plain_content_is_not_held_back() -> None:
     parser = OutputParser(thinks=True, calls_tools=True)
-    assert parser.push("Hello").content == "Hello"
-    assert parser.push(" <").content == ""
-    assert parser.push("b>").content == " <b>"
+    for text, content in (("Hello", "Hello"), (" <", ""), ("b>", " <b>")):
+        assert parser.push(text).content == content
 
 
 def test_transparent_once_only_content_can_follow() -> None:
     parser = OutputParser(thinks=True)
-    assert not parser.transparent
-    parser.push("<think>x</think>")
-    assert not parser.transparent
-    parser.push("y")
-    assert parser.transparent
+    seen = [parser.transparent]
+    for text in ("<think>x</think>", "y"):
+        parser.push(text)
+        seen.append(parser.transparent)
+    assert seen == [False, False, True]
 
 
-PIECES = st.sampled_from(
-    [
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        CALL,
-        " ",
-        "\n",
-        "a",
-        "<",
-        '{"name": "f"',
-    ]
-)
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+PIECES = st.sampled_from([*TAGS, CALL, " ", "\n", "a", "<", '{"name": "f"'])
 
 
 @given(
@@ -190,11 +171,6 @@ def test_work_is_linear_in_a_text_that_is_held_back(begin: str, more: str) -> No
         parser.flush()
 
     assert_linear_copies(feed, more)
-
-
-def test_a_name_with_an_escape_that_json_does_not_know_is_content() -> None:
-    text = '<tool_call>{"name": "\\q", "arguments": {"a": 1}}</tool_call>'
-    assert parse([text], calls_tools=True).content == text
 
 
 def test_a_head_that_is_too_long_to_be_one_is_still_a_call() -> None:

@@ -34,18 +34,13 @@ async def test_a_trace_is_started_and_stopped(traced: Any, tmp_path: Path) -> No
     assert len(fragment.named("token")) == 5
 
 
-async def test_the_body_may_be_left_out(traced: Any) -> None:
-    assert (await traced.request("POST", "/profile/start")).json()["level"] == "e2e"
-    assert (await traced.request("POST", "/profile/stop")).status == 200
-
-
-async def test_it_is_on_or_off(traced: Any) -> None:
-    off = await traced.post("/profile/stop")
+async def test_it_is_on_or_off_and_needs_no_body(traced: Any) -> None:
+    off = await traced.request("POST", "/profile/stop")
     assert (off.status, off.error()["code"]) == (409, "no_profile")
-    await traced.post("/profile/start", {"seconds": 3600})
-    on = await traced.post("/profile/start", {})
+    assert (await traced.request("POST", "/profile/start")).json()["level"] == "e2e"
+    on = await traced.post("/profile/start", {"seconds": 3600})
     assert (on.status, on.error()["code"]) == (409, "profile_running")
-    assert (await traced.post("/profile/stop")).status == 200
+    assert (await traced.request("POST", "/profile/stop")).status == 200
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,16 @@ def make_weight(held_as: Format, outputs: int, inputs: int, seed: int) -> Linear
     )
 
 
+def quantized(ops: Any, kind: str, values: Tensor) -> LinearWeight:
+    """The weight [out, in] as `dense`, `int8` or, in groups of 32, `int4`."""
+    if kind == "dense":
+        return DenseWeight(values)
+    weight: LinearWeight = (
+        ops.quantize_int8(values) if kind == "int8" else ops.quantize_int4(values, 32)
+    )
+    return weight
+
+
 QUANTIZED: dict[str, LinearWeight] = {
     "int8": make_weight(INT8, 333, 96, 1),
     "int8-long": make_weight(INT8, 33, 3000, 1),

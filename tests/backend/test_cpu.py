@@ -18,6 +18,7 @@ from cpu_cases import (
     grouped,
     make_weight,
     needs_kernels,
+    quantized,
     random_tensor,
     seeds,
     sets,
@@ -31,12 +32,7 @@ from torch import Tensor
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.weights import (
-    DenseWeight,
-    Int8Weight,
-    LinearWeight,
-    dequantize,
-)
+from pagoda.backend.weights import DenseWeight, Int8Weight, LinearWeight, dequantize
 from pagoda.errors import ConfigError
 
 pytestmark = needs_kernels
@@ -318,10 +314,7 @@ def test_argmax_is_the_first_of_the_highest_outputs(
     x = _dense("ties" if rounded else "normal", rows, 64, seed + 1, dtype)
     if rounded:  # many outputs are equal
         values = values.round()
-    weight: LinearWeight = DenseWeight(values)
-    if kind != "dense":
-        weight = ops.quantize_int8(values) if kind == "int8" else ops.quantize_int4(values, 32)
-    prepared = ops.prepare_linear([weight], None, dtype)
+    prepared = ops.prepare_linear([quantized(ops, kind, values)], None, dtype)
     if rows > 2:
         x[1, 3], x[2, 5] = float("nan"), float("inf")
     expected = ops.logits(x, prepared)

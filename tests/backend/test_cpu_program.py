@@ -7,14 +7,7 @@ import time
 
 import pytest
 import torch
-from cpu_cases import (
-    SETS,
-    needs_kernels,
-    random_tensor,
-    sets,
-    threads,
-    token_batch,
-)
+from cpu_cases import SETS, needs_kernels, quantized, random_tensor, sets, threads, token_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,7 +15,6 @@ from torch import Tensor
 from pagoda.backend.base import HeadNorms, KVCache, Operations, StepInput, ValueT
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
-from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.telemetry.tracer import Tracer
 
 pytestmark = needs_kernels
@@ -31,19 +23,13 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCAB = 4, 2, 32, 64, 96, 50
 DTYPE = torch.bfloat16
 
 
-def _quantized(ops: CpuBackend, kind: str, values: Tensor) -> LinearWeight:
-    if kind == "dense":
-        return DenseWeight(values)
-    return ops.quantize_int8(values) if kind == "int8" else ops.quantize_int4(values, 32)
-
-
 def _linear(ops: CpuBackend, kind: str, outputs: int, inputs: int, seed: int) -> PackedLinear:
     values = random_tensor(outputs, inputs, seed=seed, dtype=DTYPE) * inputs**-0.5
     parts = [(kind, values)]
     if kind == "mixed":  # one segment after the other
         halves = values.split([outputs // 2, outputs - outputs // 2])
         parts = list(zip(("dense", "int4"), halves, strict=True))
-    return ops.prepare_linear([_quantized(ops, *part) for part in parts], None, DTYPE)
+    return ops.prepare_linear([quantized(ops, *part) for part in parts], None, DTYPE)
 
 
 @dataclasses.dataclass
@@ -245,7 +231,7 @@ def test_parts_of_an_embedding_table_add_up_to_it(name: str, kind: str) -> None:
     values = random_tensor(VOCAB, HIDDEN, seed=1, dtype=DTYPE) * HIDDEN**-0.5
     total = torch.zeros_like(whole)
     for part in torch.tensor(ids).split(17):
-        packed = layer.ops.prepare_linear([_quantized(layer.ops, kind, values[part])], None, DTYPE)
+        packed = layer.ops.prepare_linear([quantized(layer.ops, kind, values[part])], None, DTYPE)
         rows = _Rows(packed, int(part[0]), VOCAB)
         recorded = layer.ops.compile(rows)(step)
         assert torch.equal(recorded, rows(layer.ops, step))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import BACKENDS, DTYPES, QUANTIZED, REFERENCE, backend_of, random_tensor
+from cpu_cases import DTYPES, QUANTIZED, REFERENCE, random_tensor
 from torch import Tensor
 
 from pagoda.backend.weights import (
@@ -23,11 +23,6 @@ WEIGHTS: dict[str, LinearWeight] = {
     **QUANTIZED,
     "dense": DenseWeight(random_tensor(33, 96, seed=3)),
 }
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Any:
-    return backend_of(request.param)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

@@ -41,11 +41,8 @@ def _parse(values: dict[str, Any]) -> CheckpointQuantization:
     return parsed
 
 
-def test_no_quantization() -> None:
+def test_no_quantization_and_an_older_name_of_the_field() -> None:
     assert parse_quantization(Fields({}, "config.json")) is None
-
-
-def test_an_older_name_of_the_field() -> None:
     values = {name: value for name, value in COMPRESSED.items() if name != "quant_method"}
     parsed = parse_quantization(Fields({"compression_config": values}, "config.json"))
     assert parsed == _parse(COMPRESSED)
@@ -118,18 +115,9 @@ SUPPORTED = (
     ("values", "message"),
     [
         ({"quant_method": "fp8"}, f"quant_method {SUPPORTED}, got 'fp8'."),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            f"quant_method {SUPPORTED}, got 'bitsandbytes'.",
-        ),
         ({"bits": 4}, f"quant_method {SUPPORTED}, got None."),
         (AWQ | {"bits": 3}, "bits must be 4, got 3."),
         (AWQ | {"version": "gemv"}, "version must be 'gemm', got 'gemv'."),
-        (AWQ | {"group_size": 0}, "group_size must be a positive integer, got 0."),
-        (
-            AWQ | {"modules_to_not_convert": [1]},
-            "modules_to_not_convert must be a list of strings, got [1].",
-        ),
         (GPTQ | {"bits": 2}, "bits must be 4 or 8, got 2."),
         (
             GPTQ | {"checkpoint_format": "marlin"},
@@ -190,10 +178,6 @@ def test_what_is_not_supported_is_one_sentence(values: dict[str, Any], message: 
         (
             {"input_activations": TOKEN_INT8 | {"symmetric": False}},
             ".input_activations.symmetric must be true: zero points of inputs are not supported, got False.",
-        ),
-        (
-            {"input_activations": TOKEN_INT8 | {"type": "float"}},
-            ".input_activations.type must be 'int', got 'float'.",
         ),
         (
             {"format": "pack-quantized", "weights": GROUP_INT4 | {"num_bits": 3}},

@@ -1,4 +1,4 @@
-"""What `pagoda kv` says of directories of KV blocks, and what it leaves in them."""
+"""Output of `pagoda kv` for directories of KV blocks, and what it leaves in them."""
 
 from __future__ import annotations
 

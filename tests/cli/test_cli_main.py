@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,31 +13,30 @@ from pagoda.cli import main as command
 from pagoda.cli.bench.serve import RequestOptions
 from pagoda.cli.serve import ProfileOptions
 from pagoda.errors import ConfigError, EngineDeadError
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
+from pagoda.frontend.engine_options import ExecutorOptions
 from pagoda.telemetry.tracer import TraceLevel
 from pagoda.version import __version__
 
-Calls = list[dict[str, object]]
+Collect = Callable[[type, str], list[tuple[Any, ...]]]
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Runs `pagoda bench serve` up to the point where it would send requests; collects its flags."""
-    seen: Calls = []
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Collect:
+    """Ends commands where they call a method; gives the arguments of these calls."""
 
-    def record(options: RequestOptions, seed: int) -> list[object]:
-        seen.append({"requests": options, "seed": seed})
-        raise ConfigError("stop here.")
+    def stop_at(owner: type, method: str) -> list[tuple[Any, ...]]:
+        seen = []
 
-    monkeypatch.setattr(RequestOptions, "samples", record)
-    return seen
+        def stop(*arguments: object) -> None:
+            seen.append(arguments)
+            raise ConfigError("stop here.")
 
+        monkeypatch.setattr(owner, method, stop)
+        for name in ("serve", "route"):
+            monkeypatch.setattr(f"pagoda.cli.{name}.hold_lifeline", lambda: None)
+        return seen
 
-def _requests(calls: Calls) -> RequestOptions:
-    [call] = calls
-    options = call["requests"]
-    assert isinstance(options, RequestOptions)
-    return options
+    return stop_at
 
 
 def _flags(directory: Path, text: str) -> Path:
@@ -45,42 +46,41 @@ def _flags(directory: Path, text: str) -> Path:
 
 
 def test_flag_wins_over_environment_over_file_over_default(
-    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop_at: Collect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seen = stop_at(RequestOptions, "samples")
     lines = ["num-prompts: 1", "random_input_len: 1", "random_output_len: 1", "seed: 7"]
     lines += ["ignore-eos: false", "dataset-name: sharegpt"]
     config = _flags(tmp_path, "\n".join(lines))
     monkeypatch.setenv("PAGODA_NUM_PROMPTS", "2")
     monkeypatch.setenv("PAGODA_RANDOM_INPUT_LEN", "2")
     command.main(["bench", "serve", "--config", str(config), "--num-prompts", "3"])
-    options = _requests(calls)
-    assert options.num_prompts == 3
-    assert options.random_input_len == 2
-    assert options.random_output_len == 1
-    assert options.random_prefix_len == 0
-    assert options.ignore_eos is False
-    assert calls[0]["seed"] == 7
+    [(options, seed)] = seen
+    assert (options.num_prompts, options.random_input_len, options.random_output_len) == (3, 2, 1)
+    assert (options.random_prefix_len, options.ignore_eos, seed) == (0, False, 7)
     assert options.dataset == "sharegpt", "under a name that users of others know"
 
 
 def test_the_config_file_may_be_named_in_the_environment(
-    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop_at: Collect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seen = stop_at(RequestOptions, "samples")
     config = _flags(tmp_path, "num_prompts: 4\n")
     monkeypatch.setenv("PAGODA_CONFIG", str(config))
     command.main(["bench", "serve"])
-    assert _requests(calls).num_prompts == 4
+    assert [options.num_prompts for options, _ in seen] == [4]
 
 
-def test_an_empty_config_file_and_empty_values_change_nothing(calls: Calls, tmp_path: Path) -> None:
+def test_empty_values_of_a_config_file_change_nothing(stop_at: Collect, tmp_path: Path) -> None:
+    seen = stop_at(RequestOptions, "samples")
     config = _flags(tmp_path, "num_prompts:\n")
     command.main(["bench", "serve", "--config", str(config)])
-    assert _requests(calls).num_prompts == 100
+    assert [options.num_prompts for options, _ in seen] == [100]
 
 
 @pytest.mark.parametrize("source", ["flag", "environment", "file"])
 def test_names_that_users_of_vllm_know_are_known(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, stop_at: Collect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = []
     if source == "flag":
@@ -91,23 +91,10 @@ def test_names_that_users_of_vllm_know_are_known(
     else:
         text = "gpu-memory-utilization: 0.25\nnum_gpu_blocks_override: 77\n"
         arguments = ["--config", str(_flags(tmp_path, text))]
-    seen = _engine_of_serve(monkeypatch, ["--executor", "local", *arguments])
-    assert (seen.memory_utilization, seen.num_kv_blocks) == (0.25, 77)
-
-
-def _engine_of_serve(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> EngineOptions:
-    """Runs `pagoda serve` up to the point where it would look for its model."""
-    seen = []
-
-    def stop(_: ExecutorOptions, engine: EngineOptions, *__: object) -> None:
-        seen.append(engine)
-        raise ConfigError("stop here.")
-
-    monkeypatch.setattr(ExecutorOptions, "resolve", stop)
-    monkeypatch.setattr("pagoda.cli.serve.hold_lifeline", lambda: None)
-    assert command.main(["serve", *arguments]) == 2
-    [engine] = seen
-    return engine
+    seen = stop_at(ExecutorOptions, "resolve")
+    assert command.main(["serve", "--executor", "local", *arguments]) == 2
+    [(_, engine, *_)] = seen
+    assert (engine.memory_utilization, engine.num_kv_blocks) == (0.25, 77)
 
 
 @pytest.mark.parametrize(
@@ -168,22 +155,15 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 @pytest.mark.parametrize("name", ["serve", "route"])
 def test_servers_may_be_traced_from_their_start(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, stop_at: Collect, tmp_path: Path
 ) -> None:
-    seen: list[ProfileOptions] = []
-
-    def stop(options: ProfileOptions) -> None:
-        seen.append(options)
-        raise ConfigError("stop here.")
-
-    monkeypatch.setattr(ProfileOptions, "config", stop)
-    monkeypatch.setattr(f"pagoda.cli.{name}.hold_lifeline", lambda: None)
+    seen = stop_at(ProfileOptions, "config")
     arguments = ["--profile", "kernel", "--profile-dir", "traces"]
     if name == "route":
         (tmp_path / "key").write_text("x" * 32)
         arguments += ["--cluster-key-file", str(tmp_path / "key")]
     assert command.main([name, *arguments]) == 2
-    assert seen == [ProfileOptions(profile="kernel", profile_dir=Path("traces"))]
+    assert seen == [(ProfileOptions(profile="kernel", profile_dir=Path("traces")),)]
 
 
 def test_where_traces_go_unless_something_else_is_said() -> None:

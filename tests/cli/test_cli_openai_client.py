@@ -44,10 +44,13 @@ async def streaming(*pieces: bytes) -> AsyncIterator[OpenAIClient]:
 
 
 @asynccontextmanager
-async def client_of(handle: object) -> AsyncIterator[OpenAIClient]:
+async def client_of(handle: object, api_key: str | None = None) -> AsyncIterator[OpenAIClient]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)  # type: ignore[arg-type]
-    async with TestServer(app) as server, OpenAIClient(str(server.make_url("/v1"))) as client:
+    async with (
+        TestServer(app) as server,
+        OpenAIClient(str(server.make_url("/v1/")), api_key) as client,
+    ):
         yield client
 
 
@@ -98,12 +101,7 @@ async def test_the_api_key_is_sent_and_v1_is_not_doubled() -> None:
         seen.append((request.path, request.headers.get("Authorization")))
         return web.json_response({"data": [{"id": "m"}]})
 
-    app = web.Application()
-    app.router.add_get("/v1/models", handle)
-    async with (
-        TestServer(app) as server,
-        OpenAIClient(str(server.make_url("/v1/")), "secret") as client,
-    ):
+    async with client_of(handle, "secret") as client:
         assert await client.first_model() == "m"
     assert seen == [("/v1/models", "Bearer secret")]
 

@@ -26,9 +26,10 @@ def sim_server() -> Iterator[ServerProcess]:
 
 
 def _pagoda(
-    command: str, *arguments: str | Path, stdin: str = ""
+    command: str, *arguments: str | Path, stdin: str = "", code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    """Runs a command, which must end with the exit code `code` and without a traceback."""
+    done = subprocess.run(
         [sys.executable, "-m", "pagoda", *command.split(), *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -36,6 +37,9 @@ def _pagoda(
         timeout=100,
         env={**os.environ, "PAGODA_LOG_LEVEL": "warning"},
     )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
 
 
 # ---- serve
@@ -80,17 +84,13 @@ def test_a_port_in_use_is_one_sentence() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = _pagoda(f"serve --executor sim --port {port}")
-    assert done.returncode == 2
+        done = _pagoda(f"serve --executor sim --port {port}", code=2)
     assert f"127.0.0.1:{port}" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_too_little_memory_for_one_sequence_is_one_sentence(dummy_model: Path) -> None:
-    done = _pagoda("serve --port 0 --load-format dummy --num-kv-blocks 1", dummy_model)
-    assert done.returncode == 2
+    done = _pagoda("serve --port 0 --load-format dummy --num-kv-blocks 1", dummy_model, code=2)
     assert "--max-model-len" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_torch_is_in_the_worker_only(dummy_model: Path) -> None:
@@ -116,7 +116,6 @@ def test_bench_serve_measures_a_server(sim_server: ServerProcess, tmp_path: Path
         *["--random-output-len", "9", "--output", figures],
         *["--goodput", "ttft:60000", "tpot:60000"],
     )
-    assert done.returncode == 0, done.stderr
     assert "12 completed, 0 failed" in done.stdout
     assert "time to first token (TTFT)" in done.stdout
     record = json.loads(figures.read_text())
@@ -138,14 +137,12 @@ def test_bench_serve_asks_chat_questions_at_a_rate(
         f"bench serve --base-url {sim_server.base_url} --num-prompts 6 --request-rate 500",
         *["--dataset", "jsonl", "--dataset-path", dataset],
     )
-    assert done.returncode == 0, done.stderr
     assert "6 completed, 0 failed" in done.stdout
 
 
 def test_bench_serve_says_why_requests_failed(sim_server: ServerProcess) -> None:
     load = "--num-prompts 3 --num-warmups 0 --model another"
-    done = _pagoda(f"bench serve --base-url {sim_server.base_url} {load}")
-    assert done.returncode == 1
+    done = _pagoda(f"bench serve --base-url {sim_server.base_url} {load}", code=1)
     assert "3 failed: The server answered with status 404" in done.stderr
 
 
@@ -157,8 +154,7 @@ def test_bench_serve_tries_one_request_before_the_load(
     address: str | None, sentence: str, sim_server: ServerProcess
 ) -> None:
     base_url = address or sim_server.base_url
-    done = _pagoda(f"bench serve --base-url {base_url} --model another")
-    assert done.returncode == 2
+    done = _pagoda(f"bench serve --base-url {base_url} --model another", code=2)
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
     assert sentence in line
@@ -168,7 +164,6 @@ def test_bench_offline_needs_no_server(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     load = "--num-prompts 10 --input-len 5 --prefix-len 32 --output-len 7"
     done = _pagoda(f"bench offline --executor sim {load} --output", figures)
-    assert done.returncode == 0, done.stderr
     record = json.loads(figures.read_text())
     assert record["output_tokens"] == 70
     assert record["prompt_tokens"] == 370
@@ -190,14 +185,13 @@ def test_bench_accuracy_counts_right_answers(sim_server: ServerProcess, tmp_path
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     figures = tmp_path / "figures.json"
     command = f"bench accuracy --base-url {sim_server.base_url} --questions {questions}"
-    done = _pagoda(f"{command} --fail-under 0.5 --output", figures)
-    assert done.returncode == 0, done.stderr
+    _pagoda(f"{command} --fail-under 0.5 --output", figures)
     record = json.loads(figures.read_text())
     assert record["accuracy"] == 0.5
     assert record["skills"] == {"easy": 1.0, "hard": 0.0}
     assert [answer["correct"] for answer in record["answers"]] == [True, False]
-    assert _pagoda(f"{command} --fail-under 0.6").returncode == 1
-    assert _pagoda(f"{command} --skill easy --fail-under 1").returncode == 0
+    _pagoda(f"{command} --fail-under 0.6", code=1)
+    _pagoda(f"{command} --skill easy --fail-under 1")
 
 
 # ---- generate and chat
@@ -206,11 +200,9 @@ def test_bench_accuracy_counts_right_answers(sim_server: ServerProcess, tmp_path
 def test_generate_answers_prompts_in_order(dummy_model: Path) -> None:
     command = f"generate --model {dummy_model} {DUMMY} --seed 1 --max-tokens 6"
     both = _pagoda(command, "one", "two")
-    assert both.returncode == 0, both.stderr
     assert both.stdout.startswith("> one\n")
     assert "\n> two\n" in both.stdout
     again = _pagoda(command, stdin="one")
-    assert again.returncode == 0, again.stderr
     assert again.stdout in both.stdout
 
 
@@ -229,8 +221,7 @@ def test_generate_answers_a_batch_file(dummy_model: Path, tmp_path: Path) -> Non
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = f"--input {source} --output {target}"
-    done = _pagoda(f"generate --model {dummy_model} {DUMMY} {files}")
-    assert done.returncode == 1
+    done = _pagoda(f"generate --model {dummy_model} {DUMMY} {files}", code=1)
     assert "2 of 3 requests answered" in done.stderr
     results = [json.loads(line) for line in target.read_text().splitlines()]
     assert [result["custom_id"] for result in results] == ["chat", "bad", "text"]
@@ -244,7 +235,6 @@ def test_chat_answers_piped_lines_and_commands(dummy_model: Path) -> None:
         f"chat {dummy_model} {DUMMY} --seed 1 --max-tokens 5",
         stdin="hello\n/reset\nhello\n/nonsense\n/exit\nnever\n",
     )
-    assert done.returncode == 0, done.stderr
     assert "/nonsense is no command" in done.stderr
     half = len(done.stdout) // 2
     assert done.stdout[:half] == done.stdout[half:]
@@ -252,12 +242,11 @@ def test_chat_answers_piped_lines_and_commands(dummy_model: Path) -> None:
 
 def test_chat_talks_to_a_running_server(sim_server: ServerProcess) -> None:
     done = _pagoda(f"chat --base-url {sim_server.base_url} --max-tokens 5", stdin="hello\n")
-    assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
 def test_a_refused_question_is_one_sentence(sim_server: ServerProcess) -> None:
-    done = _pagoda(f"chat --base-url {sim_server.base_url} --temperature -3", stdin="hello\n")
-    assert done.returncode == 2
+    done = _pagoda(
+        f"chat --base-url {sim_server.base_url} --temperature -3", stdin="hello\n", code=2
+    )
     assert "temperature" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -24,7 +24,7 @@ def fragments(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_merge_makes_one_file_and_says_what_is_in_it(
+def test_merge_makes_one_file_and_says_what_is_in_it_and_what_is_not(
     fragments: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace", "merge", str(fragments)]) == 0
@@ -35,11 +35,6 @@ def test_merge_makes_one_file_and_says_what_is_in_it(
     packed = fragments / "packed.json.gz"
     assert main(["trace", "merge", str(fragments), "--output", str(packed)]) == 0
     assert json.loads(gzip.decompress(packed.read_bytes())) == json.loads(path.read_bytes())
-
-
-def test_merge_says_what_it_could_not_read(
-    fragments: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     (broken,) = fragments.glob("*frontend*")
     broken.write_bytes(broken.read_bytes()[:-20])
     assert main(["trace", "merge", str(fragments)]) == 0
@@ -71,7 +66,7 @@ def test_report_measures_the_limits_of_this_machine(
 
 
 class _Page(HTMLParser):
-    """What a page consists of, and what it would load."""
+    """Parts of a page, and files that it would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,9 +83,11 @@ class _Page(HTMLParser):
 
 
 def test_the_page_needs_nothing_else_and_escapes_what_clients_say(
-    fragments: Path, tmp_path: Path
+    fragments: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "report.html"
+    assert main(["trace", "report", str(fragments), "--html", str(fragments / "no" / "x")]) == 2
+    assert "--html" in capsys.readouterr().err
+    path = fragments / "report.html"
     assert main(["trace", "report", str(fragments), "--html", str(path)]) == 0
     source = path.read_text()
     page = _Page()
@@ -102,10 +99,3 @@ def test_the_page_needs_nothing_else_and_escapes_what_clients_say(
     assert "@import" not in source
     assert HOSTILE in page.text
     assert "preempted once: 30 ms until it ran again" in page.text
-
-
-def test_a_page_that_cannot_be_written_is_a_sentence(
-    fragments: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", "report", str(fragments), "--html", str(fragments / "no" / "x")]) == 2
-    assert "--html" in capsys.readouterr().err

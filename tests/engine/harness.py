@@ -19,6 +19,7 @@ from pagoda.engine.config import (
     SimConfig,
 )
 from pagoda.engine.core import EngineCore
+from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.request import OrderKey, RequestState, order_key
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
@@ -165,8 +166,12 @@ class Harness:
 
     @property
     def tiers(self) -> TieredKVConnector:
-        assert self.scheduler.tiers is not None
-        return self.scheduler.tiers
+        return self.hooks.tiers
+
+    @property
+    def hooks(self) -> KVTransferHooks:
+        assert isinstance(self.scheduler.hooks, KVTransferHooks)
+        return self.scheduler.hooks
 
     @property
     def scheduler(self) -> Scheduler:
@@ -254,13 +259,11 @@ class Harness:
         scheduler.kv.pool.check()
         assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
         assert len(scheduler.running) == len(scheduler.waiting) == len(scheduler.in_flight) == 0
-        assert scheduler.loader.num_requests == 0
         check_books(scheduler)
-        if scheduler.tiers is not None:
-            assert_nothing_under_way(scheduler.tiers)
-        if scheduler.exporter is not None:
-            assert not scheduler.exporter.leases
-            assert not scheduler.exporter.early
+        if isinstance(scheduler.hooks, KVTransferHooks):
+            assert_nothing_under_way(scheduler.hooks.tiers)
+            exporter = scheduler.hooks.exporter
+            assert exporter is None or not (exporter.leases or exporter.early)
         assert not scheduler.requests
         assert not scheduler.quarantine.requests
 
@@ -268,12 +271,13 @@ class Harness:
 def check_books(scheduler: Scheduler) -> None:
     """A block's references are those of requests and of open transfers; nobody is in two places or in none."""
     check_sums(scheduler)
-    tiers, exporter = scheduler.tiers, scheduler.exporter
+    hooks = scheduler.hooks
     held = Counter(
         block.block_id for request in scheduler.requests.values() for block in request.table.blocks
     )
-    if tiers is not None:
-        ledger = tiers.ledger
+    exporter = None
+    if isinstance(hooks, KVTransferHooks):
+        exporter, ledger = hooks.exporter, hooks.tiers.ledger
         several = [*(it.blocks for it in ledger.transfers.values()), *ledger.held.values()]
         held.update(block.block_id for blocks in several for block in blocks)
     if exporter is not None:
@@ -284,8 +288,8 @@ def check_books(scheduler: Scheduler) -> None:
     pool = scheduler.kv.pool
     pool.check()
     assert pool.references() == held
-    if tiers is not None:
-        check_tiers(scheduler, tiers)
+    if isinstance(hooks, KVTransferHooks):
+        check_tiers(scheduler, hooks.tiers)
 
 
 def check_tiers(scheduler: Scheduler, tiers: TieredKVConnector) -> None:
@@ -332,8 +336,7 @@ def check_sums(scheduler: Scheduler) -> None:
     assert scheduler.places.num_pending_tokens == pending
     assert len(scheduler.running) == len(in_state(scheduler, RequestState.RUNNING))
     assert len(scheduler.waiting) == len(in_state(scheduler, RequestState.WAITING))
-    elsewhere = len(requests) - len(scheduler.running) - len(scheduler.waiting)
-    assert scheduler.loader.num_requests == elsewhere
+    assert scheduler.num_awaiting_kv == sum(it.is_awaiting_kv for it in requests)
 
 
 def in_state(scheduler: Scheduler, state: RequestState) -> set[str]:

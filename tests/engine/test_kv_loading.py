@@ -36,19 +36,19 @@ def loading() -> Harness:
 
 def abort(harness: Harness) -> list[FinishReason | None]:
     harness.core.abort("r")
-    return [chunk.finish_reason for chunk in harness.scheduler.apply_kv_events()]
+    return [chunk.finish_reason for chunk in harness.hooks.apply_events()]
 
 
 def last_token(harness: Harness) -> list[FinishReason | None]:
     request = harness.scheduler.requests["r"]
     key = harness.scheduler.kv.sequence_key(request.table, request.token_ids)
     arrived = Arrived("r", KVPrefilled("t", key, 1, 7))
-    return [chunk.finish_reason for chunk in harness.scheduler.apply_kv_events([arrived])]
+    return [chunk.finish_reason for chunk in harness.hooks.apply_events([arrived])]
 
 
 def failure(harness: Harness) -> list[FinishReason | None]:
     events = [Failed("r", "it is gone"), Failed("r", "it is gone")]
-    return [chunk.finish_reason for chunk in harness.scheduler.apply_kv_events(events)]
+    return [chunk.finish_reason for chunk in harness.hooks.apply_events(events)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_load_that_ended_is_not_taken_for_that_of_a_new_request_with_the_same_
     harness.tokens["r"] = []
     assert harness.core.add(again) == []
     assert harness.scheduler.requests["r"].state is RequestState.LOADING
-    assert harness.scheduler.apply_kv_events() == []
+    assert harness.hooks.apply_events() == []
     assert harness.scheduler.requests["r"].state is RequestState.LOADING
     harness.run()
     assert_complete(harness, [again])

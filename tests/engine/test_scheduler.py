@@ -263,15 +263,10 @@ def test_when_blocks_run_out_the_latest_is_preempted_and_keeps_its_tokens() -> N
 def test_a_returning_request_continues_behind_its_tokens(harness: Harness) -> None:
     request = make_request("a", [3, 1, 4], max_tokens=10)
     whole = expected_tokens(request)
-    harness.add(msgspec.structs.replace(request, output_token_ids=whole[:6]))
-    harness.run()
-    assert harness.tokens["a"] == whole
-
-
-def test_a_request_that_returns_complete_is_answered_at_once(harness: Harness) -> None:
-    request = make_request("a", [3, 1, 4], max_tokens=3)
-    harness.add(msgspec.structs.replace(request, output_token_ids=[1, 2, 3]))
-    assert harness.finished["a"].finish_reason is FinishReason.LENGTH
+    harness.serve(msgspec.structs.replace(request, output_token_ids=whole[:6]))
+    complete = msgspec.structs.replace(request, request_id="b", output_token_ids=whole)
+    harness.add(complete, steps=False)
+    assert harness.finished["b"].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(

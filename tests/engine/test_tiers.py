@@ -306,6 +306,7 @@ def test_leading_blocks_that_came_are_kept() -> None:
     it.fates.load = TransferFate(failed=(4, 6))
     it.serve(document("again", 1))
     assert it.num_cached("again") == 16
+    assert len(it.fates.loads()) == 1, "two that evict each other's blocks would never run"
     assert it.core.load().tiers[0].num_failed == 2
 
 
@@ -349,14 +350,6 @@ def test_blocks_are_brought_nearer_as_soon_as_they_are_found_and_as_there_is_a_p
     sizes = [len(prefetch.source.keys) for prefetch in it.fates.prefetches()]  # type: ignore[union-attr]
     assert sizes == [4, 4, 1]
     assert it.num_cached("waiting") == 36
-
-
-def test_a_request_that_was_loaded_is_not_loaded_again_before_it_runs() -> None:
-    """Two requests that evict each other's blocks would never run."""
-    it = filled()
-    it.fates.load = TransferFate(failed=(0,))
-    it.serve(document("again", 1))
-    assert len(it.fates.loads()) == 1
 
 
 def test_a_lost_worker_takes_loads_with_it_and_they_are_not_tried_again() -> None:
@@ -440,15 +433,10 @@ def test_what_is_on_disk_is_not_told_to_be_lost_with_a_worker(
     assert len(removed) == (20 if disk else 0)
 
 
-def test_without_tiers_what_is_said_of_transfers_is_ignored() -> None:
-    it = Tiered(kv_host_slots=0, kv_tiers=None)
+@pytest.mark.parametrize("kv_tiers", [None, KVTiersConfig(host_bytes=1)])
+def test_workers_without_tiers_or_room_for_them_have_none(kv_tiers: KVTiersConfig | None) -> None:
+    it = Tiered(kv_host_slots=0, kv_tiers=kv_tiers)
     it.executor.say(TransferEnd(3, 0))
-    it.serve(document("a", 1))
-    assert it.core.load().tiers == ()
-
-
-def test_workers_without_room_for_tiers_have_none() -> None:
-    it = Tiered(kv_host_slots=0)
     it.serve(document("a", 1))
     assert it.core.load().tiers == ()
 

@@ -10,6 +10,7 @@ from sim_disk import SimDisk
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
@@ -84,7 +85,9 @@ class TiersMachine(SchedulerRules):
         self.tiers: TieredKVConnector = tiers
         self.told: list[TransferEnd] = []
         self.may_fail = fails
-        self.begin(Scheduler(limits, kv, self.clock, tiers), self.disk.objects)
+        scheduler = Scheduler(limits, kv, self.clock)
+        self.hooks = KVTransferHooks(scheduler, tiers)
+        self.begin(scheduler, self.disk.objects)
 
     def start_the_worker(self) -> None:
         assert_nothing_under_way(self.tiers)
@@ -141,7 +144,7 @@ class TiersMachine(SchedulerRules):
 
     @rule()
     def turn(self) -> None:
-        self.take(self.scheduler.apply_kv_events())
+        self.take(self.hooks.apply_events())
         self.submit_transfers()
 
     @rule(seconds=st.sampled_from([0.5, 1.5, LOAD_TIMEOUT_S + 1]))
@@ -163,7 +166,7 @@ class TiersMachine(SchedulerRules):
         """Another engine fails the request, twice, in a turn with all that has happened before."""
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         events = [Failed(request_id, "it is gone")] * 2
-        chunks = self.scheduler.apply_kv_events(events)
+        chunks = self.hooks.apply_events(events)
         assert [c.error for c in chunks if c.request_id == request_id] == [
             "KV of this request could not be fetched: it is gone."
         ]

@@ -40,8 +40,8 @@ def end_of_trace(harness: Harness) -> TraceStopped:
     end = None
     while end is None:  # what is said of an earlier trace wakes as well
         assert select.select(harness.core.pollables(), [], [], 20)[0]
-        end = harness.core.tracing.drain_end()
-    assert harness.core.tracing.drain_end() is None
+        end = harness.core.drain_trace_end()
+    assert harness.core.drain_trace_end() is None
     assert harness.core.pollables() == []
     return end
 
@@ -255,7 +255,7 @@ def test_serving_does_not_wait_for_a_disk_that_hangs(
     harness.core.stop_trace()
     request = make_request("r", [1, 2, 3])
     harness.serve(request)
-    assert harness.core.tracing.drain_end() is None
+    assert harness.core.drain_trace_end() is None
     released.set()
     assert end_of_trace(harness) == TraceStopped([], 1)
 
@@ -282,7 +282,7 @@ def test_a_trace_that_begins_while_another_is_closed_has_its_own_end(
     harness.step()
     harness.clock.advance_to(harness.clock.now() + 1)
     harness.core.start_trace(trace(tmp_path, number=2))
-    assert harness.core.tracing.drain_end() is None
+    assert harness.core.drain_trace_end() is None
     assert stop(harness) == TraceStopped([], 2)
     trace_writers.join()
     assert len(read_fragments(tmp_path)) == 2

@@ -25,16 +25,8 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import MonotonicClock, VirtualClock
 from pagoda.ipc.curve import encrypt_client, new_keys
 from pagoda.messages.tracing import TraceStopped
-from pagoda.messages.transfers import (
-    TransferLink,
-)
-from pagoda.messages.worker import (
-    PROTOCOL_VERSION,
-    StepPlan,
-    StepResult,
-    WorkerFailed,
-    WorkerReady,
-)
+from pagoda.messages.transfers import TransferLink
+from pagoda.messages.worker import PROTOCOL_VERSION, StepPlan, StepResult, WorkerFailed, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
@@ -133,6 +125,7 @@ def test_all_ranks_become_ready_as_one(make_executor: MakeExecutor) -> None:
     ready = next_event(executor)
     assert isinstance(ready, WorkerReady)
     assert ready.num_blocks == 61  # what the rank with the least room has
+    assert (ready.kv_host_slots, ready.kv_directories) == (0, ())
     assert ready.summary == "2 pipeline stages of 2 tensor-parallel ranks: simulated worker"
     assert list(pids(executor)) == NAMES
     assert executor.max_in_flight == 3

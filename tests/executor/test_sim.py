@@ -13,6 +13,7 @@ from pagoda.messages.transfers import (
     Transfer,
     TransferEnd,
     TransferPlace,
+    Transfers,
 )
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 
@@ -227,11 +228,13 @@ def test_transfers_take_the_time_of_the_cost_model_beside_the_steps() -> None:
     executor.submit(ONLY_STEP)
     a = DiskObjects([b"a"])
     executor.submit_transfers(
-        [
-            Transfer(0, 0, a, HostSlots([0])),
-            Transfer(1, 0, a, HostSlots([1])),
-            Transfer(2, 0, DiskObjects([b"a", b"a"]), DeviceBlocks([5, 6]), after_step=0),
-        ]
+        Transfers(
+            [
+                Transfer(0, 0, a, HostSlots([0])),
+                Transfer(1, 0, a, HostSlots([1])),
+                Transfer(2, 0, DiskObjects([b"a", b"a"]), DeviceBlocks([5, 6]), after_step=0),
+            ]
+        )
     )
     ended = {}
     while (instant := executor.next_event_at()) is not None:
@@ -247,4 +250,4 @@ def test_nobody_waits_for_a_step_that_lost_workers_were_given() -> None:
     executor.submit(ONLY_STEP)
     executor.start()
     with pytest.raises(ValueError, match="wait for step 0 for ever"):
-        executor.submit_transfers([Transfer(0, 0, HostSlots([0]), DeviceBlocks([5]), 0)])
+        executor.submit_transfers(Transfers([Transfer(0, 0, HostSlots([0]), DeviceBlocks([5]), 0)]))

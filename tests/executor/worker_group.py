@@ -13,10 +13,7 @@ from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import LocalWorkers
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import (
-    SlotStart,
-    StepPlan,
-)
+from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.parallel.config import ParallelConfig
 
 PLAN = StepPlan(

@@ -101,12 +101,14 @@ def test_special_tokens_are_variables() -> None:
     assert template("{{ bos_token }}{{ messages[0].content }}").render(USER) == "<s>hi"
 
 
-def test_tells_what_the_model_can_do() -> None:
-    qwen = template(QWEN)
-    assert (qwen.takes_tools, qwen.hermes_tool_calls, qwen.thinks) == (True, True, True)
-    assert qwen.switches == ("enable_thinking",)
-    plain = template("{{ messages[0].content }}")
-    assert (plain.takes_tools, plain.hermes_tool_calls, plain.thinks) == (False, False, False)
+@pytest.mark.parametrize(
+    ("source", "can", "switches"),
+    [(QWEN, True, ("enable_thinking",)), ("{{ messages[0].content }}", False, ())],
+)
+def test_tells_what_the_model_can_do(source: str, can: bool, switches: tuple[str, ...]) -> None:
+    made = template(source)
+    assert (made.takes_tools, made.hermes_tool_calls, made.thinks) == (can, can, can)
+    assert made.switches == switches
 
 
 @pytest.mark.parametrize(
@@ -168,9 +170,8 @@ def test_a_template_that_is_none_is_a_configuration_error(source: str) -> None:
         template(source)
 
 
-def test_a_template_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--chat-template"):
-        read_template(tmp_path / "none.jinja")
+@pytest.mark.parametrize(("name", "message"), [("none", "--chat-template"), ("latin1", "UTF-8")])
+def test_a_template_file_that_cannot_be_read(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "latin1").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="UTF-8"):
-        read_template(tmp_path / "latin1")
+    with pytest.raises(ConfigError, match=message):
+        read_template(tmp_path / name)

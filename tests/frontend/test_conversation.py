@@ -17,7 +17,7 @@ def turns(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     return template_messages(msgspec.convert(list(messages), list[Message]))
 
 
-def call(arguments: str) -> dict[str, Any]:
+def call(arguments: str | dict[str, Any]) -> dict[str, Any]:
     return {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
@@ -25,23 +25,26 @@ def tool(**parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
-def test_text_parts_become_one_string() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert turns({"role": "user", "content": parts}) == [{"role": "user", "content": "a\nb"}]
-
-
-def test_arguments_become_objects() -> None:
-    [turn] = turns({"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}')]})
-    assert turn["content"] == ""
-    assert turn["tool_calls"] == [
-        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    ]
-
-
-def test_an_answer_as_a_client_got_it_is_taken_back() -> None:
-    message = {"role": "assistant", "content": "4", "refusal": None, "annotations": []}
-    [turn] = turns({**message, "audio": None, "function_call": None, "tool_calls": None})
-    assert turn == {"role": "assistant", "content": "4"}
+@pytest.mark.parametrize(
+    ("message", "turn"),
+    [
+        (
+            {"role": "user", "content": [{"type": "text", "text": part} for part in "ab"]},
+            {"role": "user", "content": "a\nb"},
+        ),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}')]},
+            {"role": "assistant", "content": "", "tool_calls": [call({"x": 1})]},
+        ),
+        (  # an answer as a client got it
+            {"role": "assistant", "content": "4", "annotations": []}
+            | dict.fromkeys(("refusal", "audio", "function_call", "tool_calls")),
+            {"role": "assistant", "content": "4"},
+        ),
+    ],
+)
+def test_what_templates_see(message: dict[str, Any], turn: dict[str, Any]) -> None:
+    assert turns(message) == [turn]
 
 
 @pytest.mark.parametrize(
@@ -51,17 +54,12 @@ def test_an_answer_as_a_client_got_it_is_taken_back() -> None:
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "assistant"}, "messages[0].content"),
         ({"role": "user", "content": "x", "tool_calls": [call("{}")]}, "messages[0].tool_calls"),
-        (
-            {"role": "assistant", "tool_calls": [call("{")]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [call("[1]")]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [call('{"a":' * 100_000)]},
-            "messages[0].tool_calls[0].function.arguments",
+        *(
+            (
+                {"role": "assistant", "tool_calls": [call(arguments)]},
+                "messages[0].tool_calls[0].function.arguments",
+            )
+            for arguments in ("{", "[1]", '{"a":' * 100_000)
         ),
     ],
 )

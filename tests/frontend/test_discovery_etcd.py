@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.discovery.addresses import EtcdPlace
 from pagoda.frontend.discovery.etcd import EtcdDiscovery, EtcdRegistration
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError
-from pagoda.messages.frontend import FinishReason
 from pagoda.messages.hosts import HostRecord
 
 
@@ -289,21 +287,6 @@ async def answering(text: str, status: int = 200) -> AsyncIterator[str]:
         yield f"127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
-
-
-async def test_a_router_uses_hosts_of_etcd_also_while_it_is_away(
-    own_place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    host = Host(ScriptedEndpoint("hello"))
-    own_place.register(host.record)
-    async with Router(lambda _: EtcdDiscovery(own_place.named())) as router:
-        await router.until_hosts(1)
-        await asyncio.to_thread(own_place.server.kill)
-        await until(lambda: "hosts stay as they were" in caplog.text)
-        assert await router.ask("r1") == ("hello", FinishReason.STOP)
-        await host.close()  # its connection tells, whatever etcd says
-        await router.until_hosts(0)
 
 
 async def test_a_host_of_etcd_is_dismissed_through_one_router_for_both(place: Place) -> None:

@@ -193,15 +193,6 @@ async def test_an_engine_without_a_socket_leaves_no_process(
     assert "cannot be supervised" not in caplog.text
 
 
-async def test_a_reader_that_leaves_aborts_its_request(client: EngineClient) -> None:
-    stream = client.replica.generate(make_request(1, max_tokens=100_000))
-    await anext(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
-    async with asyncio.timeout(10):
-        while (await client.replica.load()).num_running:
-            await asyncio.sleep(0)
-
-
 async def test_too_long_a_directory_for_sockets_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,11 +74,20 @@ def test_lists_do_as_well_as_tuples(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-def test_an_answer_too_long_for_the_context_is_cut() -> None:
-    with LLM("qwen3-0.6b", max_model_len=32, **OPTIONS) as short:
+@pytest.mark.parametrize(
+    ("model", "options", "num_tokens"),
+    [
+        pytest.param("qwen3-0.6b", {"max_model_len": 32}, 30, id="too long for the context"),
+        pytest.param("anything", {"sim_vocab_size": 300, "max_model_len": 8}, 6, id="no files"),
+    ],
+)
+def test_an_answer_as_long_as_the_context(
+    model: str, options: dict[str, int], num_tokens: int
+) -> None:
+    with LLM(model, executor="sim", load_format="dummy", **options) as short:  # type: ignore[arg-type]
         params = SamplingParams(max_tokens=1000, ignore_eos=True)
         [output] = short.generate("hi", params)
-    assert len(output.outputs[0].token_ids) == 30
+    assert len(output.outputs[0].token_ids) == num_tokens
     assert output.outputs[0].finish_reason == "length"
 
 
@@ -138,12 +147,6 @@ def test_arguments_that_are_not_right(model: str, options: dict, message: str) -
     with pytest.raises(ConfigError, match=message):
         LLM(model, **options)
     assert psutil.Process().children() == before
-
-
-def test_the_simulated_executor_needs_no_model_files() -> None:
-    with LLM("anything", executor="sim", sim_vocab_size=300) as llm:
-        [output] = llm.generate("hi", GREEDY)
-    assert len(output.outputs[0].token_ids) == 6
 
 
 def engines() -> list[psutil.Process]:

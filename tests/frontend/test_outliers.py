@@ -283,7 +283,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(member=members)
     def stop(self, member: int) -> None:
-        self.fleet.health[member].end(f"r{member}")
+        self.fleet.health[member].probe = None
         self.fleet.since.pop(member, None)
 
     @rule(member=members, go_wrong=st.sampled_from([Group.lose, Group.fail]))

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.frontend.policies import (
-    DEFAULT_POLICY,
     POLICIES,
     Candidate,
     RoutingRequest,
@@ -102,7 +101,3 @@ def test_sessions_are_spread() -> None:
     )
     assert len(homes) == 4
     assert min(homes.values()) > 60
-
-
-def test_only_prefix_affinity_costs_a_digest() -> None:
-    assert [name for name, policy in POLICIES.items() if policy.uses_prefixes] == [DEFAULT_POLICY]

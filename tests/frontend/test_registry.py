@@ -16,7 +16,7 @@ from operations import assert_linear
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.errors import ConfigError, OverloadedError
-from pagoda.frontend.discovery.base import HostListener
+from pagoda.frontend.discovery.base import Discovery, HostListener
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason
@@ -80,16 +80,6 @@ async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
         await router.until_hosts(0)
         async with ScriptedHost(router, "new"):
             assert await router.ask("r2") == ("new", FinishReason.STOP)
-
-
-async def test_an_answer_that_nobody_wants_ends_at_the_host() -> None:
-    async with Router() as router, ScriptedHost(router, "abcdef") as host:
-        await router.until_hosts(1)
-        host.endpoint.pause_after = 2
-        asking = asyncio.create_task(router.ask("r1"))
-        await host.endpoint.paused.wait()
-        asking.cancel()
-        await asyncio.wait_for(host.endpoint.any_aborted.wait(), 20)
 
 
 async def test_another_version_is_refused_with_the_reason(
@@ -160,7 +150,7 @@ async def test_an_address_that_is_taken_is_refused() -> None:
             JoinDiscovery(router.context, router.address, KEYS)
 
 
-class _Told:
+class _Told(Discovery):
     """A discovery that names the hosts that a test tells it."""
 
     def __init__(self) -> None:
@@ -185,12 +175,6 @@ class _Told:
             self.listener.remove(host)
         for host in self._named - before:
             self.listener.add(host)
-
-    def warn(self, host: HostRecord, problem: str) -> None: ...
-
-    def dismiss(self, host: HostRecord, reason: str) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import logging
 import socket
 import subprocess
@@ -311,14 +310,8 @@ def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
 
 
 def test_without_the_sdk_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without_sdk(name: str, *arguments: Any) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ImportError(name)
-        return real(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", without_sdk)
+    for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install 'pagoda-llm\[otel\]'"):
         RequestSpans("http://localhost:4318", "tiny")
 

@@ -1,4 +1,4 @@
-"""What the block pool refuses, and the order in which it gives blocks; `test_manager` has all else."""
+"""Refusals of the block pool, and the order in which it gives blocks; `test_manager` has all else."""
 
 from __future__ import annotations
 

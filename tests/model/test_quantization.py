@@ -13,20 +13,11 @@ from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.weights import (
-    DenseWeight,
-    GroupedWeight,
-    Int8Weight,
-    LinearWeight,
-    dequantize,
-)
+from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight, dequantize
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import GROUP_SIZES
 from pagoda.errors import ConfigError
-from pagoda.model.quantization import (
-    QuantizationOnLoad,
-    quantization_on_load,
-)
+from pagoda.model.quantization import QuantizationOnLoad, quantization_on_load
 from pagoda.model.sharding import Part
 
 seeds = st.integers(0, 2**31)

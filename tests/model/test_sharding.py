@@ -233,6 +233,7 @@ QWEN_0_5B = {
     "hidden_size": 896,
     "intermediate_size": 4864,
 }
+NARROW = {"head_dim": 40, "num_attention_heads": 16, "intermediate_size": 1280}
 
 
 @pytest.mark.parametrize(
@@ -251,23 +252,30 @@ def test_ordinary_quantized_models_can_be_split(changes: dict[str, Any], tp: int
     _check_parts(QuantizationOnLoad(None), tp, **changes)
 
 
-def test_parts_that_cannot_be_held_are_refused_before_loading() -> None:
-    narrow = {"head_dim": 40, "num_attention_heads": 16, "intermediate_size": 1280}
-    _check_parts(GPTQ, 4, **narrow)
+@pytest.mark.parametrize(
+    ("quantization", "tp", "changes", "cut", "nearest"),
+    [
+        (GPTQ, 8, NARROW, (640, 80), "4."),
+        (
+            QuantizationOnLoad(128),
+            2,
+            QWEN_0_5B,
+            (896, 448),
+            "1, or take a smaller --quantization-group-size.",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_held_are_refused_before_loading(
+    quantization: Quantization, tp: int, changes: dict[str, int], cut: tuple[int, int], nearest: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        _check_parts(GPTQ, 8, **narrow)
+        _check_parts(quantization, tp, **changes)
     assert str(caught.value) == (
-        "--tensor-parallel-size 8 cuts the 640 inputs of model.layers.0.self_attn.o_proj.weight inside its groups "
-        "of 128, into parts such as 0 to 80; the nearest that does not is 4."
+        f"--tensor-parallel-size {tp} cuts the {cut[0]} inputs of model.layers.0.self_attn.o_proj.weight inside "
+        f"its groups of 128, into parts such as 0 to {cut[1]}; the nearest that does not is {nearest}"
     )
-    _check_parts(ACT_ORDER, 8, **narrow)
 
 
-def test_groups_made_on_load_are_of_the_size_asked_for() -> None:
-    with pytest.raises(ConfigError) as caught:
-        _check_parts(QuantizationOnLoad(128), 2, **QWEN_0_5B)
-    assert str(caught.value) == (
-        "--tensor-parallel-size 2 cuts the 896 inputs of model.layers.0.self_attn.o_proj.weight inside its groups "
-        "of 128, into parts such as 0 to 448; the nearest that does not is 1, or take a smaller "
-        "--quantization-group-size."
-    )
+def test_parts_of_narrow_heads() -> None:
+    _check_parts(GPTQ, 4, **NARROW)
+    _check_parts(ACT_ORDER, 8, **NARROW)

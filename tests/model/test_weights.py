@@ -50,30 +50,42 @@ def test_shards(tmp_path: Path) -> None:
     assert _read(tmp_path, "b", 3).tolist() == [0, 0, 0]
 
 
-def test_no_weights(tmp_path: Path) -> None:
-    assert _refusal(tmp_path) == (
-        f"{tmp_path} has no weights that Pagoda reads: neither model.safetensors nor "
-        "model.safetensors.index.json."
-    )
-
-
-def test_missing_tensors_and_wrong_shapes_name_file_and_tensor(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(2, 3)}, path)
-    assert _refusal(tmp_path, "b", 2) == (
-        f"{tmp_path}: no file holds the tensor b, which config.json calls for."
-    )
-    assert _refusal(tmp_path, "a", 3, 2) == (
-        f"{path}: tensor a has shape [2, 3], config.json calls for [3, 2]."
-    )
-
-
-def test_unsupported_dtypes_name_file_and_tensor(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(2, dtype=torch.int8)}, path)
-    assert _refusal(tmp_path, "a", 2) == (
-        f"{path}: tensor a is stored as I8; Pagoda reads float32, bfloat16, float16."
-    )
+@pytest.mark.parametrize(
+    ("stored", "name", "shape", "sentence"),
+    [
+        (
+            None,
+            "a",
+            (2,),
+            "{} has no weights that Pagoda reads: neither model.safetensors nor "
+            "model.safetensors.index.json.",
+        ),
+        (
+            torch.ones(2, 3),
+            "b",
+            (2,),
+            "{}: no file holds the tensor b, which config.json calls for.",
+        ),
+        (
+            torch.ones(2, 3),
+            "a",
+            (3, 2),
+            "{}/model.safetensors: tensor a has shape [2, 3], config.json calls for [3, 2].",
+        ),
+        (
+            torch.ones(2, dtype=torch.int8),
+            "a",
+            (2,),
+            "{}/model.safetensors: tensor a is stored as I8; Pagoda reads float32, bfloat16, float16.",
+        ),
+    ],
+)
+def test_what_a_file_lacks_is_one_sentence(
+    stored: Tensor | None, name: str, shape: tuple[int, ...], sentence: str, tmp_path: Path
+) -> None:
+    if stored is not None:
+        save_file({"a": stored}, tmp_path / "model.safetensors")
+    assert _refusal(tmp_path, name, *shape) == sentence.format(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])

@@ -63,13 +63,13 @@ class Engine(Harness):
 
     @property
     def exporter(self) -> KVExporter:
-        exporter = self.core.parts.scheduler.exporter
+        exporter = self.hooks.exporter
         assert exporter is not None
         return exporter
 
     @property
     def remote(self) -> RemoteKV:
-        remote = self.core.parts.remote
+        remote = self.hooks.remote
         assert remote is not None
         return remote
 
@@ -88,13 +88,13 @@ class Engine(Harness):
 
     def check_books(self) -> None:
         check_books(self.scheduler)
-        if self.core.parts.remote is not None:
+        if self.hooks.remote is not None:
             assert_consistent(self.remote)
 
     def check_nothing_left(self) -> None:
         self.check_books()
         super().check_nothing_left()
-        if self.core.parts.remote is not None:
+        if self.hooks.remote is not None:
             assert not self.remote.fetches
             assert not any(peer.fetches for peer in self.remote.peers.values())
 

@@ -128,7 +128,7 @@ MOMENTS: dict[str, Callable[[Pair], bool]] = {
 }
 FAULTS: dict[str, Callable[[Pair], object]] = {
     "connection": lambda pair: pair.network.cut(pair.prefill.address),
-    "prefill request": lambda pair: pair.prefill.scheduler.apply_kv_events(
+    "prefill request": lambda pair: pair.prefill.hooks.apply_events(
         [Failed("r0", "it breaks here")]
     ),
     "prefill worker": lambda pair: pair.prefill.core.lose_worker(WorkerLost("killed")),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from virtual_fleet import ask, engine_config, request, start, start_fleet, virtual
@@ -12,6 +14,10 @@ from benchmarks.simulation.engine import SimEngine
 from pagoda.frontend import outliers
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.policies import PolicyName
+from pagoda.frontend.token_stream import TokenStream
+from pagoda.messages.frontend import GenerateRequest
+
+Generate = Callable[[GenerateRequest], TokenStream]
 
 
 class Traffic:
@@ -22,18 +28,23 @@ class Traffic:
         self.per_s = per_s
         self.max_tokens = max_tokens
         self.asking: list[asyncio.Task[float]] = []
+        self.placed: Counter[int] = Counter()
+        """Requests that each replica was given so far, by its number."""
+        for slot in dispatcher.slots:
+            take = partial(self._take, slot.number, slot.replica.generate)
+            slot.replica.generate = take  # type: ignore[assignment, method-assign]
+
+    def _take(self, number: int, generate: Generate, asked: GenerateRequest) -> TokenStream:
+        self.placed[number] += 1
+        return generate(asked)
 
     async def come(self, for_s: float) -> Counter[int]:
-        """By replica, how many requests were there when they had just come."""
-        before = Counter(self.placed())
+        """Returns the number of requests that each replica was given meanwhile."""
+        before = self.placed.copy()
         for _ in range(int(for_s * self.per_s)):
             self.asking.append(asyncio.create_task(self._ask(len(self.asking))))
             await asyncio.sleep(1 / self.per_s)
-        after = Counter(self.placed())
-        return after - before
-
-    def placed(self) -> dict[int, int]:
-        return {slot.number: slot.prefixes.num_added for slot in self.dispatcher.slots}
+        return self.placed - before
 
     async def _ask(self, number: int) -> float:
         loop = asyncio.get_running_loop()

@@ -17,8 +17,8 @@ from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.executor.sim import sim_token
 from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.placement import ReplicaSlot
 from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.messages.frontend import FinishReason, FrontendMessage, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig

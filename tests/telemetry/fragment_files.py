@@ -20,7 +20,7 @@ class Fragment:
     events: list[dict[str, Any]]
     clocks: list[dict[str, Any]]
     is_cut: bool
-    """Whether its last line has no end."""
+    """True if the last line has no end."""
 
     @property
     def rows(self) -> dict[int, str]:
@@ -38,7 +38,7 @@ class Fragment:
         return [e for e in self.events if e["ph"] == "X" and e["tid"] == row]
 
     def spans(self) -> dict[int, list[dict[str, Any]]]:
-        """By row, in order; of those that begin together, the longest first."""
+        """The spans of each row, in order; of spans that begin together, the longest first."""
         by_row = defaultdict(list)
         for event in self.events:
             if event["ph"] == "X":
@@ -73,7 +73,7 @@ def end_of(span: dict[str, Any]) -> float:
 
 
 def assert_nested(fragment: Fragment) -> None:
-    """Of two spans of a row that overlap, one has the other within it."""
+    """Checks that of two spans of a row that overlap, one has the other within it."""
     for row, spans in fragment.spans().items():
         around: list[dict[str, Any]] = []
         for span in spans:

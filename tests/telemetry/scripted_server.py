@@ -18,9 +18,9 @@ from pagoda.telemetry.fragments import ProcessHeader
 
 MS = 1_000_000
 BOOT_NS = 1_000_000_000 * MS
-"""When the script begins, by a clock that is right."""
+"""The start of the script, by a clock that is right."""
 WALL_NS = 1_900_000_000_000 * MS
-"""Then, since 1970."""
+"""The start of the script, in nanoseconds since 1970."""
 
 OPERATIONS = {
     "names": ["embedding", "layers.0.qkv", "layers.0.attention", "norm"],
@@ -43,7 +43,7 @@ class ScriptedProcess:
     parent_uid: str = ""
     run: str = "run"
     ahead_ns: int = 0
-    """Its clock before a right one."""
+    """Nanoseconds by which the clock is ahead of a right one."""
     began_ms: float = 0.0
     lines: list[dict[str, Any]] = field(default_factory=list)
     num_rows: int = 0
@@ -52,7 +52,7 @@ class ScriptedProcess:
         self._name_row(0, "main")
 
     def own(self, at_ms: float) -> int:
-        """What the process's clock shows."""
+        """The time that the process's clock shows."""
         return BOOT_NS + round(at_ms * MS) + self.ahead_ns
 
     def open_row(self, name: str) -> int:
@@ -121,7 +121,7 @@ class ScriptedProcess:
 
 @dataclass
 class Life:
-    """How a request fared, in milliseconds of true time."""
+    """A request's life, in milliseconds of true time."""
 
     request: str
     arrived: float
@@ -129,7 +129,7 @@ class Life:
     output_tokens: int
     waits: float = 1.0
     preempted_for: float = 0.0
-    """After half of its answer; 0 for never."""
+    """The pause after half of the answer; 0 for none."""
 
 
 def serve(

@@ -329,7 +329,7 @@ def test_whatever_is_cut_the_rest_is_a_valid_trace(
 
 
 def _events_in(data: bytes) -> Counter[str]:
-    """What a file still says, if it says whose it is."""
+    """Events that a file still has, if it says whose it is."""
     found: Counter[str] = Counter()
     for number, line in enumerate(data.splitlines()):
         try:

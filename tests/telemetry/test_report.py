@@ -20,7 +20,7 @@ ALONE = Life("one", 0.0, prompt_tokens=64, output_tokens=4)
 
 
 def report(directory: Path, processes: list[ScriptedProcess]) -> Report:
-    """Of the fragments; that of the merged file says the same."""
+    """The report of the fragments; that of the merged file says the same."""
     for process in processes:
         process.write(directory)
     trace = load_trace(directory)
@@ -138,7 +138,7 @@ def computed(
     operations: Mapping[str, list[Any]],
     *batches: tuple[int, int],
 ) -> WorkerReport:
-    """Of a worker with a step for each batch, of so many tokens and sequences; an operation takes 1 ms."""
+    """The report of a worker with a step for each batch (tokens, sequences); an operation takes 1 ms."""
     worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
     worker.describe("model", model)
     worker.describe("forward_ops", operations)

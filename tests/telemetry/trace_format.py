@@ -1,4 +1,4 @@
-"""Whether a file is what Chrome's trace-event format asks for, and what Pagoda promises of it besides.
+"""Checks of files against Chrome's trace-event format, and against what Pagoda promises besides.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """

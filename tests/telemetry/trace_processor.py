@@ -30,7 +30,7 @@ class Traced:
         return [tuple(vars(row).values()) for row in self._processor.query(sql)]
 
     def complaints(self) -> list[tuple[object, ...]]:
-        """What the trace processor did not understand or had to drop, and how often."""
+        """Things that the trace processor did not understand or had to drop, and how often."""
         return self.query(
             "SELECT name, value FROM stats WHERE value > 0 AND severity IN ('error', 'data_loss')"
         )

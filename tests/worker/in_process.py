@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from thread_group import ThreadGroup
+from tiny_models import continuation
+from transformers import PreTrainedModel
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
@@ -18,6 +20,7 @@ from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest, TokenChunk
 from pagoda.messages.load import LoadReport
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -170,3 +173,25 @@ def engine(
     return InProcessEngine(
         directory, backend=backend, max_model_len=CONTEXT, parallel=parallel, **options
     )
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A saved model, and the greedy answers of transformers to some requests."""
+
+    directory: Path
+    requests: list[GenerateRequest]
+    expected: list[list[int]]
+
+
+def save_oracle(
+    directory: Path, model: PreTrainedModel, prompts: list[list[int]], length: int
+) -> Oracle:
+    """Saves a model, and has it answer each prompt with `length` tokens."""
+    model.save_pretrained(directory)
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=length)
+    requests = [
+        GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
+        for i, prompt in enumerate(prompts)
+    ]
+    return Oracle(directory, requests, [continuation(model, p, length) for p in prompts])

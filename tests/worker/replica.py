@@ -13,7 +13,7 @@ from pagoda.executor.launcher import LocalLauncher
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.transfers import Transfer, TransferEnd, TransferPlace
+from pagoda.messages.transfers import Transfer, TransferEnd, TransferPlace, Transfers
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -66,7 +66,7 @@ class Replica:
     ) -> TransferEnd:
         transfer = Transfer(self.num_transfers, self.generation, source, target, after_step)
         self.num_transfers += 1
-        self.executor.submit_transfers([transfer])
+        self.executor.submit_transfers(Transfers([transfer]))
         end = next_event(self.executor)
         assert isinstance(end, TransferEnd)
         assert (end.transfer_id, end.generation) == (transfer.transfer_id, self.generation)

@@ -14,10 +14,6 @@ from pagoda.errors import ConfigError
 from pagoda.worker.backends import choose_backend
 
 
-def _remove_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pagoda.backend._native", None)
-
-
 def test_auto_takes_the_kernels(backend: str) -> None:
     chosen, line = choose_backend(backend)
     assert isinstance(chosen, CpuBackend if backend == "cpu" else ReferenceBackend)
@@ -27,7 +23,7 @@ def test_auto_takes_the_kernels(backend: str) -> None:
 
 
 def test_without_kernels_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    _remove_kernels(monkeypatch)
+    monkeypatch.setitem(sys.modules, "pagoda.backend._native", None)
     chosen, line = choose_backend("auto")
     assert isinstance(chosen, ReferenceBackend)
     assert "not the cpu backend: the kernels were not built when Pagoda was installed" in line
@@ -35,23 +31,17 @@ def test_without_kernels_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend("cpu")
 
 
-def test_a_cpu_without_avx2_goes_without(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    if backend != "cpu":
-        pytest.skip("needs the kernels")
-    monkeypatch.setattr("pagoda.backend._native.instruction_sets", lambda: [])
-    assert "not the cpu backend: this CPU has no AVX2" in choose_backend("auto")[1]
-    with pytest.raises(ConfigError, match="this CPU has no AVX2"):
-        choose_backend("cpu")
-
-
-def test_an_instruction_set_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Without AVX2 `auto` goes without the kernels; an instruction set that is asked for must be there."""
     if backend != "cpu":
         pytest.skip("needs the kernels")
     monkeypatch.setenv(native.INSTRUCTION_SET_ENV, "mmx")
     with pytest.raises(ConfigError, match="PAGODA_CPU_ISA must be one of avx2"):
         choose_backend("auto")
+    monkeypatch.setattr("pagoda.backend._native.instruction_sets", lambda: [])
+    assert "not the cpu backend: this CPU has no AVX2" in choose_backend("auto")[1]
+    with pytest.raises(ConfigError, match="this CPU has no AVX2"):
+        choose_backend("cpu")
 
 
 def test_other_names_are_refused() -> None:

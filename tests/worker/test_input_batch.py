@@ -96,6 +96,10 @@ class InputBatchMachine(RuleBasedStateMachine):
         ]
 
     @invariant()
+    def computed_tokens_are_counted(self) -> None:
+        assert self.batch.num_computed_tokens(list(self.tokens)) == sum(self.computed.values())
+
+    @invariant()
     def nothing_is_computed_beyond_what_is_known(self) -> None:
         for slot, tokens in self.tokens.items():
             with pytest.raises(ValueError, match=f"Slot {slot} is to compute"):

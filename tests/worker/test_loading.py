@@ -38,23 +38,20 @@ def test_the_cache_takes_its_share_of_free_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "remedy"),
+    ("changes", "flag"),
     [
-        ({"num_blocks": 6}, "raise --num-kv-blocks or lower --max-model-len"),
-        (
-            {"kv_cache_memory_bytes": 6 * 1024},
-            "raise --kv-cache-memory-bytes or lower --max-model-len",
-        ),
-        ({"memory_utilization": 0.06}, "raise --kv-cache-memory-bytes or lower --max-model-len"),
+        ({"num_blocks": 6}, "--num-kv-blocks"),
+        ({"kv_cache_memory_bytes": 6 * 1024}, "--kv-cache-memory-bytes"),
+        ({"memory_utilization": 0.06}, "--kv-cache-memory-bytes"),
     ],
 )
-def test_too_small_a_cache_names_numbers_and_flags(changes: dict[str, Any], remedy: str) -> None:
+def test_too_small_a_cache_names_numbers_and_flags(changes: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose_num_blocks(_replace(**changes), **SIZES)
-    text = str(caught.value)
-    assert "would hold 96 tokens" in text
-    assert "one sequence may have 100" in text
-    assert text.endswith(f"{remedy}.")
+    assert str(caught.value) == (
+        "the KV cache would hold 96 tokens (6.00 KiB of 100 KiB free memory), but one sequence may have 100 "
+        f"(7.00 KiB); raise {flag} or lower --max-model-len."
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,30 +75,24 @@ def test_too_large_a_cache_names_numbers_and_flags(
     )
 
 
-def _left(weight_bytes: int, batch_bytes: int, kv_host_bytes: int = 0) -> int:
-    return left_for_kv_cache(
-        _replace(model="big", kv_host_bytes=kv_host_bytes),
-        weight_bytes=weight_bytes,
-        batch_bytes=batch_bytes,
-        max_model_len=100,
-        available_bytes=1024,
-    )
+def test_weights_tokens_and_the_arena_must_fit_before_anything_is_loaded() -> None:
+    def left(weight_bytes: int, batch_bytes: int, kv_host_bytes: int = 0) -> int:
+        return left_for_kv_cache(
+            _replace(model="big", kv_host_bytes=kv_host_bytes),
+            weight_bytes=weight_bytes,
+            batch_bytes=batch_bytes,
+            max_model_len=100,
+            available_bytes=1024,
+        )
 
-
-def test_weights_and_tokens_must_fit_before_anything_is_loaded() -> None:
-    assert _left(1000, 4) == 20
-    with pytest.raises(ConfigError, match=r"big take 2.00 KiB, but only 1.00 KiB of memory"):
-        _left(2048, 4)
-    with pytest.raises(ConfigError, match=r"4 requests of 100 take 25 B .*--max-num-"):
-        _left(1000, 25)
-
-
-def test_the_arena_in_host_memory_takes_its_part() -> None:
-    assert _left(1000, 4, kv_host_bytes=20) == 0
-    with pytest.raises(
-        ConfigError, match=r"^--kv-host-bytes gives this worker 21 B, .* leave only 20 B of"
+    assert (left(1000, 4), left(1000, 4, 20)) == (20, 0)
+    for too_much, message in (
+        ((2048, 4), "big take 2.00 KiB, but only 1.00 KiB of memory"),
+        ((1000, 25), "4 requests of 100 take 25 B .*--max-num-"),
+        ((1000, 4, 21), "^--kv-host-bytes gives this worker 21 B, .* leave only 20 B of"),
     ):
-        _left(1000, 4, kv_host_bytes=21)
+        with pytest.raises(ConfigError, match=message):
+            left(*too_much)
 
 
 def test_the_arena_holds_a_block_at_least(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -31,17 +30,17 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO)
 
 
-def _clock(*times: float) -> Iterator[float]:
-    yield from times
-    raise AssertionError("the time was asked for too often")
+def _load(stream: io.StringIO, total: int, times: list[float], place: RankPlace = FIRST) -> str:
+    """What is drawn while all is loaded in as many parts as there is a time for, between begin and end."""
+    ticks, parts = iter(times), max(len(times) - 3, 1)
+    with loading_weights(place, total, stream=stream, clock=lambda: next(ticks)) as advance:
+        for _ in range(parts):
+            advance(total // parts)
+    return stream.getvalue()
 
 
 def test_a_terminal_shows_a_line_that_goes_away(caplog: pytest.LogCaptureFixture) -> None:
-    stream, ticks = _Terminal(), _clock(0, 0, 0.2, 0.5, 0.55, 1.0, 2.0)
-    with loading_weights(FIRST, 1 << 30, stream=stream, clock=lambda: next(ticks)) as advance:
-        for _ in range(4):
-            advance(1 << 28)
-    drawn = stream.getvalue().split("\r\x1b[K")
+    drawn = _load(_Terminal(), 1 << 30, [0, 0, 0.2, 0.5, 0.55, 1.0, 2.0]).split("\r\x1b[K")
     assert drawn == [
         "",
         "loading weights [########--------] 512 MiB of 1.00 GiB\r",
@@ -52,7 +51,7 @@ def test_a_terminal_shows_a_line_that_goes_away(caplog: pytest.LogCaptureFixture
 
 
 def test_a_failure_leaves_no_bar_behind(caplog: pytest.LogCaptureFixture) -> None:
-    stream, ticks = _Terminal(), _clock(0, 0, 1)
+    stream, ticks = _Terminal(), iter([0, 0, 1])
 
     def load() -> None:
         with loading_weights(FIRST, 100, stream=stream, clock=lambda: next(ticks)) as advance:
@@ -66,17 +65,12 @@ def test_a_failure_leaves_no_bar_behind(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_terminal_that_has_gone_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    stream, ticks = _Gone(), _clock(0, 0, 1, 1)
-    with loading_weights(FIRST, 100, stream=stream, clock=lambda: next(ticks)) as advance:
-        advance(100)
+    _load(_Gone(), 100, [0, 0, 1, 1])
     assert caplog.messages == ["loaded 100 B of weights in 1.0 s, 100 B/s"]
 
 
 def test_what_loads_at_once_shows_nothing() -> None:
-    stream, ticks = _Terminal(), _clock(0, 0, 0.1, 0.1)
-    with loading_weights(FIRST, 100, stream=stream, clock=lambda: next(ticks)) as advance:
-        advance(100)
-    assert stream.getvalue() == ""
+    assert _load(_Terminal(), 100, [0, 0, 0.1, 0.1]) == ""
 
 
 @pytest.mark.parametrize(
@@ -98,8 +92,5 @@ def test_elsewhere_there_is_one_line_in_the_log(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    ticks = _clock(0, 4)
-    with loading_weights(place, 3 << 20, stream=stream, clock=lambda: next(ticks)) as advance:
-        advance(3 << 20)
-    assert stream.getvalue() == ""
+    assert _load(stream, 3 << 20, [0, 4], place) == ""
     assert caplog.messages == ["loaded 3.00 MiB of weights in 4.0 s, 768 KiB/s"]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from driver import Driver, load
-from in_process import InProcessEngine
+from in_process import InProcessEngine, Oracle, save_oracle
 from tiny_models import FAMILIES, continuation, make_model, save_model
-
-from pagoda.messages.frontend import GenerateRequest
-from pagoda.messages.sampling_params import SamplingParams
 
 LENGTH = 64
 CONTEXT = 224
@@ -26,55 +23,41 @@ def _prompts(count: int, longest: int) -> list[list[int]]:
     return [[rng.randrange(320) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-@dataclass(frozen=True)
-class _Oracle:
-    directory: Path
-    backend: str
-    requests: list[GenerateRequest]
-    expected: list[list[int]]
-    """Answers of transformers to each request."""
-
-    def engine(self, **options: Any) -> InProcessEngine:
-        return InProcessEngine(
-            self.directory, backend=self.backend, max_model_len=CONTEXT, **options
-        )
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def oracle(
-    request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory
-) -> _Oracle:
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     """A family, with prompts of which some begin alike."""
-    directory = tmp_path_factory.mktemp(request.param)
-    model = save_model(request.param, directory)
     prefix = list(range(100, 196))
     prompts = [*_prompts(3, 150), *(prefix + tail for tail in _prompts(2, 30)), prefix]
-    expected = [continuation(model, prompt, LENGTH) for prompt in prompts]
-    assert len({tuple(tokens) for tokens in expected}) == len(prompts)
-    sampling = SamplingParams(temperature=0, seed=0, max_tokens=LENGTH)
-    requests = [
-        GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
-        for i, prompt in enumerate(prompts)
-    ]
-    return _Oracle(directory, backend, requests, expected)
+    directory = tmp_path_factory.mktemp(request.param)
+    oracle = save_oracle(directory, make_model(request.param), prompts, LENGTH)
+    assert len({tuple(tokens) for tokens in oracle.expected}) == len(prompts)
+    return oracle
 
 
-def test_batched(oracle: _Oracle) -> None:
-    engine = oracle.engine()
+Open = Callable[..., InProcessEngine]
+
+
+@pytest.fixture
+def start(oracle: Oracle, backend: str) -> Open:
+    return partial(InProcessEngine, oracle.directory, backend=backend, max_model_len=CONTEXT)
+
+
+def test_batched(oracle: Oracle, start: Open) -> None:
+    engine = start()
     assert engine.answer(oracle.requests) == oracle.expected
     load = engine.load()
     assert (load.num_preemptions, load.num_prefix_hit_tokens) == (0, 0)
 
 
-def test_chunked(oracle: _Oracle) -> None:
-    engine = oracle.engine(block_size=4, max_num_batched_tokens=7)
+def test_chunked(oracle: Oracle, start: Open) -> None:
+    engine = start(block_size=4, max_num_batched_tokens=7)
     assert engine.answer(oracle.requests) == oracle.expected
     num_prompt_tokens = sum(len(request.prompt_token_ids) for request in oracle.requests)
     assert engine.load().num_steps > num_prompt_tokens / 7
 
 
-def test_prefix_cached(oracle: _Oracle) -> None:
-    engine = oracle.engine(enable_prefix_caching=True)
+def test_prefix_cached(oracle: Oracle, start: Open) -> None:
+    engine = start(enable_prefix_caching=True)
     alike = slice(3, 5)
     assert engine.answer(oracle.requests[alike]) == oracle.expected[alike]
     first_hits = engine.load().num_prefix_hit_tokens
@@ -82,9 +65,9 @@ def test_prefix_cached(oracle: _Oracle) -> None:
     assert engine.load().num_prefix_hit_tokens - first_hits >= 3 * 80
 
 
-def test_preempted(oracle: _Oracle) -> None:
+def test_preempted(oracle: Oracle, start: Open) -> None:
     for prefix_caching in (False, True):
-        engine = oracle.engine(
+        engine = start(
             block_size=4,
             num_blocks=-(-CONTEXT // 4) + 3,
             max_num_batched_tokens=64,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,39 +27,35 @@ from pagoda.worker.step_clock import StepTimes
 HIDDEN = 8
 
 
+Meetings = Callable[..., list[Rendezvous]]
+
+
 @pytest.fixture
-def contexts() -> Iterator[list[zmq.Context[zmq.Socket[bytes]]]]:
+def meetings(tmp_path: Path) -> Iterator[Meetings]:
     contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
-    yield contexts
+
+    def make(
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        keys: CurveKeys | None = None,
+        hosts: tuple[str, ...] = ("",),
+    ) -> list[Rendezvous]:
+        parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+        address, sizes = f"ipc://{tmp_path / 'w-1'}", {"hidden_size": HIDDEN}
+        made = []
+        for rank, place in enumerate(parallel.places(0)):
+            contexts.append(zmq.Context())
+            host = hosts[rank % len(hosts)]
+            config = WorkerConfig(
+                model="m", parallel=parallel, place=place, curve=keys, bind_host=host
+            )
+            made.append(Rendezvous(config, contexts[-1], address, **sizes, dtype=torch.float32))
+        return made
+
+    yield make
     for context in contexts:
         context.destroy(linger=0)
-
-
-def meetings(
-    contexts: list[zmq.Context[zmq.Socket[bytes]]],
-    directory: Path,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    keys: CurveKeys | None = None,
-    hosts: tuple[str, ...] = ("",),
-) -> list[Rendezvous]:
-    parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
-    made = []
-    for rank, place in enumerate(parallel.places(0)):
-        contexts.append(zmq.Context())
-        config = WorkerConfig(
-            model="m",
-            parallel=parallel,
-            place=place,
-            curve=keys,
-            bind_host=hosts[rank % len(hosts)],
-        )
-        address = f"ipc://{directory / 'w-1'}"
-        made.append(
-            Rendezvous(config, contexts[-1], address, hidden_size=HIDDEN, dtype=torch.float32)
-        )
-    return made
 
 
 def introduce(several: list[Rendezvous]) -> WorkerPeers:
@@ -77,10 +73,8 @@ def all_join(several: list[Rendezvous]) -> list[Collectives]:
     return joined
 
 
-def test_ranks_of_one_host_share_memory(
-    contexts: list[zmq.Context[zmq.Socket[bytes]]], tmp_path: Path
-) -> None:
-    several = meetings(contexts, tmp_path, tp=2)
+def test_ranks_of_one_host_share_memory(meetings: Meetings) -> None:
+    several = meetings(tp=2)
     path = several[0].hello(5).shared_memory
     if not path:
         pytest.skip("the native kernels are not installed")
@@ -100,8 +94,7 @@ def test_ranks_of_one_host_share_memory(
     ],
 )
 def test_ranks_that_cannot_share_memory_meet_over_the_network(
-    contexts: list[zmq.Context[zmq.Socket[bytes]]],
-    tmp_path: Path,
+    meetings: Meetings,
     monkeypatch: pytest.MonkeyPatch,
     hosts: tuple[str, ...],
     error: Exception | None,
@@ -112,7 +105,7 @@ def test_ranks_that_cannot_share_memory_meet_over_the_network(
             raise error
 
         monkeypatch.setattr(rendezvous, "SharedMemory", unavailable)
-    several = meetings(contexts, tmp_path, tp=2, hosts=hosts, keys=new_keys() if hosts[0] else None)
+    several = meetings(tp=2, hosts=hosts, keys=new_keys() if hosts[0] else None)
     joined = all_join(several)
     assert all(isinstance(group, DistributedCollectives) for group in joined)
 
@@ -124,11 +117,9 @@ def test_memory_that_cannot_be_opened_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_each_stage_passes_on_to_the_next(
-    contexts: list[zmq.Context[zmq.Socket[bytes]]], tmp_path: Path, secure: bool
-) -> None:
+def test_each_stage_passes_on_to_the_next(meetings: Meetings, secure: bool) -> None:
     keys, hosts = (new_keys(), ("127.0.0.1", "127.0.0.2")) if secure else (None, ("",))
-    several = meetings(contexts, tmp_path, pp=3, keys=keys, hosts=hosts)
+    several = meetings(pp=3, keys=keys, hosts=hosts)
     peers = introduce(several)
     assert [meeting.form_group(peers) for meeting in several] == [None] * 3
     first, second, third = several

@@ -64,41 +64,26 @@ def _answer(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "threads"),
+    ("family", "dtype", "threads", "quantization"),
     [
-        ("qwen3", "float32", 1),
-        ("qwen3", "bfloat16", 2),
-        ("mistral", "float32", 2),
-        ("qwen3-moe", "float32", 2),
-        ("qwen3-moe", "bfloat16", 1),
-        ("mixtral", "bfloat16", 2),
+        ("qwen3", "float32", 1, "none"),
+        ("qwen3", "bfloat16", 2, "none"),
+        ("mistral", "float32", 2, "none"),
+        ("qwen3-moe", "float32", 2, "none"),
+        ("qwen3-moe", "bfloat16", 1, "none"),
+        ("mixtral", "bfloat16", 2, "none"),
+        ("qwen3", "bfloat16", 2, "int8"),
+        ("qwen3", "float32", 2, "int4"),
+        ("qwen3-moe", "float32", 2, "int8"),
+        ("qwen3-moe", "bfloat16", 2, "int4"),
     ],
 )
 def test_alone_batched_chunked_preempted(
-    family: str, dtype: str, threads: int, backend: str, tmp_path: Path
+    family: str, dtype: str, threads: int, quantization: str, backend: str, tmp_path: Path
 ) -> None:
     save_model(family, tmp_path)
-    _assert_same_bits(load(tmp_path, backend=backend, dtype=dtype, num_threads=threads))
-
-
-@pytest.mark.parametrize(
-    ("family", "quantization", "dtype"),
-    [
-        ("qwen3", "int8", "bfloat16"),
-        ("qwen3", "int4", "float32"),
-        ("qwen3-moe", "int8", "float32"),
-        ("qwen3-moe", "int4", "bfloat16"),
-    ],
-)
-def test_quantized(
-    family: str, quantization: str, dtype: str, backend: str, tmp_path: Path
-) -> None:
-    save_model(family, tmp_path)
-    options = {"dtype": dtype, "quantization": quantization, "num_threads": 2}
-    _assert_same_bits(load(tmp_path, backend=backend, **options))
-
-
-def _assert_same_bits(runner: Runner) -> None:
+    options = {"dtype": dtype, "num_threads": threads, "quantization": quantization}
+    runner = load(tmp_path, backend=backend, **options)
     together = _answer(runner, list(range(BATCH)), 10_000)
     assert len({tuple(tokens) for tokens, _ in together.values()}) == BATCH
     for slot in (0, 1, 5, 13, 31):

@@ -243,21 +243,22 @@ def test_a_bad_row_fails_alone(poison: float) -> None:
     assert set(sampled.logprobs) == {0, 2}
 
 
-def test_penalties_that_overflow_fail_alone() -> None:
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        ({"repetition_penalty": 0.01}, OVERFLOWN),
+        ({"allowed_token_ids": (4,), "eos": (4,), "min_tokens": 3}, NOTHING_ALLOWED),
+    ],
+)
+def test_rules_that_leave_no_token_fail_alone(params: dict[str, Any], error: str) -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 5] = 3e37
-    starts = [_start(slot, (5,), temperature=1.0) for slot in range(3)]
-    starts[1] = _start(1, (5,), temperature=1.0, repetition_penalty=0.01)
+    starts = [
+        _start(slot, (5,), temperature=1.0, **(params if slot == 1 else {})) for slot in range(3)
+    ]
     sampled = _sample(logits, *starts)
-    assert sampled.errors == {1: OVERFLOWN}
+    assert sampled.errors == {1: error}
     assert sampled.token_ids == {0: 5, 2: 5}
-
-
-def test_rules_that_leave_nothing_fail_alone() -> None:
-    nothing = _start(1, allowed_token_ids=(4,), eos=(4,), min_tokens=3, temperature=1.0)
-    sampled = _sample(torch.zeros(2, VOCAB), _start(0), nothing)
-    assert sampled.errors == {1: NOTHING_ALLOWED}
-    assert sampled.token_ids == {0: 0}
 
 
 _parameters = st.fixed_dictionaries(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,15 +49,23 @@ def make_input(
     return StageInput(context, address, keys, hidden_size=HIDDEN, dtype=dtype)
 
 
+Link = Callable[..., tuple[StageInput, StageOutput]]
+
+
+@pytest.fixture
+def link(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, keys: CurveKeys | None) -> Link:
+    """Makes both ends of the way from one stage to the next."""
+
+    def make(dtype: torch.dtype = torch.float32) -> tuple[StageInput, StageOutput]:
+        source = make_input(context, tmp_path, keys, dtype)
+        return source, StageOutput(context, source.address, keys)
+
+    return make
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_bit_arrives_in_order(
-    context: zmq.Context[zmq.Socket[bytes]],
-    tmp_path: Path,
-    keys: CurveKeys | None,
-    dtype: torch.dtype,
-) -> None:
-    source = make_input(context, tmp_path, keys, dtype)
-    target = StageOutput(context, source.address, keys)
+def test_every_bit_arrives_in_order(link: Link, dtype: torch.dtype) -> None:
+    source, target = link(dtype)
     generator = torch.Generator().manual_seed(0)
     sent = [torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (1, 3, 2000)]
     for step, hidden in enumerate(sent):
@@ -70,12 +78,9 @@ def test_every_bit_arrives_in_order(
         assert (received.expert_tokens, received.times) == ([step, 7], StepTimes(0.25, 0.5, 1.0))
 
 
-def test_rows_of_a_larger_tensor(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, keys: CurveKeys | None
-) -> None:
-    source = make_input(context, tmp_path, keys)
+def test_rows_of_a_larger_tensor(link: Link) -> None:
+    source, target = link()
     wide = torch.arange(2.0 * 3 * HIDDEN).view(3, 2 * HIDDEN)
-    target = StageOutput(context, source.address, keys)
     target.send(5, StageState(wide[:, :HIDDEN], [], StepTimes(0.5)))
     received = source.receive(StepPlan(5, [1, 2], [1, 2]))
     assert torch.equal(received.hidden, wide[:, :HIDDEN])
@@ -84,16 +89,8 @@ def test_rows_of_a_larger_tensor(
 @pytest.mark.parametrize(
     ("step", "rows", "rule"), [(4, 2, "of step 4 came for step 3"), (3, 1, "came for the 2 tokens")]
 )
-def test_stages_that_disagree(
-    context: zmq.Context[zmq.Socket[bytes]],
-    tmp_path: Path,
-    keys: CurveKeys | None,
-    step: int,
-    rows: int,
-    rule: str,
-) -> None:
-    source = make_input(context, tmp_path, keys)
-    target = StageOutput(context, source.address, keys)
+def test_stages_that_disagree(link: Link, step: int, rows: int, rule: str) -> None:
+    source, target = link()
     target.send(step, StageState(torch.zeros(rows, HIDDEN), [], StepTimes(0.5)))
     with pytest.raises(ValueError, match=rule):
         source.receive(StepPlan(3, [0], [2]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from distributions import differences, log_probabilities
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import save_gguf
-from in_process import engine
+from in_process import Oracle, engine, save_oracle
 from quantized_models import (
     Format,
     awq_format,
@@ -22,7 +22,7 @@ from quantized_models import (
     save_quantized,
 )
 from thread_group import ThreadGroup
-from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model
+from tiny_models import FAMILIES, WITH_EXPERTS, make_model
 from torch import Tensor
 
 from pagoda.checkpoints.config_json import read_model_config
@@ -39,41 +39,26 @@ LENGTH = 24
 TOPOLOGIES = [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
 
 
-@dataclass(frozen=True)
-class _Oracle:
-    directory: Path
-    requests: list[GenerateRequest]
-    expected: list[list[int]]
-    """Answers of transformers to each request."""
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Oracle:
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     directory = tmp_path_factory.mktemp(request.param)
     heads = {"num_attention_heads": 12} if request.param == "qwen2" else {}
     # A vocabulary and inner channels that four ranks cannot share evenly in groups of 32.
     model = make_model(request.param, num_hidden_layers=3, vocab_size=330, **heads)
-    model.save_pretrained(directory)
     rng = random.Random(7)
     prompts = [[rng.randrange(330) for _ in range(rng.randint(1, 60))] for _ in range(5)]
-    expected = [continuation(model, prompt, LENGTH) for prompt in prompts]
-    sampling = SamplingParams(temperature=0, seed=0, max_tokens=LENGTH)
-    requests = [
-        GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
-        for i, prompt in enumerate(prompts)
-    ]
-    return _Oracle(directory, requests, expected)
+    return save_oracle(directory, model, prompts, LENGTH)
 
 
 @pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
-def test_greedy(oracle: _Oracle, backend: str, tp: int, pp: int) -> None:
+def test_greedy(oracle: Oracle, backend: str, tp: int, pp: int) -> None:
     split = engine(oracle.directory, backend, tp, pp, max_num_batched_tokens=37)
     assert split.answer(oracle.requests) == oracle.expected
 
 
 @pytest.mark.parametrize("oracle", WITH_EXPERTS, indirect=True)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
-def test_experts_shared_out_whole(oracle: _Oracle, backend: str, tp: int, pp: int) -> None:
+def test_experts_shared_out_whole(oracle: Oracle, backend: str, tp: int, pp: int) -> None:
     config = read_model_config(oracle.directory)
     split = engine(oracle.directory, backend, tp, pp, experts=True, max_num_batched_tokens=37)
     assert split.answer(oracle.requests) == oracle.expected

@@ -7,8 +7,9 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -60,6 +61,11 @@ class _Worker:
                 if not isinstance(message, WorkerProgress):
                     return message
 
+    def ready(self) -> WorkerReady:
+        ready = self.receive()
+        assert isinstance(ready, WorkerReady)
+        return ready
+
     def send(self, plan: StepPlan) -> None:
         self._socket.send_multipart([b"0", msgspec.msgpack.encode(plan)])
 
@@ -82,32 +88,28 @@ def test_what_is_loaded_is_exempt_from_garbage_collection() -> None:
         gc.unfreeze()
 
 
+Start = Callable[..., _Worker]
+
+
 @pytest.fixture
-def workers() -> Iterator[list[_Worker]]:
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a worker on one thread, of the embedded model unless the fields say otherwise."""
     started: list[_Worker] = []
-    yield started
+
+    def start(**fields: Any) -> _Worker:
+        config = WorkerConfig(**{"model": str(EMBEDDED), "num_threads": 1} | fields)
+        started.append(_Worker(tmp_path, config))
+        return started[-1]
+
+    yield start
     for worker in started:
         worker.close()
 
 
-def _start(workers: list[_Worker], directory: Path, config: WorkerConfig) -> _Worker:
-    workers.append(_Worker(directory, config))
-    return workers[-1]
-
-
-def _ready(
-    workers: list[_Worker], directory: Path, config: WorkerConfig
-) -> tuple[_Worker, WorkerReady]:
-    worker = _start(workers, directory, config)
-    ready = worker.receive()
-    assert isinstance(ready, WorkerReady)
-    return worker, ready
-
-
-def test_answers_plans_that_run_ahead(tmp_path: Path, backend: str, workers: list[_Worker]) -> None:
+def test_answers_plans_that_run_ahead(tmp_path: Path, backend: str, start: Start) -> None:
     model = save_model("qwen3", tmp_path)
-    config = WorkerConfig(model=str(tmp_path), backend=backend, max_model_len=256, num_threads=1)
-    worker, ready = _ready(workers, tmp_path, config)
+    worker = start(model=str(tmp_path), backend=backend, max_model_len=256)
+    ready = worker.ready()
     assert (ready.max_model_len, ready.vocab_size, ready.block_size) == (256, 320, 16)
     assert ready.num_blocks == 256 * 256 // 16  # all that 256 sequences of 256 tokens could use
     assert ready.summary.startswith(backend)
@@ -115,8 +117,8 @@ def test_answers_plans_that_run_ahead(tmp_path: Path, backend: str, workers: lis
 
     os.kill(worker.child.pid, signal.SIGINT)  # Ctrl-C in the terminal is for the parent to handle
     prompt = [random.Random(0).randrange(320) for _ in range(20)]
-    start = SlotStart(3, prompt, len(prompt), 0, [5, 2], SAMPLING)
-    worker.send(StepPlan(0, [3], [15], [start]))
+    slot = SlotStart(3, prompt, len(prompt), 0, [5, 2], SAMPLING)
+    worker.send(StepPlan(0, [3], [15], [slot]))
     worker.send(StepPlan(1, [3], [5]))
     for step in range(2, 10):  # each counts on a token that has not been seen
         worker.send(StepPlan(step, [3], [1]))
@@ -127,28 +129,20 @@ def test_answers_plans_that_run_ahead(tmp_path: Path, backend: str, workers: lis
     assert tokens == continuation(model, prompt, 9)
 
 
-def test_runs_the_embedded_model(tmp_path: Path, workers: list[_Worker]) -> None:
-    worker, _ = _ready(workers, tmp_path, WorkerConfig(model=str(EMBEDDED), num_threads=1))
-    result = worker.step(StepPlan(0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [0], SAMPLING)]))
-    assert result.slots == [0]
-    assert not result.errors
-
-
 def test_a_broken_request_is_logged_with_its_traceback(
-    tmp_path: Path, workers: list[_Worker], capfd: pytest.CaptureFixture[str]
+    start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    save_model("qwen3", tmp_path)
-    config = WorkerConfig(model=str(tmp_path), max_model_len=64, num_threads=1)
-    worker, _ = _ready(workers, tmp_path, config)
-    result = worker.step(StepPlan(0, [0], [1], [SlotStart(0, [5000], 1, 0, [0], SAMPLING)]))
+    worker = start()
+    worker.ready()
+    result = worker.step(StepPlan(0, [0], [1], [SlotStart(0, [10**6], 1, 0, [0], SAMPLING)]))
     assert result.errors == {0: "this request broke a step; the server's log says why"}
     log = capfd.readouterr().err
     assert "ERROR   pagoda.worker.runner" in log
     assert "IndexError" in log
 
 
-def test_a_user_error_is_one_sentence(tmp_path: Path, workers: list[_Worker]) -> None:
-    worker = _start(workers, tmp_path, WorkerConfig(model=str(tmp_path / "nothing")))
+def test_a_user_error_is_one_sentence(tmp_path: Path, start: Start) -> None:
+    worker = start(model=str(tmp_path / "nothing"))
     failed = worker.receive()
     assert isinstance(failed, WorkerFailed)
     assert failed.is_user_error
@@ -157,12 +151,15 @@ def test_a_user_error_is_one_sentence(tmp_path: Path, workers: list[_Worker]) ->
 
 
 def test_a_plan_that_does_not_fit_ends_the_worker_behind_its_last_result(
-    tmp_path: Path, workers: list[_Worker], capfd: pytest.CaptureFixture[str]
+    start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    worker, _ = _ready(workers, tmp_path, WorkerConfig(model=str(EMBEDDED), num_threads=1))
+    worker = start()
+    worker.ready()
     worker.send(StepPlan(0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [0], SAMPLING)]))
     worker.send(StepPlan(1, [], [], freed_slots=[7]))
-    assert isinstance(worker.receive(), StepResult)
+    result = worker.receive()
+    assert isinstance(result, StepResult)
+    assert (result.slots, result.errors) == ([0], {})
     assert worker.child.describe_end() == "exited with code 1"
     log = capfd.readouterr().err
     assert "a step broke this worker" in log
@@ -182,18 +179,11 @@ def _cores_of_threads(pid: int) -> Counter[frozenset[int]]:
     return Counter(frozenset(os.sched_getaffinity(int(task.name))) for task in tasks)
 
 
-def test_pinned_threads_have_a_core_each(
-    tmp_path: Path, backend: str, workers: list[_Worker]
-) -> None:
+def test_pinned_threads_have_a_core_each(backend: str, start: Start) -> None:
     allowed = os.sched_getaffinity(0)
-    config = WorkerConfig(
-        model=str(EMBEDDED),
-        backend=backend,
-        num_threads=len(allowed),
-        pin_threads=True,
-        kv_host_bytes=2**20,
-    )
-    worker, _ = _ready(workers, tmp_path, config)
+    options = {"num_threads": len(allowed), "pin_threads": True, "kv_host_bytes": 2**20}
+    worker = start(backend=backend, **options)
+    worker.ready()
     _run_a_large_step(worker)
     of_threads = _cores_of_threads(worker.child.pid)
     assert {core for cores in of_threads if len(cores) == 1 for core in cores} == allowed
@@ -201,28 +191,25 @@ def test_pinned_threads_have_a_core_each(
     assert len(allowed) == 1 or of_threads[frozenset(allowed)] >= 5
 
 
-def test_pinning_leaves_the_number_of_threads_as_it_is(
-    tmp_path: Path, workers: list[_Worker]
-) -> None:
-    _, ready = _ready(workers, tmp_path, WorkerConfig(model=str(EMBEDDED), pin_threads=True))
+def test_pinning_leaves_the_number_of_threads_as_it_is(start: Start) -> None:
     count = available_cores()
-    assert f", {count} thread{'s' if count > 1 else ''}, " in ready.summary
+    threads = f", {count} thread{'s' if count > 1 else ''}, "
+    assert threads in start(num_threads=None, pin_threads=True).ready().summary
 
 
-def test_a_named_device_is_a_part_of_the_cores(tmp_path: Path, workers: list[_Worker]) -> None:
+def test_a_named_device_is_a_part_of_the_cores(start: Start) -> None:
     allowed = os.sched_getaffinity(0)
     parallel = ParallelConfig(devices=("cpu:1",))
-    config = WorkerConfig(model=str(EMBEDDED), parallel=parallel, workers_on_host=2)
-    worker, ready = _ready(workers, tmp_path, config)
+    worker = start(num_threads=None, parallel=parallel, workers_on_host=2)
+    ready = worker.ready()
     assert os.sched_getaffinity(worker.child.pid) == part_of_cores(allowed, 1, 2)
     count = max(1, available_cores() // 2)
     assert f", {count} thread{'s' if count > 1 else ''}, " in ready.summary
 
 
-def test_threads_are_free_and_share_one_openmp_library(
-    tmp_path: Path, backend: str, workers: list[_Worker]
-) -> None:
-    worker, _ = _ready(workers, tmp_path, WorkerConfig(model=str(EMBEDDED), backend=backend))
+def test_threads_are_free_and_share_one_openmp_library(backend: str, start: Start) -> None:
+    worker = start(num_threads=None, backend=backend)
+    worker.ready()
     _run_a_large_step(worker)
     assert set(_cores_of_threads(worker.child.pid)) == {frozenset(os.sched_getaffinity(0))}
     lines = Path(f"/proc/{worker.child.pid}/maps").read_text().splitlines()
@@ -232,10 +219,9 @@ def test_threads_are_free_and_share_one_openmp_library(
     assert openmp[0].startswith("libgomp")
 
 
-def test_ends_when_its_parent_hangs_up(tmp_path: Path, workers: list[_Worker]) -> None:
-    save_model("qwen3", tmp_path)
-    config = WorkerConfig(model=str(tmp_path), max_model_len=64, num_threads=1)
-    worker, _ = _ready(workers, tmp_path, config)
+def test_ends_when_its_parent_hangs_up(start: Start) -> None:
+    worker = start()
+    worker.ready()
     process = psutil.Process(worker.child.pid)
     worker.child.close()
     assert not process.is_running()

@@ -237,18 +237,6 @@ def test_sampling_is_told_in_parts(tmp_path: Path, backend: str) -> None:
         ]
 
 
-def test_a_step_says_how_many_tokens_it_attended_to(tmp_path: Path) -> None:
-    traced = _Traced(tmp_path, "qwen3", "reference", TraceLevel.E2E)
-    driver, runner = traced.driver, traced.loaded.runner
-    driver.start(0, [3, 4, 5])
-    driver.start(1, [6, 7])
-    driver.step({0: 2, 1: 2})
-    assert runner.batch.num_computed_tokens([0, 1]) == 4
-    driver.step({0: 1})
-    assert runner.batch.num_computed_tokens([0]) == 3
-    traced.tracer.stop()
-
-
 def test_steps_that_are_not_traced_tell_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
-from pagoda.backend.cpu.weights import (
-    DTYPES,
-    UNLIMITED,
-    AttentionMetadata,
-    PackedLinear,
-    address,
-)
+from pagoda.backend.cpu.weights import DTYPES, UNLIMITED, AttentionMetadata, PackedLinear, address
 from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
 from pagoda.telemetry.tracer import Tracer
 
@@ -174,10 +168,7 @@ class _Recorder:
         window: int | None,
     ) -> Value:
         index = self._program.attention(
-            queries.index,
-            self._native_cache(cache),
-            scale,
-            UNLIMITED if window is None else window,
+            queries.index, self._native_cache(cache), scale, UNLIMITED if window is None else window
         )
         self._note("attention")
         return Value(index, queries.dtype, queries.width)

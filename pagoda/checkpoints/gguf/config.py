@@ -23,25 +23,9 @@ DENSE = ("F32", "F16", "BF16")
 """Types whose tensors hold plain numbers."""
 GROUP_SIZE = 32
 """Inputs that share a scale in all types, once they are in memory."""
-
-
-def _grouped(bits: int, *, offsets: bool) -> GroupedFormat:
-    return GroupedFormat(bits, GROUP_SIZE, offsets, act_order=False)
-
-
-_HELD_AS = {
-    "Q4_0": _grouped(4, offsets=False),
-    "Q4_1": _grouped(4, offsets=True),
-    "Q4_K": _grouped(4, offsets=True),
-    "Q5_0": _grouped(8, offsets=False),
-    "Q5_1": _grouped(8, offsets=True),
-    "Q5_K": _grouped(8, offsets=True),
-    "Q8_0": _grouped(8, offsets=False),
-    "Q2_K": _grouped(8, offsets=False),
-    "Q3_K": _grouped(8, offsets=False),
-    "Q6_K": _grouped(8, offsets=False),
-}
-"""Formats in memory of quantized matrices, by type; other types become the dtype of activations."""
+_IN_4_BITS = {"Q4_0", "Q4_1", "Q4_K"}
+"""Quantized types whose codes have 4 bits in memory; those of the others have 8."""
+_WITH_OFFSETS = {"Q4_1", "Q4_K", "Q5_1", "Q5_K"}
 
 EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
 FREQUENCY_FACTORS = "rope_freqs.weight"
@@ -136,7 +120,10 @@ def is_dense(tensor: GgufTensor) -> bool:
 
 def held_as(block: BlockType) -> WeightFormat:
     """Format in memory of a matrix that a file holds in blocks of one type."""
-    return DenseFormat() if block.name in DENSE else _HELD_AS[block.name]
+    if block.name in DENSE:
+        return DenseFormat()
+    bits = 4 if block.name in _IN_4_BITS else 8
+    return GroupedFormat(bits, GROUP_SIZE, block.name in _WITH_OFFSETS, act_order=False)
 
 
 def checked_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTensor:

@@ -1,7 +1,7 @@
-"""Discovery: routers find hosts, and hosts make themselves known. One protocol for each side.
+"""Discovery: routers find hosts, and hosts make themselves known.
 
-A discovery names hosts. Everything else, such as a host's limits, its health and that it leaves, is said over the
-connection to the host, which is the same however the host was found.
+A discovery names hosts. Everything else, such as a host's limits and health, is said over the connection to the
+host, which is the same however the host was found.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ class HostListener(Protocol):
         ...
 
 
-class Discovery(Protocol):
+class Discovery:
     """The router's side."""
 
     async def follow(self, listener: HostListener) -> None:
         """Tells `listener` of all hosts, and of changes until it is cancelled. When called again, starts over."""
-        ...
+        raise NotImplementedError
 
     def warn(self, host: HostRecord, problem: str) -> None:
         """Lets the host know, where that is possible, why it is not used; an empty `problem` withdraws that."""
-        ...
 
     def dismiss(self, host: HostRecord, reason: str) -> None:
         """Lets the host know, where that is possible, that it must not come back before it is started anew."""
-        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends what `follow` has begun."""
 
 
 class Registration(Protocol):

@@ -15,7 +15,14 @@ import msgspec
 
 from pagoda.frontend.async_utils import cancel_all, first_of, keep_going
 from pagoda.frontend.discovery.addresses import EtcdPlace
-from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, HostListener, HostTable, Notices
+from pagoda.frontend.discovery.base import (
+    BEATS_PER_TTL,
+    TTL_S,
+    Discovery,
+    HostListener,
+    HostTable,
+    Notices,
+)
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
 from pagoda.messages.hosts import HostRecord
 
@@ -35,8 +42,8 @@ class _Value(msgspec.Struct, frozen=True):
     """Written by a router, under a lease of its own: why the host is not to come back."""
 
 
-class EtcdDiscovery:
-    """The router's side."""
+class EtcdDiscovery(Discovery):
+    """The router's side. A host is not warned: another router may well use it."""
 
     def __init__(self, place: EtcdPlace) -> None:
         self._prefix = f"{place.prefix}/"
@@ -58,9 +65,6 @@ class EtcdDiscovery:
                     f"{self._client.name} cannot be used: {error}; hosts stay as they were"
                 )
             await asyncio.sleep(_RETRY_S)
-
-    def warn(self, host: HostRecord, problem: str) -> None:
-        """Not here: another router may well use it."""
 
     def dismiss(self, host: HostRecord, reason: str) -> None:
         if host.host_id not in self.dismissals:

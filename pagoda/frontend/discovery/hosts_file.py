@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import parse_address
-from pagoda.frontend.discovery.base import HostListener, HostTable, Notices
+from pagoda.frontend.discovery.base import Discovery, HostListener, HostTable, Notices
 from pagoda.messages.hosts import HostRecord
 
 _LOOK_S = 1.0
@@ -17,7 +17,7 @@ _MAX_BYTES = 2**20
 _log = logging.getLogger(__name__)
 
 
-class FileDiscovery:
+class FileDiscovery(Discovery):
     """The router's side; hosts need not know of it. A file that is not right, or empty, changes nothing."""
 
     def __init__(self, path: Path) -> None:
@@ -37,15 +37,6 @@ class FileDiscovery:
             if stamp != self._stamp:
                 self._stamp = stamp
                 self._read_again()
-
-    def warn(self, host: HostRecord, problem: str) -> None:
-        """There is no way to."""
-
-    def dismiss(self, host: HostRecord, reason: str) -> None:
-        """There is no way to; the next host at this address is another one."""
-
-    async def close(self) -> None:
-        pass
 
     def _read_again(self) -> None:
         try:

@@ -15,6 +15,7 @@ from pagoda.frontend.discovery.base import (
     BEATS_PER_TTL,
     TTL_S,
     Context,
+    Discovery,
     HostListener,
     HostTable,
     Notices,
@@ -32,7 +33,7 @@ _MAX_DISMISSED = 1024
 _log = logging.getLogger(__name__)
 
 
-class JoinDiscovery:
+class JoinDiscovery(Discovery):
     """The router's side. A host that sends no join message for `ttl_s` seconds is gone."""
 
     def __init__(

@@ -109,7 +109,7 @@ class _ProcessData(ProcessHeader, frozen=True, kw_only=True):
 
 
 class _OtherData(msgspec.Struct):
-    """What a file says beside its events."""
+    """The part of a file before its events."""
 
     processes: dict[int, _ProcessData]
     began_ns: int = 0
