@@ -25,6 +25,9 @@ BROKE_A_STEP = "this request broke a step; the server's log says why"
 Rows = dict[int, int]
 """Rows of hidden states by slot."""
 T = TypeVar("T")
+_MODES = msgspec.msgpack.Decoder(tuple[Rows, Rows])
+_DRAWN = msgspec.msgpack.Decoder(tuple[dict[int, int], dict[int, str]])
+"""Made once: to look into the types takes longer than to decode."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ class GroupSampler:
         errors = {slot: self._errors[slot] for slot in rows if slot in self._errors}
         parts = [Sampled(errors=errors)]
         modes = self._modes({slot: row for slot, row in rows.items() if slot not in errors})
-        likeliest, whole = self._of_first(modes, tuple[Rows, Rows])
+        likeliest, whole = self._of_first(modes, _MODES)
         if likeliest:
             tokens, finite = self._computed("argmax", model.argmax, hidden, likeliest)
             if self._leads:
@@ -77,7 +80,7 @@ class GroupSampler:
                     self._tracer.span("sampler", began, {"rows": len(whole)})
         sampled = merged(parts)
         drawn = (sampled.token_ids, sampled.errors)
-        token_ids, errors = self._of_first(drawn, tuple[dict[int, int], dict[int, str]])
+        token_ids, errors = self._of_first(drawn, _DRAWN)
         return Sampled(token_ids, sampled.logprobs, errors)
 
     def append(self, slot: int, token_id: int) -> None:
@@ -91,12 +94,12 @@ class GroupSampler:
         logits = {slot: row for slot, row in rows.items() if self._sampler.needs_logits(slot)}
         return {slot: row for slot, row in rows.items() if slot not in logits}, logits
 
-    def _of_first(self, value: T, kind: type[T]) -> T:
+    def _of_first(self, value: T, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """The first rank's value, on all ranks."""
         if self._group.size == 1:
             return value
         payload = self._group.broadcast(msgspec.msgpack.encode(value) if self._leads else None)
-        return value if self._leads else msgspec.msgpack.decode(payload, type=kind)
+        return value if self._leads else decoder.decode(payload)
 
     def _computed(self, name: str, compute: Callable[[Tensor], T], hidden: Tensor, rows: Rows) -> T:
         began = self._tracer.kernel()

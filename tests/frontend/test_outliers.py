@@ -166,6 +166,15 @@ def test_a_member_is_slow_that_takes_longer_for_the_same(
     assert group.check() == ([2] * is_slow, [])
 
 
+def test_a_slow_member_that_nobody_waits_for_stays() -> None:
+    group = Group(3)
+    for _ in range(40):
+        group.steps(10, 0.02, without=(2,))
+        group.step(2, 0.2)
+    del group.since[2]
+    assert group.check() == ([], [])
+
+
 def test_long_prompts_are_compared_with_long_prompts() -> None:
     group = Group(3)
     for member, step_s in ((0, 0.2), (1, 0.2), (2, 2.0)):

@@ -245,6 +245,17 @@ def test_offers_beyond_the_room_for_stores_are_made_again(it: Stack) -> None:
     assert it.ledger.num_open == 0
 
 
+def test_later_offers_wait_behind_earlier_ones(it: Stack) -> None:
+    cached_blocks = cached_blocks_of(it.pool, PREFIX, 0, 12)
+    it.stack.save(cached_blocks[:10])
+    it.near.stores = False  # from now on it only counts what is offered, which it has room for
+    it.stack.save(cached_blocks[10:])
+    assert it.near.offered == [cached.key for cached in cached_blocks[:8]]
+    (stored,) = it.stack.drain_transfers()
+    it.end(stored)
+    assert it.near.offered == [cached.key for cached in cached_blocks]
+
+
 def test_a_block_that_is_gone_is_not_offered_again(it: Stack) -> None:
     it.far.stores = False  # blocks wait in line even for a connector that wants none
     cached_blocks = cached_blocks_of(it.pool, PREFIX, 0, 10)

@@ -297,6 +297,38 @@ def test_a_silent_peer_that_parts_ends_its_transfers(
     guest.close()
 
 
+def test_a_peer_that_parts_ends_transfers_that_wait_for_a_step(
+    make: MakeEngine, model: Path
+) -> None:
+    _, engine = both(make, model)
+    transfer_id = engine.begin(SOURCES, TARGETS, after_step=3)
+    assert not engine.has_ended()
+    time.sleep(0.1)  # it waits
+    engine.remove_peer("prefill-1")
+    (end,) = engine.wait()[transfer_id]
+    assert end.failed == list(range(len(SOURCES)))
+    assert "has parted" in end.error
+    engine.check([], [])
+
+
+def test_a_rank_that_cannot_be_reached_is_left_alone_for_a_while(
+    make: MakeEngine, model: Path
+) -> None:
+    prefill, engine = both(make, model)
+    (worker,) = engine.workers
+    (reader,) = worker.fetcher.peers["prefill-1"].readers
+    connect, attempts = reader.connect, []
+
+    def counted(*args: Any) -> Any:
+        attempts.append(args)
+        return connect(*args)
+
+    reader.connect = counted
+    prefill.close_exports()
+    errors = {all_failed(engine, SOURCES, TARGETS) for _ in range(3)}
+    assert len(attempts) == len(errors) == 1
+
+
 def test_an_idle_link_is_closed_by_the_thread_that_reads(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
