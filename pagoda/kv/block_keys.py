@@ -14,13 +14,14 @@ import sys
 from array import array
 from collections.abc import Sequence
 
+KEY_VERSION = "pagoda-kv-1"
 SHORT_KEY_BYTES = 8
 """The beginning of a key that is enough to guess by: where a mistake costs time, and no more."""
 
 
 def root_key(block_size: int, cache_salt: str | None = None) -> bytes:
     """The key of the empty prefix; 32 bytes."""
-    root = hashlib.sha256(f"pagoda-kv-1:{block_size}:".encode())
+    root = hashlib.sha256(f"{KEY_VERSION}:{block_size}:".encode())
     root.update(
         b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
     )

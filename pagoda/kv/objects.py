@@ -37,9 +37,9 @@ import msgspec
 from crc32c import crc32c
 
 from pagoda.errors import ConfigError
+from pagoda.kv.block_keys import KEY_VERSION
 
 FORMAT_VERSION = 1
-KEY_VERSION = "pagoda-kv-1"
 ALIGNMENT = 4096
 """Alignment of object lengths and buffers, in bytes, as direct I/O requires."""
 HEADER_BYTES = 64

@@ -7,7 +7,7 @@ ends of lost workers change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
@@ -41,7 +41,8 @@ class TransferLedger:
         self._next_id = 0
         self.transfers: dict[int, OpenTransfer] = {}
         """Transfers that have not ended, by id."""
-        self._held: dict[int, Sequence[Block]] = {}
+        self.held: dict[int, Sequence[Block]] = {}
+        """Device blocks of loads that are held open, by id."""
         self.settled: list[TransferEnd] = []
         """Ends of holds that `drain_settled` returns next."""
         self._outbox: list[Transfer] = []
@@ -49,14 +50,7 @@ class TransferLedger:
 
     @property
     def num_open(self) -> int:
-        return len(self.transfers) + len(self._held)
-
-    def held_blocks(self) -> Iterator[Block]:
-        """Device blocks of open and held transfers, once for each reference."""
-        for entry in self.transfers.values():
-            yield from entry.blocks
-        for blocks in self._held.values():
-            yield from blocks
+        return len(self.transfers) + len(self.held)
 
     @property
     def store_room(self) -> int:
@@ -91,12 +85,12 @@ class TransferLedger:
         held_id = self._next_id
         self._next_id += 1
         self._pool.share(blocks)
-        self._held[held_id] = blocks
+        self.held[held_id] = blocks
         return held_id
 
     def settle(self, held_id: int, failed: list[int], error: str = "") -> None:
         """Ends a hold, which is reported like the end of a transfer; repeating it changes nothing."""
-        blocks = self._held.pop(held_id, None)
+        blocks = self.held.pop(held_id, None)
         if blocks is not None:
             self._pool.release(blocks)
             self.settled.append(TransferEnd(held_id, self._generation, failed, error))
@@ -125,7 +119,7 @@ class TransferLedger:
     def drop_all(self) -> None:
         """Drops all transfers and holds, since the workers are gone."""
         entries, self.transfers = list(self.transfers.values()), {}
-        held, self._held = list(self._held.values()), {}
+        held, self.held = list(self.held.values()), {}
         self._outbox.clear()
         self.settled.clear()
         self._num_stored = 0

@@ -221,8 +221,7 @@ class RemoteKV:
             return
         load.num_open -= 1
         fetch.moved_at = self._clock.now()
-        if load.num_begun == len(load.blocks) and load.num_open == 0:
-            load.is_checking = True
+        if load.is_read:
             self._ask(fetch)
 
     def save(self, offers: Sequence[CachedBlock]) -> int:
@@ -372,7 +371,7 @@ class RemoteKV:
 
     def _apply_check_result(self, fetch: Fetch, *, is_valid: bool) -> None:
         load = fetch.load
-        if load is None or not load.is_checking:
+        if load is None or not load.is_read:
             return
         if not is_valid:
             self._fail(fetch, "it was not held all the time while it was read")

@@ -31,8 +31,11 @@ class Load:
     """Number of leading blocks that transfers read or have read."""
     num_open: int = 0
     """Number of transfers under way."""
-    is_checking: bool = False
-    """All blocks are read, and the other engine was asked whether it held them all the time."""
+
+    @property
+    def is_read(self) -> bool:
+        """All blocks are read. The other engine has yet to say whether it held them all the time."""
+        return self.num_open == 0 and self.num_begun == len(self.blocks)
 
 
 @dataclass(eq=False)
@@ -75,7 +78,7 @@ class Fetch:
     def question(self) -> messages.DecodeMessage | None:
         """Returns what the other engine has yet to answer; None if nothing."""
         transfer_id = self.source.transfer_id
-        if self.load is not None and self.load.is_checking:
+        if self.load is not None and self.load.is_read:
             return messages.KVCheck(transfer_id)
         if self.is_incomplete:
             return messages.KVSubscribe(transfer_id, len(self.block_ids), len(self.prefix.keys))

@@ -277,8 +277,9 @@ def check_books(scheduler: Scheduler) -> None:
     )
     exporter = None
     if isinstance(hooks, KVTransferHooks):
-        exporter = hooks.exporter
-        held.update(block.block_id for block in hooks.tiers.ledger.held_blocks())
+        exporter, ledger = hooks.exporter, hooks.tiers.ledger
+        several = [*(it.blocks for it in ledger.transfers.values()), *ledger.held.values()]
+        held.update(block.block_id for blocks in several for block in blocks)
     if exporter is not None:
         leases = exporter.leases.values()
         held.update(block.block_id for lease in leases for block in lease.blocks)

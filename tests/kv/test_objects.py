@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 from pagoda.errors import ConfigError
 from pagoda.kv import objects
-from pagoda.kv.block_keys import root_key
 from pagoda.kv.objects import (
     HEADER_BYTES,
     MANIFEST_NAME,
@@ -106,10 +105,6 @@ def test_names_and_keys_are_the_same(key: bytes) -> None:
 )
 def test_other_names_are_of_no_key(fan_out: str, name: str) -> None:
     assert parse_name(fan_out, name) is None
-
-
-def test_keys_are_those_of_blocks() -> None:
-    assert root_key(16) == hashlib.sha256(f"{objects.KEY_VERSION}:16:".encode()).digest()
 
 
 def test_the_digest_is_over_all_that_bytes_depend_on(manifest: Manifest) -> None:

@@ -374,15 +374,6 @@ def test_its_own_kv_is_found_on_the_device(rig: Rig) -> None:
     assert rig.remote.lookup(prefix(), 0) == 0
 
 
-def test_a_second_request_of_the_same_source_leaves_it_to_the_first() -> None:
-    rig = open_rig(blocks(0, [1, 2]))
-    rig.remote.on_queued(prefix("sibling"), 0)
-    assert rig.remote.lookup(prefix("sibling"), 0) == 0
-    rig.remote.on_dequeued("sibling")
-    assert rig.drain_sent() == []
-    assert rig.remote.lookup(prefix(), 0) == 8
-
-
 def test_a_refusal_holds_as_long_as_the_connection() -> None:
     rig = open_rig(KVRefused("another model"))
     rig.remote.on_queued(prefix("next", token="u"), 0)

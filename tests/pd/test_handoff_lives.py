@@ -222,7 +222,7 @@ class Life:
                 state = "unanswered"
             elif request.state is RequestState.LOADING:
                 load = None if fetch is None else fetch.load
-                state = "checking" if load is not None and load.is_checking else "loading"
+                state = "checking" if load is not None and load.is_read else "loading"
             else:
                 state = "in line" if fetch is None else "in line, asked for"
             states[request_id] = state

@@ -111,18 +111,6 @@ def test_both_sides_speak(listener: Listener, peers: Peers) -> None:
     assert heard(peers, 2) == [(listener.address, WELCOME), (listener.address, blocks)]
 
 
-def test_one_engine_asks_at_several(peers: Peers) -> None:
-    with listening() as first, listening() as second:
-        for listener in (first, second):
-            peers.send(listener.address, KVRenew([listener.address]))
-        for listener in (first, second):
-            assert [message for _, message in asked(listener)] == [KVRenew([listener.address])]
-        assert len(peers.pollables()) == 4
-        for listener in (first, second):
-            peers.hang_up(listener.address)
-        assert peers.pollables() == []
-
-
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [

@@ -18,4 +18,3 @@ TRANSPORTS: dict[str, Callable[[OwnMemory, Access], Transport]] = {
 }
 """Transports by their name in `--kv-transports`. Making one raises TransportError if this host lacks what it
 needs."""
-NEEDS_SHARED_MEMORY = frozenset({"shm"})

@@ -11,11 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pagoda.messages.transfers import (
-    KVPeer,
-    KVRank,
-    Transfer,
-)
+from pagoda.messages.transfers import KVPeer, KVRank, Transfer
 from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
 from pagoda.worker.kv.jobs import Job, Jobs, Lane
 from pagoda.worker.kv.plan import OwnPart, PlanError, Slice, find_runs, make_spans, plan_slices
@@ -81,13 +77,9 @@ class KVFetcher:
         """
         if any(not 0 <= block_id < self._parts[0].num_blocks for block_id in targets):
             raise ValueError(f"Transfer {transfer.transfer_id} writes to blocks that are not here.")
-        peer = self.peers.get(peer_id)
-        problem = ""
-        if peer is None:
-            problem = "nobody knows that peer"
-        elif any(not 0 <= block_id < peer.num_blocks for block_id in sources):
+        peer = self.peers.get(peer_id, _UNKNOWN_PEER)
+        if any(not 0 <= block_id < peer.num_blocks for block_id in sources):
             problem = peer.misfit or f"the peer has {peer.num_blocks} blocks, and not all of these"
-        if peer is None or problem:
             self._jobs.end_part(self._jobs.begin(transfer, 1), range(len(sources)), problem)
             return
         readers = peer.readers if sources else []
@@ -112,6 +104,9 @@ class _Peer(NamedTuple):
     num_blocks: int
     misfit: str = ""
     """Clause that says why no block can be read, if that is so."""
+
+
+_UNKNOWN_PEER = _Peer([], 0, "nobody knows that peer")
 
 
 class _RankReader:

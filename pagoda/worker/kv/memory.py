@@ -16,7 +16,6 @@ from torch import Tensor
 from pagoda.backend.base import KVCache
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.pd.transport.base import MemoryFile, Region
-from pagoda.pd.transport.choose import NEEDS_SHARED_MEMORY
 
 _ALIGNMENT = 64
 """Alignment of slots in bytes: a line of the processor's cache."""
@@ -149,7 +148,7 @@ def shares_kv(config: WorkerConfig) -> bool:
         handoff is not None
         and handoff.role.holds_kv
         and hasattr(os, "memfd_create")
-        and not NEEDS_SHARED_MEMORY.isdisjoint(handoff.transports)
+        and "shm" in handoff.transports
     )
 
 

@@ -23,6 +23,7 @@ from pagoda.messages.transfers import (
     KVDirectory,
     RemoteBlocks,
     Transfer,
+    TransferPlace,
     Transfers,
 )
 from pagoda.messages.worker import WorkerReady
@@ -44,6 +45,14 @@ _log = logging.getLogger(__name__)
 
 _Task = tuple[Job, int]
 """One block of a job, by its index there."""
+_ROUTES: dict[tuple[type[TransferPlace], type[TransferPlace]], tuple[str, int]] = {
+    (HostSlots, DeviceBlocks): ("copy", FIRST),
+    (DeviceBlocks, HostSlots): ("copy", LATER),
+    (DiskObjects, DeviceBlocks): ("read", FIRST),
+    (DiskObjects, HostSlots): ("read", LATER),
+    (DeviceBlocks, DiskObjects): ("write", LATER),
+}
+"""Threads and urgency of a transfer, by the kinds of its source and target."""
 
 
 @dataclass(frozen=True)
@@ -123,32 +132,19 @@ class TransferWorker:
                 case RemoteBlocks(peer_id, sources), DeviceBlocks(targets) if self.fetcher:
                     self.fetcher.start(transfer, peer_id, sources, targets)
                 case _:
-                    self._start(transfer, count)
-
-    def _start(self, transfer: Transfer, count: int) -> None:
-        lane, urgency = self._route(transfer)
-        if lane is self._lanes.get("read") and urgency == FIRST:
-            with self._jobs.changed:
-                self._num_reads += count
-        job = self._jobs.begin(transfer, count)
-        for index in range(count):
-            lane.put((job, index), urgency)
+                    lane, urgency = self._route(transfer)
+                    if lane is self._lanes.get("read") and urgency == FIRST:
+                        with self._jobs.changed:
+                            self._num_reads += count
+                    job = self._jobs.begin(transfer, count)
+                    for index in range(count):
+                        lane.put((job, index), urgency)
 
     def _route(self, transfer: Transfer) -> tuple[Lane[_Task], int]:
         """Chooses the threads that carry out a transfer. Raises ValueError if this worker has no such places."""
-        name, urgency = "", LATER
-        match transfer.source, transfer.target:
-            case (HostSlots(), DeviceBlocks()):
-                name, urgency = "copy", FIRST
-            case (DeviceBlocks(), HostSlots()):
-                name = "copy"
-            case (DiskObjects(), DeviceBlocks()):
-                name, urgency = "read", FIRST
-            case (DiskObjects(), HostSlots()) if self._arena is not None:
-                name = "read"
-            case (DeviceBlocks(), DiskObjects()):
-                name = "write"
-        if name not in self._lanes:
+        places = type(transfer.source), type(transfer.target)
+        name, urgency = _ROUTES.get(places, ("", LATER))
+        if name not in self._lanes or (HostSlots in places and self._arena is None):
             raise ValueError(
                 f"Transfer {transfer.transfer_id} is between places that are not here."
             )
