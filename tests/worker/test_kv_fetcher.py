@@ -21,6 +21,7 @@ from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport.base import TransportError
 from pagoda.pd.transport.tcp import TcpDescriptor
 from pagoda.worker.kv import fetcher
+from pagoda.worker.kv.jobs import Jobs
 
 MakeEngine = Callable[..., Engine]
 
@@ -298,12 +299,22 @@ def test_a_silent_peer_that_parts_ends_its_transfers(
 
 
 def test_a_peer_that_parts_ends_transfers_that_wait_for_a_step(
-    make: MakeEngine, model: Path
+    make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waits, wait_for_step = threading.Event(), Jobs.wait_for_step
+
+    def wait(jobs: Jobs, step: int, is_over: Callable[[], bool]) -> bool:
+        def asked() -> bool:  # with the lock held, which is left only to wait
+            waits.set()
+            return is_over()
+
+        return wait_for_step(jobs, step, asked)
+
+    monkeypatch.setattr(Jobs, "wait_for_step", wait)
     _, engine = both(make, model)
     transfer_id = engine.begin(SOURCES, TARGETS, after_step=3)
+    waits.wait()
     assert not engine.has_ended()
-    time.sleep(0.1)  # it waits
     engine.remove_peer("prefill-1")
     (end,) = engine.wait()[transfer_id]
     assert end.failed == list(range(len(SOURCES)))
