@@ -90,6 +90,7 @@ def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
         ),
         ({"llama.block_count": None}, "lacks llama.block_count, a positive integer."),
         ({"llama.block_count": 9}, "block_count must not be more than the 2 tensors, got 9."),
+        ({"llama.context_length": 0}, "context_length must be a positive integer, got 0."),
         (
             {"llama.attention.head_count": [4, 4]},
             "head_count must be a positive integer, got [4, 4].",

@@ -105,6 +105,7 @@ def test_sliding_windows() -> None:
     ("changes", "message"),
     [
         ({"vocab_size": ...}, " lacks vocab_size, a positive integer."),
+        ({"vocab_size": True}, ": vocab_size must be a positive integer, got True."),
         ({"vocab_size": "x"}, ": vocab_size must be a positive integer, got 'x'."),
         ({"hidden_size": -4}, ": hidden_size must be a positive integer, got -4."),
         ({"head_dim": 31}, ": head_dim must be even, got 31."),
@@ -137,6 +138,18 @@ def test_sliding_windows() -> None:
         (
             {"attention_multiplier": 0.015625},
             ": attention_multiplier is not supported; it must be absent or 1, got 0.015625.",
+        ),
+        (
+            MOE | {"decoder_sparse_step": 0},
+            ": decoder_sparse_step must be a positive integer, got 0.",
+        ),
+        (
+            MOE | {"moe_intermediate_size": "wide"},
+            ": moe_intermediate_size must be a positive integer, got 'wide'.",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            ": partial_rotary_factor is not supported; it must be absent or 1, got 0.5.",
         ),
         ({"mlp_bias": True}, ": mlp_bias is not supported; it must be absent or false, got True."),
         (

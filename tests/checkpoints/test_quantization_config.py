@@ -117,6 +117,11 @@ SUPPORTED = (
         ({"quant_method": "fp8"}, f"quant_method {SUPPORTED}, got 'fp8'."),
         ({"bits": 4}, f"quant_method {SUPPORTED}, got None."),
         (AWQ | {"bits": 3}, "bits must be 4, got 3."),
+        (AWQ | {"group_size": 0}, "group_size must be a positive integer, got 0."),
+        (
+            AWQ | {"modules_to_not_convert": [1]},
+            "modules_to_not_convert must be a list of strings, got [1].",
+        ),
         (AWQ | {"version": "gemv"}, "version must be 'gemm', got 'gemv'."),
         (GPTQ | {"bits": 2}, "bits must be 4 or 8, got 2."),
         (
@@ -170,6 +175,10 @@ def test_what_is_not_supported_is_one_sentence(values: dict[str, Any], message: 
         (
             {"weights": CHANNEL_INT8 | {"strategy": "tensor"}},
             ".weights.strategy must be 'channel' in the format int-quantized, got 'tensor'.",
+        ),
+        (
+            {"input_activations": TOKEN_INT8 | {"type": "float"}},
+            ".input_activations.type must be 'int', got 'float'.",
         ),
         (
             {"input_activations": TOKEN_INT8 | {"dynamic": False}},
