@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import BACKENDS, backend_of
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +14,16 @@ def _threads_restored() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=BACKENDS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives `ops` all backends. Kernels are loaded here: pytest reads this file before it knows `--kernels`."""
+    if "ops" in metafunc.fixturenames:
+        from cpu_cases import BACKENDS
+
+        metafunc.parametrize("ops", BACKENDS, indirect=True)
+
+
+@pytest.fixture
 def ops(request: pytest.FixtureRequest) -> Any:
+    from cpu_cases import backend_of
+
     return backend_of(request.param)
