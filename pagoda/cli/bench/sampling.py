@@ -104,7 +104,7 @@ class LoadSampling:
         ]
 
     def record(self) -> dict[str, object]:
-        """What a completion is sent; raises what `fields` raises."""
+        """Body fields of a completion; raises what `fields` raises."""
         return self.fields("completions")
 
     @property
