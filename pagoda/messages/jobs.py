@@ -46,6 +46,8 @@ class Closeness(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of KL(reference || model) over the whole vocabulary, in nats."""
     kl_p99: float
     kl_max: float
+    kl_top20: float
+    """The same mean where all but the model's 20 most likely tokens count as one."""
     same_top_token: float
     """Share of positions at which both models have the same most likely token."""
 

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from pagoda.model.decoder import Decoder
     from pagoda.worker.input_batch import InputBatch
 
-_TOKENS_AT_ONCE = 512
-_ROWS_AT_ONCE = 32
+TOKENS_AT_ONCE = 512
+ROWS_AT_ONCE = 32
 """Rows of logits that are compared together, so that float64 copies of large vocabularies stay small."""
+_TOP = 20
+_LEAST_REST = 1e-9
+"""Less probability than this on all other tokens counts as none."""
 _KV_SHARE = 0.9
 """Share of free memory that the KV cache of one window may take."""
 
@@ -58,7 +61,7 @@ class Scorer:
         self._batch.start(start)
         done = 0
         while done < len(window):
-            count = min(_TOKENS_AT_ONCE, len(window) - done)
+            count = min(TOKENS_AT_ONCE, len(window) - done)
             yield self._model.forward(self._batch.prepare([0], [count]), None)
             self._batch.advance(0, count)
             done += count
@@ -73,6 +76,7 @@ class Tally:
     """Figures of positions that were compared, one number for each position."""
 
     kl: list[float] = field(default_factory=list)
+    kl_top: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     """Negative log-probability that the model gives to the token of the text."""
     reference_losses: list[float] = field(default_factory=list)
@@ -88,12 +92,14 @@ class Tally:
         if not bool(kl.isfinite().all()):
             raise ConfigError("a model gives logits that are not finite; take another --dtype.")
         self.kl += kl.tolist()
+        self.kl_top += _kl_of_top(given, wanted).tolist()
         self.losses += (-given.gather(1, targets[:, None])[:, 0]).tolist()
         self.reference_losses += (-wanted.gather(1, targets[:, None])[:, 0]).tolist()
         self.same += (logits.argmax(-1) == reference.argmax(-1)).tolist()
 
     def extend(self, other: Tally) -> None:
         self.kl += other.kl
+        self.kl_top += other.kl_top
         self.losses += other.losses
         self.reference_losses += other.reference_losses
         self.same += other.same
@@ -107,8 +113,19 @@ class Tally:
             kl_mean=max(0.0, math.fsum(self.kl) / count),
             kl_p99=max(0.0, ordered[math.ceil(0.99 * count) - 1]),
             kl_max=max(0.0, ordered[-1]),
+            kl_top20=max(0.0, math.fsum(self.kl_top) / count),
             same_top_token=sum(self.same) / count,
         )
+
+
+def _kl_of_top(given: Tensor, wanted: Tensor) -> Tensor:
+    """KL(reference || model) [n] over the model's `_TOP` most likely tokens and all others as one."""
+    top, places = given.topk(min(_TOP, given.shape[-1]), dim=-1)
+    wanted_top = wanted.gather(-1, places)
+    kl = (wanted_top.exp() * (wanted_top - top)).sum(-1)
+    rest, wanted_rest = 1 - top.exp().sum(-1), 1 - wanted_top.exp().sum(-1)
+    counts = (rest > _LEAST_REST) & (wanted_rest > _LEAST_REST)
+    return kl + (wanted_rest * (wanted_rest / rest).log()).where(counts, kl.new_zeros(()))
 
 
 def windows(token_ids: Sequence[int], prefix: Sequence[int], length: int) -> Iterator[list[int]]:
@@ -162,7 +179,7 @@ def _compare_window(model: Scorer, reference: Scorer, window: Sequence[int], tal
     start = 0
     for given, wanted in chunks:
         end = min(start + len(given), len(targets))
-        edges = [*range(start, end, _ROWS_AT_ONCE), end]
+        edges = [*range(start, end, ROWS_AT_ONCE), end]
         for first, last in pairwise(edges):
             rows = slice(first - start, last - start)
             tally.add(

@@ -61,13 +61,13 @@ class ReferenceOptions:
     reference: str | None = None
     """A model directory, GGUF file, hub id or preset; by default MODEL itself, with the formats named here."""
     reference_dtype: Dtype = "float32"
-    """Number format of its weights and activations."""
+    """Number format of weights and activations of the reference."""
     reference_quantization: Quantization = "none"
-    """Round its dense weights too."""
+    """Round dense weights of the reference too."""
     reference_kv_cache_dtype: KVDtype = "auto"
-    """Number format of its KV cache; auto takes that of activations."""
+    """Number format of the KV cache of the reference; auto takes that of activations."""
     reference_backend: BackendName = "auto"
-    """Its backend."""
+    """Backend of the reference."""
 
     def engine_options(self, threads: int | None) -> EngineOptions:
         return EngineOptions(
@@ -100,8 +100,10 @@ def quality(
 
     Both models read the same text in windows, each from an empty context. At every position the whole
     distributions are compared: KL is KL(reference || model) over the full vocabulary in nats, its mean, 99th
-    percentile and maximum over the positions; the same top token is the share of positions at which both find the
-    same token most likely; perplexity is exp of the mean negative log-probability of the text's own tokens.
+    percentile and maximum over the positions; KL of the top 20 takes all but the 20 tokens that MODEL finds most
+    likely as one, as clients that see log-probabilities must; the same top token is the share of positions where
+    both find the same token most likely; perplexity is exp of the mean negative log-probability of the text's own
+    tokens.
 
     Args:
         model: The model to judge; by default the embedded one.
@@ -155,7 +157,7 @@ def quality_table(paths: Sequence[Path], result: QualityResult) -> Table:
     columns = ("text", "positions", "perplexity", "of the reference")
     return output.table(
         "Closeness to the reference",
-        (*columns, "mean KL", "KL p99", "KL max", "same top token"),
+        (*columns, "mean KL", "KL p99", "KL max", "KL of top 20", "same top token"),
         ((name, *_cells(it)) for name, it in rows),
     )
 
@@ -164,7 +166,7 @@ def _cells(it: Closeness) -> Iterable[str]:
     yield f"{it.positions:,}"
     yield f"{it.perplexity:.3f}"
     yield f"{it.reference_perplexity:.3f}"
-    yield from (f"{value:.5f}" for value in (it.kl_mean, it.kl_p99, it.kl_max))
+    yield from (f"{value:.5f}" for value in (it.kl_mean, it.kl_p99, it.kl_max, it.kl_top20))
     yield f"{it.same_top_token:.2%}"
 
 
