@@ -30,6 +30,7 @@ from pagoda.worker.engine_link import EngineLink
 from pagoda.worker.pinning import bind, free_threads, set_thread_waiting
 
 if TYPE_CHECKING:
+    from pagoda.worker.kv.populating import KVPopulator
     from pagoda.worker.kv.transfer_link import TransferThread
     from pagoda.worker.loading import LoadedWorker
     from pagoda.worker.rendezvous import Rendezvous
@@ -44,6 +45,7 @@ class _Worker:
 
     loaded: LoadedWorker
     ready: WorkerReady
+    populator: KVPopulator
     rendezvous: Rendezvous | None = None
     """None where the rank is the only one."""
     target: StageOutput | None = None
@@ -71,6 +73,7 @@ def main() -> NoReturn:
         worker.loaded.describe(tracer)
         freeze_objects()
         engine.send(worker.ready)
+        worker.populator.keep_ready_behind(-1)
         try:
             _run(worker, engine, tracer)
         except Exception:
@@ -122,6 +125,7 @@ def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -
             engine.send(output)
     elif worker.target is not None:
         worker.target.send(plan.step, output)
+    worker.populator.use(plan)
     if began:
         batch = {
             "step": plan.step,
@@ -164,13 +168,18 @@ def _load(
 ) -> _Worker:
     """The rank, which meets its peers first where there are any; threads that move KV may use all of `cores`."""
     began = tracer.e2e()
+    from pagoda.worker.kv.populating import KVPopulator
     from pagoda.worker.loading import load_runner, plan_worker
+
+    def populator(loaded: LoadedWorker) -> KVPopulator:
+        with free_threads(cores):
+            return KVPopulator(loaded.caches, config.workers_on_host)
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
     if config.parallel.replica_size == 1:
         loaded = load_runner(plan, tracer, on_progress=engine.report_progress)
-        worker = _Worker(loaded, loaded.ready)
+        worker = _Worker(loaded, loaded.ready, populator(loaded))
     else:
         from pagoda.worker.rendezvous import Rendezvous
 
@@ -182,7 +191,8 @@ def _load(
         tracer.span("meet peers", began)
         loaded = load_runner(plan, tracer, peers.num_blocks, group, engine.report_progress)
         answers = config.place == config.parallel.sampling_place(config.place.dp)
-        worker = _Worker(loaded, loaded.ready, rendezvous, rendezvous.target(peers), answers)
+        target = rendezvous.target(peers)
+        worker = _Worker(loaded, loaded.ready, populator(loaded), rendezvous, target, answers)
     if not config.has_transfer_link:
         return worker
     from pagoda.worker.kv.handoff import KVHandoff
