@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
+from pagoda.checkpoints.read_ahead import read_ahead
 from pagoda.errors import ConfigError
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
@@ -167,6 +168,8 @@ def _load(
     tracer: Tracer,
 ) -> _Worker:
     """The rank, which meets its peers first where there are any; threads that move KV may use all of `cores`."""
+    if config.load_format == "auto":
+        read_ahead(config.model)
     began = tracer.e2e()
     from pagoda.worker.kv.populating import KVPopulator
     from pagoda.worker.loading import load_runner, plan_worker
