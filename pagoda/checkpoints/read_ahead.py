@@ -21,8 +21,8 @@ def read_ahead(model: str, available_bytes: int | None = None) -> threading.Thre
     """Starts to read the files of `model`, a directory or a GGUF file, into the page cache, in their order.
 
     Returns the thread that does; None for a model without files, and where they would take more than half of the
-    memory that is available: what is read first would be gone before it is used. The loader says what is wrong with
-    files.
+    memory that is available: what is read first would be gone before it is used. The loader says what is wrong
+    with files.
     """
     paths = _files(Path(model))
     if available_bytes is None:
@@ -45,7 +45,7 @@ def _files(model: Path) -> Sequence[Path]:
 
 
 def _read(paths: Sequence[Path]) -> None:
-    """Copies nothing, and holds neither the interpreter nor the memory map, which the rest of the process needs."""
+    """Copies nothing, and holds neither the interpreter nor the memory map, which the process needs meanwhile."""
     with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:
         for path in paths:
             with path.open("rb") as file:
