@@ -181,8 +181,8 @@ class Kernels {
 
     void attention(const AttentionMetadata& metadata, int dtype, const Cache& cache, Address queries, float scale,
                    int64_t window, Address out) {
-        void* scratch = buffer_.take(attention_scratch(metadata));
-        in_team(metadata.work() > 8 * kWorthThreads, [&] {
+        void* scratch = buffer_.take(attention_scratch(metadata, window));
+        in_team(metadata.work(window) > 8 * kWorthThreads, [&] {
             pagoda::attention(*table_, metadata, Dtype(dtype), cache, to(queries), scale, window, to(out), scratch);
         });
     }
@@ -264,7 +264,8 @@ NB_MODULE(_native, m) {
                                          to<int64_t>(query_lens), to<int64_t>(context_lens),
                                          to<int64_t>(block_tables), width);
             })
-        .def_ro("num_tokens", &AttentionMetadata::num_tokens);
+        .def_ro("num_tokens", &AttentionMetadata::num_tokens)
+        .def("num_tokens_read", &AttentionMetadata::num_tokens_read);
     nb::class_<Kernels>(m, "Kernels")
         .def(nb::init<const std::string&>())
         .def("pack_weight", &Kernels::pack_weight)
