@@ -86,9 +86,9 @@ async def _ask(base_url: str, questions: Sequence[Question]) -> Answers:
 
 async def _ask_one(client: OpenAIClient, model: str, question: Question) -> tuple[bool, Outcome]:
     console = output.stdout()
-    for message in question.messages[:-1]:
-        if message["role"] != "system":
-            console.print(f"{message['role']}: {message['content']}", style=Style(dim=True))
+    for turn in question.messages[:-1]:
+        if turn["role"] != "system":
+            console.print(f"{turn['role']}: {turn['content']}", style=Style(dim=True))
     console.print(f"{question.skill}: {shorten(question)}", style=Style(bold=True))
     printer = AnswerPrinter()
     outcome = await ask(client, PATHS["chat"], question.body(model), printer)
