@@ -64,14 +64,14 @@ def embedding_rows(ids: Tensor, weight: Int8Weight | PackedGroups) -> Tensor:
 def quantized_product(x: Tensor, weight: Int8Weight | PackedGroups) -> Tensor:
     """x [n, in] times the weight: [n, out] float32."""
     if isinstance(weight, Int8Weight):
-        rounded, scales = _rounded(x.float())
+        rounded, scales = _rounded(x)
         pieces = [
             _int8_product(rounded, scales, Int8Weight(weight.values[some], weight.scales[some]))
             for some in _pieces(len(weight.values))
         ]
     else:
         order, group_size = weight.weight.act_order, weight.weight.group_size
-        wide = x.float() if order is None else x[:, order].float()
+        wide = x if order is None else x[:, order]
         rounded, scales = _rounded(wide.view(len(x), -1, group_size))
         pieces = [
             _grouped_product(rounded, scales, weight.rows(some))
