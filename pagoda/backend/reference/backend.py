@@ -29,14 +29,22 @@ from pagoda.backend.base import (
 from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.quantized import (
+    PackedBlocks,
     PackedGroups,
+    Quantized,
     embedding_rows,
     num_rows,
     quantize_int4,
     quantize_int8,
     quantized_product,
 )
-from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import (
+    BlockWeight,
+    DenseWeight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+)
 from pagoda.parallel.collectives import Collectives
 
 ROWS = 16
@@ -51,7 +59,7 @@ TILES_PER_PASS = 8
 
 @dataclass(frozen=True)
 class Linear:
-    parts: tuple[Tensor | Int8Weight | PackedGroups, ...]
+    parts: tuple[Tensor | Quantized, ...]
     """Weights whose outputs follow one another; dense ones are [out, in]."""
     bias: Tensor | None
     """[out] float32."""
@@ -304,9 +312,11 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
         return out.view_as(queries)
 
 
-def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | PackedGroups:
+def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Quantized:
     if isinstance(part, DenseWeight):
         return part.values.to(dtype, copy=True)
+    if isinstance(part, BlockWeight):
+        return PackedBlocks.of(part)
     return part if isinstance(part, Int8Weight) else PackedGroups.of(part)
 
 
