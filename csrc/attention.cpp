@@ -77,9 +77,7 @@ void scatter(int64_t cell_size, const char* row, int64_t cells, char* to, int64_
 struct CacheWriter {
     const KernelTable& table;
     const AttentionMetadata& metadata;
-    Dtype dtype;
     const Cache& cache;
-    Math math = table.math(dtype, cache.dtype);
     int64_t item = size_of(cache.dtype);
 
     int64_t row_of(int64_t token, int64_t kv_head) const {
@@ -87,22 +85,22 @@ struct CacheWriter {
         return (place / size * metadata.shape.num_kv_heads + kv_head) * size + place % size;
     }
 
-    void put_key(int64_t token, int64_t kv_head, const void* key) const {
+    void put_key(int64_t token, int64_t kv_head, const float* key) const {
         const int64_t d = metadata.shape.head_dim, size = metadata.shape.block_size;
-        const int64_t row = row_of(token, kv_head), offset = row % size, pair = pair_of(math);
+        const int64_t row = row_of(token, kv_head), offset = row % size, pair = pair_of(cache.math);
         alignas(64) char encoded[kMaxHeadDim * 4];
         float scale = 0;
-        table.to_cache(dtype, cache.dtype, key, d, encoded, &scale);
+        table.to_cache(cache.dtype, key, d, encoded, &scale);
         if (cache.key_scales) cache.key_scales[row] = scale;
         scatter(pair * item, encoded, d / pair, at(cache.keys, ((row - offset) * d + offset * pair) * item), size);
     }
 
-    void put_value(int64_t token, int64_t kv_head, const void* value) const {
-        const int64_t d = metadata.shape.head_dim, pair = value_pair(math, metadata.shape.block_size);
+    void put_value(int64_t token, int64_t kv_head, const float* value) const {
+        const int64_t d = metadata.shape.head_dim, pair = value_pair(cache.math, metadata.shape.block_size);
         const int64_t row = row_of(token, kv_head), offset = row % pair;
         alignas(64) char encoded[kMaxHeadDim * 4];
         float scale = 0;
-        table.to_cache(dtype, cache.dtype, value, d, encoded, &scale);
+        table.to_cache(cache.dtype, value, d, encoded, &scale);
         if (cache.value_scales) cache.value_scales[row] = scale;
         char* to = at(cache.values, (row - offset) * d * item);
         scatter(item, encoded, d, to + offset * item, pair);
@@ -134,18 +132,16 @@ struct Attention {
     const KernelTable& table;
     const AttentionMetadata& metadata;
     const AttentionPlan& plan;
-    Dtype dtype;
     const Cache& cache;
-    const void* queries;
+    const float* queries;
     float scale;
     int64_t window;
-    void* out;
+    float* out;
     Memory memory;
     Partial splits;
 
     using Item = AttentionPlan::Item;
     const HeadShape& shape = metadata.shape;
-    Math math = table.math(dtype, cache.dtype);
     int padded = round_up_to_16(shape.head_dim);
 
     const AttentionPlan::Tile& tile_of(const Item& item, int64_t member = 0) const {
@@ -155,8 +151,7 @@ struct Attention {
     // Where the query of a tile's row is, and where its result goes.
     int64_t place(const AttentionPlan::Tile& tile, int kv_head, int row) const {
         const int64_t token = tile.first_token + row / plan.group;
-        return (token * shape.num_heads + kv_head * plan.group + row % plan.group) * shape.head_dim *
-               size_of(dtype);
+        return (token * shape.num_heads + kv_head * plan.group + row % plan.group) * shape.head_dim;
     }
 
     Partial split_at(const Item& item, int64_t split) const {
@@ -176,13 +171,13 @@ struct Attention {
             }
         }
         for (int head = 0; head < item.heads; ++head) {
-            float* packed = memory.queries + head * packed_queries(rows, shape.head_dim / pair_of(math));
+            float* packed = memory.queries + head * packed_queries(rows, shape.head_dim / pair_of(cache.math));
             float* factor = memory.factors + head * rows;
             for (int64_t member = 0, to = 0; member < item.num_members; ++member) {
                 const auto& tile = tile_of(item, member);
                 for (int row = 0; row < tile.num_tokens * plan.group; ++row, ++to) {
-                    const void* query = at(queries, place(tile, item.kv_head + head, row));
-                    factor[to] = scale * kLog2E * table.pack_query(math, dtype, query, shape.head_dim,
+                    const float* query = queries + place(tile, item.kv_head + head, row);
+                    factor[to] = scale * kLog2E * table.pack_query(cache.math, query, shape.head_dim,
                                                                    static_cast<int>(to), rows, packed);
                 }
             }
@@ -193,7 +188,7 @@ struct Attention {
     void run(const Item& item) const {
         const int rows = pack(item);
         const AttendTile attended{
-            math, cache, memory.queries, memory.factors, memory.positions, rows, item.kv_head, item.heads, window,
+            cache, memory.queries, memory.factors, memory.positions, rows, item.kv_head, item.heads, window,
             metadata.blocks_of(tile_of(item).sequence), item.end, shape.num_kv_heads, shape.block_size,
             shape.head_dim, padded};
         if (item.split >= 0) {
@@ -241,8 +236,8 @@ struct Attention {
         for (int head = 0; head < item.heads; ++head) {
             for (int row = 0; row < rows; ++row) {
                 const int64_t from = int64_t{head} * rows + row;
-                table.normalize(dtype, memory.whole.out + from * padded, memory.whole.total[from], shape.head_dim,
-                                at(out, place(tile_of(item), item.kv_head + head, row)));
+                table.normalize(memory.whole.out + from * padded, memory.whole.total[from], shape.head_dim,
+                                out + place(tile_of(item), item.kv_head + head, row));
             }
         }
     }
@@ -250,29 +245,28 @@ struct Attention {
 
 }  // namespace
 
-void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-                      const void* qkv, const void* q_norm, const void* k_norm, float eps,
-                      const float* cosines, const float* sines, void* queries) {
+void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
+                      const float* qkv, const float* q_norm, const float* k_norm, float eps, const float* cosines,
+                      const float* sines, float* queries) {
     const HeadShape& shape = metadata.shape;
-    const CacheWriter writer{table, metadata, dtype, cache};
-    const int64_t d = shape.head_dim, head = d * size_of(dtype);
+    const CacheWriter writer{table, metadata, cache};
+    const int64_t d = shape.head_dim;
     const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads;
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < metadata.num_tokens; ++token) {
-        const char* q = at(qkv, token * (heads + 2 * kv_heads) * head);
-        const char* k = q + heads * head;
-        const char* v = k + kv_heads * head;
+        const float* q = qkv + token * (heads + 2 * kv_heads) * d;
+        const float* k = q + heads * d;
+        const float* v = k + kv_heads * d;
         const float* cosine = cosines + token * (d / 2);
         const float* sine = sines + token * (d / 2);
         for (int64_t h = 0; h < heads; ++h) {
-            table.norm_and_rotate(dtype, q + h * head, q_norm, eps, cosine, sine, d,
-                                  at(queries, (token * heads + h) * head));
+            table.norm_and_rotate(q + h * d, q_norm, eps, cosine, sine, d, queries + (token * heads + h) * d);
         }
         for (int64_t h = 0; h < kv_heads; ++h) {
-            alignas(64) char key[kMaxHeadDim * 4];
-            table.norm_and_rotate(dtype, k + h * head, k_norm, eps, cosine, sine, d, key);
+            alignas(64) float key[kMaxHeadDim];
+            table.norm_and_rotate(k + h * d, k_norm, eps, cosine, sine, d, key);
             writer.put_key(token, h, key);
-            writer.put_value(token, h, v + h * head);
+            writer.put_value(token, h, v + h * d);
         }
     }
 }
@@ -286,8 +280,8 @@ size_t attention_scratch(const AttentionMetadata& metadata, int64_t window) {
     return sizeof(float) * static_cast<size_t>(omp_get_max_threads() * own.taken() + shared.taken());
 }
 
-void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-               const void* queries, float scale, int64_t window, void* out, void* scratch) {
+void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
+               float scale, int64_t window, float* out, void* scratch) {
     const AttentionPlan& plan = metadata.plan(window);
     const int padded = round_up_to_16(metadata.shape.head_dim);
     Pieces shared(static_cast<float*>(scratch));
@@ -295,7 +289,7 @@ void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtyp
     Pieces measured(nullptr);
     const Memory size(measured, plan, padded);
     Pieces own(static_cast<float*>(scratch) + shared.taken() + omp_get_thread_num() * measured.taken());
-    const Attention layer{table, metadata, plan, dtype, cache, queries, scale, window, out,
+    const Attention layer{table, metadata, plan, cache, queries, scale, window, out,
                           Memory(own, plan, padded), splits};
     const auto num_shared = static_cast<int64_t>(plan.shared.size());
     const auto num_items = static_cast<int64_t>(plan.items.size());

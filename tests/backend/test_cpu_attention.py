@@ -183,7 +183,7 @@ def test_sequences_that_share_blocks_get_what_they_get_alone(
         count = min(length, new if decoding == 0 else 1)
         spans.append((length - count, count, blocks))
     cache = random_cache(ops, 4096, block_size, kv_heads, head_dim, dtype, int8, seed)
-    rows = [random_tensor(n, group * kv_heads, head_dim, dtype=dtype) for _, n, _ in spans]
+    rows = [random_tensor(n, group * kv_heads, head_dim) for _, n, _ in spans]
 
     def attend(chosen: list[int]) -> list[torch.Tensor]:
         plan = ops.attention_metadata(
