@@ -40,7 +40,10 @@ class KVPopulator:
         workers_on_host: int = 1,
         available_bytes: Callable[[], int] = available_memory_bytes,
     ) -> None:
-        """`block_size` is in tokens. Raises ValueError if a tensor is not in this process's memory or not contiguous."""
+        """`block_size` is in tokens.
+
+        Raises ValueError if a tensor is not in this process's memory or not contiguous.
+        """
         tensors = [tensor for cache in caches for tensor in host_tensors(cache).values()]
         self._caches = caches  # whose memory is touched as long as this lives
         self._num_blocks = len(tensors[0])
