@@ -90,10 +90,10 @@ class Kernels {
         });
     }
 
-    void quantize_int8(int dtype, int64_t outputs, int64_t inputs, Address weight, Address codes,
-                       Address scales) const {
+    void quantize_int8(int dtype, int64_t outputs, int64_t inputs, Address weight, Address codes, Address scales,
+                       Address zero_points) const {
         pagoda::quantize_int8(*table_, {Dtype(dtype), inputs, outputs}, to(weight), to(codes),
-                              to<float>(scales));
+                              to<float>(scales), to<int32_t>(zero_points));
     }
 
     void quantize_int4(int dtype, int64_t outputs, int64_t inputs, int64_t group_size, Address weight,
@@ -241,8 +241,8 @@ NB_MODULE(_native, m) {
     });
     nb::class_<QuantizedShape>(m, "QuantizedShape")
         .def_static("int8",
-                    [](int dtype, int64_t outputs, int64_t inputs) {
-                        return QuantizedShape::int8(Dtype(dtype), outputs, inputs);
+                    [](int dtype, int64_t outputs, int64_t inputs, bool zero_points) {
+                        return QuantizedShape::int8(Dtype(dtype), outputs, inputs, zero_points);
                     })
         .def_static("grouped",
                     [](int dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {

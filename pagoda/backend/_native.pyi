@@ -18,7 +18,7 @@ class QuantizedShape:
     """A quantized weight in panels, for activations of the dtype."""
 
     @staticmethod
-    def int8(dtype: int, outputs: int, inputs: int) -> QuantizedShape: ...
+    def int8(dtype: int, outputs: int, inputs: int, zero_points: bool) -> QuantizedShape: ...
     @staticmethod
     def grouped(
         dtype: int, outputs: int, inputs: int, bits: int, group_size: int, offsets: bool
@@ -61,7 +61,14 @@ class Kernels:
     def linear_argmax(self, *arguments: int) -> None: ...
     def quantized_argmax(self, *arguments: int | QuantizedShape) -> None: ...
     def quantize_int8(
-        self, dtype: int, outputs: int, inputs: int, weight: int, codes: int, scales: int
+        self,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        weight: int,
+        codes: int,
+        scales: int,
+        zero_points: int,
     ) -> None: ...
     def quantize_int4(
         self,

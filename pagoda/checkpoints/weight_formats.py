@@ -23,6 +23,8 @@ class DenseFormat:
 class Int8Format:
     """An `Int8Weight`."""
 
+    zero_points: bool = False
+
 
 @dataclass(frozen=True)
 class GroupedFormat:
@@ -57,7 +59,7 @@ def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsiz
     if isinstance(held_as, DenseFormat):
         return weights * dense_itemsize
     if isinstance(held_as, Int8Format):
-        return weights + 4 * outputs
+        return weights + (8 if held_as.zero_points else 4) * outputs
     per_group = 4 if held_as.offsets else 2
     order = 8 * inputs if held_as.act_order else 0
     return weights * held_as.bits // 8 + weights // held_as.group_size * per_group + order

@@ -1,6 +1,6 @@
 """Dense weights are quantized as they are read, one linear layer after the other.
 
-int8 has a scale for each output. int4 has one for each group of inputs; heads and embedding tables, which are read
+int8 has a scale and a zero point for each output. int4 has one for each group of inputs; heads and embedding tables, which are read
 row by row and suffer most from rounding, are int8 all the same. Routers of experts, small as they are, stay dense.
 """
 
@@ -40,7 +40,7 @@ class QuantizationOnLoad:
         if linear.role is Role.ROUTER:
             return DenseFormat()
         if self.group_size is None or linear.role in (Role.EMBEDDING, Role.HEAD):
-            return Int8Format()
+            return Int8Format(zero_points=True)
         if linear.inputs % self.group_size:
             raise ConfigError(
                 f"{linear.name}.weight has {linear.inputs} inputs, which groups of {self.group_size} do not "
@@ -64,7 +64,7 @@ class QuantizationOnLoad:
         if isinstance(held_as, GroupedFormat):
             quantized = backend.quantize_int4(weight.values, held_as.group_size)
         else:
-            quantized = backend.quantize_int8(weight.values)
+            quantized = backend.quantize_int8(weight.values, symmetric=False)
         if not bool(quantized.scales.isfinite().all()):
             raise ConfigError(
                 f"{linear.name}.weight holds numbers that are infinite, NaN or too large to quantize; "

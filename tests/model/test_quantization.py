@@ -49,6 +49,23 @@ def test_int8(seed: int, dtype: torch.dtype, outputs: int, inputs: int) -> None:
 
 
 @settings(deadline=None, max_examples=50)
+@given(seeds, dtypes, st.integers(1, 9), st.integers(1, 5000), st.floats(-3, 3))
+def test_int8_with_zero_points(
+    seed: int, dtype: torch.dtype, outputs: int, inputs: int, shift: float
+) -> None:
+    values = _weight(seed, outputs, inputs, torch.float32)
+    values = (values + shift * values.std(1, correction=0, keepdim=True)).to(dtype)
+    weight = quantize_int8(values, symmetric=False)
+    exact = values.double().numpy()
+    low, high = exact.min(1).clip(max=0), exact.max(1).clip(min=0)
+    steps = (high - low) / 255
+    assert np.allclose(weight.scales.numpy(), steps, rtol=1e-6, atol=0)
+    errors = np.abs(dequantize(weight).double().numpy() - exact)
+    assert (errors <= (steps * 1.0001)[:, None]).all()
+    assert not dequantize(weight)[values == 0].any()
+
+
+@settings(deadline=None, max_examples=50)
 @given(seeds, dtypes, st.integers(1, 9), st.integers(1, 30), st.sampled_from(GROUP_SIZES))
 def test_int4_is_q4_0(
     seed: int, dtype: torch.dtype, outputs: int, num_groups: int, group_size: int

@@ -103,15 +103,15 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     # ---- token by token
 
-    def quantize_int8(self, values: Tensor) -> Int8Weight:
+    def quantize_int8(self, values: Tensor, *, symmetric: bool = True) -> Int8Weight:
         dtype, values = DTYPES[values.dtype], values.contiguous()
         outputs, inputs = values.shape
         codes = torch.empty((outputs, inputs), dtype=torch.int8)
         scales = torch.empty(outputs)
-        self._kernels.quantize_int8(
-            dtype, outputs, inputs, values.data_ptr(), codes.data_ptr(), scales.data_ptr()
-        )
-        return Int8Weight(codes, scales)
+        zero_points = None if symmetric else torch.empty(outputs, dtype=torch.int32)
+        results = (codes.data_ptr(), scales.data_ptr(), address(zero_points))
+        self._kernels.quantize_int8(dtype, outputs, inputs, values.data_ptr(), *results)
+        return Int8Weight(codes, scales, zero_points)
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
         dtype, values = DTYPES[values.dtype], values.contiguous()
@@ -162,7 +162,9 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
                 raise ValueError(
                     f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
                 )
-            codes, shape = _join(parts, "values"), shapes.int8(number, outputs, inputs)
+            codes = _join(parts, "values")
+            offsets = None if first.zero_points is None else _join(parts, "zero_points")
+            shape = shapes.int8(number, outputs, inputs, offsets is not None)
         else:
             codes = _join(parts, "codes")
             offsets = None if first.offsets is None else _join(parts, "offsets")

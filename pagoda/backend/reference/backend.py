@@ -106,8 +106,8 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
 
     # ---- token by token
 
-    def quantize_int8(self, values: Tensor) -> Int8Weight:
-        return quantize_int8(values)
+    def quantize_int8(self, values: Tensor, *, symmetric: bool = True) -> Int8Weight:
+        return quantize_int8(values, symmetric=symmetric)
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
         return quantize_int4(values, group_size)
