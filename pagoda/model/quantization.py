@@ -1,8 +1,8 @@
 """Dense weights are quantized as they are read, one linear layer after the other.
 
 int8 has a scale and a zero point for each output. int4 has a scale for each group of inputs; heads and embedding
-tables, which are read row by row and suffer most from rounding, are int8 all the same. Routers of experts, small as
-they are, stay dense.
+tables, which are read row by row and suffer most from rounding, are int8 all the same. Routers of experts, small
+as they are, stay dense.
 """
 
 from __future__ import annotations
