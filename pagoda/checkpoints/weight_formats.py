@@ -130,6 +130,10 @@ def _part_of_blocks(held_as: BlockFormat, part: range) -> BlockFormat | None:
     if not held_as.integer_scales:
         size = held_as.block_size
         return held_as if part.start % size == part.stop % size == 0 else None
+    smallest = BLOCK_SIZES[-1]
+    if held_as.block_size not in BLOCK_SIZES:  # a block is a whole row
+        fits = part.start % smallest == part.stop % smallest == 0
+        return replace(held_as, block_size=len(part)) if fits else None
     for size in BLOCK_SIZES:
         if size <= held_as.block_size and part.start % size == part.stop % size == 0:
             return replace(held_as, block_size=size)
