@@ -69,7 +69,7 @@ class PackedBlocks:
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
             planes.append((parts << shifts).sum(-1, dtype=torch.uint8))
             taken += width
-        return cls(replace(weight, codes=weight.codes[:, :0]), tuple(planes))
+        return cls(replace(weight, codes=weight.codes[:, :0].clone()), tuple(planes))
 
     def rows(self, chosen: slice | Tensor) -> BlockWeight:
         """Some outputs of it, unpacked."""
