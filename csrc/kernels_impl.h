@@ -9,6 +9,7 @@
 #include "impl/quantized.h"
 #include "impl/rounding.h"
 #include "impl/rows.h"
+#include "impl/sampling.h"
 
 namespace {
 
@@ -16,6 +17,7 @@ constexpr pagoda::KernelTable kTable = {
     packed_size, pack_rows, linear_panel, sizeof(Code), quantize_row, quantized_panel, dequantize_row,
     argmax_outputs, round_to_int8, round_to_int4, add_up, rms_norm, silu_and_mul, route, weighted_sum,
     norm_and_rotate, math_of, to_cache, pack_query, attend, merge, normalize,
+    total_weight, total_product, weigh, block_maxima, count_above, forbid_unset,
 };
 
 }  // namespace

@@ -75,6 +75,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     seed: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

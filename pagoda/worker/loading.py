@@ -188,7 +188,7 @@ def load_runner(
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     runner: Runner | StageRunner
     if shard.is_last:
-        sampler = GroupSampler(Sampler(shard.config.vocab_size), group, tracer)
+        sampler = GroupSampler(Sampler(shard.config.vocab_size, backend.sample), group, tracer)
         alone = shard.is_first and group.size == 1
         runner = Runner(model, batch, sampler, tracer, alone=alone)
     else:

@@ -40,6 +40,7 @@ BAD_VALUES = {
     "top_p": [0, 1.1],
     "top_k": [-2, 1.5],
     "min_p": [2],
+    "typical_p": [0, 1.1],
     "frequency_penalty": [3],
     "presence_penalty": [-1e308],
     "repetition_penalty": [0, 1e-38],

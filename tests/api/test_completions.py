@@ -119,6 +119,7 @@ async def test_every_parameter_reaches_the_engine(api) -> None:
         "top_p": 0.9,
         "top_k": 5,
         "min_p": 0.1,
+        "typical_p": 0.8,
         "seed": -3,
         "frequency_penalty": 0.1,
         "presence_penalty": 0.2,
