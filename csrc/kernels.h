@@ -68,6 +68,24 @@ struct Partial {
     float* out;      // [rows, padded_dim]
 };
 
+// Inputs whose codes lie together in blocks: eight quads of 32 outputs.
+constexpr int kUnitInputs = 32;
+
+// Blocks of ggml, in which a weight is scale * (code - zero) + minimum. In a panel a block of 32 outputs has, one behind
+// the other: its groups' scales [groups, 32] int8; their minima (those of 2-bit codes are the high halves of the scales'
+// bytes); 32 float16 that the scales are multiplied by and 32 for the minima; or, where scales are no integers, these
+// alone; then the codes of every 32 inputs. Of those the low four bits come first, if there are as many, then the next
+// two, then the last one; each as words of 32 outputs, whose bytes are of four neighbouring inputs: with four bits the
+// first eight inputs, the first quad in the low halves; with two bits sixteen inputs, with one all 32.
+struct BlockFormat {
+    int64_t groups = 0;  // of a block; 0 of weights that are not in blocks
+    bool integer_scales = false;
+    bool codebook = false;  // codes stand for the numbers of IQ4_NL
+};
+
+// The numbers of ggml's IQ4_NL, and 128.
+constexpr uint8_t kIq4Codebook[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
 // How a quantized weight lies in a panel, group by group of inputs: for every four inputs the codes of 32 outputs,
 // four bytes each, or in 4 bits for every eight inputs (the first four in the low halves of bytes); then 32 scales
 // and, where there are some, 32 offsets. Scales are float16, or float where all inputs are one group.
@@ -76,13 +94,33 @@ struct QuantizedFormat {
     bool grouped, offsets;
     int64_t groups;
     int64_t group_inputs;  // a multiple of four; codes of inputs that are not there count for nothing
+    BlockFormat blocks = {};
 
-    int zero() const { return 1 << (bits - 1); }
+    // The code that counts for nothing.
+    int zero() const {
+        if (blocks.groups == 0) return 1 << (bits - 1);
+        return offsets ? 0 : blocks.codebook ? 128 : 1 << (bits - 1);
+    }
     int64_t code_bytes() const { return group_inputs * kPanel * bits / 8; }
     int64_t group_bytes() const { return code_bytes() + kPanel * (grouped ? offsets ? 4 : 2 : 4); }
-    int64_t panel_bytes() const { return groups * group_bytes(); }
+    int64_t panel_bytes() const {
+        return blocks.groups == 0 ? groups * group_bytes() : groups / blocks.groups * block_bytes();
+    }
 
-    // Of input `i` of the group.
+    // ---- of blocks
+
+    // Bytes of the codes of 32 inputs.
+    int64_t unit_bytes() const { return 4 * kPanel * bits; }
+    int64_t units() const { return groups * group_inputs / kUnitInputs; }
+    int64_t units_of_block() const { return blocks.groups * group_inputs / kUnitInputs; }
+    // Integers of the scales, and minima, of all groups of a block.
+    int64_t integer_bytes() const {
+        return blocks.integer_scales ? blocks.groups * kPanel * (offsets && bits != 2 ? 2 : 1) : 0;
+    }
+    int64_t header_bytes() const { return integer_bytes() + kPanel * (offsets ? 4 : 2); }
+    int64_t block_bytes() const { return header_bytes() + units_of_block() * unit_bytes(); }
+
+    // Of input `i` of the group; not of blocks.
     int code(const uint8_t* group, int output, int64_t i) const {
         const int64_t inputs = 32 / bits;
         const int byte = group[i / inputs * 4 * kPanel + output * 4 + i % 4];

@@ -272,7 +272,18 @@ NB_MODULE(_native, m) {
                     [](int dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {
                         return QuantizedShape::grouped(Dtype(dtype), outputs, inputs, bits, group_size, offsets);
                     })
+        .def_static("in_blocks",
+                    [](int dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size, int64_t block_size,
+                       bool integer_scales, bool minima, bool codebook) {
+                        return QuantizedShape::in_blocks(Dtype(dtype), outputs, inputs, bits, group_size, block_size,
+                                                         integer_scales, minima, codebook);
+                    })
         .def_prop_ro("bytes", &QuantizedShape::bytes);
+    m.def("pack_blocks", [](const QuantizedShape& shape, Address codes, Address scales, Address minima,
+                            Address block_scales, Address block_minima, Address packed) {
+        pack_blocks(shape, {to<uint8_t>(codes), to(scales), to(minima), to(block_scales), to(block_minima)},
+                    to(packed));
+    });
     m.def("advise_large_pages", [](Address memory, int64_t bytes) { advise_large_pages(to(memory), bytes); });
     nb::class_<Cache>(m, "Cache")
         .def("__init__", [](Cache* self, int dtype, Address keys, Address values, Address key_scales,

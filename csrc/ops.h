@@ -42,6 +42,9 @@ struct QuantizedShape {
                                   bool offsets) {
         return {dtype, inputs, outputs, {bits, true, offsets, inputs / group_size, group_size}};
     }
+    // Blocks of so many inputs; see BlockFormat.
+    static QuantizedShape in_blocks(Dtype dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size,
+                                    int64_t block_size, bool integer_scales, bool minima, bool codebook);
 };
 
 // Calls `body` in all threads, or in this one alone if the work is not worth waking others.
@@ -71,6 +74,14 @@ void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t gr
 // Codes [outputs, inputs], scales and offsets [outputs, groups]; offsets null if the format has none.
 void pack_quantized(const QuantizedShape& shape, const void* codes, const void* scales, const void* offsets,
                     void* packed);
+
+// Tensors of a weight in blocks: codes [outputs, inputs] bytes; scales [outputs, groups], float16 or signed bytes; scales of
+// blocks [outputs, blocks] float16, null where there are no integers; and minima like them, null if there are none.
+struct BlockTensors {
+    const uint8_t* codes;
+    const void *scales, *minima, *block_scales, *block_minima;
+};
+void pack_blocks(const QuantizedShape& shape, const BlockTensors& tensors, void* packed);
 
 // The same of a quantized weight, as numbers. With `order`, the map's input `i` is the activation's element order[i].
 void quantized_embedding(const KernelTable& table, const QuantizedShape& shape, const void* packed,

@@ -12,7 +12,7 @@ from pagoda.cli import output
 from pagoda.cli.answer import AnswerPrinter, Outcome, ask
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS
-from pagoda.cli.options import GeneralOptions, SamplingOptions
+from pagoda.cli.options import AnswerOptions, GeneralOptions, SamplingOptions
 from pagoda.errors import PagodaError
 from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
 
@@ -30,6 +30,7 @@ def chat(
     api_key: str | None = None,
     system: str | None = None,
     sampling: SamplingOptions = SamplingOptions(),
+    answer: AnswerOptions = AnswerOptions(),
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),
     general: GeneralOptions = GeneralOptions(),
@@ -45,7 +46,8 @@ def chat(
     general.apply()
     parallel.check_prompts_at_once(1)
     with connect(model, base_url, api_key, engine, parallel) as (runner, connection):
-        conversation = _Conversation(connection, sampling.body(engine.seed), system)
+        parameters = {**sampling.body(), **answer.body(engine.seed)}
+        conversation = _Conversation(connection, parameters, system)
         if sys.stdin.isatty():
             output.stderr().print(f"{connection.model} answers each line; /help lists commands.")
         for line in _lines():
@@ -59,9 +61,9 @@ def chat(
                 output.stderr().print(f"{line.split()[0]} is no command; /help lists them.")
             elif line:
                 with suppress(KeyboardInterrupt):
-                    answer = runner.run(conversation.say(line))
-                    if answer is not None and sys.stdin.isatty():
-                        output.stderr().print(f"[{answer.figures()}]", style=Style(dim=True))
+                    outcome = runner.run(conversation.say(line))
+                    if outcome is not None and sys.stdin.isatty():
+                        output.stderr().print(f"[{outcome.figures()}]", style=Style(dim=True))
     return 0
 
 

@@ -26,7 +26,7 @@ from pagoda.cli.answer import ask
 from pagoda.cli.files import read_jsonl
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS, Choice
-from pagoda.cli.options import Count, GeneralOptions, SamplingOptions
+from pagoda.cli.options import AnswerOptions, Count, GeneralOptions, SamplingOptions
 from pagoda.errors import ConfigError
 from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
 
@@ -39,6 +39,7 @@ def generate(
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
     concurrency: Count = 64,
     sampling: SamplingOptions = SamplingOptions(),
+    answer: AnswerOptions = AnswerOptions(),
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),
     general: GeneralOptions = GeneralOptions(),
@@ -60,7 +61,7 @@ def generate(
         return _generate_batch(input_file, output_file, concurrency, model, engine, parallel)
     parallel.check_prompts_at_once(1)
     texts = prompts or (_read_prompt(),)
-    body = sampling.body(engine.seed)
+    body = {**sampling.body(), **answer.body(engine.seed)}
     with connect(model, None, None, engine, parallel) as (runner, connection):
         for text in texts:
             if len(texts) > 1:

@@ -44,6 +44,7 @@ _COMMANDS = {
     "bench compare": "Put the same load on two or more servers in turn, and compare.",
     "bench offline": "Measure the throughput of the engine without HTTP.",
     "bench accuracy": "Ask held-out questions and count the right answers.",
+    "bench quality": "Compare next-token distributions with those of a reference.",
 }
 _MODULES = {"kv": "kv", "trace": "trace", "bench": "bench.{name}"}
 """The module of the commands of each group, in `pagoda.cli`."""

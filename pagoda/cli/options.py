@@ -46,10 +46,10 @@ class GeneralOptions:
 @Parameter(name="*", group=Group("Sampling", sort_key=30))
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Sampling parameters of answers. The server chooses those that are not given."""
+    """Parameters by which tokens are drawn."""
 
     temperature: float | None = None
-    """0 takes the most likely token."""
+    """0 takes the most likely token, as benchmarks do by default."""
     top_p: float | None = None
     """Sample from the smallest set of tokens whose probabilities add up to this."""
     top_k: int | None = None
@@ -64,13 +64,26 @@ class SamplingOptions:
     """A number to subtract from the logit of a token for each time that it was generated."""
     repetition_penalty: float | None = None
     """Divides the logits of tokens in prompt or answer."""
+
+    def body(self) -> dict[str, object]:
+        """Body fields of the parameters that were given."""
+        return _given(self)
+
+
+@Parameter(name="*", group=Group("Sampling", sort_key=30))
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """Ends of answers."""
+
     max_tokens: Count | None = None
     """The longest answer in tokens."""
     stop: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """A string that ends the answer; may be given several times."""
 
     def body(self, seed: int | None) -> dict[str, object]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["stop"] = list(self.stop) or None
-        values["seed"] = seed
-        return {name: value for name, value in values.items() if value is not None}
+        return _given(self, stop=list(self.stop) or None, seed=seed)
+
+
+def _given(options: SamplingOptions | AnswerOptions, **more: object) -> dict[str, object]:
+    values = {field.name: getattr(options, field.name) for field in fields(options)} | more
+    return {name: value for name, value in values.items() if value is not None}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich import box
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -81,15 +82,35 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 @contextmanager
+def job_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar like `progress` that appears with the first report of what is done and of the total."""
+    with ExitStack() as stack:
+        bars: list[tuple[Progress, TaskID]] = []
+
+        def report(done: int, total: int) -> None:
+            if not bars:
+                bar = stack.enter_context(_progress_bar(what))
+                bars.append((bar, bar.add_task(what, total=total)))
+            for bar, task in bars:
+                bar.update(task, completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """A progress bar on standard error, shown on a terminal only; call what it yields for each thing done."""
+    with _progress_bar(what) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _progress_bar(what: str) -> Progress:
     console = stderr()
-    with Progress(
+    return Progress(
         *(TextColumn(what), BarColumn(), MofNCompleteColumn()),
         *(TimeElapsedColumn(), TimeRemainingColumn()),
         console=console,
         disable=not console.is_terminal,
         transient=True,
-    ) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+    )

@@ -118,7 +118,7 @@ class EngineOptions:
     engine_timeout: AtLeastOne = 30.0
     """Seconds of silence after which an engine that has work is killed and replaced; its requests go on."""
     seed: Seed | None = None
-    """Seed of dummy weights; in generate and chat also of sampling."""
+    """Seed of dummy weights; in generate, chat and bench offline also of sampling."""
 
     def engine_config(self, model: str, handoff: Handoff | None = None) -> EngineConfig:
         """An engine over a worker process that loads `model`, a directory or a preset's name.

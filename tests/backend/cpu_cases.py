@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_weights import make_blocks
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,6 +18,7 @@ from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.weight_formats import GROUP_SIZES
 from pagoda.devices import BackendUnavailableError
 
@@ -233,4 +235,5 @@ QUANTIZED: dict[str, LinearWeight] = {
     "int4-offsets": make_weight(Format(4, 128, offsets=True), 70, 256, 1),
     "int4-order": make_weight(Format(4, 64, offsets=True, ordered=True), 70, 192, 1),
     "int8-groups": make_weight(Format(8, 128, offsets=True, ordered=True), 333, 256, 1),
+    **{name: make_blocks(held_as, 70, 512, 1) for name, held_as in BLOCKS.items()},
 }

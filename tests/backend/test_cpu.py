@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from block_weights import make_blocks
 from cpu_cases import (
     DENSE,
     INT8,
@@ -31,8 +32,12 @@ from torch import Tensor
 
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
+from pagoda.backend.cpu.native import load_native
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.weights import DenseWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.backend.weights import BlockWeight, DenseWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.checkpoints.gguf.config import BLOCKS
+from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
+from pagoda.checkpoints.weight_formats import BLOCK_SIZES, BlockFormat, format_bytes
 from pagoda.errors import ConfigError
 
 pytestmark = needs_kernels
@@ -153,15 +158,19 @@ def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
         result = (codes @ weight.values.long().t()).double()
         result *= scales.double()[:, None] * weight.scales.double()
         return result, result.abs()
-    if weight.act_order is not None:
-        x = x[:, weight.act_order]
-    codes, scales = _quantized(x.unflatten(1, (-1, weight.group_size)))
-    own = weight.codes.long().unflatten(1, (-1, weight.group_size)) - 2 ** (weight.bits - 1)
-    sums = torch.einsum("ngi,ogi->nog", codes, own).double()
-    terms = sums * scales.double()[:, None] * weight.scales.double()
+    if isinstance(weight, BlockWeight):
+        size, own = weight.held_as.group_size, weight.numbers().long()
+        own_scales, offsets = weight.group_scales(), weight.group_minima()
+    else:
+        x = x if weight.act_order is None else x[:, weight.act_order]
+        size, own = weight.group_size, weight.codes.long() - 2 ** (weight.bits - 1)
+        own_scales, offsets = weight.scales, weight.offsets
+    codes, scales = _quantized(x.unflatten(1, (-1, size)))
+    sums = torch.einsum("ngi,ogi->nog", codes, own.unflatten(1, (-1, size))).double()
+    terms = sums * scales.double()[:, None] * own_scales.double()
     magnitudes = terms.abs()
-    if weight.offsets is not None:
-        of_offsets = (codes.sum(-1).double() * scales.double())[:, None] * weight.offsets.double()
+    if offsets is not None:
+        of_offsets = (codes.sum(-1).double() * scales.double())[:, None] * offsets.double()
         terms, magnitudes = terms + of_offsets, magnitudes + of_offsets.abs()
     return terms.sum(-1), magnitudes.sum(-1)
 
@@ -203,6 +212,53 @@ def test_one_format(
 
 
 @given(
+    sets, dtypes, threads, seeds, st.integers(1, 10) | st.integers(90, 200), st.sampled_from(list(BLOCKS)),
+    st.integers(1, 5), st.integers(1, 150), st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+@settings(examples, max_examples=120)
+def test_blocks(
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, kind: str, blocks: int,
+    outputs: int, biased: bool, gap: int,
+) -> None:  # fmt: skip
+    torch.set_num_threads(num_threads)
+    held_as = BLOCKS[kind]
+    if held_as.integer_scales:
+        held_as = replace(held_as, block_size=BLOCK_SIZES[seed % len(BLOCK_SIZES)])
+    inputs = blocks * held_as.block_size
+    x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    weight = make_blocks(held_as, outputs, inputs, seed)
+    _check(CpuBackend(name), x, [weight], bias, dtype)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_take_their_own_bits(kind: str) -> None:
+    """Panels are as large as reckoned, and at most a 25th larger than the file."""
+    outputs, inputs, held_as = 96, 512, BLOCKS[kind]
+    weight = make_blocks(held_as, outputs, inputs, 1)
+    (segment,) = CpuBackend(SETS[-1]).prepare_linear([weight], None, torch.float32).segments
+    assert segment.num_bytes == format_bytes(held_as, outputs, inputs, 2)
+    stored = next(block for block in BLOCK_TYPES.values() if block.name == kind)
+    assert segment.num_bytes <= outputs * inputs // stored.weights * stored.num_bytes * 1.04
+
+
+def test_blocks_that_kernels_do_not_know_are_refused() -> None:
+    shapes = load_native().QuantizedShape
+    for bits, group, block, integers, minima, codebook in (
+        (7, 32, 256, True, False, False),
+        (6, 32, 256, True, False, False),
+        (4, 64, 256, True, True, False),
+        (4, 32, 512, True, True, False),
+        (4, 32, 48, True, True, False),
+        (4, 32, 256, False, True, False),
+        (5, 32, 256, True, False, False),
+        (3, 16, 256, True, False, True),
+    ):
+        with pytest.raises(ValueError, match="there are no such blocks"):
+            shapes.in_blocks(0, 32, 256, bits, group, block, integers, minima, codebook)
+
+
+@given(
     sets, seeds, st.integers(1, 20), st.booleans(),
     st.lists(st.tuples(st.just(DENSE) | st.just(INT8) | grouped, st.integers(1, 70)), min_size=1, max_size=4),
 )  # fmt: skip
@@ -225,9 +281,13 @@ def test_parts_of_one_format_become_one_map() -> None:
     assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 2
 
 
-@pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 128)], ids=str)
-def test_instruction_sets_agree_in_every_bit(held_as: Format) -> None:
-    x, weight = _rows(33, 256, 3, torch.float32), make_weight(held_as, 100, 256, 4)
+@pytest.mark.parametrize(
+    "held_as", [INT8, Format(4, 32, True), Format(8, 128), *BLOCKS.values()], ids=str
+)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_instruction_sets_agree_in_every_bit(held_as: Format | BlockFormat, rows: int) -> None:
+    make = make_blocks if isinstance(held_as, BlockFormat) else make_weight
+    x, weight = _rows(rows, 256, 3, torch.float32), make(held_as, 100, 256, 4)
     first, *others = (
         ops.linear(x, ops.prepare_linear([weight], None, torch.float32))
         for ops in map(CpuBackend, SETS)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from cpu_cases import (
@@ -30,11 +31,17 @@ from torch import Tensor
 from pagoda.backend.base import ExpertRouting, Experts, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
+from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
+from pagoda.model.ggml_blocks import linear_weight
 
-FORMATS = ("dense", "int8", "int4", "mixed", "ordered")
+FORMATS = ("dense", "int8", "int4", "mixed", "ordered", "Q4_1", "Q5_0")
 
 
 def _quantized(kind: str, values: Tensor) -> LinearWeight:
+    if kind.startswith("Q"):
+        blocks = gguf.quantize(values.float().numpy(), gguf.GGMLQuantizationType[kind])
+        block = next(block for block in BLOCK_TYPES.values() if block.name == kind)
+        return linear_weight(torch.from_numpy(blocks), block, values.dtype)
     if kind != "ordered":
         return quantized(REFERENCE, kind, values)
     # int4 with its inputs in another order (GPTQ's act-order).

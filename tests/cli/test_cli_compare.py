@@ -51,6 +51,7 @@ def test_the_slower_server_is_slower(
             *[sys.executable, "-m", "pagoda", "bench", "compare", "--json", str(figures)],
             *["--base-url", fast.base_url, "--base-url", slow.base_url, "--concurrency", "1,2"],
             *["--repeats", "2", "--num-prompts", "2", "--input-len", "20", "--output-len", "6"],
+            *["--temperature", "0.7", "--top-k", "20"],
         ],
         capture_output=True,
         text=True,
@@ -60,9 +61,11 @@ def test_the_slower_server_is_slower(
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert f"A fast at {fast.base_url}" in lines
     assert f"B slow at {slow.base_url}" in lines
+    assert "sampling temperature 0.7, top-k 20" in lines
     assert lines.count("median of runs A B B/A") == 2
     assert [line for line in lines if line.endswith("at once")] == ["1 at once", "2 at once"]
     record = json.loads(figures.read_text())
+    assert (record["sampling"]["temperature"], record["sampling"]["top_k"]) == (0.7, 20)
     a, b = record["servers"]
     assert (a["model"], b["model"]) == ("fast", "slow")
     for concurrency in ("1", "2"):
@@ -117,6 +120,7 @@ async def test_requests_are_token_ids_of_the_length_asked_for() -> None:
         assert isinstance(body["prompt"], list)
         assert len(body["prompt"]) == 5
         assert (body["model"], body["max_tokens"], body["ignore_eos"]) == ("m", 2, True)
+        assert (body["temperature"], body["top_p"]) == (0.0, 1.0)
 
 
 async def test_another_load_than_asked_for_is_said() -> None:

@@ -124,6 +124,8 @@ def test_bench_serve_measures_a_server(sim_server: ServerProcess, tmp_path: Path
     assert report["prompt_tokens"] == 12 * 256
     assert report["goodput"] == pytest.approx(report["request_rate"])
     assert record["load"]["request_rate"] is None
+    assert "sampling greedy" in " ".join(done.stdout.split())
+    assert (record["sampling"]["temperature"], record["sampling"]["top_k"]) == (0.0, -1)
     assert set(report["ttft_ms"]) == {"mean", "median", "p90", "p99"}
 
 

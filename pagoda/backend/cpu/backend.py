@@ -42,6 +42,7 @@ from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.sampling import SampledRow, SamplingRow, check_logits
 from pagoda.backend.weights import (
+    BlockWeight,
     DenseWeight,
     GroupedWeight,
     Int8Weight,
@@ -158,6 +159,8 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             panels = self._memory.take(self._native.packed_bytes(number, outputs, inputs))
             self._kernels.pack_weight(number, outputs, inputs, weight.data_ptr(), panels.data_ptr())
             return Segment(panels, bias, outputs, (number, outputs, inputs))
+        if isinstance(first, BlockWeight):
+            return self._pack_blocks(parts, bias, dtype)
         shapes, scales = self._native.QuantizedShape, _join(parts, "scales")
         if isinstance(first, Int8Weight):
             if inputs > MAX_INT8_INPUTS:
@@ -177,6 +180,31 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             shape, codes.data_ptr(), scales.data_ptr(), address(offsets), panels.data_ptr()
         )
         return Segment(panels, bias, outputs, shape, order)
+
+    def _pack_blocks(
+        self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> Segment:
+        first, outputs, inputs = parts[0], total_outputs(parts), weight_shape(parts[0])[1]
+        assert isinstance(first, BlockWeight)
+        held = first.held_as
+        shape = self._native.QuantizedShape.in_blocks(
+            DTYPES[dtype],
+            outputs,
+            inputs,
+            held.bits,
+            held.group_size,
+            held.block_size,
+            held.integer_scales,
+            held.minima,
+            held.codebook,
+        )
+        tensors = [
+            None if getattr(first, field) is None else _join(parts, field)
+            for field in ("codes", "scales", "minima", "block_scales", "block_minima")
+        ]
+        panels = self._memory.take(shape.bytes)
+        self._native.pack_blocks(shape, *map(address, tensors), panels.data_ptr())
+        return Segment(panels, bias, outputs, shape)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         return self._linear(x, weight, weight.dtype)

@@ -29,7 +29,9 @@ from pagoda.backend.base import (
 from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.quantized import (
+    PackedBlocks,
     PackedGroups,
+    Quantized,
     embedding_rows,
     num_rows,
     quantize_int4,
@@ -38,7 +40,13 @@ from pagoda.backend.reference.quantized import (
 )
 from pagoda.backend.reference.sampling import sample_row
 from pagoda.backend.sampling import SampledRow, SamplingRow, check_logits
-from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import (
+    BlockWeight,
+    DenseWeight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+)
 from pagoda.parallel.collectives import Collectives
 
 ROWS = 16
@@ -54,7 +62,7 @@ _HAS_BF16_PRODUCTS: bool = torch.cpu._is_avx512_bf16_supported()
 
 @dataclass(frozen=True)
 class Linear:
-    parts: tuple[Tensor | Int8Weight | PackedGroups, ...]
+    parts: tuple[Tensor | Quantized, ...]
     """Weights whose outputs follow one another; dense ones are [out, in] in `dtype`."""
     bias: Tensor | None
     dtype: torch.dtype
@@ -322,9 +330,11 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
         return out.view_as(queries).to(queries.dtype)
 
 
-def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | PackedGroups:
+def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Quantized:
     if isinstance(part, DenseWeight):
         return part.values.to(dtype, copy=True)
+    if isinstance(part, BlockWeight):
+        return PackedBlocks.of(part)
     return part if isinstance(part, Int8Weight) else PackedGroups.of(part)
 
 

@@ -12,7 +12,7 @@ import random
 import statistics
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from pagoda.cli import output
 from pagoda.cli.bench.datasets import RandomLengths, Sample, random_samples
 from pagoda.cli.bench.load import LoadOptions, ask_sample, run_load
 from pagoda.cli.bench.metrics import Report, summarize
+from pagoda.cli.bench.sampling import LoadSampling
 from pagoda.cli.files import write_json
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, GeneralOptions, Length
@@ -84,6 +85,7 @@ class CompareOptions:
     """Ask for answers of the full length; --no-ignore-eos is for servers that do not know the field."""
     seed: int | None = None
     """Seed of the prompts; by default another one each time, so that no server has seen them."""
+    sampling: LoadSampling = field(default_factory=LoadSampling)
 
     def concurrencies(self) -> list[int]:
         """The numbers of `concurrency`. Raises ConfigError if `concurrency` is not a list of positive numbers."""
@@ -99,7 +101,9 @@ class CompareOptions:
         lengths = RandomLengths(
             input_len=self.input_len, output_len=self.output_len, vocab_size=self.vocab_size
         )
-        return random_samples(count, lengths, "completions", rng.getrandbits(64))
+        return self.sampling.apply(
+            random_samples(count, lengths, "completions", rng.getrandbits(64))
+        )
 
     def prompts_at(self, concurrency: int) -> int:
         return self.num_prompts or max(_MIN_PROMPTS, 2 * concurrency)
@@ -128,16 +132,19 @@ def compare(
     general.apply()
     _check(base_url, model)
     concurrencies = load.concurrencies()
+    sampling = load.sampling.record()
     servers, runs = event_loop.run(_measure(base_url, model, load, concurrencies))
     console = output.stdout()
     names = [f"{server.model} at {server.base_url}" for server in servers]
-    console.print(output.facts(zip(_LETTERS, names, strict=False)))
+    console.print(
+        output.facts([*zip(_LETTERS, names, strict=False), ("sampling", load.sampling.summary)])
+    )
     for concurrency in concurrencies:
         console.print(comparison_table(servers, concurrency, runs))
     for problem in problems(load, runs):
         output.stderr().print(problem)
     if output_file is not None:
-        write_json(output_file, _record(servers, load, runs))
+        write_json(output_file, _record(servers, load, runs) | {"sampling": sampling})
     return 1 if any(run.report.failed for run in runs) else 0
 
 
@@ -274,4 +281,6 @@ def _record(
             reports = [dataclasses.asdict(run.report) for run in own]
             figures[str(concurrency)] = {"medians": medians(own), "runs": reports}
         recorded.append({**dataclasses.asdict(server), "concurrency": figures})
-    return {"load": dataclasses.asdict(load), "servers": recorded}
+    asked = dataclasses.asdict(load)
+    del asked["sampling"]
+    return {"load": asked, "servers": recorded}

@@ -13,13 +13,13 @@ from cyclopts import Parameter
 
 from pagoda.cli import output
 from pagoda.cli.bench.datasets import RandomLengths, random_prompts
+from pagoda.cli.bench.sampling import BenchSampling
 from pagoda.cli.files import write_json
 from pagoda.cli.options import Count, GeneralOptions, Length
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.frontend.llm import LLM
 from pagoda.frontend.outputs import RequestOutput
 from pagoda.messages.frontend import FinishReason
-from pagoda.messages.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ def offline(
     output_len: Count = 64,
     prefix_len: Length = 0,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
+    sampling: BenchSampling = BenchSampling(),
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),
     executor: ExecutorOptions = ExecutorOptions(),
@@ -59,21 +60,26 @@ def offline(
     """
     general.apply()
     parallel.check_prompts_at_once(num_prompts)
+    params = sampling.params(max_tokens=output_len, ignore_eos=True, seed=engine.seed or 0)
     files = executor.resolve(engine, model, parallel)
     config = executor.engine_config(engine, files.model, parallel)
     with LLM(configuration=(files, config, parallel.data_parallel_policy)) as llm:
         lengths = RandomLengths(input_len=input_len, output_len=output_len, prefix_len=prefix_len)
         prompts = random_prompts(num_prompts, lengths, engine.seed or 0)
-        sampling = SamplingParams(max_tokens=output_len, ignore_eos=True, seed=engine.seed or 0)
         start = time.perf_counter()
-        outputs = llm.generate([prompt for prompt, _ in prompts], sampling)
+        outputs = llm.generate([prompt for prompt, _ in prompts], params)
         report = summarize(outputs, time.perf_counter() - start)
-    output.stdout().print(output.facts(_rows(files.served_name, report)))
+    output.stdout().print(output.facts(_rows(files.served_name, sampling.summary, report)))
     failures = [answer.error for request in outputs for answer in request.outputs if answer.error]
     if failures:
         output.stderr().print(f"{len(failures)} failed, the first: {failures[0]}")
     if output_file is not None:
-        write_json(output_file, {"model": files.served_name, **dataclasses.asdict(report)})
+        record = {
+            "model": files.served_name,
+            "sampling": sampling.record() | {"seed": params.seed},
+            **dataclasses.asdict(report),
+        }
+        write_json(output_file, record)
     return 1 if failures else 0
 
 
@@ -93,10 +99,11 @@ def summarize(outputs: Sequence[RequestOutput], duration_s: float) -> OfflineRep
     )
 
 
-def _rows(model: str, report: OfflineReport) -> list[tuple[str, str]]:
+def _rows(model: str, sampling: str, report: OfflineReport) -> list[tuple[str, str]]:
     num_tokens = report.prompt_tokens + report.output_tokens
     return [
         ("model", model),
+        ("sampling", sampling),
         ("requests", f"{report.requests} in {report.duration_s:.2f} s"),
         (
             "tokens",

@@ -26,6 +26,7 @@ from pagoda.cli.bench.datasets import (
 )
 from pagoda.cli.bench.load import LoadOptions, ask_sample, run_load
 from pagoda.cli.bench.metrics import Distribution, Goal, Report, parse_goal, summarize
+from pagoda.cli.bench.sampling import LoadSampling
 from pagoda.cli.files import write_json
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, GeneralOptions, Length
@@ -62,8 +63,6 @@ class RequestOptions:
     """The longest answer to a sharegpt or jsonl request that names none."""
     ignore_eos: bool | None = None
     """Go on to the length asked for, past the end of the answer; by default for random only."""
-    temperature: float | None = None
-    """Sampling temperature; by default the server's."""
 
     def samples(self, seed: int) -> list[Sample]:
         """The requests to send. Raises ConfigError if the dataset's file is missing or unreadable."""
@@ -84,8 +83,7 @@ class RequestOptions:
     def common_fields(self) -> dict[str, object]:
         """Body fields that every request carries."""
         ignores = self.dataset == "random" if self.ignore_eos is None else self.ignore_eos
-        fields = {"ignore_eos": ignores or None, "temperature": self.temperature}
-        return {name: value for name, value in fields.items() if value is not None}
+        return {"ignore_eos": True} if ignores else {}
 
 
 def serve(
@@ -95,6 +93,7 @@ def serve(
     api_key: str | None = None,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
     requests: RequestOptions = RequestOptions(),
+    sampling: LoadSampling = LoadSampling(),
     load: LoadOptions = LoadOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
@@ -108,16 +107,17 @@ def serve(
     """
     general.apply()
     goal = parse_goal(load.goodput)
-    samples = requests.samples(load.seed)
+    samples = sampling.apply(requests.samples(load.seed))
     client = OpenAIClient(base_url, api_key)
     report = event_loop.run(_measure(client, model, samples, requests, load, goal))
-    output.stdout().print(report_table(base_url, report))
+    output.stdout().print(report_table(base_url, sampling.summary, report))
     for error, count in report.errors.items():
         output.stderr().print(f"{count} failed: {error}")
     if output_file is not None:
         record = {
             "base_url": base_url,
             "requests": dataclasses.asdict(requests),
+            "sampling": sampling.record(),
             "load": dataclasses.asdict(load),
             "report": dataclasses.asdict(report),
         }
@@ -142,9 +142,9 @@ async def _measure(
     return summarize(*measured, goal)
 
 
-def report_table(title: str, report: Report) -> Stack:
+def report_table(title: str, sampling: str, report: Report) -> Stack:
     """The figures as two tables in one: counts and rates, then latencies."""
-    counts = output.facts(_count_rows(report))
+    counts = output.facts([("sampling", sampling), *_count_rows(report)])
     latencies = output.table(
         "Latency in ms",
         ("", "mean", "median", "p90", "p99"),
