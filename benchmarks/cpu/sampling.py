@@ -1,8 +1,8 @@
-"""What sampling adds to a worker's step: one token for each of 1, 16 and 32 requests, with each setting in turn.
+"""Decode steps of a worker with each setting of sampling in turn, for 1, 16 and 32 requests.
 
-`python -m benchmarks.cpu.sampling [--model qwen3-0.6b] [--dtype bfloat16] [--quantization int8]`. Weights are random, so
-distributions are flat: the slow case, in which nearly all tokens count. `--peaked` raises every 997th logit, as far as a
-sure model does. Settings take turns, step by step, and each is compared with greedy steps of the same minute.
+`python -m benchmarks.cpu.sampling [--model qwen3-0.6b] [--dtype bfloat16] [--quantization int8]`. Weights are
+random, so distributions are flat: the slow case, in which nearly all tokens count. `--peaked` raises every 997th
+logit, as far as a sure model does. Settings take turns, and each is compared with the greedy steps beside it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def main(
     for name in SETTINGS:
         cells = []
         for seconds in columns:
-            ratios = [own / greedy for own, greedy in zip(seconds[name], seconds["greedy"], strict=True)]
+            ratios = [
+                own / greedy for own, greedy in zip(seconds[name], seconds["greedy"], strict=True)
+            ]
             median = statistics.median(seconds[name])
             cells.append(f"{median * 1e3:.2f} ms, × {statistics.median(ratios):.3f}")
         table.add_row(name, *cells)
@@ -113,7 +115,9 @@ def _measure(runner: Runner, count: int, rounds: int) -> dict[str, list[float]]:
         for name, setting in SETTINGS.items():
             starts = [_start(slot, setting) for slot in range(count)]
             slots = list(range(count))
-            runner.step(StepPlan(step=step, slots=slots, num_tokens=[_PROMPT] * count, starts=starts))
+            runner.step(
+                StepPlan(step=step, slots=slots, num_tokens=[_PROMPT] * count, starts=starts)
+            )
             best = []
             for _ in range(3):
                 step += 1
@@ -121,7 +125,7 @@ def _measure(runner: Runner, count: int, rounds: int) -> dict[str, list[float]]:
                 began = time.perf_counter()
                 runner.step(plan)
                 best.append(time.perf_counter() - began)
-            runner.step(StepPlan(step=step + 1, freed_slots=slots))
+            runner.step(StepPlan(step=step + 1, slots=[], num_tokens=[], freed_slots=slots))
             step += 2
             if turn > 0:  # the first time memory is taken
                 seconds[name].append(statistics.median(best))

@@ -119,7 +119,6 @@ class Kernels:
         window: int,
         out: int,
     ) -> None: ...
-
     def sample(
         self,
         batch: SamplingBatch,

@@ -289,7 +289,7 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
         """The next token of each row of logits [rows, vocab] float32, which are used up.
 
-        `pagoda.backend.sampling` says how tokens are chosen; all backends choose the same ones for the same logits.
+        `pagoda.backend.sampling` says how tokens are chosen; all backends choose the same ones of the same logits.
         """
 
     def rotary_table(

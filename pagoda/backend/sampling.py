@@ -1,16 +1,16 @@
-"""What a backend is given to sample with, and what it gives back.
+"""Rows of logits as a backend is given them to sample from, and tokens as it gives them back.
 
-**The distribution.** A token's *power* is `(logit - highest) * scale` in float32, where `scale` is `log2(e)` over the
-temperature: 2 to this power is how likely the token is against the likeliest one. Its *weight* is that number as a
-multiple of 2^-`WEIGHT_BITS`, so sums of weights are sums of whole numbers and exact in any order. A token is drawn
-by inversion: the first one, in the order of the vocabulary, up to which weights add up to more than the random number
-times their total.
+**The distribution.** A token's *power* is `(logit - highest) * scale` in float32, where `scale` is `log2(e)`
+over the temperature: 2 to this power is how likely the token is against the likeliest one. Its *weight* is that
+number as a multiple of 2^-`WEIGHT_BITS`, so sums of weights are sums of whole numbers and exact in any order. A
+token is drawn by inversion: the first one, in the order of the vocabulary, up to which weights add up to more
+than the random number times their total.
 
-**Truncation.** In this order: `min_p` leaves out tokens by their power, and none below 2^`LOWEST_POWER` is ever drawn;
-`top_k` keeps all tokens that equal the k-th; `top_p` goes through what is left from the highest logit down, of equal
-ones from the lowest id up, until weights add up to its share; `typical_p` goes through what is left from the power
-nearest to the mean power (Meister et al. 2022; distances in float32), of equally near ones from the lowest id up.
-At least one token is kept.
+**Truncation.** In this order: `min_p` leaves out tokens by their power, and none below 2^`LOWEST_POWER` is ever
+drawn; `top_k` keeps all tokens that equal the k-th; `top_p` goes through what is left from the highest logit
+down, of equal ones from the lowest id up, until weights add up to its share; `typical_p` goes through what is
+left from the power nearest to the mean power (Meister et al. 2022; distances in float32), of equally near ones
+from the lowest id up. At least one token is kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CERTAIN = 1 << 53
 
 
 class Outcome(IntEnum):
-    """What has become of a row; the numbers are those of csrc/sampler.h."""
+    """Results of sampling a row; the numbers are those of csrc/sampler.h."""
 
     DRAWN = 0
     NOT_FINITE = 1
@@ -47,7 +47,7 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class SamplingRules:
-    """What the parameters of a request say at every position."""
+    """Parameters of a request, as they count at every position."""
 
     sampling: SamplingParams
     allowed: Tensor | None
@@ -60,7 +60,7 @@ class SamplingRules:
 
     @cached_property
     def scale(self) -> float:
-        """What differences of logits are multiplied by to be powers of two."""
+        """Factor that turns differences of logits into powers of two."""
         return math.log2(math.e) / self.sampling.temperature
 
     @cached_property
@@ -83,12 +83,12 @@ class SamplingRow:
 
     rules: SamplingRules
     position: int
-    """How many tokens have been sampled; with the seed it determines the random number."""
+    """Number of tokens sampled before; with the seed it determines the random number."""
     holds_back_stops: bool
     seen: array[int]
     """Tokens that penalties are for, each once; int64."""
     counts: array[float]
-    """How often each of `seen` is in the output; float32."""
+    """Occurrences of each of `seen` in the output; float32."""
 
     @property
     def changes_logits(self) -> bool:

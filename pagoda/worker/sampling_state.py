@@ -1,4 +1,4 @@
-"""What sampling knows of a request: its rules, and the tokens that penalties are for.
+"""State of sampling of a request: its rules, and the tokens that penalties are for.
 
 The state lives as long as the request's slot and grows by one token a step; nothing is rebuilt from the context.
 """
@@ -31,7 +31,7 @@ class SamplingState:
         repeats = sampling.repetition_penalty != 1
         self._penalises = repeats or self._counts_output
         self._places: dict[int, int] = {}
-        """Where in `_seen` a token is."""
+        """Places of tokens in `_seen`."""
         self._seen, self._counts = array("q"), array("f")
         if repeats:
             for token_id in dict.fromkeys(start.token_ids):
@@ -41,7 +41,7 @@ class SamplingState:
                 self._counts[self._see(token_id)] += 1
 
     def needs_logits(self) -> bool:
-        """False if the next token is the likeliest one, whatever was said before, and nothing is reported of it."""
+        """False if the next token is the likeliest one, whatever was said, and nothing is reported of it."""
         sampling = self._rules.sampling
         return not sampling.greedy or sampling.logprobs is not None or self.row().changes_logits
 

@@ -66,7 +66,6 @@ BAD_VALUES = {
     "stream_options": [{"include_usage": True}],
     "suffix": ["x"],
     "kv_transfer_params": [[], "x", 1, True],
-    "typical_p": [0.5],
     "bad_words": [["x"]],
     "prompt_logprobs": [0],
     "structured_outputs": [{"regex": "(a+)+b"}],

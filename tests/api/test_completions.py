@@ -140,7 +140,7 @@ async def test_every_parameter_reaches_the_engine(api) -> None:
 
 
 async def test_fields_without_effect_and_neutral_values(api) -> None:
-    neutral = {"best_of": 1, "typical_p": 1.0, "bad_words": [], "suffix": "", "store": False}
+    neutral = {"best_of": 1, "bad_words": [], "suffix": "", "store": False}
     neutral |= {"response_format": {"type": "text"}, "service_tier": "auto"}
     nulls = dict.fromkeys(["temperature", "stop", "seed", "n", "logprobs", "max_tokens"])
     answer = await api.complete(user="me", metadata={"a": "b"}, **neutral, **nulls)

@@ -30,7 +30,9 @@ def test_known_answers(
 
 
 def test_uniform_numbers_are_in_range_and_even() -> None:
-    numbers = [uniform_bits(seed, position) * 2.0**-53 for seed in range(50) for position in range(40)]
+    numbers = [
+        uniform_bits(seed, position) * 2.0**-53 for seed in range(50) for position in range(40)
+    ]
     assert all(0 <= number < 1 for number in numbers)
     assert len(set(numbers)) == len(numbers)
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.02

@@ -1,4 +1,4 @@
-"""Sampling on all backends: the native sampler against plain PyTorch in every bit, and both against probabilities."""
+"""Sampling: the native sampler against plain PyTorch in every bit, and both against exact probabilities."""
 
 from __future__ import annotations
 
@@ -101,7 +101,12 @@ sized = st.sampled_from(VOCABULARIES)
 
 @needs_kernels
 @settings(examples, max_examples=120)
-@given(vocab=sized, kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=7), seed=seeds, n=threads)
+@given(
+    vocab=sized,
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=7),
+    seed=seeds,
+    n=threads,
+)
 def test_the_same_in_every_bit(vocab: int, kinds: list[str], seed: int, n: int) -> None:
     """Tokens, log-probabilities and errors of random rules, alone and with other rows."""
     rng = random.Random(seed)

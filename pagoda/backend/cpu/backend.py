@@ -271,8 +271,8 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         reports = (most, numbers.data_ptr(), logprobs.data_ptr())
         self._kernels.sample(batch, logits.data_ptr(), logits.stride(0), vocab_size, *reports)
         return [
-            sampled_row(row, *report, vocab_size)
-            for row, *report in zip(rows, numbers.tolist(), logprobs.tolist(), strict=True)
+            sampled_row(row, found, values, vocab_size)
+            for row, found, values in zip(rows, numbers.tolist(), logprobs.tolist(), strict=True)
         ]
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:

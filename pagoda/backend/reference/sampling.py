@@ -1,8 +1,8 @@
 """Sampling in plain PyTorch, row by row: the specification of `Backend.sample`; see `pagoda.backend.sampling`.
 
-All that is rounded is rounded by single operations on float32 or float64, which every backend can repeat; sums are of
-whole numbers. Random numbers are a pure function of (seed, position), by Philox4x32-10 (Salmon et al. 2011, "Parallel
-random numbers: as easy as 1, 2, 3"): nothing has to be stored, replayed or carried along.
+All that is rounded is rounded by single operations on float32 or float64, which every backend can repeat; sums
+are of whole numbers. Random numbers are a pure function of (seed, position), by Philox4x32-10 (Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3"): nothing has to be stored, replayed or carried along.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def apply_rules(logits: Tensor, row: SamplingRow) -> Tensor:
 
 
 def powers_of(logits: Tensor, scale: float) -> Tensor:
-    """How likely tokens are against the likeliest one, as powers of two: [vocab] float32."""
+    """Likelihoods of tokens against the likeliest one, as powers of two: [vocab] float32."""
     return (logits - logits.max()) * torch.tensor(scale)
 
 
