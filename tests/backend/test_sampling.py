@@ -195,7 +195,7 @@ def kept(ops: Any, logits: list[float], **params: Any) -> set[int]:
         ([0.0, -0.0, 0.0, -9], {"top_p": 0.6}, {0, 1}),  # zeros are equal
         ([3, 1, 1, 1, 1], {"typical_p": 0.1}, {0}),
         # The entropy of 8 equal ones and a likelier one is nearer to the equal ones.
-        ([1.5, *[0] * 8], {"typical_p": 0.2}, {1, 2}),
+        ([1.5, *[0] * 8], {"typical_p": 0.2}, {1, 2, 3}),
         ([0, -28, -29], {}, {0}),  # what is less likely than 2^-40
     ],
 )
