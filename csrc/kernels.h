@@ -176,7 +176,7 @@ struct Argmax {
 constexpr int kWeightBits = 40;
 // Logits whose maximum is kept. Masks of tokens are in words of 32 bits.
 constexpr int64_t kSampleBlock = 128;
-// Tokens are sorted into buckets by powers of two first; those left out may go to the last one, which is beyond.
+// Tokens are sorted into buckets by powers of two first; the last one is beyond all that may count.
 constexpr int kSampleBuckets = 1024;
 constexpr float kBucketsPerPower = 25;
 
@@ -187,6 +187,15 @@ struct Weighing {
     float lowest;        // logits below are left out
     float mean = 0;      // of powers; powers further from it than `farthest` are left out
     float farthest = INFINITY;
+    float first_bucket = 0, bucket_end = kSampleBuckets;  // for `weigh`: others are left out
+};
+
+// Some tokens of a block, one after the other.
+struct WeighedTokens {
+    alignas(64) int64_t weights[kSampleBlock + 16];
+    alignas(64) float distances[kSampleBlock + 16];  // of powers from the mean
+    alignas(64) int32_t buckets[kSampleBlock + 16];
+    alignas(64) int32_t places[kSampleBlock + 16];  // in the block
 };
 
 struct KernelTable {
@@ -246,9 +255,8 @@ struct KernelTable {
     // The sum of weights of logits [n], and of weights times powers.
     int64_t (*total_weight)(const Weighing&, const float* x, int64_t n);
     int64_t (*total_product)(const Weighing&, const float* x, int64_t n);
-    // Of logits [n], at most kSampleBlock: weights, distances from the mean, buckets of distances. What they are
-    // written to has kSampleBlock elements.
-    void (*weigh)(const Weighing&, const float* x, int64_t n, int64_t* weights, float* distances, int32_t* buckets);
+    // The tokens that count of logits [n], at most kSampleBlock; returns their number.
+    int64_t (*weigh)(const Weighing&, const float* x, int64_t n, WeighedTokens& tokens);
     // The highest of each kSampleBlock of logits [n]; false if a logit is not finite.
     bool (*block_maxima)(const float* x, int64_t n, float* maxima);
     // Logits above the bound.

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <numeric>
 
 #include "ops.h"
 #include "philox.h"
@@ -81,6 +82,7 @@ struct Row {
     Outcome outcome;
     int64_t token;
     float raw_highest;
+    int64_t total;  // of weights, for top-p or typical-p
     Weighing how;
     int64_t equal_end, distant_end;  // from these tokens on, logits and distances that equal the limits do not count
 
@@ -170,6 +172,12 @@ class Step {
             if (row.outcome == Outcome::drawn) prepare(row);
         });
         if (cuts_) {
+            each_chunk([&](Row& row, int64_t chunk) {
+                if (nucleus(row)) row.weights[chunk] = total(row, chunk, table_.total_weight);
+            });
+            each_row([&](Row& row) {
+                if (nucleus(row)) leave_out_tail(row);
+            });
             fill_buckets([&](const Row& row) { return row.draws() && row.rules->cuts(vocab_); });
             each_row([&](Row& row) {
                 if (row.draws() && row.rules->cuts(vocab_)) cut(row);
@@ -367,11 +375,11 @@ class Step {
 
     void fill_buckets(const Row& row, int64_t begin, int64_t end) const {
         Bucket own[kSampleBuckets] = {};
-        each_block(row, begin, end, [&](int64_t, int64_t n, const Block& block) {
+        each_block(row, begin, end, [&](int64_t, int64_t n, const WeighedTokens& tokens) {
             for (int64_t i = 0; i < n; ++i) {
-                Bucket& bucket = own[block.buckets[i]];
-                bucket.weight += block.weights[i];
-                bucket.count += block.weights[i] != 0;
+                Bucket& bucket = own[tokens.buckets[i]];
+                bucket.weight += tokens.weights[i];
+                ++bucket.count;
             }
         });
         for (int b = 0; b < kSampleBuckets; ++b) {
@@ -382,21 +390,13 @@ class Step {
         }
     }
 
-    struct Block {
-        alignas(64) int64_t weights[kSampleBlock];
-        alignas(64) float distances[kSampleBlock];
-        alignas(64) int32_t buckets[kSampleBlock];
-    };
-
-    // Calls f(first token, tokens, block) for tokens that may count.
+    // Calls f(block's first token, n, tokens) with the n tokens of blocks that count.
     template <class F>
     void each_block(const Row& row, int64_t begin, int64_t end, F f) const {
-        Block block;
+        WeighedTokens tokens;
         each_piece(row, begin, end, [&](const Weighing& how, int64_t at, int64_t stop) {
             for (; at < stop; at += kSampleBlock) {
-                const int64_t n = std::min(kSampleBlock, stop - at);
-                table_.weigh(how, row.logits + at, n, block.weights, block.distances, block.buckets);
-                f(at, n, block);
+                f(at, table_.weigh(how, row.logits + at, std::min(kSampleBlock, stop - at), tokens), tokens);
             }
         });
     }
@@ -404,7 +404,7 @@ class Step {
     // Finds where the sum over tokens, from the nearest on, of weights or of ones reaches the goal, which all
     // together do. The tokens that equal the last one are kept all if they are counted, else as far as needed.
     template <class Key>
-    Cut find_cut(const Row& row, int64_t goal, bool counted, Key key_of_token) const {
+    Cut find_cut(Row& row, int64_t goal, bool counted, Key key_of_token) const {
         const auto amount = [=](const auto& part) { return counted ? int64_t{1} : part.weight; };
         int bucket = 0;
         int64_t weight = 0, reached = 0;
@@ -417,13 +417,17 @@ class Step {
         }
         Candidate* candidates = own_candidates();
         int64_t n = 0;
-        each_block(row, 0, vocab_, [&](int64_t begin, int64_t size, const Block& block) {
+        row.how.first_bucket = static_cast<float>(bucket);
+        row.how.bucket_end = static_cast<float>(bucket + 1);
+        each_block(row, 0, vocab_, [&](int64_t begin, int64_t size, const WeighedTokens& tokens) {
             for (int64_t i = 0; i < size; ++i) {
-                candidates[n] = {key_of_token(begin + i, block.distances[i]), static_cast<uint32_t>(begin + i),
-                                 block.weights[i]};
-                n += block.buckets[i] == bucket && block.weights[i] != 0;
+                const int64_t token = begin + tokens.places[i];
+                candidates[n++] = {key_of_token(token, tokens.distances[i]), static_cast<uint32_t>(token),
+                                   tokens.weights[i]};
             }
         });
+        row.how.first_bucket = 0;
+        row.how.bucket_end = kSampleBuckets;
         for (int shift = 24; shift >= 0; shift -= 8) {
             Bucket digits[256] = {};
             for (int64_t i = 0; i < n; ++i) {
@@ -456,6 +460,21 @@ class Step {
         return found;
     }
 
+    // True for top-p of all tokens. What they add up to is found first: few have to be looked at then.
+    static bool nucleus(const Row& row) {
+        return row.draws() && row.rules->top_p < kCertain && row.rules->top_k == 0;
+    }
+
+    // Leaves out tokens so unlikely that even so many as there are would not add up to what top-p leaves out.
+    void leave_out_tail(Row& row) const {
+        row.total = std::accumulate(row.weights, row.weights + chunks_, int64_t{0});
+        const int64_t least = (row.total - share_of(row.total, row.rules->top_p)) / vocab_;
+        if (least == 0) return;
+        // A little lower, as neither logarithms nor weights are exact.
+        const float power = std::log2(static_cast<float>(least)) - kWeightBits - 0.01f;
+        row.how.lowest_power = std::max(row.how.lowest_power, power);
+    }
+
     // Leaves the tokens of top-k, and of these the ones of top-p.
     void cut(Row& row) const {
         const SamplingRow& rules = *row.rules;
@@ -464,6 +483,7 @@ class Step {
             weight += row.buckets[b].weight;
             count += row.buckets[b].count;
         }
+        if (nucleus(row)) weight = row.total;
         const auto key = [&](int64_t token, float) { return key_of(row.logits[token]); };
         Cut found{row.how.lowest};
         if (rules.top_k > 0 && rules.top_k < count) {
@@ -492,14 +512,14 @@ class Step {
                 product += row.products[chunk];
             }
             row.how.mean = static_cast<float>(static_cast<double>(product) / static_cast<double>(weight));
-            row.weights[0] = weight;
+            row.total = weight;
             std::memset(row.buckets, 0, kBucketsBytes);
         });
         fill_buckets(wanted);
         each_row([&](Row& row) {
             if (!wanted(row)) return;
             // Nearer ones have higher keys.
-            const Cut found = find_cut(row, share_of(row.weights[0], row.rules->typical_p), false,
+            const Cut found = find_cut(row, share_of(row.total, row.rules->typical_p), false,
                                        [](int64_t, float distance) { return key_of(-distance); });
             row.how.farthest = -found.value;
             row.distant_end = found.equal_end;
@@ -514,13 +534,11 @@ class Step {
         int64_t chunk = 0;
         while (left >= row.weights[chunk]) left -= row.weights[chunk++];
         bool found = false;
-        each_block(row, first(chunk), end(chunk), [&](int64_t begin, int64_t n, const Block& block) {
+        each_block(row, first(chunk), end(chunk), [&](int64_t begin, int64_t n, const WeighedTokens& tokens) {
             for (int64_t i = 0; i < n && !found; ++i) {
-                if (left < block.weights[i]) {
-                    row.token = begin + i;
-                    found = true;
-                }
-                left -= block.weights[i];
+                found = left < tokens.weights[i];
+                if (found) row.token = begin + tokens.places[i];
+                left -= tokens.weights[i];
             }
         });
     }

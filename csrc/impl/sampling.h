@@ -11,6 +11,7 @@
 namespace {
 
 using pagoda::kSampleBlock;
+using pagoda::WeighedTokens;
 using pagoda::Weighing;
 
 // Whole numbers of 64 bits, as many as a vector has floats.
@@ -31,9 +32,24 @@ PAGODA_INLINE void store(int64_t* p, Longs x) {
     _mm512_storeu_si512(p, x.low);
     _mm512_storeu_si512(p + kWidth / 2, x.high);
 }
-PAGODA_INLINE void store_truncated(int32_t* p, vec x) { _mm512_storeu_si512(p, _mm512_cvttps_epi32(x)); }
-PAGODA_INLINE int64_t count_above(vec x, float bound) {
-    return __builtin_popcount(_mm512_cmp_ps_mask(x, broadcast(bound), _CMP_GT_OQ));
+// A bit for each element.
+using Lanes = uint32_t;
+PAGODA_INLINE Lanes above(vec x, float bound) { return _mm512_cmp_ps_mask(x, broadcast(bound), _CMP_GT_OQ); }
+PAGODA_INLINE Lanes below(vec x, float bound) { return _mm512_cmp_ps_mask(x, broadcast(bound), _CMP_LT_OQ); }
+PAGODA_INLINE Lanes not_above(vec x, float bound) { return _mm512_cmp_ps_mask(x, broadcast(bound), _CMP_LE_OQ); }
+PAGODA_INLINE Lanes not_below(vec x, float bound) { return _mm512_cmp_ps_mask(x, broadcast(bound), _CMP_GE_OQ); }
+
+// Adds some lanes of a vector, from place `first` of a block on, behind so many tokens.
+PAGODA_INLINE void append(Lanes lanes, vec weight, vec distance, vec bucket, int64_t first, WeighedTokens& tokens,
+                          int64_t count) {
+    const auto mask = static_cast<__mmask16>(lanes);
+    const Longs weights = to_longs(_mm512_maskz_compress_ps(mask, weight));
+    store(tokens.weights + count, weights);
+    store(tokens.distances + count, _mm512_maskz_compress_ps(mask, distance));
+    _mm512_storeu_si512(tokens.buckets + count, _mm512_cvttps_epi32(_mm512_maskz_compress_ps(mask, bucket)));
+    const __m512i places = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                            _mm512_set1_epi32(static_cast<int>(first)));
+    _mm512_storeu_si512(tokens.places + count, _mm512_maskz_compress_epi32(mask, places));
 }
 // x where the bit of an element is set, else -inf; `bits` are of this vector's elements.
 PAGODA_INLINE vec where_set(vec x, uint32_t bits) {
@@ -63,12 +79,30 @@ PAGODA_INLINE void store(int64_t* p, Longs x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.low);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + kWidth / 2), x.high);
 }
-PAGODA_INLINE void store_truncated(int32_t* p, vec x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvttps_epi32(x));
+using Lanes = uint32_t;
+template <int Predicate>
+PAGODA_INLINE Lanes compared(vec x, float bound) {
+    return static_cast<Lanes>(_mm256_movemask_ps(_mm256_cmp_ps(x, broadcast(bound), Predicate)));
 }
-PAGODA_INLINE int64_t count_above(vec x, float bound) {
-    return __builtin_popcount(
-        static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(x, broadcast(bound), _CMP_GT_OQ))));
+PAGODA_INLINE Lanes above(vec x, float bound) { return compared<_CMP_GT_OQ>(x, bound); }
+PAGODA_INLINE Lanes below(vec x, float bound) { return compared<_CMP_LT_OQ>(x, bound); }
+PAGODA_INLINE Lanes not_above(vec x, float bound) { return compared<_CMP_LE_OQ>(x, bound); }
+PAGODA_INLINE Lanes not_below(vec x, float bound) { return compared<_CMP_GE_OQ>(x, bound); }
+
+PAGODA_INLINE void append(Lanes lanes, vec weight, vec distance, vec bucket, int64_t first, WeighedTokens& tokens,
+                          int64_t count) {
+    alignas(32) int64_t weights[kWidth];
+    alignas(32) float distances[kWidth], buckets[kWidth];
+    store(weights, to_longs(weight));
+    store(distances, distance);
+    store(buckets, bucket);
+    for (; lanes != 0; lanes &= lanes - 1, ++count) {
+        const int lane = __builtin_ctz(lanes);
+        tokens.weights[count] = weights[lane];
+        tokens.distances[count] = distances[lane];
+        tokens.buckets[count] = static_cast<int32_t>(buckets[lane]);
+        tokens.places[count] = static_cast<int32_t>(first) + lane;
+    }
 }
 PAGODA_INLINE vec where_set(vec x, uint32_t bits) {
     const __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -107,44 +141,50 @@ PAGODA_INLINE vec weight_of(vec y) {
     return mul(p, power_of_two(add(n, broadcast(pagoda::kWeightBits))));
 }
 
-// Of a vector: powers of two, distances from the mean, weights as floats, 0 for tokens that are left out.
-struct Weighed {
-    vec power, distance, weight;
+PAGODA_INLINE vec power_of(const Weighing& how, vec x) {
+    return mul(sub(x, broadcast(how.highest)), broadcast(how.scale));
+}
+PAGODA_INLINE vec distance_of(const Weighing& how, vec power) { return absolute(sub(power, broadcast(how.mean))); }
 
-    PAGODA_INLINE Weighed(const Weighing& how, vec x) {
-        power = mul(sub(x, broadcast(how.highest)), broadcast(how.scale));
-        distance = absolute(sub(power, broadcast(how.mean)));
-        weight = unless_below(power, broadcast(how.lowest_power), weight_of(power));
-        weight = unless_below(x, broadcast(how.lowest), weight);
-        weight = unless_below(broadcast(how.farthest), distance, weight);
-    }
-};
+// The weights of logits as floats, 0 for those that are left out.
+PAGODA_INLINE vec counting_weight(const Weighing& how, vec x, vec power) {
+    vec weight = unless_below(power, broadcast(how.lowest_power), weight_of(power));
+    weight = unless_below(x, broadcast(how.lowest), weight);
+    return unless_below(broadcast(how.farthest), distance_of(how, power), weight);
+}
 
-// A function that GCC keeps out of the loops around its calls.
 int64_t total_weight(const Weighing& how, const float* x, int64_t n) {
     Longs total = no_longs();
-    for_logits(x, n, [&](int64_t, vec v) { total = add(total, to_longs(Weighed(how, v).weight)); });
+    for_logits(x, n, [&](int64_t, vec v) {
+        total = add(total, to_longs(counting_weight(how, v, power_of(how, v))));
+    });
     return sum(total);
 }
 
 int64_t total_product(const Weighing& how, const float* x, int64_t n) {
     Longs total = no_longs();
     for_logits(x, n, [&](int64_t, vec v) {
-        const Weighed weighed(how, v);
+        const vec power = power_of(how, v);
         // Of tokens that are left out the power may be infinite.
-        total = add(total, to_longs(mul(weighed.weight, max(broadcast(-60.0f), weighed.power))));
+        total = add(total, to_longs(mul(counting_weight(how, v, power), max(broadcast(-60.0f), power))));
     });
     return sum(total);
 }
 
-void weigh(const Weighing& how, const float* x, int64_t n, int64_t* weights, float* distances, int32_t* buckets) {
+int64_t weigh(const Weighing& how, const float* x, int64_t n, WeighedTokens& tokens) {
+    int64_t count = 0;
     for_logits(x, n, [&](int64_t i, vec v) {
-        const Weighed weighed(how, v);
-        store(weights + i, to_longs(weighed.weight));
-        store(distances + i, weighed.distance);
-        const vec bucket = mul(weighed.distance, broadcast(pagoda::kBucketsPerPower));
-        store_truncated(buckets + i, min(bucket, broadcast(pagoda::kSampleBuckets - 1)));
+        const vec power = power_of(how, v), distance = distance_of(how, power);
+        const vec bucket =
+            min(mul(distance, broadcast(pagoda::kBucketsPerPower)), broadcast(pagoda::kSampleBuckets - 1));
+        const Lanes counting = not_below(power, how.lowest_power) & not_below(v, how.lowest) &
+                               not_above(distance, how.farthest) & not_below(bucket, how.first_bucket) &
+                               below(bucket, how.bucket_end);
+        if (counting == 0) return;
+        append(counting, weight_of(power), distance, bucket, i, tokens, count);
+        count += __builtin_popcount(counting);
     });
+    return count;
 }
 
 bool block_maxima(const float* x, int64_t n, float* maxima) {
@@ -170,7 +210,7 @@ bool block_maxima(const float* x, int64_t n, float* maxima) {
 
 int64_t count_above(const float* x, int64_t n, float bound) {
     int64_t count = 0;
-    for_logits(x, n, [&](int64_t, vec v) { count += count_above(v, bound); });
+    for_logits(x, n, [&](int64_t, vec v) { count += __builtin_popcount(above(v, bound)); });
     return count;
 }
 
