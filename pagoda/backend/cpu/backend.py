@@ -249,8 +249,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
         check_logits(logits, rows)
-        self._checked(logits, torch.float32)
-        vocab_size = logits.shape[1]
+        vocab_size = _checked(logits).shape[1]
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         batch = self._native.SamplingBatch()
