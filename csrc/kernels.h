@@ -2,6 +2,7 @@
 // decided in linear.cpp, quantized.cpp, rows.cpp and attention.cpp, for all instruction sets.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 namespace pagoda {
@@ -210,6 +211,32 @@ struct Argmax {
     int64_t column;  // the first of equal ones
 };
 
+// Weights of tokens are multiples of 2 to the power of minus this.
+constexpr int kWeightBits = 40;
+// Logits whose maximum is kept. Masks of tokens are in words of 32 bits.
+constexpr int64_t kSampleBlock = 128;
+// Tokens are sorted into buckets by powers of two first; the last one is beyond all that may count.
+constexpr int kSampleBuckets = 1024;
+constexpr float kBucketsPerPower = 25;
+
+// How the logits of a row become weights, and which tokens count: 2 to the power of (x - highest) * scale.
+struct Weighing {
+    float highest, scale;
+    float lowest_power;  // powers below are left out
+    float lowest;        // logits below are left out
+    float mean = 0;      // of powers; powers further from it than `farthest` are left out
+    float farthest = INFINITY;
+    float first_bucket = 0, bucket_end = kSampleBuckets;  // for `weigh`: others are left out
+};
+
+// Some tokens of a block, one after the other.
+struct WeighedTokens {
+    alignas(64) int64_t weights[kSampleBlock + 16];
+    alignas(64) float distances[kSampleBlock + 16];  // of powers from the mean
+    alignas(64) int32_t buckets[kSampleBlock + 16];
+    alignas(64) int32_t places[kSampleBlock + 16];  // in the block
+};
+
 struct KernelTable {
     // Bytes that one activation takes when packed for weights of the dtype.
     int64_t (*packed_size)(Dtype);
@@ -266,6 +293,17 @@ struct KernelTable {
     void (*merge)(int rows, int padded_dim, Softmax whole, Partial split);
     // result = out / total.
     void (*normalize)(const float* out, float total, int64_t d, float* result);
+    // The sum of weights of logits [n], and of weights times powers.
+    int64_t (*total_weight)(const Weighing&, const float* x, int64_t n);
+    int64_t (*total_product)(const Weighing&, const float* x, int64_t n);
+    // The tokens that count of logits [n], at most kSampleBlock; returns their number.
+    int64_t (*weigh)(const Weighing&, const float* x, int64_t n, WeighedTokens& tokens);
+    // The highest of each kSampleBlock of logits [n]; false if a logit is not finite.
+    bool (*block_maxima)(const float* x, int64_t n, float* maxima);
+    // Logits above the bound.
+    int64_t (*count_above)(const float* x, int64_t n, float bound);
+    // Makes logits -inf whose bit is not set.
+    void (*forbid_unset)(float* x, int64_t n, const uint32_t* bits);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }

@@ -139,6 +139,22 @@ class Kernels:
         window: int,
         out: int,
     ) -> None: ...
+    def sample(
+        self,
+        batch: SamplingBatch,
+        logits: int,
+        row_stride: int,
+        vocab_size: int,
+        most: int,
+        numbers: int,
+        logprobs: int,
+    ) -> None: ...
+
+class SamplingBatch:
+    """Rows of logits to sample from; see csrc/sampler.h."""
+
+    def __init__(self) -> None: ...
+    def add(self, *arguments: float) -> None: ...
 
 class PackedLinear:
     """A packed weight, as experts take it."""

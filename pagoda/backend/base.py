@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor, device, dtype, empty
 
 from pagoda.backend.operation import Operation, WeightNames
+from pagoda.backend.sampling import SampledRow, SamplingRow
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Collectives
@@ -288,6 +289,12 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
         Returns the index [m] int64, the lowest of equal ones; the value [m] float32; and a flag [m] bool that all
         logits of the row are finite, without which the other two mean nothing.
+        """
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
+        """The next token of each row of logits [rows, vocab] float32, which are used up.
+
+        `pagoda.backend.sampling` says how tokens are chosen; all backends choose the same ones of the same logits.
         """
 
     def rotary_table(

@@ -26,6 +26,7 @@ from pagoda.backend.base import (
 from pagoda.backend.cpu.collectives import SharedMemoryCollectives
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.program import CompiledForward
+from pagoda.backend.cpu.sampling import add_row, sampled_row
 from pagoda.backend.cpu.weights import (
     DTYPES,
     KV_DTYPES,
@@ -39,6 +40,7 @@ from pagoda.backend.cpu.weights import (
 )
 from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
 from pagoda.backend.operation import WeightNames
+from pagoda.backend.sampling import SampledRow, SamplingRow, check_logits
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
@@ -246,6 +248,24 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         results = (columns.data_ptr(), values.data_ptr(), finite.data_ptr())
         find(address(segment.bias), x.data_ptr(), x.stride(0), len(x), *results)
         return columns, values, finite
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
+        check_logits(logits, rows)
+        vocab_size = _checked(logits).shape[1]
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        batch = self._native.SamplingBatch()
+        for row in rows:
+            add_row(batch, row, vocab_size)
+        most = max((row.rules.sampling.logprobs or 0 for row in rows), default=0)
+        numbers = torch.empty((len(rows), 3 + most), dtype=torch.int64)
+        logprobs = torch.empty((len(rows), 1 + most))
+        reports = (most, numbers.data_ptr(), logprobs.data_ptr())
+        self._kernels.sample(batch, logits.data_ptr(), logits.stride(0), vocab_size, *reports)
+        return [
+            sampled_row(row, found, values, vocab_size)
+            for row, found, values in zip(rows, numbers.tolist(), logprobs.tolist(), strict=True)
+        ]
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         x, delta = _checked(x).contiguous(), _checked(delta).contiguous()
