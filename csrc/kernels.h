@@ -186,7 +186,8 @@ struct QuantizedRow {
     }
     // An odd number of cache lines, so that rows do not displace each other.
     static int64_t bytes(const QuantizedFormat& format, int64_t code_size) {
-        const int64_t wide = format.grouped ? 0 : 8 + (code_size == 1 ? format.group_inputs / 4 * 8 : 0);
+        // Two more quads than there are: one that counts for nothing makes them even, and one is written in vain.
+        const int64_t wide = format.grouped ? 0 : 8 + (code_size == 1 ? (format.group_inputs / 4 + 2) * 8 : 0);
         return ((codes_bytes(format, code_size) + 12 * format.groups + wide + 63) / 64 | 1) * 64;
     }
 };

@@ -240,6 +240,7 @@ PAGODA_INLINE void quantize_wide(const float* x, int64_t n, const QuantizedRow& 
 #endif
         total = add_ints(total, rounded);
     }
+    if (wide % 2 != 0) row.wide[wide++] = {0, 0};
     *row.num_wide = wide;
     *row.sum = sum(total);
     *row.starts = static_cast<int32_t>(-128u * static_cast<uint32_t>(*row.sum));
@@ -313,16 +314,24 @@ PAGODA_INLINE void add_wide(const QuantizedFormat& format, const uint8_t* panel,
     for (int r = 0; r < Rows; ++r) {
         const WideQuad* wide = of_row(row.wide, r);
         const WideQuad* end = wide + *of_row(row.num_wide, r);
-        ints units[Cols];
-        for (int j = 0; j < Cols; ++j) units[j] = broadcast_ints(0);
-        for (; wide < end; ++wide) {
-            const uint8_t* codes = panel + 4 * kPanel * int64_t{wide->quad} + 4 * column;
-            const ints quad = broadcast_ints(wide->codes);
+        ints units[2][Cols];
+        for (int j = 0; j < Cols; ++j) units[0][j] = units[1][j] = broadcast_ints(0);
+        // Two at once: each waits for the one before it.
+        for (; wide < end; wide += 2) {
 #pragma GCC unroll 2
-            for (int j = 0; j < Cols; ++j) units[j] = add_products(units[j], load_ints(codes + j * kVectorBytes), quad);
+            for (int i = 0; i < 2; ++i) {
+                const uint8_t* codes = panel + 4 * kPanel * int64_t{wide[i].quad} + 4 * column;
+                const ints quad = broadcast_ints(wide[i].codes);
+#pragma GCC unroll 2
+                for (int j = 0; j < Cols; ++j) {
+                    units[i][j] = add_products(units[i][j], load_ints(codes + j * kVectorBytes), quad);
+                }
+            }
         }
 #pragma GCC unroll 2
-        for (int j = 0; j < Cols; ++j) sums[r][j] = add_ints(sums[r][j], _mm512_slli_epi32(units[j], 7));
+        for (int j = 0; j < Cols; ++j) {
+            sums[r][j] = add_ints(sums[r][j], _mm512_slli_epi32(add_ints(units[0][j], units[1][j]), 7));
+        }
     }
 #endif
     if (!format.offsets) return;
