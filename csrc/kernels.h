@@ -2,6 +2,7 @@
 // decided in linear.cpp, quantized.cpp, rows.cpp and attention.cpp, for all instruction sets.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 namespace pagoda {
@@ -42,26 +43,42 @@ struct Cache {
     float* value_scales;  // the same
 };
 
-// The queries of some tokens of one sequence that share a K/V head, and where their keys and values are.
+// The queries that meet each of some K/V heads, and where the heads' keys and values are. Queries are of one sequence,
+// or of several whose tokens lie in the same blocks as far as they are attended to from here.
 struct AttendTile {
     Cache cache;
-    const void* queries;   // as pack_query leaves them
-    const float* factors;  // [rows], what brings scores to powers of two
-    int rows;
-    int group;               // rows of one token, one after the other
-    int64_t first_position;  // of the first token
-    int64_t window;          // tokens that a token sees, itself included
-    const int32_t* blocks;   // of the sequence
-    int64_t begin, end;      // of the cached tokens that are attended to from here, in one call or in several
-    int kv_head;
+    const void* queries;       // of head after head, packed_queries apart, as pack_query leaves them
+    const float* factors;      // [heads, rows], what brings scores to powers of two
+    const int64_t* positions;  // [rows]
+    int rows;                  // of one head
+    int kv_head, heads;        // the first, and how many
+    int64_t window;            // tokens that a token sees, itself included
+    const int32_t* blocks;     // of the sequence
+    int64_t end;               // behind the last cached token that is attended to from here, in one call or in several
     int num_kv_heads;
     int block_size;
     int head_dim;
     int padded_dim;  // head_dim rounded up to 16
 };
 
-// A softmax that is not finished, of each row.
+// Totals of a row that is not finished: vectors of any instruction set, added up at the end.
+constexpr int kTotals = 16;
+
+// A softmax that is not finished, of rows of some heads. Those of the next head come head_rows later.
 struct Partial {
+    float* highest;  // [rows], as a power of two
+    float* totals;   // [rows, kTotals]
+    float* out;      // [rows, padded_dim]
+    int64_t head_rows;
+
+    // From a row on.
+    Partial from(int64_t row, int padded_dim) const {
+        return {highest + row, totals + row * kTotals, out + row * padded_dim, head_rows};
+    }
+};
+
+// The softmax of rows of one head over splits that were merged.
+struct Softmax {
     float* highest;  // [rows], as a power of two
     float* total;    // [rows]
     float* out;      // [rows, padded_dim]
@@ -87,7 +104,8 @@ constexpr uint8_t kIq4Codebook[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141,
 
 // How a quantized weight lies in a panel, group by group of inputs: for every four inputs the codes of 32 outputs,
 // four bytes each, or in 4 bits for every eight inputs (the first four in the low halves of bytes); then 32 scales
-// and, where there are some, 32 offsets. Scales are float16, or float where all inputs are one group.
+// and, where there are some, 32 offsets, both float16. Where all inputs are one group scales are floats, and instead
+// of offsets there are zero points, 32-bit integers that all codes of an output are too high by.
 struct QuantizedFormat {
     int bits;
     bool grouped, offsets;
@@ -101,7 +119,8 @@ struct QuantizedFormat {
         return offsets ? 0 : blocks.codebook ? 128 : 1 << (bits - 1);
     }
     int64_t code_bytes() const { return group_inputs * kPanel * bits / 8; }
-    int64_t group_bytes() const { return code_bytes() + kPanel * (grouped ? offsets ? 4 : 2 : 4); }
+    int64_t scale_size() const { return grouped ? 2 : 4; }
+    int64_t group_bytes() const { return code_bytes() + kPanel * scale_size() * (offsets ? 2 : 1); }
     int64_t panel_bytes() const {
         return blocks.groups == 0 ? groups * group_bytes() : groups / blocks.groups * block_bytes();
     }
@@ -127,18 +146,38 @@ struct QuantizedFormat {
     }
 };
 
+// What four neighbouring codes of eight bits lack to the integers that they stand for, in units of kWideUnit.
+struct WideQuad {
+    int32_t quad;   // the first of the four inputs, over four
+    int32_t codes;  // four bytes
+};
+constexpr int kWideUnit = 128;
+
+// Activations that are rounded together: lane i has those whose number is i in remainder. Nearly all of them are codes
+// of eight bits: as many as the highest of this lane allows, the lanes being sorted by their highest.
+constexpr int kLanes = 32, kNarrowLane = 22;
+// The largest code that has eight bits of units; sums of codes' magnitudes times 255 fit 32 bits up to the other one.
+constexpr float kLargestCode = 127 * kWideUnit, kLargestSum = 1 << 23;
+
 // A row of activations as the products of integers take it: codes, and for each group the integer that its sum
-// starts at so that the codes' zero counts for nothing, the scale, and the scale times the sum of codes.
+// starts at so that the codes' zero counts for nothing, the scale, and the scale times the sum of codes. Where all
+// inputs are one group codes are of more than eight bits: those that do not fit theirs come again as wide quads.
 struct QuantizedRow {
     void* codes;
     int32_t* starts;
     float* scales;
     float* totals;
+    int32_t* sum;  // of codes; this and what follows only where all inputs are one group
+    int32_t* num_wide;
+    WideQuad* wide;
 
     QuantizedRow(const QuantizedFormat& format, int64_t code_size, void* memory) : codes(memory) {
         starts = reinterpret_cast<int32_t*>(static_cast<char*>(memory) + codes_bytes(format, code_size));
         scales = reinterpret_cast<float*>(starts + format.groups);
         totals = scales + format.groups;
+        sum = reinterpret_cast<int32_t*>(totals + format.groups);
+        num_wide = sum + 1;
+        wide = reinterpret_cast<WideQuad*>(num_wide + 1);
     }
 
     // Whole vectors.
@@ -147,7 +186,9 @@ struct QuantizedRow {
     }
     // An odd number of cache lines, so that rows do not displace each other.
     static int64_t bytes(const QuantizedFormat& format, int64_t code_size) {
-        return ((codes_bytes(format, code_size) + 12 * format.groups + 63) / 64 | 1) * 64;
+        // Two more quads than there are: one that counts for nothing makes them even, and one is written in vain.
+        const int64_t wide = format.grouped ? 0 : 8 + (code_size == 1 ? (format.group_inputs / 4 + 2) * 8 : 0);
+        return ((codes_bytes(format, code_size) + 12 * format.groups + wide + 63) / 64 | 1) * 64;
     }
 };
 
@@ -169,6 +210,32 @@ struct Argmax {
     float value;
     int32_t finite;  // 1 if all outputs are
     int64_t column;  // the first of equal ones
+};
+
+// Weights of tokens are multiples of 2 to the power of minus this.
+constexpr int kWeightBits = 40;
+// Logits whose maximum is kept. Masks of tokens are in words of 32 bits.
+constexpr int64_t kSampleBlock = 128;
+// Tokens are sorted into buckets by powers of two first; the last one is beyond all that may count.
+constexpr int kSampleBuckets = 1024;
+constexpr float kBucketsPerPower = 25;
+
+// How the logits of a row become weights, and which tokens count: 2 to the power of (x - highest) * scale.
+struct Weighing {
+    float highest, scale;
+    float lowest_power;  // powers below are left out
+    float lowest;        // logits below are left out
+    float mean = 0;      // of powers; powers further from it than `farthest` are left out
+    float farthest = INFINITY;
+    float first_bucket = 0, bucket_end = kSampleBuckets;  // for `weigh`: others are left out
+};
+
+// Some tokens of a block, one after the other.
+struct WeighedTokens {
+    alignas(64) int64_t weights[kSampleBlock + 16];
+    alignas(64) float distances[kSampleBlock + 16];  // of powers from the mean
+    alignas(64) int32_t buckets[kSampleBlock + 16];
+    alignas(64) int32_t places[kSampleBlock + 16];  // in the block
 };
 
 struct KernelTable {
@@ -193,8 +260,8 @@ struct KernelTable {
                            int64_t inputs, float* out);
     // Takes outputs [rows, cols] that lie kPanel apart, of the columns from `first` on, into those seen so far.
     void (*argmax)(const float* outputs, int rows, int cols, int64_t first, Argmax* seen);
-    // A weight's row of inputs to codes and scales: one scale for all, or for each group.
-    void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale);
+    // A weight's row of inputs to codes and scales: one scale for all, or for each group. `zero_point` is null for none.
+    void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale, int32_t* zero_point);
     void (*round_to_int4)(Dtype, const void* weight, int64_t inputs, int64_t group_size, uint8_t* codes,
                           void* scales);
     // The parts' elements, added up in order as floats and rounded once. `out` may be one of the parts.
@@ -220,19 +287,31 @@ struct KernelTable {
     // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries lanes. Returns what scores
     // are to be multiplied by.
     float (*pack_query)(Math, const float* x, int64_t d, int row, int rows, void* packed);
-    // Attends to the cached tokens from `begin` to `end`, within one split; scratch has attend_scratch floats.
-    void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial out);
-    // Takes `part`, of the next split, into `whole`.
-    void (*merge)(int rows, int padded_dim, Partial whole, Partial part);
+    // Takes the cached tokens from `begin`, a multiple of kKeyTile, to `end` into the softmax, within one split; scratch
+    // has attend_scratch floats.
+    void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial);
+    // Takes the rows of one head over the next split into `whole`.
+    void (*merge)(int rows, int padded_dim, Softmax whole, Partial split);
     // result = out / total.
     void (*normalize)(const float* out, float total, int64_t d, float* result);
+    // The sum of weights of logits [n], and of weights times powers.
+    int64_t (*total_weight)(const Weighing&, const float* x, int64_t n);
+    int64_t (*total_product)(const Weighing&, const float* x, int64_t n);
+    // The tokens that count of logits [n], at most kSampleBlock; returns their number.
+    int64_t (*weigh)(const Weighing&, const float* x, int64_t n, WeighedTokens& tokens);
+    // The highest of each kSampleBlock of logits [n]; false if a logit is not finite.
+    bool (*block_maxima)(const float* x, int64_t n, float* maxima);
+    // Logits above the bound.
+    int64_t (*count_above)(const float* x, int64_t n, float bound);
+    // Makes logits -inf whose bit is not set.
+    void (*forbid_unset)(float* x, int64_t n, const uint32_t* bits);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }
 
-// Keys and values of a tile and their scales; of each row its weights, 16 partial totals and five numbers.
-inline int64_t attend_scratch(int rows, int padded_dim) {
-    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * (kKeyTile + 16) + 5 * (int64_t{rows} + 16);
+// Keys and values of a tile and their scales; of each row of a head its weights and four numbers, of each row one.
+inline int64_t attend_scratch(int rows, int heads, int padded_dim) {
+    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * kKeyTile + (4 + heads) * (int64_t{rows} + 16);
 }
 
 extern const KernelTable kAvx2;

@@ -18,7 +18,7 @@ class QuantizedShape:
     """A quantized weight in panels."""
 
     @staticmethod
-    def int8(outputs: int, inputs: int) -> QuantizedShape: ...
+    def int8(outputs: int, inputs: int, zero_points: bool) -> QuantizedShape: ...
     @staticmethod
     def grouped(
         outputs: int, inputs: int, bits: int, group_size: int, offsets: bool
@@ -27,6 +27,13 @@ class QuantizedShape:
     def bytes(self) -> int: ...
 
 def advise_large_pages(memory: int, size: int) -> None: ...
+
+class Populator:
+    """A thread that takes the pages of tensors' blocks before they are written to; see csrc/populator.h."""
+
+    def __init__(self, regions: list[tuple[int, int]], num_blocks: int) -> None: ...
+    def advance(self, end: int) -> None: ...
+    def wait(self) -> None: ...
 
 class Cache:
     """Keys and values of one layer; `key_pair` elements of a key lie side by side."""
@@ -56,6 +63,7 @@ class AttentionMetadata:
     ) -> None: ...
     @property
     def num_tokens(self) -> int: ...
+    def num_tokens_read(self, window: int) -> int: ...
 
 class Kernels:
     def __init__(self, instruction_set: str) -> None: ...
@@ -69,7 +77,14 @@ class Kernels:
     def linear_argmax(self, *arguments: int) -> None: ...
     def quantized_argmax(self, *arguments: int | QuantizedShape) -> None: ...
     def quantize_int8(
-        self, dtype: int, outputs: int, inputs: int, weight: int, codes: int, scales: int
+        self,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        weight: int,
+        codes: int,
+        scales: int,
+        zero_points: int,
     ) -> None: ...
     def quantize_int4(
         self,
@@ -124,6 +139,22 @@ class Kernels:
         window: int,
         out: int,
     ) -> None: ...
+    def sample(
+        self,
+        batch: SamplingBatch,
+        logits: int,
+        row_stride: int,
+        vocab_size: int,
+        most: int,
+        numbers: int,
+        logprobs: int,
+    ) -> None: ...
+
+class SamplingBatch:
+    """Rows of logits to sample from; see csrc/sampler.h."""
+
+    def __init__(self) -> None: ...
+    def add(self, *arguments: float) -> None: ...
 
 class PackedLinear:
     """A packed weight, as experts take it."""
