@@ -12,6 +12,7 @@
 #include "experts.h"
 #include "ops.h"
 #include "pages.h"
+#include "populator.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -313,6 +314,15 @@ NB_MODULE(_native, m) {
                                     to<int64_t>(counts));
              })
         .def("add", &Experts::add);
+    nb::class_<Populator>(m, "Populator")
+        .def("__init__",
+             [](Populator* self, const std::vector<std::pair<Address, int64_t>>& regions, int64_t num_blocks) {
+                 std::vector<Populator::Region> known;
+                 for (const auto& [address, block_bytes] : regions) known.push_back({address, block_bytes});
+                 new (self) Populator(std::move(known), num_blocks);
+             })
+        .def("advance", &Populator::advance)
+        .def("wait", &Populator::wait, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Collectives>(m, "Collectives")
         .def(nb::init<int, int, int>())
         .def_ro_static("max_ranks", &Collectives::kMaxRanks)

@@ -28,6 +28,13 @@ class QuantizedShape:
 
 def advise_large_pages(memory: int, size: int) -> None: ...
 
+class Populator:
+    """A thread that takes the pages of tensors' blocks before they are written to; see csrc/populator.h."""
+
+    def __init__(self, regions: list[tuple[int, int]], num_blocks: int) -> None: ...
+    def advance(self, end: int) -> None: ...
+    def wait(self) -> None: ...
+
 class Cache:
     """Keys and values of one layer; `key_pair` elements of a key lie side by side."""
 
