@@ -129,7 +129,7 @@ class _Steps:
         self._used: set[int] = set()
 
     def prefill(self, slot: int) -> float:
-        """Of a slot that is freed first."""
+        """Frees the slot, computes a new prompt in it and returns the seconds of that step."""
         self._free_used([slot])
         return self._run([self._start(slot, _PROMPT)], [slot], [_PROMPT])
 
