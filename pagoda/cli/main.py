@@ -30,6 +30,7 @@ _COMMANDS = {
     "route": "Serve a model over the OpenAI API with the hosts that join this router.",
     "generate": "Answer prompts, or the lines of an OpenAI batch file.",
     "chat": "Talk with a model in the terminal.",
+    "quantize": "Write a quantized model that Pagoda and others can read.",
     "doctor": "Show what this machine has, and what Pagoda will use.",
     "demo": "Start a server, ask it a few questions over HTTP, show answers and figures.",
     "kv": "Directories of KV blocks, as serve --kv-disk-path keeps them.",
