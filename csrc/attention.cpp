@@ -59,9 +59,7 @@ void scatter(int64_t cell_size, const char* row, int64_t cells, char* to, int64_
 struct CacheWriter {
     const KernelTable& table;
     const AttentionMetadata& metadata;
-    Dtype dtype;
     const Cache& cache;
-    Math math = table.math(dtype, cache.dtype);
     int64_t item = size_of(cache.dtype);
 
     int64_t row_of(int64_t token, int64_t kv_head) const {
@@ -69,22 +67,22 @@ struct CacheWriter {
         return (place / size * metadata.shape.num_kv_heads + kv_head) * size + place % size;
     }
 
-    void put_key(int64_t token, int64_t kv_head, const void* key) const {
+    void put_key(int64_t token, int64_t kv_head, const float* key) const {
         const int64_t d = metadata.shape.head_dim, size = metadata.shape.block_size;
-        const int64_t row = row_of(token, kv_head), offset = row % size, pair = pair_of(math);
+        const int64_t row = row_of(token, kv_head), offset = row % size, pair = pair_of(cache.math);
         alignas(64) char encoded[kMaxHeadDim * 4];
         float scale = 0;
-        table.to_cache(dtype, cache.dtype, key, d, encoded, &scale);
+        table.to_cache(cache.dtype, key, d, encoded, &scale);
         if (cache.key_scales) cache.key_scales[row] = scale;
         scatter(pair * item, encoded, d / pair, at(cache.keys, ((row - offset) * d + offset * pair) * item), size);
     }
 
-    void put_value(int64_t token, int64_t kv_head, const void* value) const {
-        const int64_t d = metadata.shape.head_dim, pair = value_pair(math, metadata.shape.block_size);
+    void put_value(int64_t token, int64_t kv_head, const float* value) const {
+        const int64_t d = metadata.shape.head_dim, pair = value_pair(cache.math, metadata.shape.block_size);
         const int64_t row = row_of(token, kv_head), offset = row % pair;
         alignas(64) char encoded[kMaxHeadDim * 4];
         float scale = 0;
-        table.to_cache(dtype, cache.dtype, value, d, encoded, &scale);
+        table.to_cache(cache.dtype, value, d, encoded, &scale);
         if (cache.value_scales) cache.value_scales[row] = scale;
         char* to = at(cache.values, (row - offset) * d * item);
         scatter(item, encoded, d, to + offset * item, pair);
@@ -155,29 +153,28 @@ int64_t AttentionMetadata::longest_item() const {
     return std::max<int64_t>(kSplit, total / (kItemsPerThread * omp_get_max_threads()));
 }
 
-void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-                      const void* qkv, const void* q_norm, const void* k_norm, float eps,
-                      const float* cosines, const float* sines, void* queries) {
+void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
+                      const float* qkv, const float* q_norm, const float* k_norm, float eps, const float* cosines,
+                      const float* sines, float* queries) {
     const HeadShape& shape = metadata.shape;
-    const CacheWriter writer{table, metadata, dtype, cache};
-    const int64_t d = shape.head_dim, head = d * size_of(dtype);
+    const CacheWriter writer{table, metadata, cache};
+    const int64_t d = shape.head_dim;
     const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads;
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < metadata.num_tokens; ++token) {
-        const char* q = at(qkv, token * (heads + 2 * kv_heads) * head);
-        const char* k = q + heads * head;
-        const char* v = k + kv_heads * head;
+        const float* q = qkv + token * (heads + 2 * kv_heads) * d;
+        const float* k = q + heads * d;
+        const float* v = k + kv_heads * d;
         const float* cosine = cosines + token * (d / 2);
         const float* sine = sines + token * (d / 2);
         for (int64_t h = 0; h < heads; ++h) {
-            table.norm_and_rotate(dtype, q + h * head, q_norm, eps, cosine, sine, d,
-                                  at(queries, (token * heads + h) * head));
+            table.norm_and_rotate(q + h * d, q_norm, eps, cosine, sine, d, queries + (token * heads + h) * d);
         }
         for (int64_t h = 0; h < kv_heads; ++h) {
-            alignas(64) char key[kMaxHeadDim * 4];
-            table.norm_and_rotate(dtype, k + h * head, k_norm, eps, cosine, sine, d, key);
+            alignas(64) float key[kMaxHeadDim];
+            table.norm_and_rotate(k + h * d, k_norm, eps, cosine, sine, d, key);
             writer.put_key(token, h, key);
-            writer.put_value(token, h, v + h * head);
+            writer.put_value(token, h, v + h * d);
         }
     }
 }
@@ -188,12 +185,10 @@ size_t attention_scratch(const AttentionMetadata& metadata) {
                                                metadata.num_slots * memory.partial);
 }
 
-void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-               const void* queries, float scale, int64_t window, void* out, void* scratch) {
+void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
+               float scale, int64_t window, float* out, void* scratch) {
     const HeadShape& shape = metadata.shape;
     const int group = shape.num_heads / shape.num_kv_heads;
-    const int64_t head = shape.head_dim * size_of(dtype);
-    const Math math = table.math(dtype, cache.dtype);
     const Memory memory(metadata);
     const int padded = memory.padded;
     const int64_t partial = memory.partial;
@@ -210,12 +205,12 @@ void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtyp
     // Where a row's query is, and where its result goes.
     const auto place = [&](const AttentionMetadata::Item& item, int row) {
         const int64_t token = metadata.tiles[static_cast<size_t>(item.tile)].first_token + row / group;
-        return (token * shape.num_heads + item.kv_head * group + row % group) * head;
+        return (token * shape.num_heads + item.kv_head * group + row % group) * shape.head_dim;
     };
     const auto normalize = [&](const AttentionMetadata::Item& item, int rows, Partial result) {
         for (int row = 0; row < rows; ++row) {
-            table.normalize(dtype, result.out + int64_t{row} * padded, result.total[row], shape.head_dim,
-                         at(out, place(item, row)));
+            table.normalize(result.out + int64_t{row} * padded, result.total[row], shape.head_dim,
+                            out + place(item, row));
         }
     };
     const auto num_items = static_cast<int64_t>(metadata.items.size());
@@ -226,11 +221,11 @@ void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtyp
         const auto& tile = metadata.tiles[static_cast<size_t>(item.tile)];
         const int rows = rows_of(tile);
         for (int row = 0; row < rows; ++row) {
-            factors[row] = scale * kLog2E * table.pack_query(math, dtype, at(queries, place(item, row)),
+            factors[row] = scale * kLog2E * table.pack_query(cache.math, queries + place(item, row),
                                                              shape.head_dim, row, rows, packed);
         }
         const AttendTile attended{
-            math, cache, packed, factors, rows, group, tile.first_position, window,
+            cache, packed, factors, rows, group, tile.first_position, window,
             metadata.blocks.data() + tile.sequence * metadata.width, item.begin, item.end, item.kv_head,
             shape.num_kv_heads, shape.block_size, shape.head_dim, padded};
         if (item.slot >= 0) {

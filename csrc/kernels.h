@@ -6,7 +6,7 @@
 
 namespace pagoda {
 
-// Activations have one of the first three; i8 is of caches only.
+// Weights have one of the first three, caches any. Activations are floats between operations.
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
 
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2; }
@@ -35,6 +35,7 @@ inline int value_pair(Math math, int block_size) { return block_size == 1 ? 1 : 
 // Keys and values of one layer in blocks, as `math` reads them; p is its pair_of, q its value_pair.
 struct Cache {
     Dtype dtype;
+    Math math;            // what it was laid out for
     void* keys;           // [blocks, kv_heads, head_dim / p, block_size, p]
     void* values;         // [blocks, kv_heads, block_size / q, head_dim, q]
     float* key_scales;    // [blocks, kv_heads, block_size] of i8, else null
@@ -43,7 +44,6 @@ struct Cache {
 
 // The queries of some tokens of one sequence that share a K/V head, and where their keys and values are.
 struct AttendTile {
-    Math math;
     Cache cache;
     const void* queries;   // as pack_query leaves them
     const float* factors;  // [rows], what brings scores to powers of two
@@ -67,6 +67,24 @@ struct Partial {
     float* out;      // [rows, padded_dim]
 };
 
+// Inputs whose codes lie together in blocks: eight quads of 32 outputs.
+constexpr int kUnitInputs = 32;
+
+// Blocks of ggml, in which a weight is scale * (code - zero) + minimum. In a panel a block of 32 outputs has, one behind
+// the other: its groups' scales [groups, 32] int8; their minima (those of 2-bit codes are the high halves of the scales'
+// bytes); 32 float16 that the scales are multiplied by and 32 for the minima; or, where scales are no integers, these
+// alone; then the codes of every 32 inputs. Of those the low four bits come first, if there are as many, then the next
+// two, then the last one; each as words of 32 outputs, whose bytes are of four neighbouring inputs: with four bits the
+// first eight inputs, the first quad in the low halves; with two bits sixteen inputs, with one all 32.
+struct BlockFormat {
+    int64_t groups = 0;  // of a block; 0 of weights that are not in blocks
+    bool integer_scales = false;
+    bool codebook = false;  // codes stand for the numbers of IQ4_NL
+};
+
+// The numbers of ggml's IQ4_NL, and 128.
+constexpr uint8_t kIq4Codebook[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
 // How a quantized weight lies in a panel, group by group of inputs: for every four inputs the codes of 32 outputs,
 // four bytes each, or in 4 bits for every eight inputs (the first four in the low halves of bytes); then 32 scales
 // and, where there are some, 32 offsets. Scales are float16, or float where all inputs are one group.
@@ -75,13 +93,33 @@ struct QuantizedFormat {
     bool grouped, offsets;
     int64_t groups;
     int64_t group_inputs;  // a multiple of four; codes of inputs that are not there count for nothing
+    BlockFormat blocks = {};
 
-    int zero() const { return 1 << (bits - 1); }
+    // The code that counts for nothing.
+    int zero() const {
+        if (blocks.groups == 0) return 1 << (bits - 1);
+        return offsets ? 0 : blocks.codebook ? 128 : 1 << (bits - 1);
+    }
     int64_t code_bytes() const { return group_inputs * kPanel * bits / 8; }
     int64_t group_bytes() const { return code_bytes() + kPanel * (grouped ? offsets ? 4 : 2 : 4); }
-    int64_t panel_bytes() const { return groups * group_bytes(); }
+    int64_t panel_bytes() const {
+        return blocks.groups == 0 ? groups * group_bytes() : groups / blocks.groups * block_bytes();
+    }
 
-    // Of input `i` of the group.
+    // ---- of blocks
+
+    // Bytes of the codes of 32 inputs.
+    int64_t unit_bytes() const { return 4 * kPanel * bits; }
+    int64_t units() const { return groups * group_inputs / kUnitInputs; }
+    int64_t units_of_block() const { return blocks.groups * group_inputs / kUnitInputs; }
+    // Integers of the scales, and minima, of all groups of a block.
+    int64_t integer_bytes() const {
+        return blocks.integer_scales ? blocks.groups * kPanel * (offsets && bits != 2 ? 2 : 1) : 0;
+    }
+    int64_t header_bytes() const { return integer_bytes() + kPanel * (offsets ? 4 : 2); }
+    int64_t block_bytes() const { return header_bytes() + units_of_block() * unit_bytes(); }
+
+    // Of input `i` of the group; not of blocks.
     int code(const uint8_t* group, int output, int64_t i) const {
         const int64_t inputs = 32 / bits;
         const int byte = group[i / inputs * 4 * kPanel + output * 4 + i % 4];
@@ -136,22 +174,23 @@ struct Argmax {
 struct KernelTable {
     // Bytes that one activation takes when packed for weights of the dtype.
     int64_t (*packed_size)(Dtype);
-    // Activations [rows, k], rows at most kTileRows, as `linear_panel` reads them.
-    void (*pack_rows)(Dtype, const void* x, int64_t row_stride, int rows, int64_t k, void* packed);
-    // Outputs [rows, cols] of one panel, in their own dtype; bias [kPanel] or null.
-    void (*linear_panel)(Dtype, const void* panel, const void* packed, int rows, int64_t k, const float* bias,
-                         Dtype out_dtype, void* out, int64_t out_stride, int cols, Prefetch);
+    // A row of k activations as `linear_panel` reads it: rounded to bf16 for weights of bf16.
+    void (*pack_row)(Dtype, const float* x, int64_t k, void* packed);
+    // Outputs [rows, cols] of one panel, rows at most kTileRows, row_bytes apart; bias [kPanel] or null.
+    void (*linear_panel)(Dtype, const void* panel, const void* packed, int64_t row_bytes, int rows, int64_t k,
+                         const float* bias, float* out, int64_t out_stride, int cols, Prefetch);
+    // The weights [inputs] of one output of a dense panel.
+    void (*widen_row)(Dtype, const void* panel, int output, int64_t inputs, float* out);
     // Bytes of a code of an activation.
     int64_t code_size;
-    void (*quantize_row)(Dtype, const QuantizedFormat&, const void* x, int64_t inputs, void* packed);
+    void (*quantize_row)(const QuantizedFormat&, const float* x, int64_t inputs, void* packed);
     // Outputs [n, cols] of one panel for quantized rows that lie row_bytes apart; bias [kPanel] or null; `next` is
     // the panel that will be read next or null.
-    void (*quantized_panel)(Dtype, const QuantizedFormat&, const void* panel, void* rows, int64_t row_bytes,
-                            int64_t n, const float* bias, Dtype out_dtype, void* out, int64_t out_stride,
-                            int cols, const void* next);
+    void (*quantized_panel)(const QuantizedFormat&, const void* panel, void* rows, int64_t row_bytes, int64_t n,
+                            const float* bias, float* out, int64_t out_stride, int cols, const void* next);
     // Weights of one output of a panel; that of input `i` is for element order[i], if there is an order.
-    void (*dequantize_row)(Dtype, const QuantizedFormat&, const void* panel, int output, const int64_t* order,
-                           int64_t inputs, void* out);
+    void (*dequantize_row)(const QuantizedFormat&, const void* panel, int output, const int64_t* order,
+                           int64_t inputs, float* out);
     // Takes outputs [rows, cols] that lie kPanel apart, of the columns from `first` on, into those seen so far.
     void (*argmax)(const float* outputs, int rows, int cols, int64_t first, Argmax* seen);
     // A weight's row of inputs to codes and scales: one scale for all, or for each group.
@@ -161,32 +200,32 @@ struct KernelTable {
     // The parts' elements, added up in order as floats and rounded once. `out` may be one of the parts.
     void (*add_up)(Dtype, const void* const* parts, int count, int64_t d, void* out);
     // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
-    void (*rms_norm)(Dtype, const void* x, const void* delta, const void* weight, float eps, int64_t d,
-                     void* sum, void* out);
-    void (*silu_and_mul)(Dtype, const void* gate_up, int64_t d, void* out);
+    void (*rms_norm)(const float* x, const float* delta, const float* weight, float eps, int64_t d, float* sum,
+                     float* out);
+    void (*silu_and_mul)(const float* gate_up, int64_t d, float* out);
     // The experts with the highest of the logits [experts], in order of their numbers, and their probabilities; made
     // to add up to one if `renormalize`.
-    void (*route)(Dtype, const void* logits, int experts, int chosen, bool renormalize, int32_t* numbers,
+    void (*route)(const float* logits, int experts, int chosen, bool renormalize, int32_t* numbers,
                   float* probabilities);
     // out = sum of weights[i] * rows[places[i]], in this order; a place below zero counts for nothing.
-    void (*weighted_sum)(Dtype, const void* rows, const int64_t* places, const float* weights, int n, int64_t d,
-                         void* out);
+    void (*weighted_sum)(const float* rows, const int64_t* places, const float* weights, int n, int64_t d,
+                         float* out);
     // RMS norm where weight is not null, then rotation of the pairs (i, i + d / 2).
-    void (*norm_and_rotate)(Dtype, const void* x, const void* weight, float eps, const float* cosines,
-                            const float* sines, int64_t d, void* out);
+    void (*norm_and_rotate)(const float* x, const float* weight, float eps, const float* cosines,
+                            const float* sines, int64_t d, float* out);
     // How queries of the first dtype and a cache of the second are multiplied.
     Math (*math)(Dtype activations, Dtype cache);
     // A row of d elements in the dtype of the cache; `scale` is set for i8.
-    void (*to_cache)(Dtype, Dtype cache, const void* x, int64_t d, void* out, float* scale);
+    void (*to_cache)(Dtype cache, const float* x, int64_t d, void* out, float* scale);
     // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries lanes. Returns what scores
     // are to be multiplied by.
-    float (*pack_query)(Math, Dtype, const void* x, int64_t d, int row, int rows, void* packed);
+    float (*pack_query)(Math, const float* x, int64_t d, int row, int rows, void* packed);
     // Attends to the cached tokens from `begin` to `end`, within one split; scratch has attend_scratch floats.
     void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial out);
     // Takes `part`, of the next split, into `whole`.
     void (*merge)(int rows, int padded_dim, Partial whole, Partial part);
-    // result = out / total, rounded to the dtype.
-    void (*normalize)(Dtype, const float* out, float total, int64_t d, void* result);
+    // result = out / total.
+    void (*normalize)(const float* out, float total, int64_t d, float* result);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }

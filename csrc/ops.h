@@ -22,11 +22,15 @@ struct PanelShape {
     int64_t padded_inputs() const { return dtype == Dtype::bf16 ? (inputs + 1) / 2 * 2 : inputs; }
     int64_t panel_bytes() const { return padded_inputs() * kPanel * size_of(dtype); }
     int64_t bytes() const { return panels() * panel_bytes(); }
+    // Bytes from one packed row of activations to the next: an odd number of cache lines, so that rows do not
+    // displace each other.
+    int64_t row_bytes(const KernelTable& table) const {
+        return ((padded_inputs() * table.packed_size(dtype) + 63) / 64 | 1) * 64;
+    }
 };
 
-// A quantized weight [outputs, inputs] in panels, for activations of the dtype.
+// A quantized weight [outputs, inputs] in panels.
 struct QuantizedShape {
-    Dtype dtype;
     int64_t inputs, outputs;
     QuantizedFormat format;
 
@@ -34,14 +38,16 @@ struct QuantizedShape {
     int64_t bytes() const { return panels() * format.panel_bytes(); }
 
     // Codes from -127 to 127, a float scale for each output.
-    static QuantizedShape int8(Dtype dtype, int64_t outputs, int64_t inputs) {
-        return {dtype, inputs, outputs, {8, false, false, 1, (inputs + 3) / 4 * 4}};
+    static QuantizedShape int8(int64_t outputs, int64_t inputs) {
+        return {inputs, outputs, {8, false, false, 1, (inputs + 3) / 4 * 4}};
     }
     // Codes below 2^bits, a float16 scale, and maybe offset, for each output and group of inputs.
-    static QuantizedShape grouped(Dtype dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size,
-                                  bool offsets) {
-        return {dtype, inputs, outputs, {bits, true, offsets, inputs / group_size, group_size}};
+    static QuantizedShape grouped(int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {
+        return {inputs, outputs, {bits, true, offsets, inputs / group_size, group_size}};
     }
+    // Blocks of so many inputs; see BlockFormat.
+    static QuantizedShape in_blocks(int64_t outputs, int64_t inputs, int bits, int64_t group_size,
+                                    int64_t block_size, bool integer_scales, bool minima, bool codebook);
 };
 
 // Calls `body` in all threads, or in this one alone if the work is not worth waking others.
@@ -54,12 +60,12 @@ void in_team(bool worth_it, Body body) {
 void pack_weight(const PanelShape& shape, const void* weight, void* packed);
 
 // Rows of the weight that was packed, which has those of ids from `first_id` on; zeros where it has none.
-void embedding(const PanelShape& shape, const void* packed, int64_t first_id, const int64_t* ids, int64_t n,
-                 void* out);
+void embedding(const KernelTable& table, const PanelShape& shape, const void* packed, int64_t first_id,
+               const int64_t* ids, int64_t n, float* out);
 
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n);
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
-            const void* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch);
+            const float* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch);
 
 // Of a dense weight, codes [outputs, inputs] with a scale for each output, or 4-bit ones with one for each group
 // (float16). Called by one thread.
@@ -72,24 +78,31 @@ void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t gr
 void pack_quantized(const QuantizedShape& shape, const void* codes, const void* scales, const void* offsets,
                     void* packed);
 
+// Tensors of a weight in blocks: codes [outputs, inputs] bytes; scales [outputs, groups], float16 or signed bytes; scales of
+// blocks [outputs, blocks] float16, null where there are no integers; and minima like them, null if there are none.
+struct BlockTensors {
+    const uint8_t* codes;
+    const void *scales, *minima, *block_scales, *block_minima;
+};
+void pack_blocks(const QuantizedShape& shape, const BlockTensors& tensors, void* packed);
+
 // The same of a quantized weight, as numbers. With `order`, the map's input `i` is the activation's element order[i].
 void quantized_embedding(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, void* out);
+                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, float* out);
 
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n);
 void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                      const int64_t* order, const float* bias, const void* x, int64_t row_stride, int64_t n,
+                      const int64_t* order, const float* bias, const float* x, int64_t row_stride, int64_t n,
                       const Outputs& out, void* scratch);
 
 // out = x + delta.
-void add(const KernelTable& table, Dtype dtype, const void* x, const void* delta, int64_t n, int64_t d, void* out);
+void add(const KernelTable& table, const float* x, const float* delta, int64_t n, int64_t d, float* out);
 
 // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
-void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const void* delta,
-                  const void* weight, float eps, int64_t n, int64_t d, void* sum, void* out);
+void add_rms_norm(const KernelTable& table, const float* x, const float* delta, const float* weight, float eps,
+                  int64_t n, int64_t d, float* sum, float* out);
 
-void silu_and_mul(const KernelTable& table, Dtype dtype, const void* gate_up, int64_t n, int64_t d,
-                  void* out);
+void silu_and_mul(const KernelTable& table, const float* gate_up, int64_t n, int64_t d, float* out);
 
 struct HeadShape {
     int num_heads, num_kv_heads, head_dim, block_size;
@@ -133,12 +146,12 @@ class AttentionMetadata {
 };
 
 // Norms and rotates queries and keys of qkv [n, heads + 2 kv_heads, head_dim], and caches keys and values.
-void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-                      const void* qkv, const void* q_norm, const void* k_norm, float eps,
-                      const float* cosines, const float* sines, void* queries);
+void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
+                      const float* qkv, const float* q_norm, const float* k_norm, float eps, const float* cosines,
+                      const float* sines, float* queries);
 
 size_t attention_scratch(const AttentionMetadata& metadata);
-void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-               const void* queries, float scale, int64_t window, void* out, void* scratch);
+void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
+               float scale, int64_t window, float* out, void* scratch);
 
 }  // namespace pagoda

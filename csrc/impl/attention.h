@@ -24,7 +24,7 @@ constexpr int kGroups = kKeyTile / kGroup;
 // Calls f(way, null pointer to its cells) for the tile.
 template <class F>
 PAGODA_INLINE void with_cells(const AttendTile& tile, F f) {
-    switch (tile.math) {
+    switch (tile.cache.math) {
         case Math::f32: return with_type(tile.cache.dtype, [&](auto* cell) { f(F32Math{}, cell); });
         case Math::i16: return f(I16Math{}, static_cast<i8_pair*>(nullptr));
         case Math::bf16:
@@ -57,17 +57,17 @@ float quantize_symmetric(float* x, float largest, int64_t d) {
     return finite ? scale : NAN;
 }
 
-void to_cache(Dtype dtype, Dtype cache, const void* x, int64_t d, void* out, float* scale) {
-    alignas(64) float row[pagoda::kMaxHeadDim];
-    to_float(dtype, x, 1.0f, d, row);
+void to_cache(Dtype cache, const float* x, int64_t d, void* out, float* scale) {
     if (cache == Dtype::i8) {
+        alignas(64) float row[pagoda::kMaxHeadDim];
+        std::memcpy(row, x, static_cast<size_t>(d) * sizeof(float));
         *scale = quantize_symmetric(row, 127, d);
         for (int64_t i = 0; i < d; ++i) static_cast<int8_t*>(out)[i] = static_cast<int8_t>(row[i]);
         return;
     }
     with_type(cache, [&](auto* type) {
         auto* typed = static_cast<decltype(type)>(out);
-        for_vectors(d, [&](auto get, auto put) { put(typed, get(row)); });
+        for_vectors(d, [&](auto get, auto put) { put(typed, get(x)); });
     });
 }
 
@@ -78,8 +78,7 @@ PAGODA_INLINE int panel_rows(int rows) {
 }
 
 // Queries are [panels, lanes of a head, kRegisterRows].
-float pack_query(Math math, Dtype dtype, const void* x, int64_t d, int row, int rows, void* packed) {
-    alignas(64) float values[pagoda::kMaxHeadDim];
+float pack_query(Math math, const float* x, int64_t d, int row, int rows, void* packed) {
     const int in_panel = panel_rows(rows);
     const int64_t lanes = d / pagoda::pair_of(math);
     auto* to = static_cast<char*>(packed) + (row / in_panel * lanes * kRegisterRows + row % in_panel) * 4;
@@ -88,15 +87,17 @@ float pack_query(Math math, Dtype dtype, const void* x, int64_t d, int row, int 
         std::memcpy(to + i * kRegisterRows * 4, &lane, 4);
     };
     if (math == Math::bf16) {
-        const auto* pairs = static_cast<const bf16_pair*>(x);
+        alignas(64) bf16_pair pairs[pagoda::kMaxHeadDim / 2];
+        for_vectors(d, [&](auto get, auto put_vector) { put_vector(&pairs[0].first, get(x)); });
         for (int64_t i = 0; i < lanes; ++i) put(i, pairs[i]);
         return 1.0f;
     }
-    to_float(dtype, x, 1.0f, d, values);
     if (math == Math::f32) {
-        for (int64_t i = 0; i < lanes; ++i) put(i, values[i]);
+        for (int64_t i = 0; i < lanes; ++i) put(i, x[i]);
         return 1.0f;
     }
+    alignas(64) float values[pagoda::kMaxHeadDim];
+    std::memcpy(values, x, static_cast<size_t>(d) * sizeof(float));
     const float scale = quantize_symmetric(values, kLargestQuery, d);
     for (int64_t i = 0; i < lanes; ++i) {
         put(i, i16_pair{static_cast<int16_t>(values[2 * i]), static_cast<int16_t>(values[2 * i + 1])});
@@ -534,11 +535,8 @@ void merge(int rows, int padded_dim, Partial whole, Partial part) {
     }
 }
 
-void normalize(Dtype dtype, const float* out, float total, int64_t d, void* result) {
-    with_type(dtype, [&](auto* type) {
-        auto* typed = static_cast<decltype(type)>(result);
-        for_vectors(d, [&](auto get, auto put) { put(typed, div(get(out), broadcast(total))); });
-    });
+void normalize(const float* out, float total, int64_t d, float* result) {
+    for_vectors(d, [&](auto get, auto put) { put(result, div(get(out), broadcast(total))); });
 }
 
 }  // namespace

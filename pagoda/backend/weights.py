@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from pagoda.checkpoints.weight_formats import (
+    IQ4_CODEBOOK,
+    BlockFormat,
     DenseFormat,
     GroupedFormat,
     Int8Format,
@@ -60,11 +62,53 @@ class GroupedWeight:
     """[in] int64: the map's input `i` is the activation's element `act_order[i]` (GPTQ's act-order)."""
 
 
-LinearWeight = DenseWeight | Int8Weight | GroupedWeight
+@dataclass(frozen=True)
+class BlockWeight:
+    """Blocks of ggml with their own codes, scales and minima.
+
+    Weight `[o, i]` is `scale * number + minimum`. The number is the code minus `held_as.zero`, or what the
+    codebook has for the code. Scale and minimum are those of the group `i // group_size`: floats, or integers
+    times the float of the block `i // block_size`. Inputs have a scale for each group too.
+    """
+
+    held_as: BlockFormat
+    codes: Tensor
+    """[out, in] uint8, below `2 ** bits`."""
+    scales: Tensor
+    """[out, in / group_size] float16, or int8 where scales are integers."""
+    minima: Tensor | None
+    """The same of minima; None if the format has none."""
+    block_scales: Tensor | None
+    """[out, in / block_size] float16; None where scales are no integers."""
+    block_minima: Tensor | None
+    """The same of minima, below zero where ggml takes them away."""
+
+    def group_scales(self) -> Tensor:
+        """[out, in / group_size] float32, exact."""
+        return self._of_groups(self.scales, self.block_scales)
+
+    def group_minima(self) -> Tensor | None:
+        """[out, in / group_size] float32, exact."""
+        return None if self.minima is None else self._of_groups(self.minima, self.block_minima)
+
+    def numbers(self) -> Tensor:
+        """[out, in] float32, what codes mean."""
+        if self.held_as.codebook:
+            return torch.tensor(IQ4_CODEBOOK, dtype=torch.float32)[self.codes.long()]
+        return self.codes.float() - self.held_as.zero
+
+    def _of_groups(self, numbers: Tensor, of_blocks: Tensor | None) -> Tensor:
+        if of_blocks is None:
+            return numbers.float()
+        groups = self.held_as.block_size // self.held_as.group_size
+        return of_blocks.float().repeat_interleave(groups, dim=1) * numbers.float()
+
+
+LinearWeight = DenseWeight | Int8Weight | GroupedWeight | BlockWeight
 
 
 def weight_shape(weight: LinearWeight) -> tuple[int, int]:
-    matrix = weight.codes if isinstance(weight, GroupedWeight) else weight.values
+    matrix = weight.codes if isinstance(weight, GroupedWeight | BlockWeight) else weight.values
     outputs, inputs = matrix.shape
     return outputs, inputs
 
@@ -74,6 +118,8 @@ def weight_format(weight: LinearWeight) -> WeightFormat:
         return DenseFormat()
     if isinstance(weight, Int8Weight):
         return Int8Format()
+    if isinstance(weight, BlockWeight):
+        return weight.held_as
     has_offsets, has_order = weight.offsets is not None, weight.act_order is not None
     return GroupedFormat(weight.bits, weight.group_size, has_offsets, has_order)
 
@@ -89,6 +135,8 @@ def dequantize(weight: LinearWeight) -> Tensor:
         return weight.values.float()
     if isinstance(weight, Int8Weight):
         return weight.values.float() * weight.scales[:, None]
+    if isinstance(weight, BlockWeight):
+        return _dequantize_blocks(weight)
     spread = weight.group_size
     values: Tensor = (weight.codes.float() - 2 ** (weight.bits - 1)) * _per_input(
         weight.scales, spread
@@ -100,6 +148,14 @@ def dequantize(weight: LinearWeight) -> Tensor:
     ordered = torch.empty_like(values)
     ordered[:, weight.act_order] = values
     return ordered
+
+
+def _dequantize_blocks(weight: BlockWeight) -> Tensor:
+    values, minima = weight.numbers(), weight.group_minima()
+    values *= _per_input(weight.group_scales(), weight.held_as.group_size)
+    if minima is not None:
+        values += _per_input(minima, weight.held_as.group_size)
+    return values
 
 
 def _per_input(groups: Tensor, group_size: int) -> Tensor:

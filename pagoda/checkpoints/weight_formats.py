@@ -36,7 +36,36 @@ class GroupedFormat:
     """True if a part may hold a group as several groups of the same scale."""
 
 
-WeightFormat = DenseFormat | Int8Format | GroupedFormat
+@dataclass(frozen=True)
+class BlockFormat:
+    """A `BlockWeight`: numbers in the blocks of ggml."""
+
+    bits: int
+    """Bits of a code, 2 to 6."""
+    group_size: int
+    """Inputs that share a scale, 16 or 32."""
+    block_size: int
+    """Inputs of a block; one group where scales are no integers."""
+    integer_scales: bool
+    """True if scales and minima are integers of 8 bits, times a float16 for each block, instead of float16."""
+    minima: bool
+    """True if a number is added to the codes of each group; then no code means zero by itself."""
+    codebook: bool = False
+    """True if codes are places in `IQ4_CODEBOOK` instead of integers."""
+
+    @property
+    def zero(self) -> int:
+        """The code that means zero."""
+        return 0 if self.minima or self.codebook else 1 << (self.bits - 1)
+
+
+IQ4_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The numbers that 4-bit codes of ggml's IQ4_NL and IQ4_XS stand for (`kvalues_iq4nl`)."""
+
+BLOCK_SIZES = (256, 128, 64, 32)
+"""Inputs that may share a float16 in a `BlockWeight`, in memory."""
+
+WeightFormat = DenseFormat | Int8Format | GroupedFormat | BlockFormat
 
 
 class Quantization(Protocol):
@@ -58,9 +87,20 @@ def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsiz
         return weights * dense_itemsize
     if isinstance(held_as, Int8Format):
         return weights + 4 * outputs
+    if isinstance(held_as, BlockFormat):
+        return weights * held_as.bits // 8 + weights // held_as.block_size * _block_scales(held_as)
     per_group = 4 if held_as.offsets else 2
     order = 8 * inputs if held_as.act_order else 0
     return weights * held_as.bits // 8 + weights // held_as.group_size * per_group + order
+
+
+def _block_scales(held_as: BlockFormat) -> int:
+    """Bytes of a block's scales and minima: float16, and of each group a byte, or with 2-bit codes half of one."""
+    kinds = 2 if held_as.minima else 1
+    if not held_as.integer_scales:
+        return 2 * kinds
+    groups = held_as.block_size // held_as.group_size
+    return 2 * kinds + (groups if held_as.bits == 2 else groups * kinds)
 
 
 def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFormat | None:
@@ -69,7 +109,11 @@ def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFo
     Where groups are cut they become smaller ones of the same scale. Ordered groups, over which a rank's inputs lie
     scattered, become plain numbers.
     """
-    if not isinstance(held_as, GroupedFormat) or len(part) == num_inputs:
+    if len(part) == num_inputs:
+        return held_as
+    if isinstance(held_as, BlockFormat):
+        return _part_of_blocks(held_as, part)
+    if not isinstance(held_as, GroupedFormat):
         return held_as
     if held_as.act_order:
         return DenseFormat()
@@ -77,6 +121,16 @@ def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFo
     for size in sizes:
         if size <= held_as.group_size and part.start % size == part.stop % size == 0:
             return replace(held_as, group_size=size)
+    return None
+
+
+def _part_of_blocks(held_as: BlockFormat, part: range) -> BlockFormat | None:
+    if not held_as.integer_scales:
+        size = held_as.block_size
+        return held_as if part.start % size == part.stop % size == 0 else None
+    for size in BLOCK_SIZES:
+        if size <= held_as.block_size and part.start % size == part.stop % size == 0:
+            return replace(held_as, block_size=size)
     return None
 
 

@@ -1,8 +1,6 @@
-"""The blocks of numbers in GGUF tensors, as grouped weights or as floats.
+"""The blocks of numbers in GGUF tensors, as weights that keep their codes, scales and minima, or as floats.
 
-The layouts are those of ggml's `ggml-quants.h`. Formats with a scale for 32 weights keep their integers: what
-changes is only that scales and offsets are rounded to float16. Those with a scale for 16 weights have none that a
-`GroupedWeight` could hold; they are rounded anew, to 8 bits by the highest magnitude of every 32 weights.
+The layouts are those of ggml's `ggml-quants.h`. No number is rounded.
 """
 
 from __future__ import annotations
@@ -12,100 +10,42 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
-from pagoda.checkpoints.gguf.config import DENSE, GROUP_SIZE
+from pagoda.backend.weights import (
+    BlockWeight,
+    DenseWeight,
+    GroupedWeight,
+    LinearWeight,
+    dequantize,
+)
+from pagoda.checkpoints.gguf.config import BLOCKS, DENSE, GROUP_SIZE
 from pagoda.checkpoints.gguf.reader import BlockType
 
 _DTYPES = dict(zip(DENSE, (torch.float32, torch.float16, torch.bfloat16), strict=True))
-
-_CHUNK_WEIGHTS = 2**20
-"""Weights that are widened to floats at once; few enough to stay in the caches."""
 
 
 def linear_weight(rows: Tensor, block: BlockType, dtype: torch.dtype) -> LinearWeight:
     """The weight in `rows` [out, bytes] uint8; a dense one in `dtype`, perhaps still in the same memory."""
     if block.name in DENSE:
         return DenseWeight(rows.view(_DTYPES[block.name]).to(dtype))
+    blocks, num_rows = rows.reshape(-1, block.num_bytes), rows.shape[0]
     if block.name in _GROUPED:
-        return _GROUPED[block.name](_blocks(rows, block), rows.shape[0])
-    return _rounded(rows, block)
+        return _GROUPED[block.name](blocks, num_rows)
+    codes, scales, minima, block_scales, block_minima = (
+        None if part is None else part.reshape(num_rows, -1) for part in _PARTS[block.name](blocks)
+    )
+    assert codes is not None
+    assert scales is not None
+    return BlockWeight(BLOCKS[block.name], codes, scales, minima, block_scales, block_minima)
 
 
 def floats(rows: Tensor, block: BlockType) -> Tensor:
     """The numbers in `rows` [out, bytes] uint8 as [out, in] float32."""
-    if block.name in _FLOATS:
-        return _FLOATS[block.name](_blocks(rows, block)).view(rows.shape[0], -1)
     return dequantize(linear_weight(rows, block, torch.float32))
 
 
-def _blocks(rows: Tensor, block: BlockType) -> Tensor:
-    return rows.reshape(-1, block.num_bytes)
-
-
 def _halves(blocks: Tensor, at: int) -> Tensor:
-    """The float16 numbers that begin at byte `at` of each block, [blocks, 1] float32."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
-def _grouped(
-    codes: Tensor, scales: Tensor, offsets: Tensor | None, bits: int, num_rows: int
-) -> GroupedWeight:
-    return GroupedWeight(
-        codes=codes.view(num_rows, -1),
-        scales=scales.half().view(num_rows, -1),
-        offsets=None if offsets is None else offsets.half().view(num_rows, -1),
-        bits=bits,
-        group_size=GROUP_SIZE,
-    )
-
-
-# ---- formats with a scale for every 32 weights
-
-
-def _q8_0(blocks: Tensor, num_rows: int) -> GroupedWeight:
-    """Scale, 32 signed bytes."""
-    return _grouped(blocks[:, 2:] ^ 128, _halves(blocks, 0), None, 8, num_rows)
-
-
-def _q4_0(blocks: Tensor, num_rows: int) -> GroupedWeight:
-    """Scale, 32 halves of bytes from which 8 is taken."""
-    return _grouped(_nibbles(blocks[:, 2:], 16), _halves(blocks, 0), None, 4, num_rows)
-
-
-def _q4_1(blocks: Tensor, num_rows: int) -> GroupedWeight:
-    """Scale, lowest value, 32 halves of bytes."""
-    scales, lowest = _halves(blocks, 0), _halves(blocks, 2)
-    return _grouped(_nibbles(blocks[:, 4:], 16), scales, lowest + 8 * scales, 4, num_rows)
-
-
-def _q5_0(blocks: Tensor, num_rows: int) -> GroupedWeight:
-    """Scale, 32 fifth bits, 32 halves of bytes; 16 is taken from each five bits."""
-    codes = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
-    return _grouped(codes + (128 - 16), _halves(blocks, 0), None, 8, num_rows)
-
-
-def _q5_1(blocks: Tensor, num_rows: int) -> GroupedWeight:
-    """Scale, lowest value, 32 fifth bits, 32 halves of bytes."""
-    codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
-    return _grouped(codes + 128, _halves(blocks, 0), _halves(blocks, 2), 8, num_rows)
-
-
-def _q4_k(blocks: Tensor, num_rows: int) -> GroupedWeight:
-    """Scales and lowest values of eight groups, 256 halves of bytes."""
-    scales, lowest = _scales_and_lowest(blocks)
-    return _grouped(_nibbles(blocks[:, 16:], GROUP_SIZE), scales, 8 * scales - lowest, 4, num_rows)
-
-
-def _q5_k(blocks: Tensor, num_rows: int) -> GroupedWeight:
-    """Scales and lowest values of eight groups, 256 fifth bits, 256 halves of bytes."""
-    scales, lowest = _scales_and_lowest(blocks)
-    codes = _nibbles(blocks[:, 48:], GROUP_SIZE)
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
-    codes.view(-1, 8, GROUP_SIZE).bitwise_or_(fifth)
-    # Sixteen below the middle, so that the rounding of scales is half as far from exact.
-    codes += 128 - 16
-    return _grouped(codes, scales, 16 * scales - lowest, 8, num_rows)
+    """The float16 numbers that begin at byte `at` of each block, [blocks, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
@@ -117,53 +57,109 @@ def _nibbles(packed: Tensor, run: int) -> Tensor:
     return codes.view(packed.shape[0], -1)
 
 
+# ---- groups of `GroupedWeight`
+
+
+def _q8_0(blocks: Tensor, num_rows: int) -> GroupedWeight:
+    """Scale, 32 signed bytes."""
+    return _grouped(blocks[:, 2:] ^ 128, _halves(blocks, 0), 8, num_rows)
+
+
+def _q4_0(blocks: Tensor, num_rows: int) -> GroupedWeight:
+    """Scale, 32 halves of bytes from which 8 is taken."""
+    return _grouped(_nibbles(blocks[:, 2:], 16), _halves(blocks, 0), 4, num_rows)
+
+
+def _grouped(codes: Tensor, scales: Tensor, bits: int, num_rows: int) -> GroupedWeight:
+    return GroupedWeight(
+        codes=codes.view(num_rows, -1),
+        scales=scales.view(num_rows, -1),
+        offsets=None,
+        bits=bits,
+        group_size=GROUP_SIZE,
+    )
+
+
+# ---- codes, scales and minima of groups, and scales and minima of blocks
+
+_Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _q4_1(blocks: Tensor) -> _Parts:
+    """Scale, minimum, 32 halves of bytes."""
+    return _nibbles(blocks[:, 4:], 16), _halves(blocks, 0), _halves(blocks, 2), None, None
+
+
+def _q5_0(blocks: Tensor) -> _Parts:
+    """Scale, 32 fifth bits, 32 halves of bytes."""
+    codes = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
+    return codes, _halves(blocks, 0), None, None, None
+
+
+def _q5_1(blocks: Tensor) -> _Parts:
+    """Scale, minimum, 32 fifth bits, 32 halves of bytes."""
+    codes = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
+    return codes, _halves(blocks, 0), _halves(blocks, 2), None, None
+
+
+def _iq4_nl(blocks: Tensor) -> _Parts:
+    """Scale, 32 halves of bytes."""
+    return _nibbles(blocks[:, 2:], 16), _halves(blocks, 0), None, None, None
+
+
+def _iq4_xs(blocks: Tensor) -> _Parts:
+    """Scale of the block, high two bits of eight scales, their low four bits, 256 halves of bytes."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = ((blocks[:, 2:4, None] >> shifts) & 3).flatten(1)
+    six_bits = _nibbles(blocks[:, 4:8], 1) | high << 4
+    return _nibbles(blocks[:, 8:], 16), _less_32(six_bits), None, _halves(blocks, 0), None
+
+
+def _q4_k(blocks: Tensor) -> _Parts:
+    """Scales and minima of eight groups, 256 halves of bytes."""
+    return _nibbles(blocks[:, 16:], GROUP_SIZE), *_scales_and_minima(blocks)
+
+
+def _q5_k(blocks: Tensor) -> _Parts:
+    """Scales and minima of eight groups, 256 fifth bits, 256 halves of bytes."""
+    codes = _nibbles(blocks[:, 48:], GROUP_SIZE)
+    codes |= _bits_of_octets(blocks[:, 16:48]) << 4
+    return codes, *_scales_and_minima(blocks)
+
+
+def _q2_k(blocks: Tensor) -> _Parts:
+    """Scales and minima of sixteen groups in four bits each, 256 times two bits, scales of both."""
+    scales, minima = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    block_scales, block_minima = _halves(blocks, 80), -_halves(blocks, 82)
+    return _two_bits(blocks[:, 16:80]), _signed(scales), _signed(minima), block_scales, block_minima
+
+
+def _q3_k(blocks: Tensor) -> _Parts:
+    """256 third bits, 256 times two bits, scales of sixteen groups in six bits, scale of the block."""
+    codes = _two_bits(blocks[:, 32:96]) | _bits_of_octets(blocks[:, :32]) << 2
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    high_bits = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=1)
+    six_bits = torch.cat([low & 15, low >> 4], dim=1) | (high_bits << 4)
+    return codes, _less_32(six_bits), None, _halves(blocks, 108), None
+
+
+def _q6_k(blocks: Tensor) -> _Parts:
+    """256 halves of bytes, 256 times two bits, scales of sixteen groups in a byte, scale of the block."""
+    codes = _nibbles(blocks[:, :128], 64) | (_two_bits(blocks[:, 128:192]) << 4)
+    return codes, _signed(blocks[:, 192:208]), None, _halves(blocks, 208), None
+
+
 def _fifth_bits(packed: Tensor) -> Tensor:
     """[blocks, 4] bytes to [blocks, 32], each 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return (((packed[:, :, None] >> shifts) & 1) << 4).flatten(1)
 
 
-def _scales_and_lowest(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and lowest values of the eight groups of a block: two times [blocks, 8] float32.
-
-    Two float16 numbers are multiplied by eight six-bit numbers each. Twelve bytes hold these: the first four of
-    both kinds in the low six bits, the low four bits of the others in the last four bytes, and their high two bits
-    where the first ones leave room.
-    """
-    first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat([first & 63, (last & 15) | ((first >> 6) << 4)], dim=1)
-    lowest = torch.cat([second & 63, (last >> 4) | ((second >> 6) << 4)], dim=1)
-    return _halves(blocks, 0) * scales, _halves(blocks, 2) * lowest
-
-
-# ---- formats with a scale for every 16 weights
-
-
-def _q2_k(blocks: Tensor) -> Tensor:
-    """Scales and lowest values of sixteen groups in four bits each, 256 times two bits, what scales them."""
-    codes = _two_bits(blocks[:, 16:80]).view(-1, 16, 16)
-    scales = _halves(blocks, 80) * (blocks[:, :16] & 15)
-    lowest = _halves(blocks, 82) * (blocks[:, :16] >> 4)
-    return codes * scales[:, :, None] - lowest[:, :, None]
-
-
-def _q3_k(blocks: Tensor) -> Tensor:
-    """256 third bits, 256 times two bits, scales of sixteen groups in six bits, what scales them."""
+def _bits_of_octets(packed: Tensor) -> Tensor:
+    """The lowest bits of 32 bytes, then the next and so on; [blocks, 256] uint8."""
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    third = ((blocks[:, None, :32] >> shifts) & 1) << 2
-    codes = (_two_bits(blocks[:, 32:96]).view(-1, 8, 32) | third).view(-1, 16, 16)
-    low, high = blocks[:, 96:104], blocks[:, 104:108]
-    high_bits = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=1)
-    six_bits = torch.cat([low & 15, low >> 4], dim=1) | (high_bits << 4)
-    scales = _halves(blocks, 108) * (six_bits.float() - 32)
-    return (codes.float() - 4) * scales[:, :, None]
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    """256 halves of bytes, 256 times two bits, scales of sixteen groups in a signed byte, what scales them."""
-    codes = _nibbles(blocks[:, :128], 64) | (_two_bits(blocks[:, 128:192]) << 4)
-    scales = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
-    return (codes.view(-1, 16, 16).float() - 32) * scales[:, :, None]
+    bits: Tensor = (packed[:, None, :] >> shifts) & 1
+    return bits.flatten(1)
 
 
 def _two_bits(packed: Tensor) -> Tensor:
@@ -174,33 +170,36 @@ def _two_bits(packed: Tensor) -> Tensor:
     return codes.flatten(1)
 
 
-def _rounded(rows: Tensor, block: BlockType) -> GroupedWeight:
-    """8 bits by the highest magnitude of every 32 weights."""
-    num_rows = rows.shape[0]
-    num_inputs = rows.shape[1] // block.num_bytes * block.weights
-    codes = torch.empty((num_rows, num_inputs), dtype=torch.uint8)
-    scales = torch.empty((num_rows, num_inputs // GROUP_SIZE), dtype=torch.float16)
-    step = max(1, _CHUNK_WEIGHTS // num_inputs)
-    for start in range(0, num_rows, step):
-        part = slice(start, start + step)
-        groups = floats(rows[part], block).view(-1, num_inputs // GROUP_SIZE, GROUP_SIZE)
-        lowest, highest = groups.aminmax(dim=2)
-        scales[part] = torch.maximum(highest, -lowest) / 127
-        used = scales[part].float()
-        inverse = torch.where(used > 0, 1 / used, 0)
-        # A scale that float16 can hardly hold is rounded down by much.
-        whole = groups.mul_(inverse[:, :, None]).round_().clamp_(-127, 127).add_(128)
-        codes[part] = whole.flatten(1)
-    return GroupedWeight(codes, scales, None, 8, GROUP_SIZE)
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scales and minima of the eight groups of a block, 0 to 63, and of the blocks.
+
+    Twelve bytes hold the former: the first four of both kinds in the low six bits, the low four bits of the others
+    in the last four bytes, and their high two bits where the first ones leave room.
+    """
+    first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([first & 63, (last & 15) | ((first >> 6) << 4)], dim=1)
+    minima = torch.cat([second & 63, (last >> 4) | ((second >> 6) << 4)], dim=1)
+    return _signed(scales), _signed(minima), _halves(blocks, 0), -_halves(blocks, 2)
 
 
-_GROUPED: dict[str, Callable[[Tensor, int], GroupedWeight]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
+def _signed(octets: Tensor) -> Tensor:
+    return octets.contiguous().view(torch.int8)
+
+
+def _less_32(six_bits: Tensor) -> Tensor:
+    return _signed(six_bits) - 32
+
+
+_GROUPED: dict[str, Callable[[Tensor, int], GroupedWeight]] = {"Q8_0": _q8_0, "Q4_0": _q4_0}
+_PARTS: dict[str, Callable[[Tensor], _Parts]] = {
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }
-_FLOATS: dict[str, Callable[[Tensor], Tensor]] = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q6_K": _q6_k}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import GroupedWeight, LinearWeight
+from pagoda.backend.weights import BlockWeight, GroupedWeight, LinearWeight
 from pagoda.checkpoints.gguf.config import checked_tensor
 from pagoda.checkpoints.gguf.reader import GgufFile, GgufTensor
 from pagoda.checkpoints.model_config import LinearSpec, ModelConfig
@@ -38,8 +38,9 @@ class GgufWeights:
         weight = linear_weight(rows, tensor.type, dtype)
         if isinstance(weight, GroupedWeight):
             _check_finite(tensor, weight.scales)
-            if weight.offsets is not None:
-                _check_finite(tensor, weight.offsets)
+        if isinstance(weight, BlockWeight):
+            for numbers in (weight.group_scales(), weight.group_minima()):
+                _check_finite(tensor, numbers)
         return weight
 
     def _half_split(self, name: str, rows: Tensor) -> Tensor:
@@ -67,8 +68,6 @@ class GgufWeights:
         return flat.view(math.prod(tensor.shape[:-1]), -1)
 
 
-def _check_finite(tensor: GgufTensor, numbers: Tensor) -> None:
-    if not torch.isfinite(numbers).all():
-        raise ConfigError(
-            f"{tensor.path}: tensor {tensor.name} has scales that are no numbers or beyond float16."
-        )
+def _check_finite(tensor: GgufTensor, numbers: Tensor | None) -> None:
+    if numbers is not None and not torch.isfinite(numbers).all():
+        raise ConfigError(f"{tensor.path}: tensor {tensor.name} has scales that are not finite.")

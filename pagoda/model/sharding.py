@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import (
+    BlockWeight,
     DenseWeight,
     GroupedWeight,
     Int8Weight,
@@ -25,6 +26,8 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.model_config import LinearSpec, ModelConfig, Role
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (
+    BLOCK_SIZES,
+    BlockFormat,
     DenseFormat,
     GroupedFormat,
     Quantization,
@@ -210,13 +213,13 @@ def check_quantized_parts(
     """Checks that no rank gets a part of a quantized map that cannot be held.
     Raises ConfigError: one does, or a map cannot be quantized so at all."""
     # Layers that are cut and quantized alike need but one look, as there may be thousands.
-    linears: dict[tuple[Role, int, GroupedFormat], LinearSpec] = {}
+    linears: dict[tuple[Role, int, GroupedFormat | BlockFormat], LinearSpec] = {}
     for linear in whole(config).linears():
         held_as = _format_of(linear, quantization)
-        if isinstance(held_as, GroupedFormat):
+        if isinstance(held_as, GroupedFormat | BlockFormat):
             linears.setdefault((linear.role, linear.inputs, held_as), linear)
 
-    def first_cut(size: int) -> tuple[LinearSpec, GroupedFormat, range] | None:
+    def first_cut(size: int) -> tuple[LinearSpec, GroupedFormat | BlockFormat, range] | None:
         for rank in range(size):
             shard = Shard(config, range(config.num_layers), rank, size, parallel.expert_parallel)
             for (_, inputs, held_as), linear in linears.items():
@@ -238,11 +241,14 @@ def check_quantized_parts(
         ),
     )
     linear, held_as, part = cut
-    other = "" if held_as.can_regroup else ", or take a smaller --quantization-group-size"
+    regroups = isinstance(held_as, BlockFormat) or held_as.can_regroup
+    other = "" if regroups else ", or take a smaller --quantization-group-size"
+    unit = f"groups of {held_as.group_size}"
+    if isinstance(held_as, BlockFormat):
+        unit = f"blocks, which can be cut at multiples of {BLOCK_SIZES[-1]} only"
     raise ConfigError(
         f"--tensor-parallel-size {tp_size} cuts the {linear.inputs} inputs of {linear.name}.weight inside its "
-        f"groups of {held_as.group_size}, into parts such as {part.start} to {part.stop}; the nearest that does "
-        f"not is {nearest}{other}."
+        f"{unit}, into parts such as {part.start} to {part.stop}; the nearest that does not is {nearest}{other}."
     )
 
 
@@ -311,7 +317,35 @@ def take_part(
         return DenseWeight(weight.values[outputs, inputs].contiguous())
     if isinstance(weight, Int8Weight):
         return Int8Weight(_copied(weight.values[outputs, inputs]), _copied(weight.scales[outputs]))
+    if isinstance(weight, BlockWeight):
+        return _part_of_blocks(linear, weight, part)
     return _part_of_groups(linear, weight, part, dtype)
+
+
+def _part_of_blocks(linear: LinearSpec, weight: BlockWeight, part: Part) -> BlockWeight:
+    whole = weight.held_as
+    held_as = format_of_part(linear, whole, part.inputs)
+    if not isinstance(held_as, BlockFormat):
+        raise TypeError(f"{linear.name} cannot be held as {held_as}.")
+    outputs = _slice(part.outputs)
+
+    def share(numbers: Tensor | None, inputs: int, smaller: int) -> Tensor | None:
+        """This part's of numbers that so many inputs share; in memory only `smaller` do."""
+        if numbers is None:
+            return None
+        repeated = numbers[outputs].repeat_interleave(inputs // smaller, dim=1)
+        return _copied(repeated[:, part.inputs.start // smaller : part.inputs.stop // smaller])
+
+    scales = share(weight.scales, whole.group_size, held_as.group_size)
+    assert scales is not None
+    return BlockWeight(
+        held_as,
+        _copied(weight.codes[outputs, _slice(part.inputs)]),
+        scales,
+        share(weight.minima, whole.group_size, held_as.group_size),
+        share(weight.block_scales, whole.block_size, held_as.block_size),
+        share(weight.block_minima, whole.block_size, held_as.block_size),
+    )
 
 
 def _part_of_groups(

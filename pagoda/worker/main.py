@@ -175,7 +175,7 @@ def _load(
         from pagoda.worker.rendezvous import Rendezvous
 
         hidden_size = plan.shard.config.hidden_size
-        rendezvous = Rendezvous(config, context, address, hidden_size=hidden_size, dtype=plan.dtype)
+        rendezvous = Rendezvous(config, context, address, hidden_size=hidden_size)
         began = tracer.e2e()
         peers = engine.meet_peers(rendezvous.hello(plan.num_blocks))
         group = rendezvous.form_group(peers)

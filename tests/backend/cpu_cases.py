@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_weights import make_blocks
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,6 +18,7 @@ from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.weight_formats import GROUP_SIZES
 from pagoda.devices import BackendUnavailableError
 
@@ -95,15 +97,12 @@ class Sequences:
         self.lengths = lengths
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.qkv = [
-            random_tensor(n, width, seed=seed + i, dtype=shape.dtype) for i, n in enumerate(lengths)
+            random_tensor(n, width, seed=seed + i, dtype=shape.dtype).float()
+            for i, n in enumerate(lengths)
         ]
         self.norms = None
         if shape.normed:
-            weights = (
-                1 + 0.2 * random_tensor(shape.head_dim, seed=seed - i, dtype=torch.float32)
-                for i in range(2)
-            )
-            q, k = (weight.to(shape.dtype) for weight in weights)
+            q, k = (1 + 0.2 * random_tensor(shape.head_dim, seed=seed - i) for i in range(2))
             self.norms = HeadNorms(q, k, 1e-6)
         self.num_blocks = 3 + sum(-(-n // shape.block_size) for n in lengths)
         ids = list(range(self.num_blocks))
@@ -233,4 +232,5 @@ QUANTIZED: dict[str, LinearWeight] = {
     "int4-offsets": make_weight(Format(4, 128, offsets=True), 70, 256, 1),
     "int4-order": make_weight(Format(4, 64, offsets=True, ordered=True), 70, 192, 1),
     "int8-groups": make_weight(Format(8, 128, offsets=True, ordered=True), 333, 256, 1),
+    **{name: make_blocks(held_as, 70, 512, 1) for name, held_as in BLOCKS.items()},
 }

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from block_weights import make_blocks
 from cpu_cases import (
     DENSE,
     INT8,
@@ -31,8 +32,12 @@ from torch import Tensor
 
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
+from pagoda.backend.cpu.native import load_native
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.weights import DenseWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.backend.weights import BlockWeight, DenseWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.checkpoints.gguf.config import BLOCKS
+from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
+from pagoda.checkpoints.weight_formats import BLOCK_SIZES, BlockFormat, format_bytes
 from pagoda.errors import ConfigError
 
 pytestmark = needs_kernels
@@ -48,31 +53,32 @@ def test_linear(
     biased: bool, gap: int,
 ) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
-    x = random_tensor(rows, inputs + gap, seed=seed, dtype=dtype)[:, gap:]
+    x = random_tensor(rows, inputs + gap, seed=seed)[:, gap:]
     weight = random_tensor(outputs, inputs, seed=seed + 1, dtype=dtype)
     bias = random_tensor(outputs, seed=seed + 2, dtype=dtype) if biased else None
     ops = CpuBackend(name)
     prepared = ops.prepare_linear([DenseWeight(weight)], bias, dtype)
     actual = ops.linear(x, prepared)
-    exact = x.double() @ weight.double().t()
+    rounded = x.bfloat16() if dtype == torch.bfloat16 else x
+    exact = rounded.double() @ weight.double().t()
     exact = exact if bias is None else exact + bias.double()
-    assert_close(actual, exact.to(dtype), scale=inputs**0.5)
+    assert_close(actual, exact.float(), scale=inputs**0.5)
     ids = torch.randint(outputs, (5,), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(ops.embedding(ids, prepared), weight[ids])
+    assert torch.equal(ops.embedding(ids, prepared), weight[ids].float())
 
 
-@given(sets, dtypes, seeds, st.integers(1, 40), st.integers(1, 300))
+@given(sets, seeds, st.integers(1, 40), st.integers(1, 300))
 @examples
-def test_rows(name: str, dtype: torch.dtype, seed: int, rows: int, width: int) -> None:
+def test_rows(name: str, seed: int, rows: int, width: int) -> None:
     ops = CpuBackend(name)
-    x, delta = (random_tensor(rows, width, seed=seed + i, dtype=dtype) for i in range(2))
-    weight = random_tensor(width, seed=seed + 2, dtype=dtype)
+    x, delta = (random_tensor(rows, width, seed=seed + i) for i in range(2))
+    weight = random_tensor(width, seed=seed + 2)
     assert_close(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6), 4)
     total, normed = ops.add_rms_norm(x, delta, weight, 1e-6)
     expected_total, expected_normed = REFERENCE.add_rms_norm(x, delta, weight, 1e-6)
     assert torch.equal(total, expected_total)
     assert_close(normed, expected_normed, 4)
-    gate_up = 8 * random_tensor(rows, 2 * width, seed=seed + 3, dtype=dtype)
+    gate_up = 8 * random_tensor(rows, 2 * width, seed=seed + 3)
     assert_close(ops.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up), 16)
     for i in range(rows):
         alone = ops.add_rms_norm(x[i : i + 1], delta[i : i + 1], weight, 1e-6)
@@ -108,10 +114,6 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     plan = ops.attention_metadata(token_batch([(0, 2, [0])]), 1, cache)
     with pytest.raises(ValueError, match="3 tokens do not fit a plan of 2"):
         ops.attention(torch.zeros(3, 1, 8), cache, plan, scale=1.0, window=None)
-    cache = ops.allocate_kv_cache(1, 16, 1, 8, torch.float32, torch.int8)
-    keys = cache.keys.view(1, 1, 8, 16, 1)
-    with pytest.raises(ValueError, match=r"torch.int8 is not for values of torch.float32"):
-        ops.attention(torch.zeros(2, 1, 8), replace(cache, keys=keys), plan, scale=1.0, window=None)
 
 
 def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +128,11 @@ def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyP
         CpuBackend("mmx")
 
 
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
 def _rows(rows: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
-    x = random_tensor(rows, inputs, seed=seed, dtype=torch.float32)
+    """Rows that a product with dense weights of the dtype does not round."""
+    x = random_tensor(rows, inputs, seed=seed)
     x[:, ::7] *= 10
-    return x.to(dtype)
+    return x.to(dtype).float()
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,6 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
     """Outputs in float64, and the sums of the magnitudes that are added up in them."""
-    x = x.float()
     if isinstance(weight, DenseWeight):
         values = weight.values.double().t()
         return x.double() @ values, x.double().abs() @ values.abs()
@@ -153,15 +152,19 @@ def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
         result = (codes @ weight.values.long().t()).double()
         result *= scales.double()[:, None] * weight.scales.double()
         return result, result.abs()
-    if weight.act_order is not None:
-        x = x[:, weight.act_order]
-    codes, scales = _quantized(x.unflatten(1, (-1, weight.group_size)))
-    own = weight.codes.long().unflatten(1, (-1, weight.group_size)) - 2 ** (weight.bits - 1)
-    sums = torch.einsum("ngi,ogi->nog", codes, own).double()
-    terms = sums * scales.double()[:, None] * weight.scales.double()
+    if isinstance(weight, BlockWeight):
+        size, own = weight.held_as.group_size, weight.numbers().long()
+        own_scales, offsets = weight.group_scales(), weight.group_minima()
+    else:
+        x = x if weight.act_order is None else x[:, weight.act_order]
+        size, own = weight.group_size, weight.codes.long() - 2 ** (weight.bits - 1)
+        own_scales, offsets = weight.scales, weight.offsets
+    codes, scales = _quantized(x.unflatten(1, (-1, size)))
+    sums = torch.einsum("ngi,ogi->nog", codes, own.unflatten(1, (-1, size))).double()
+    terms = sums * scales.double()[:, None] * own_scales.double()
     magnitudes = terms.abs()
-    if weight.offsets is not None:
-        of_offsets = (codes.sum(-1).double() * scales.double())[:, None] * weight.offsets.double()
+    if offsets is not None:
+        of_offsets = (codes.sum(-1).double() * scales.double())[:, None] * offsets.double()
         terms, magnitudes = terms + of_offsets, magnitudes + of_offsets.abs()
     return terms.sum(-1), magnitudes.sum(-1)
 
@@ -171,18 +174,20 @@ def _check(
 ) -> None:
     prepared = ops.prepare_linear(parts, bias, dtype)
     actual = ops.linear(x, prepared)
-    assert actual.dtype == dtype
+    assert actual.dtype == torch.float32
     results, magnitudes = zip(*(_exact(x, part) for part in parts), strict=True)
     exact, bound = torch.cat(results, dim=1), torch.cat(magnitudes, dim=1)
     if bias is not None:
         exact, bound = exact + bias.double(), bound + bias.double().abs()
     error = (actual.double() - exact).abs()
-    assert bool((error <= 4e-6 * bound + ROUNDING[dtype] * exact.abs() + 1e-6).all())
+    assert bool((error <= 6e-6 * bound + 1e-6).all())
     if len(prepared.segments) > 1:
         return  # no table of embeddings
-    rows = torch.cat([dequantize(part) for part in parts]).to(dtype)
+    rows = torch.cat([dequantize(part) for part in parts])
+    if isinstance(parts[0], DenseWeight):
+        rows = rows.to(dtype)
     ids = torch.randint(len(rows), (9,), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(ops.embedding(ids, prepared), rows[ids])
+    assert torch.equal(ops.embedding(ids, prepared), rows[ids].float())
 
 
 @given(
@@ -200,6 +205,53 @@ def test_one_format(
     x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
     bias = torch.randn(outputs).to(dtype) if biased else None
     _check(CpuBackend(name), x, [make_weight(held_as, outputs, inputs, seed)], bias, dtype)
+
+
+@given(
+    sets, dtypes, threads, seeds, st.integers(1, 10) | st.integers(90, 200), st.sampled_from(list(BLOCKS)),
+    st.integers(1, 5), st.integers(1, 150), st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+@settings(examples, max_examples=120)
+def test_blocks(
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, kind: str, blocks: int,
+    outputs: int, biased: bool, gap: int,
+) -> None:  # fmt: skip
+    torch.set_num_threads(num_threads)
+    held_as = BLOCKS[kind]
+    if held_as.integer_scales:
+        held_as = replace(held_as, block_size=BLOCK_SIZES[seed % len(BLOCK_SIZES)])
+    inputs = blocks * held_as.block_size
+    x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    weight = make_blocks(held_as, outputs, inputs, seed)
+    _check(CpuBackend(name), x, [weight], bias, dtype)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_take_their_own_bits(kind: str) -> None:
+    """Panels are as large as reckoned, and at most a 25th larger than the file."""
+    outputs, inputs, held_as = 96, 512, BLOCKS[kind]
+    weight = make_blocks(held_as, outputs, inputs, 1)
+    (segment,) = CpuBackend(SETS[-1]).prepare_linear([weight], None, torch.float32).segments
+    assert segment.num_bytes == format_bytes(held_as, outputs, inputs, 2)
+    stored = next(block for block in BLOCK_TYPES.values() if block.name == kind)
+    assert segment.num_bytes <= outputs * inputs // stored.weights * stored.num_bytes * 1.04
+
+
+def test_blocks_that_kernels_do_not_know_are_refused() -> None:
+    shapes = load_native().QuantizedShape
+    for bits, group, block, integers, minima, codebook in (
+        (7, 32, 256, True, False, False),
+        (6, 32, 256, True, False, False),
+        (4, 64, 256, True, True, False),
+        (4, 32, 512, True, True, False),
+        (4, 32, 48, True, True, False),
+        (4, 32, 256, False, True, False),
+        (5, 32, 256, True, False, False),
+        (3, 16, 256, True, False, True),
+    ):
+        with pytest.raises(ValueError, match="there are no such blocks"):
+            shapes.in_blocks(32, 256, bits, group, block, integers, minima, codebook)
 
 
 @given(
@@ -225,9 +277,13 @@ def test_parts_of_one_format_become_one_map() -> None:
     assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 2
 
 
-@pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 128)], ids=str)
-def test_instruction_sets_agree_in_every_bit(held_as: Format) -> None:
-    x, weight = _rows(33, 256, 3, torch.float32), make_weight(held_as, 100, 256, 4)
+@pytest.mark.parametrize(
+    "held_as", [INT8, Format(4, 32, True), Format(8, 128), *BLOCKS.values()], ids=str
+)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_instruction_sets_agree_in_every_bit(held_as: Format | BlockFormat, rows: int) -> None:
+    make = make_blocks if isinstance(held_as, BlockFormat) else make_weight
+    x, weight = _rows(rows, 256, 3, torch.float32), make(held_as, 100, 256, 4)
     first, *others = (
         ops.linear(x, ops.prepare_linear([weight], None, torch.float32))
         for ops in map(CpuBackend, SETS)
@@ -311,17 +367,13 @@ def test_argmax_is_the_first_of_the_highest_outputs(
     torch.set_num_threads(num_threads)
     ops = CpuBackend(name)
     values = _dense("normal", outputs, 64, seed, dtype)
-    x = _dense("ties" if rounded else "normal", rows, 64, seed + 1, dtype)
+    x = _dense("ties" if rounded else "normal", rows, 64, seed + 1, dtype).float()
     if rounded:  # many outputs are equal
         values = values.round()
     prepared = ops.prepare_linear([quantized(ops, kind, values)], None, dtype)
     if rows > 2:
         x[1, 3], x[2, 5] = float("nan"), float("inf")
-    expected = ops.logits(x, prepared)
-    assert expected.dtype == torch.float32
-    torch.testing.assert_close(
-        expected.to(dtype), ops.linear(x, prepared), rtol=0, atol=0, equal_nan=True
-    )
+    expected = ops.linear(x, prepared)
     columns, values, finite = ops.argmax(x, prepared)
     assert torch.equal(finite, expected.isfinite().all(dim=1))
     assert torch.equal(columns[finite], expected.argmax(dim=1)[finite])

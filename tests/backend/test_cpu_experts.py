@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from cpu_cases import (
@@ -30,11 +31,17 @@ from torch import Tensor
 from pagoda.backend.base import ExpertRouting, Experts, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
+from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
+from pagoda.model.ggml_blocks import linear_weight
 
-FORMATS = ("dense", "int8", "int4", "mixed", "ordered")
+FORMATS = ("dense", "int8", "int4", "mixed", "ordered", "Q4_1", "Q5_0")
 
 
 def _quantized(kind: str, values: Tensor) -> LinearWeight:
+    if kind.startswith("Q"):
+        blocks = gguf.quantize(values.float().numpy(), gguf.GGMLQuantizationType[kind])
+        block = next(block for block in BLOCK_TYPES.values() if block.name == kind)
+        return linear_weight(torch.from_numpy(blocks), block, values.dtype)
     if kind != "ordered":
         return quantized(REFERENCE, kind, values)
     # int4 with its inputs in another order (GPTQ's act-order).
@@ -110,8 +117,8 @@ def test_the_reference_follows_the_formula(kind: str, renormalize: bool) -> None
     assert experts.counts.sum() == 2 * 20
 
 
-def _logits(style: str, tokens: int, num_experts: int, seed: int, dtype: torch.dtype) -> Tensor:
-    logits = random_tensor(tokens, num_experts, seed=seed, dtype=dtype)
+def _logits(style: str, tokens: int, num_experts: int, seed: int) -> Tensor:
+    logits = random_tensor(tokens, num_experts, seed=seed)
     if style == "tied":
         return torch.zeros_like(logits)
     if style == "few":  # most experts get no token
@@ -140,8 +147,8 @@ def test_kernels_follow_the_reference(
     weights = _Weights(
         kind, dtype, routing=routing, hidden=32 * hidden + more, inner=32 * inner + more, seed=seed
     )
-    x = random_tensor(tokens, 32 * hidden + 2 * more, seed=seed, dtype=dtype)[:, more:]
-    logits = _logits(style, tokens, num_experts, seed, dtype)
+    x = random_tensor(tokens, 32 * hidden + 2 * more, seed=seed)[:, more:]
+    logits = _logits(style, tokens, num_experts, seed)
     first = min(share[0], num_experts - 1)
     ops = CpuBackend(name)
     actual, expected = (
@@ -161,7 +168,7 @@ def test_a_row_is_the_same_in_any_company(name: str, dtype: torch.dtype, kind: s
     routing = ExpertRouting(13, 3, renormalize=True)
     weights = _Weights(kind, dtype, routing=routing, hidden=96, inner=160)
     experts = weights.prepared(ops)
-    x, logits = (random_tensor(90, n, seed=n, dtype=dtype) for n in (96, 13))
+    x, logits = (random_tensor(90, n, seed=n) for n in (96, 13))
     torch.set_num_threads(1)
     whole = ops.experts(x, logits, experts)
     for num_threads in (1, 2, 3):
@@ -217,7 +224,7 @@ class _Layer:
             )
             for outputs in (50, 6)
         )
-        self.norm = torch.ones(64, dtype=dtype)
+        self.norm = torch.ones(64)
 
     def __call__(self, ops: Any, step: StepInput[Any, Any]) -> Any:
         x = ops.embedding(step.token_ids, self.embedding)

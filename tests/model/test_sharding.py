@@ -7,17 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from block_weights import make_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
-from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
+from pagoda.backend.weights import (
+    BlockWeight,
+    DenseWeight,
+    GroupedWeight,
+    LinearWeight,
+    dequantize,
+    weight_format,
+)
 from pagoda.checkpoints.config_json import parse_model_config
+from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.model_config import LinearSpec, ModelConfig, Role
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
-from pagoda.checkpoints.weight_formats import Quantization
+from pagoda.checkpoints.weight_formats import DenseFormat, Quantization, WeightFormat
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import (
@@ -157,6 +166,9 @@ def test_a_large_head_leaves_the_last_stage_fewer_layers() -> None:
     assert len(first) > len(last) + 5
 
 
+BLOCK_KINDS = ("Q4_1", "Q2_K", "Q4_K", "IQ4_XS")
+
+
 def _weights() -> dict[str, LinearWeight]:
     ops = ReferenceBackend()
     values = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
@@ -169,6 +181,7 @@ def _weights() -> dict[str, LinearWeight]:
         "int4": grouped,
         "offsets": GroupedWeight(grouped.codes, grouped.scales, offsets, 4, 64),
         "ordered": GroupedWeight(grouped.codes, grouped.scales, offsets, 4, 64, order),
+        **{kind: make_blocks(BLOCKS[kind], 48, 256, 3) for kind in BLOCK_KINDS},
     }
 
 
@@ -187,7 +200,7 @@ def test_parts_of_weights_are_parts_of_their_numbers(kind: str) -> None:
             assert not isinstance(tensor, Tensor) or tensor.is_contiguous()
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "offsets", "ordered"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "offsets", "ordered", *BLOCK_KINDS])
 def test_parts_do_not_keep_the_memory_of_the_whole(kind: str) -> None:
     for part in (Part(range(16, 32), range(256)), Part(range(48), range(64, 192))):
         held = take_part(LAYER, _weights()[kind], part, torch.float32)
@@ -279,3 +292,35 @@ def test_parts_that_cannot_be_held_are_refused_before_loading(
 def test_parts_of_narrow_heads() -> None:
     _check_parts(GPTQ, 4, **NARROW)
     _check_parts(ACT_ORDER, 8, **NARROW)
+
+
+@pytest.mark.parametrize(("start", "block_size"), [(0, 128), (128, 128), (64, 64), (32, 32)])
+def test_blocks_are_cut_into_smaller_ones_of_the_same_scale(start: int, block_size: int) -> None:
+    weight = make_blocks(BLOCKS["Q6_K"], 48, 256, 3)
+    part = take_part(LAYER, weight, Part(range(48), range(start, start + 128)), torch.float32)
+    assert isinstance(part, BlockWeight)
+    assert part.held_as.block_size == block_size
+    assert torch.equal(dequantize(part), dequantize(weight)[:, start : start + 128])
+
+
+def test_blocks_are_not_cut_inside_32_inputs() -> None:
+    weight = make_blocks(BLOCKS["Q6_K"], 48, 256, 3)
+    with pytest.raises(ConfigError, match=r"such as 16 to 144; take a smaller"):
+        take_part(LAYER, weight, Part(range(48), range(16, 144)), torch.float32)
+    held_as = weight_format(weight)
+
+    class Stored:
+        summary = "Q6_K"
+
+        def format_of(self, linear: LinearSpec) -> WeightFormat:
+            return held_as if linear.role is Role.ATTENTION_OUT else DenseFormat()
+
+    config = model(num_attention_heads=16, num_key_value_heads=8, head_dim=16, hidden_size=256)
+    check_quantized_parts(config, Stored(), ParallelConfig(tensor_parallel_size=8))
+    with pytest.raises(ConfigError) as caught:
+        check_quantized_parts(config, Stored(), ParallelConfig(tensor_parallel_size=16))
+    assert str(caught.value) == (
+        "--tensor-parallel-size 16 cuts the 256 inputs of model.layers.0.self_attn.o_proj.weight inside its "
+        "blocks, which can be cut at multiples of 32 only, into parts such as 0 to 16; the nearest that does not "
+        "is 8."
+    )

@@ -21,6 +21,8 @@ HALVES: dict[Kind, tuple[int, ...]] = {
     Kind.Q4_K: (0, 2),
     Kind.Q5_K: (0, 2),
     Kind.Q6_K: (208,),
+    Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,),
 }
 """Places of float16 numbers in a block of the types that the `gguf` package cannot write."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import GroupedWeight, Int8Weight, dequantize
+from pagoda.backend.weights import BlockWeight, GroupedWeight, Int8Weight, dequantize
 
 _EXACT_INPUTS = 1024
 """Inputs whose products of 127 by 127 add up to less than 2 ** 24."""
@@ -48,36 +48,81 @@ class PackedGroups:
         )
 
 
-def num_rows(weight: Tensor | Int8Weight | PackedGroups) -> int:
+@dataclass(frozen=True)
+class PackedBlocks:
+    """A `BlockWeight` that takes about as little memory as is reckoned for it."""
+
+    weight: BlockWeight
+    """The weight, with the codes of `planes` left out."""
+    planes: tuple[Tensor, ...]
+    """Bits of the codes, the lowest first: 4, 2 or 1 of each code, as many codes in a byte as fit."""
+
+    @classmethod
+    def of(cls, weight: BlockWeight) -> PackedBlocks:
+        planes, taken = [], 0
+        for width in _plane_widths(weight.held_as.bits):
+            parts = (weight.codes >> taken & 2**width - 1).unflatten(1, (-1, 8 // width))
+            shifts = torch.arange(0, 8, width, dtype=torch.uint8)
+            planes.append((parts << shifts).sum(-1, dtype=torch.uint8))
+            taken += width
+        return cls(replace(weight, codes=weight.codes[:, :0]), tuple(planes))
+
+    def rows(self, chosen: slice | Tensor) -> BlockWeight:
+        """Some outputs of it, unpacked."""
+        weight, codes, taken = self.weight, torch.tensor(0, dtype=torch.uint8), 0
+        for width, plane in zip(_plane_widths(weight.held_as.bits), self.planes, strict=True):
+            shifts = torch.arange(0, 8, width, dtype=torch.uint8)
+            parts = plane[chosen][..., None] >> shifts & 2**width - 1
+            codes = codes | parts.flatten(1) << taken
+            taken += width
+        scales, minima, block_scales, block_minima = (
+            None if part is None else part[chosen]
+            for part in (weight.scales, weight.minima, weight.block_scales, weight.block_minima)
+        )
+        assert scales is not None
+        return BlockWeight(weight.held_as, codes, scales, minima, block_scales, block_minima)
+
+
+def _plane_widths(bits: int) -> list[int]:
+    return [width for width in (4, 2, 1) if bits & width]
+
+
+Quantized = Int8Weight | PackedGroups | PackedBlocks
+
+
+def num_rows(weight: Tensor | Quantized) -> int:
     if isinstance(weight, PackedGroups):
         return len(weight.weight.codes)
+    if isinstance(weight, PackedBlocks):
+        return len(weight.weight.scales)
     return len(weight.values if isinstance(weight, Int8Weight) else weight)
 
 
-def embedding_rows(ids: Tensor, weight: Int8Weight | PackedGroups) -> Tensor:
+def embedding_rows(ids: Tensor, weight: Quantized) -> Tensor:
     """Rows of the weight, one for each of `ids` [n]: [n, in] float32."""
-    if isinstance(weight, PackedGroups):
+    if isinstance(weight, PackedGroups | PackedBlocks):
         return dequantize(weight.rows(ids))
     return dequantize(Int8Weight(weight.values[ids], weight.scales[ids]))
 
 
-def quantized_product(x: Tensor, weight: Int8Weight | PackedGroups) -> Tensor:
+def quantized_product(x: Tensor, weight: Quantized) -> Tensor:
     """x [n, in] times the weight: [n, out] float32."""
+    pieces = _pieces(num_rows(weight))
     if isinstance(weight, Int8Weight):
-        rounded, scales = _rounded(x.float())
-        pieces = [
+        rounded, scales = _rounded(x)
+        products = [
             _int8_product(rounded, scales, Int8Weight(weight.values[some], weight.scales[some]))
-            for some in _pieces(len(weight.values))
+            for some in pieces
         ]
+    elif isinstance(weight, PackedBlocks):
+        rounded, scales = _rounded(x.view(len(x), -1, weight.weight.held_as.group_size))
+        products = [_block_product(rounded, scales, weight.rows(some)) for some in pieces]
     else:
         order, group_size = weight.weight.act_order, weight.weight.group_size
-        wide = x.float() if order is None else x[:, order].float()
+        wide = x if order is None else x[:, order]
         rounded, scales = _rounded(wide.view(len(x), -1, group_size))
-        pieces = [
-            _grouped_product(rounded, scales, weight.rows(some))
-            for some in _pieces(len(weight.weight.codes))
-        ]
-    return torch.cat(pieces, dim=1)
+        products = [_grouped_product(rounded, scales, weight.rows(some)) for some in pieces]
+    return torch.cat(products, dim=1)
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,16 +143,33 @@ def _int8_product(rounded: Tensor, scales: Tensor, weight: Int8Weight) -> Tensor
 
 
 def _grouped_product(rounded: Tensor, scales: Tensor, weight: GroupedWeight) -> Tensor:
-    """Product of integers [n, groups, group_size] with scales [n, groups, 1]; groups are added up in order."""
-    total = torch.zeros(len(rounded), len(weight.codes))
+    integers = weight.codes.float() - 2 ** (weight.bits - 1)
+    offsets = None if weight.offsets is None else weight.offsets.float()
+    return _product_of_groups(rounded, scales, integers, weight.scales.float(), offsets)
+
+
+def _block_product(rounded: Tensor, scales: Tensor, weight: BlockWeight) -> Tensor:
+    return _product_of_groups(
+        rounded, scales, weight.numbers(), weight.group_scales(), weight.group_minima()
+    )
+
+
+def _product_of_groups(
+    rounded: Tensor, scales: Tensor, integers: Tensor, weight_scales: Tensor, offsets: Tensor | None
+) -> Tensor:
+    """Product of integers [n, groups, group_size] with scales [n, groups, 1] and integers [out, in].
+
+    The latter have scales and offsets [out, groups]. Groups are added up in order.
+    """
+    group_size = rounded.shape[2]
+    total = torch.zeros(len(rounded), len(integers))
     for group in range(rounded.shape[1]):
-        inputs = slice(group * weight.group_size, (group + 1) * weight.group_size)
-        integers = weight.codes[:, inputs].float() - 2 ** (weight.bits - 1)
-        products = rounded[:, group] @ integers.t()
-        total += products * (scales[:, group] * weight.scales[:, group].float())
-        if weight.offsets is not None:
+        inputs = slice(group * group_size, (group + 1) * group_size)
+        products = rounded[:, group] @ integers[:, inputs].t()
+        total += products * (scales[:, group] * weight_scales[:, group])
+        if offsets is not None:
             row_sums = rounded[:, group].sum(-1, keepdim=True) * scales[:, group]
-            total += row_sums * weight.offsets[:, group].float()
+            total += row_sums * offsets[:, group]
     return total
 
 

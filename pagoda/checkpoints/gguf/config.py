@@ -14,7 +14,12 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
 from pagoda.checkpoints.model_config import GGUF_NAMES, LinearSpec, ModelConfig
 from pagoda.checkpoints.rope import FrequencyFactors
-from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, WeightFormat
+from pagoda.checkpoints.weight_formats import (
+    BlockFormat,
+    DenseFormat,
+    GroupedFormat,
+    WeightFormat,
+)
 from pagoda.errors import ConfigError
 
 DTYPE = "bfloat16"
@@ -22,10 +27,22 @@ DTYPE = "bfloat16"
 DENSE = ("F32", "F16", "BF16")
 """Types whose tensors hold plain numbers."""
 GROUP_SIZE = 32
-"""Inputs that share a scale in all types, once they are in memory."""
-_IN_4_BITS = {"Q4_0", "Q4_1", "Q4_K"}
-"""Quantized types whose codes have 4 bits in memory; those of the others have 8."""
-_WITH_OFFSETS = {"Q4_1", "Q4_K", "Q5_1", "Q5_K"}
+"""Inputs that share a scale in all types but some of 256-weight blocks."""
+_IN_GROUPS = {"Q4_0": 4, "Q8_0": 8}
+"""Bits of types that are plain groups with a float16 scale each."""
+BLOCKS = {
+    "Q4_1": BlockFormat(4, 32, 32, integer_scales=False, minima=True),
+    "Q5_0": BlockFormat(5, 32, 32, integer_scales=False, minima=False),
+    "Q5_1": BlockFormat(5, 32, 32, integer_scales=False, minima=True),
+    "IQ4_NL": BlockFormat(4, 32, 32, integer_scales=False, minima=False, codebook=True),
+    "IQ4_XS": BlockFormat(4, 32, 256, integer_scales=True, minima=False, codebook=True),
+    "Q2_K": BlockFormat(2, 16, 256, integer_scales=True, minima=True),
+    "Q3_K": BlockFormat(3, 16, 256, integer_scales=True, minima=False),
+    "Q4_K": BlockFormat(4, 32, 256, integer_scales=True, minima=True),
+    "Q5_K": BlockFormat(5, 32, 256, integer_scales=True, minima=True),
+    "Q6_K": BlockFormat(6, 16, 256, integer_scales=True, minima=False),
+}
+"""Types whose blocks stay as they are."""
 
 EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
 FREQUENCY_FACTORS = "rope_freqs.weight"
@@ -122,8 +139,9 @@ def held_as(block: BlockType) -> WeightFormat:
     """Format in memory of a matrix that a file holds in blocks of one type."""
     if block.name in DENSE:
         return DenseFormat()
-    bits = 4 if block.name in _IN_4_BITS else 8
-    return GroupedFormat(bits, GROUP_SIZE, block.name in _WITH_OFFSETS, act_order=False)
+    if block.name in BLOCKS:
+        return BLOCKS[block.name]
+    return GroupedFormat(_IN_GROUPS[block.name], GROUP_SIZE, offsets=False, act_order=False)
 
 
 def checked_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTensor:

@@ -1,0 +1,416 @@
+// Rows times one panel of a weight in ggml's blocks; see BlockFormat in kernels.h. As everywhere, sums of products are
+// of integers and exact, group by group, and only scales and minima round.
+//
+// Codes of any width become codes of 8 bits on their way: in registers where there are few rows, and for many rows in a
+// piece of scratch memory that stays in the first cache. Both add up in one order.
+#pragma once
+
+#include "quantized.h"
+
+namespace {
+
+using pagoda::kUnitInputs;
+
+constexpr int kQuads = kUnitInputs / 4;
+constexpr int kRowBytes = 4 * kPanel;  // four inputs of a panel in 8 bits
+
+template <int Bits, bool Codebook, bool Integers, bool Minima, int Group>
+struct Blocks {
+    static constexpr int bits = Bits, group = Group;
+    static constexpr bool codebook = Codebook, integers = Integers, minima = Minima;
+    static constexpr int groups_of_unit = kUnitInputs / Group;
+};
+
+// ---- codes
+
+#ifdef __AVX512F__
+
+template <int N>
+PAGODA_INLINE ints shifted_right(ints x) {
+    if constexpr (N > 0) return _mm512_srli_epi16(x, N);
+    if constexpr (N < 0) return _mm512_slli_epi16(x, -N);
+    return x;
+}
+PAGODA_INLINE ints masked(ints x, char mask) { return _mm512_and_si512(x, _mm512_set1_epi8(mask)); }
+// (x & mask) | rest.
+PAGODA_INLINE ints masked_or(ints x, char mask, ints rest) {
+    return _mm512_ternarylogic_epi32(x, _mm512_set1_epi8(mask), rest, 0xea);
+}
+PAGODA_INLINE ints looked_up(ints codes) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pagoda::kIq4Codebook));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+}
+PAGODA_INLINE ints load_signed_bytes(const uint8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+PAGODA_INLINE ints low_half_of_bytes(ints x) { return _mm512_and_si512(x, _mm512_set1_epi32(15)); }
+PAGODA_INLINE ints high_half_of_bytes(ints x) { return low_half_of_bytes(_mm512_srli_epi32(x, 4)); }
+PAGODA_INLINE void store_ints(uint8_t* p, ints x) { _mm512_storeu_si512(p, x); }
+
+#else
+
+template <int N>
+PAGODA_INLINE ints shifted_right(ints x) {
+    if constexpr (N > 0) return _mm256_srli_epi16(x, N);
+    if constexpr (N < 0) return _mm256_slli_epi16(x, -N);
+    return x;
+}
+PAGODA_INLINE ints masked(ints x, char mask) { return _mm256_and_si256(x, _mm256_set1_epi8(mask)); }
+PAGODA_INLINE ints masked_or(ints x, char mask, ints rest) { return _mm256_or_si256(masked(x, mask), rest); }
+PAGODA_INLINE ints looked_up(ints codes) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pagoda::kIq4Codebook));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+}
+PAGODA_INLINE ints load_signed_bytes(const uint8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+PAGODA_INLINE ints low_half_of_bytes(ints x) { return _mm256_and_si256(x, _mm256_set1_epi32(15)); }
+PAGODA_INLINE ints high_half_of_bytes(ints x) { return low_half_of_bytes(_mm256_srli_epi32(x, 4)); }
+PAGODA_INLINE void store_ints(uint8_t* p, ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+
+#endif
+
+// The quads from `First` on that a word of a plane of `Width` bits has, shifted to bit `To`.
+template <int Width, int To, int I = 0>
+PAGODA_INLINE void take_plane(ints word, ints* quads) {
+    constexpr char mask = static_cast<char>(((1 << Width) - 1) << To);
+    const ints part = shifted_right<I * Width - To>(word);
+    quads[I] = To == 0 ? masked(part, mask) : masked_or(part, mask, quads[I]);
+    if constexpr ((I + 1) * Width < 8) take_plane<Width, To, I + 1>(word, quads);
+}
+
+// Codes of 32 inputs of a vector of outputs, whose words begin at `unit`.
+template <class B>
+PAGODA_INLINE void unpack_unit(const uint8_t* unit, ints (&quads)[kQuads]) {
+    constexpr int low = B::bits >= 4 ? 4 : 2, rows = kQuads * low / 8;
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; ++i) take_plane<low, 0>(load_ints(unit + i * kRowBytes), quads + i * (8 / low));
+    if constexpr (B::bits == 6) {
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) take_plane<2, low>(load_ints(unit + (rows + i) * kRowBytes), quads + 4 * i);
+    } else if constexpr (B::bits == 3 || B::bits == 5) {
+        take_plane<1, low>(load_ints(unit + rows * kRowBytes), quads);
+    }
+    if constexpr (B::codebook) {
+#pragma GCC unroll 8
+        for (ints& quad : quads) quad = looked_up(quad);
+    }
+}
+
+// ---- scales
+
+struct GroupScales {
+    vec scale, minimum;
+};
+
+// Of a group of a block, for the vector of outputs that begins with lane `column`.
+template <class B>
+PAGODA_INLINE GroupScales group_scales(const QuantizedFormat& format, const uint8_t* block, int64_t group, int column) {
+    const auto* halves = reinterpret_cast<const f16*>(block + format.integer_bytes()) + column;
+    GroupScales result{load(halves), zero()};
+    if constexpr (B::minima) result.minimum = load(halves + kPanel);
+    if constexpr (B::integers) {
+        const uint8_t* own = block + group * kPanel + column;
+        const ints scales = load_signed_bytes(own);
+        if constexpr (B::bits == 2) {
+            result.scale = mul(result.scale, to_floats(low_half_of_bytes(scales)));
+            result.minimum = mul(result.minimum, to_floats(high_half_of_bytes(scales)));
+        } else {
+            result.scale = mul(result.scale, to_floats(scales));
+            if constexpr (B::minima) {
+                const uint8_t* minima = own + format.blocks.groups * kPanel;
+                result.minimum = mul(result.minimum, to_floats(load_signed_bytes(minima)));
+            }
+        }
+    }
+    return result;
+}
+
+// What a group adds to a result.
+template <bool Minima>
+PAGODA_INLINE vec add_group(vec result, ints sums, const GroupScales& scales, float row_scale, float row_total) {
+    result = fma(to_floats(sums), mul(scales.scale, broadcast(row_scale)), result);
+    if constexpr (Minima) result = fma(scales.minimum, broadcast(row_total), result);
+    return result;
+}
+
+// ---- few rows
+
+// c [Rows, kPanel] of a panel.
+template <class B, int Rows>
+PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* panel, const QuantizedRow& row,
+                               int64_t row_bytes, const Prefetch& ahead, float* c) {
+    const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
+    const int64_t units = format.units_of_block(), header = format.header_bytes();
+    constexpr int cols = kRegisterCols;
+    for (int column = 0; column < kPanel; column += cols * kWidth) {
+        const Code* x = static_cast<const Code*>(row.codes);
+        int64_t group = 0, lines = 0;
+        vec results[Rows][cols];
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) {
+            for (int j = 0; j < cols; ++j) results[r][j] = zero();
+        }
+        for (const uint8_t* block = panel; group < format.groups; block += format.block_bytes()) {
+            const uint8_t* unit = block + header + 4 * column;
+            const int64_t first = group;
+            for (int64_t u = 0; u < units; ++u, unit += B::bits * kRowBytes, x += kUnitInputs, group += B::groups_of_unit) {
+#pragma GCC unroll 6
+                for (int i = 0; i < B::bits; ++i) fetch_ahead(ahead, lines++);
+#pragma GCC unroll 2
+                for (int j = 0; j < cols; ++j) {
+                    ints quads[kQuads];
+                    unpack_unit<B>(unit + j * kVectorBytes, quads);
+#pragma GCC unroll 2
+                    for (int part = 0; part < B::groups_of_unit; ++part) {
+                        const int64_t g = group + part;
+                        ints sums[Rows];
+#pragma GCC unroll 4
+                        for (int r = 0; r < Rows; ++r) {
+                            sums[r] = broadcast_ints(B::minima ? 0 : row.starts[r * meta + g]);
+                        }
+#pragma GCC unroll 8
+                        for (int q = 0; q < B::group / 4; ++q) {
+                            const int quad = part * (B::group / 4) + q;
+                            const WeightQuads weights = weight_quads(quads[quad]);
+#pragma GCC unroll 4
+                            for (int r = 0; r < Rows; ++r) {
+                                sums[r] = add_products(sums[r], weights, row_quad(x + r * stride + 4 * quad));
+                            }
+                        }
+                        const auto scales = group_scales<B>(format, block, g - first, column + j * kWidth);
+#pragma GCC unroll 4
+                        for (int r = 0; r < Rows; ++r) {
+                            results[r][j] = add_group<B::minima>(results[r][j], sums[r], scales,
+                                                                 row.scales[r * meta + g], row.totals[r * meta + g]);
+                        }
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) {
+            for (int j = 0; j < cols; ++j) store(c + r * kPanel + column + j * kWidth, results[r][j]);
+        }
+    }
+}
+
+// ---- many rows
+
+constexpr int kPieceUnits = 8;
+// Rows that go by one piece after the other; their sums and the piece stay in the first cache.
+constexpr int64_t kPieceRows = 96;
+
+// Some inputs of a panel in 8 bits.
+struct Piece {
+    alignas(64) uint8_t codes[kPieceUnits * kQuads * kRowBytes];
+    alignas(64) float scales[kPieceUnits * 2 * kPanel];
+    alignas(64) float minima[kPieceUnits * 2 * kPanel];
+};
+
+template <class B>
+PAGODA_INLINE void unpack_piece(const QuantizedFormat& format, const uint8_t* panel, int64_t first, int units,
+                                Piece& piece) {
+    const int64_t units_of_block = format.units_of_block();
+    for (int u = 0; u < units; ++u) {
+        const uint8_t* block = panel + (first + u) / units_of_block * format.block_bytes();
+        const int64_t within = (first + u) % units_of_block;
+        const uint8_t* unit = block + format.header_bytes() + within * (B::bits * kRowBytes);
+#pragma GCC unroll 4
+        for (int column = 0; column < kPanel; column += kWidth) {
+            ints quads[kQuads];
+            unpack_unit<B>(unit + 4 * column, quads);
+#pragma GCC unroll 8
+            for (int q = 0; q < kQuads; ++q) store_ints(piece.codes + (u * kQuads + q) * kRowBytes + 4 * column, quads[q]);
+#pragma GCC unroll 2
+            for (int part = 0; part < B::groups_of_unit; ++part) {
+                const int64_t g = within * B::groups_of_unit + part;
+                const auto scales = group_scales<B>(format, block, g, column);
+                const int to = (u * B::groups_of_unit + part) * kPanel + column;
+                store(piece.scales + to, scales.scale);
+                if constexpr (B::minima) store(piece.minima + to, scales.minimum);
+            }
+        }
+    }
+}
+
+// Lines of what is read next, for every unit of a piece.
+struct FetchLines {
+    const char* from = nullptr;
+    int64_t begin = 0, end = 0, unit_bytes = 0;
+};
+
+// c [Rows, kPanel] += a piece from `column` on times rows; `group` is the first of the piece.
+template <int Group, bool Minima, int Rows, int Cols>
+PAGODA_INLINE void piece_tile(const Piece& piece, int units, int column, const QuantizedRow& row, int64_t row_bytes,
+                              int64_t group, const FetchLines& ahead, float* c) {
+    const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
+    const Code* x = static_cast<const Code*>(row.codes) + group * Group;
+    const uint8_t* codes = piece.codes + 4 * column;
+    vec results[Rows][Cols];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+        for (int j = 0; j < Cols; ++j) results[r][j] = load(c + r * kPanel + column + j * kWidth);
+    }
+    constexpr int groups_of_unit = kUnitInputs / Group;
+    for (int g = 0; g < units * groups_of_unit; ++g) {
+        if (g % groups_of_unit == 0) {
+            const char* from = ahead.from + g / groups_of_unit * ahead.unit_bytes;
+            for (int64_t line = ahead.begin; line < ahead.end; ++line) _mm_prefetch(from + 64 * line, _MM_HINT_T1);
+        }
+        ints sums[Rows][Cols];
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) {
+            for (int j = 0; j < Cols; ++j) sums[r][j] = broadcast_ints(Minima ? 0 : row.starts[r * meta + group + g]);
+        }
+#pragma GCC unroll 8
+        for (int q = 0; q < Group / 4; ++q, codes += kRowBytes, x += 4) {
+            ints quads[Cols];
+            for (int j = 0; j < Cols; ++j) quads[j] = load_ints(codes + j * kVectorBytes);
+            add_quads<Rows, Cols>(quads, x, stride, sums);
+        }
+#pragma GCC unroll 2
+        for (int j = 0; j < Cols; ++j) {
+            const int from = g * kPanel + column + j * kWidth;
+            const GroupScales scales{load(piece.scales + from), Minima ? load(piece.minima + from) : zero()};
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; ++r) {
+                results[r][j] = add_group<Minima>(results[r][j], sums[r][j], scales, row.scales[r * meta + group + g],
+                                                  row.totals[r * meta + group + g]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+        for (int j = 0; j < Cols; ++j) store(c + r * kPanel + column + j * kWidth, results[r][j]);
+    }
+}
+
+template <int Group, bool Minima, int Rows>
+void piece_tiles(const Piece& piece, int units, const QuantizedRow& row, int64_t row_bytes, int64_t group,
+                 FetchLines ahead, float* c) {
+    for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {
+        piece_tile<Group, Minima, Rows, kRegisterCols>(piece, units, column, row, row_bytes, group, ahead, c);
+        ahead.end = 0;
+    }
+}
+
+// c [n, kPanel] of a panel; `next` is what will be read next or null.
+template <class B>
+void pieces(const QuantizedFormat& format, const uint8_t* panel, char* rows, int64_t row_bytes, int64_t n,
+            const void* next, float* c) {
+    Piece piece;
+    for (int64_t i = 0; i < n * kPanel; ++i) c[i] = 0.0f;
+    const int64_t tiles = (n + kGroupedRows - 1) / kGroupedRows, all = format.units();
+    const int64_t unit_bytes = format.panel_bytes() / all, lines = (unit_bytes + 63) / 64;
+    for (int64_t first = 0; first < all; first += kPieceUnits) {
+        const int units = static_cast<int>(all - first < kPieceUnits ? all - first : kPieceUnits);
+        unpack_piece<B>(format, panel, first, units, piece);
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t begin = n * tile / tiles;
+            const int count = static_cast<int>(n * (tile + 1) / tiles - begin);
+            const QuantizedRow row(format, sizeof(Code), rows + begin * row_bytes);
+            FetchLines ahead;
+            if (next != nullptr) {
+                ahead = {static_cast<const char*>(next) + first * unit_bytes, lines * tile / tiles,
+                         lines * (tile + 1) / tiles, unit_bytes};
+            }
+            with_count<kGroupedRows>(count, [&](auto known) {
+                piece_tiles<B::group, B::minima, decltype(known)::value>(piece, units, row, row_bytes,
+                                                                         first * B::groups_of_unit, ahead,
+                                                                         c + begin * kPanel);
+            });
+        }
+    }
+}
+
+// ---- panels
+
+#ifdef __AVX512F__
+constexpr int kDirectRows = 4;
+#else
+constexpr int kDirectRows = 2;
+#endif
+
+template <class B>
+void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows, int64_t row_bytes, int64_t n,
+                 const float* bias, float* out, int64_t out_stride, int cols, const void* next) {
+    alignas(64) float c[kPieceRows * kPanel];
+    for (int64_t first = 0; first < n; first += kPieceRows) {
+        const int64_t count = n - first < kPieceRows ? n - first : kPieceRows;
+        char* own = rows + first * row_bytes;
+        if (count <= kDirectRows) {
+            const QuantizedRow row(format, sizeof(Code), own);
+            const auto ahead = Prefetch::share(next, format.panel_bytes(), 0, 1);
+            with_count<kDirectRows>(static_cast<int>(count), [&](auto known) {
+                direct_tile<B, decltype(known)::value>(format, panel, row, row_bytes, ahead, c);
+            });
+        } else {
+            pieces<B>(format, panel, own, row_bytes, count, next, c);
+        }
+        next = nullptr;
+        store_outputs(c, static_cast<int>(count), bias, out + first * out_stride, out_stride, cols);
+    }
+}
+
+// Calls f(Blocks<...>{}) for a format of blocks: those of IQ4_XS and IQ4_NL; Q2_K to Q6_K; Q4_1, Q5_0 and Q5_1.
+template <class F>
+PAGODA_INLINE void with_blocks(const QuantizedFormat& format, F f) {
+    const bool integers = format.blocks.integer_scales, minima = format.offsets;
+    if (format.blocks.codebook) return integers ? f(Blocks<4, true, true, false, 32>{}) : f(Blocks<4, true, false, false, 32>{});
+    switch (format.bits) {
+        case 2: return f(Blocks<2, false, true, true, 16>{});
+        case 3: return f(Blocks<3, false, true, false, 16>{});
+        case 4: return integers ? f(Blocks<4, false, true, true, 32>{}) : f(Blocks<4, false, false, true, 32>{});
+        case 5:
+            if (integers) return f(Blocks<5, false, true, true, 32>{});
+            return minima ? f(Blocks<5, false, false, true, 32>{}) : f(Blocks<5, false, false, false, 32>{});
+        case 6: return f(Blocks<6, false, true, false, 16>{});
+    }
+}
+
+void quantized_panel_of(const QuantizedFormat& format, const void* panel, void* rows, int64_t row_bytes, int64_t n,
+                        const float* bias, float* out, int64_t out_stride, int cols, const void* next) {
+    if (format.blocks.groups == 0) {
+        return quantized_panel(format, panel, rows, row_bytes, n, bias, out, out_stride, cols, next);
+    }
+    with_blocks(format, [&](auto blocks) {
+        block_panel<decltype(blocks)>(format, static_cast<const uint8_t*>(panel), static_cast<char*>(rows), row_bytes, n,
+                                      bias, out, out_stride, cols, next);
+    });
+}
+
+void dequantize_row_of(const QuantizedFormat& format, const void* panel_, int lane, const int64_t* order,
+                       int64_t inputs, float* out) {
+    if (format.blocks.groups == 0) return dequantize_row(format, panel_, lane, order, inputs, out);
+    const auto* panel = static_cast<const uint8_t*>(panel_);
+    const int column = lane / kWidth * kWidth;
+    with_blocks(format, [&](auto known) {
+        using B = decltype(known);
+        constexpr int groups = B::groups_of_unit;
+        const int64_t units = format.units_of_block();
+        for (int64_t unit = 0; unit < inputs / kUnitInputs; ++unit) {
+            const uint8_t* block = panel + unit / units * format.block_bytes();
+            const int64_t within = unit % units;
+            const uint8_t* words = block + format.header_bytes() + within * (B::bits * kRowBytes) + 4 * column;
+            ints quads[kQuads];
+            unpack_unit<B>(words, quads);
+            uint8_t codes[kQuads][kVectorBytes];
+            for (int q = 0; q < kQuads; ++q) store_ints(codes[q], quads[q]);
+            float scales[groups][kWidth], minima[groups][kWidth];
+            for (int g = 0; g < groups; ++g) {
+                const auto loaded = group_scales<B>(format, block, within * groups + g, column);
+                store(scales[g], loaded.scale);
+                store(minima[g], loaded.minimum);
+            }
+            for (int i = 0; i < kUnitInputs; ++i) {
+                const int number = codes[i / 4][4 * (lane - column) + i % 4] - format.zero();
+                const float value = static_cast<float>(number) * scales[i / B::group][lane - column] +
+                                    minima[i / B::group][lane - column];
+                out[unit * kUnitInputs + i] = value;
+            }
+        }
+    });
+}
+
+}  // namespace

@@ -1,0 +1,38 @@
+"""Weights in the blocks of GGUF files."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.weights import BlockWeight
+from pagoda.checkpoints.weight_formats import BlockFormat
+
+
+def make_blocks(held_as: BlockFormat, outputs: int, inputs: int, seed: int) -> BlockWeight:
+    """A weight of random codes, scales and minima."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def halves(size: int) -> Tensor:
+        return torch.randn((outputs, inputs // size), generator=generator).half()
+
+    def integers(lowest: int, highest: int) -> Tensor:
+        shape = (outputs, inputs // held_as.group_size)
+        return torch.randint(lowest, highest + 1, shape, generator=generator).to(torch.int8)
+
+    codes = torch.randint(0, 2**held_as.bits, (outputs, inputs), generator=generator)
+    if not held_as.integer_scales:
+        minima = 4 * halves(held_as.group_size) if held_as.minima else None
+        return BlockWeight(
+            held_as, codes.to(torch.uint8), halves(held_as.group_size), minima, None, None
+        )
+    # The scales of 2-bit codes have four bits, those of others up to eight.
+    limits = (0, 15) if held_as.bits == 2 else (0, 63) if held_as.minima else (-128, 127)
+    return BlockWeight(
+        held_as,
+        codes.to(torch.uint8),
+        integers(*limits),
+        integers(*limits) if held_as.minima else None,
+        halves(held_as.block_size) / limits[1],
+        halves(held_as.block_size) / limits[1] if held_as.minima else None,
+    )
