@@ -41,9 +41,6 @@ def quantize(
 ) -> int:
     """Write a model with quantized weights as a directory that Pagoda, vLLM and transformers read.
 
-    Files are in the format compressed-tensors. Embedding, head and routers of experts stay as they are; tokenizer,
-    chat template and licence are copied. OUT appears when all is written; an interrupt leaves nothing behind.
-
     Args:
         model: A model directory with dense weights or a hub id.
         out: The directory to write, which must not exist.
