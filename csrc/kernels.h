@@ -42,26 +42,42 @@ struct Cache {
     float* value_scales;  // the same
 };
 
-// The queries of some tokens of one sequence that share a K/V head, and where their keys and values are.
+// The queries that meet each of some K/V heads, and where the heads' keys and values are. Queries are of one sequence,
+// or of several whose tokens lie in the same blocks as far as they are attended to from here.
 struct AttendTile {
     Cache cache;
-    const void* queries;   // as pack_query leaves them
-    const float* factors;  // [rows], what brings scores to powers of two
-    int rows;
-    int group;               // rows of one token, one after the other
-    int64_t first_position;  // of the first token
-    int64_t window;          // tokens that a token sees, itself included
-    const int32_t* blocks;   // of the sequence
-    int64_t begin, end;      // of the cached tokens that are attended to from here, in one call or in several
-    int kv_head;
+    const void* queries;       // of head after head, packed_queries apart, as pack_query leaves them
+    const float* factors;      // [heads, rows], what brings scores to powers of two
+    const int64_t* positions;  // [rows]
+    int rows;                  // of one head
+    int kv_head, heads;        // the first, and how many
+    int64_t window;            // tokens that a token sees, itself included
+    const int32_t* blocks;     // of the sequence
+    int64_t end;               // behind the last cached token that is attended to from here, in one call or in several
     int num_kv_heads;
     int block_size;
     int head_dim;
     int padded_dim;  // head_dim rounded up to 16
 };
 
-// A softmax that is not finished, of each row.
+// Totals of a row that is not finished: vectors of any instruction set, added up at the end.
+constexpr int kTotals = 16;
+
+// A softmax that is not finished, of rows of some heads. Those of the next head come head_rows later.
 struct Partial {
+    float* highest;  // [rows], as a power of two
+    float* totals;   // [rows, kTotals]
+    float* out;      // [rows, padded_dim]
+    int64_t head_rows;
+
+    // From a row on.
+    Partial from(int64_t row, int padded_dim) const {
+        return {highest + row, totals + row * kTotals, out + row * padded_dim, head_rows};
+    }
+};
+
+// The softmax of rows of one head over splits that were merged.
+struct Softmax {
     float* highest;  // [rows], as a power of two
     float* total;    // [rows]
     float* out;      // [rows, padded_dim]
@@ -220,19 +236,20 @@ struct KernelTable {
     // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries lanes. Returns what scores
     // are to be multiplied by.
     float (*pack_query)(Math, const float* x, int64_t d, int row, int rows, void* packed);
-    // Attends to the cached tokens from `begin` to `end`, within one split; scratch has attend_scratch floats.
-    void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial out);
-    // Takes `part`, of the next split, into `whole`.
-    void (*merge)(int rows, int padded_dim, Partial whole, Partial part);
+    // Takes the cached tokens from `begin`, a multiple of kKeyTile, to `end` into the softmax, within one split; scratch
+    // has attend_scratch floats.
+    void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial);
+    // Takes the rows of one head over the next split into `whole`.
+    void (*merge)(int rows, int padded_dim, Softmax whole, Partial split);
     // result = out / total.
     void (*normalize)(const float* out, float total, int64_t d, float* result);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }
 
-// Keys and values of a tile and their scales; of each row its weights, 16 partial totals and five numbers.
-inline int64_t attend_scratch(int rows, int padded_dim) {
-    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * (kKeyTile + 16) + 5 * (int64_t{rows} + 16);
+// Keys and values of a tile and their scales; of each row of a head its weights and four numbers, of each row one.
+inline int64_t attend_scratch(int rows, int heads, int padded_dim) {
+    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * kKeyTile + (4 + heads) * (int64_t{rows} + 16);
 }
 
 extern const KernelTable kAvx2;

@@ -12,6 +12,7 @@
 #include "experts.h"
 #include "ops.h"
 #include "pages.h"
+#include "populator.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -182,8 +183,8 @@ class Kernels {
 
     void attention(const AttentionMetadata& metadata, const Cache& cache, Address queries, float scale, int64_t window,
                    Address out) {
-        void* scratch = buffer_.take(attention_scratch(metadata));
-        in_team(metadata.work() > 8 * kWorthThreads, [&] {
+        void* scratch = buffer_.take(attention_scratch(metadata, window));
+        in_team(metadata.work(window) > 8 * kWorthThreads, [&] {
             pagoda::attention(*table_, metadata, cache, to<float>(queries), scale, window, to<float>(out), scratch);
         });
     }
@@ -275,7 +276,8 @@ NB_MODULE(_native, m) {
                                          to<int64_t>(query_lens), to<int64_t>(context_lens),
                                          to<int64_t>(block_tables), width);
             })
-        .def_ro("num_tokens", &AttentionMetadata::num_tokens);
+        .def_ro("num_tokens", &AttentionMetadata::num_tokens)
+        .def("num_tokens_read", &AttentionMetadata::num_tokens_read);
     nb::class_<Kernels>(m, "Kernels")
         .def(nb::init<const std::string&>())
         .def("pack_weight", &Kernels::pack_weight)
@@ -312,6 +314,15 @@ NB_MODULE(_native, m) {
                                     to<int64_t>(counts));
              })
         .def("add", &Experts::add);
+    nb::class_<Populator>(m, "Populator")
+        .def("__init__",
+             [](Populator* self, const std::vector<std::pair<Address, int64_t>>& regions, int64_t num_blocks) {
+                 std::vector<Populator::Region> known;
+                 for (const auto& [address, block_bytes] : regions) known.push_back({address, block_bytes});
+                 new (self) Populator(std::move(known), num_blocks);
+             })
+        .def("advance", &Populator::advance)
+        .def("wait", &Populator::wait, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Collectives>(m, "Collectives")
         .def(nb::init<int, int, int>())
         .def_ro_static("max_ranks", &Collectives::kMaxRanks)

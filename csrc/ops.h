@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "kernels.h"
@@ -108,41 +109,89 @@ struct HeadShape {
     int num_heads, num_kv_heads, head_dim, block_size;
 };
 
+// Cached tokens that a layer's queries see: all of them, or the last `window`. What threads share out among themselves.
+//
+// Queries of a sequence are cut into tiles, whose rows meet the same keys and values; contexts into splits at multiples
+// of kSplit, whose results are merged in order. Tiles of several sequences whose splits begin in the same blocks go
+// through those blocks together, as in cascade attention (Juravsky et al. 2024, Hydragen); each then goes on alone
+// from the softmax that it has so far. No row's arithmetic depends on its company.
+struct AttentionPlan {
+    struct Tile {
+        int64_t first_token, num_tokens, first_position;
+        int64_t sequence;
+        int64_t begin, end;   // cached tokens that one of the rows sees; begins at a multiple of kKeyTile
+        int64_t first_split;  // of those in `splits`
+    };
+    // Where the results of a tile over one split are among the rows of partial results: those of the first head from
+    // `row` on, those of the next head_rows later. Tokens before `resume` are done together with other tiles.
+    struct Split {
+        int64_t row = -1, head_rows = 0, resume = 0;
+    };
+    // Some heads of the tiles members[first_member...] over the cached tokens from begin to end.
+    struct Item {
+        int64_t first_member, num_members;
+        int kv_head, heads;
+        int64_t begin, end;
+        int64_t split;  // in `splits`, of the first member; -1 for a whole context
+        bool resumes;   // from what is there
+
+        int64_t work() const { return (end - begin) * heads; }
+    };
+
+    AttentionPlan(const class AttentionMetadata& metadata, int64_t window);
+
+    int group;              // rows of a token
+    int max_rows = 0;       // of a head in an item
+    int max_heads = 0;      // in an item
+    int max_head_rows = 0;  // of all heads in an item
+    int64_t max_queries = 0;  // lanes of an item's packed queries, for every element of head_dim
+    int64_t num_split_rows = 0;
+    std::vector<Tile> tiles;
+    std::vector<int64_t> members;  // tiles; those up to tiles.size() are the tiles themselves
+    std::vector<Split> splits;
+    std::vector<Item> shared;  // done before `items`
+    std::vector<Item> items;
+    std::vector<Item> merged;  // after them, of the tiles that are split
+
+    int rows_of(int64_t tile) const {
+        return static_cast<int>(tiles[static_cast<size_t>(tile)].num_tokens) * group;
+    }
+    int num_splits(const Tile& tile) const {
+        return static_cast<int>((tile.end + kSplit - 1) / kSplit - tile.begin / kSplit);
+    }
+};
+
 // What attention needs to know about a step, the same for all layers.
 class AttentionMetadata {
    public:
     // Lengths of `n` sequences and their block ids [n, width].
     AttentionMetadata(const HeadShape& shape, int64_t n, const int64_t* query_lens, const int64_t* context_lens,
-                  const int64_t* block_tables, int64_t width);
+                      const int64_t* block_tables, int64_t width);
 
-    struct Tile {
-        int64_t first_token, num_tokens, first_position;
-        int64_t sequence;
-    };
-    struct Item {
-        int64_t tile;
-        int kv_head;
-        int64_t begin, end;  // cached tokens
-        int64_t slot;        // of its first split among the partial results; -1 when it covers the tile
+    struct Sequence {
+        int64_t first_token, query_len, context_len;
     };
 
-    // Multiplications, as if every item were of one tile of keys.
-    int64_t work() const {
-        return static_cast<int64_t>(items.size()) * max_rows * shape.head_dim * kKeyTile;
-    }
+    const int32_t* blocks_of(int64_t sequence) const { return blocks.data() + sequence * width; }
+
+    // Of layers with such a window. The first call for a window comes from one thread alone.
+    const AttentionPlan& plan(int64_t window) const;
+
+    // Multiplications with keys, of all heads and rows.
+    int64_t work(int64_t window) const;
+
+    // Cached tokens that each K/V head reads, on average; those that sequences share count once.
+    int64_t num_tokens_read(int64_t window) const;
 
     HeadShape shape;
     int64_t num_tokens = 0, width;
-    int max_rows = 0;
-    int64_t num_slots = 0;
+    std::vector<Sequence> sequences;
     std::vector<int64_t> token_rows;  // place of each token, block * block_size + offset
     std::vector<int32_t> blocks;
-    std::vector<Tile> tiles;
-    std::vector<Item> items;
-    std::vector<Item> merged;  // one for each tile and head whose splits are items of their own
 
    private:
-    int64_t longest_item() const;
+    int64_t longest_context_ = 1;
+    mutable std::map<int64_t, AttentionPlan> plans_;  // by window, at most the longest context
 };
 
 // Norms and rotates queries and keys of qkv [n, heads + 2 kv_heads, head_dim], and caches keys and values.
@@ -150,7 +199,8 @@ void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadat
                       const float* qkv, const float* q_norm, const float* k_norm, float eps, const float* cosines,
                       const float* sines, float* queries);
 
-size_t attention_scratch(const AttentionMetadata& metadata);
+// The first of a step's calls for a window: it makes the plan.
+size_t attention_scratch(const AttentionMetadata& metadata, int64_t window);
 void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
                float scale, int64_t window, float* out, void* scratch);
 

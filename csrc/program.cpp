@@ -167,7 +167,7 @@ Program::Value Program::attention(Value queries, const Cache& cache, float scale
             pagoda::attention(table_, *step.metadata, cache, address(queries, step), scale, window,
                               written(out, step), scratch);
         },
-        [](const Step& step) { return attention_scratch(*step.metadata); });
+        [=](const Step& step) { return attention_scratch(*step.metadata, window); });
     return out;
 }
 
