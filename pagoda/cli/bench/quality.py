@@ -209,7 +209,7 @@ def _tokenize(
     """Raises ConfigError: the models make other tokens of a text, or a text is too short to predict anything."""
     tokenizers = [
         load_text(files, simulated=False, chat_template=None).tokenizer
-        for files in dict.fromkeys((model, reference))
+        for files in ([model] if model == reference else [model, reference])
     ]
     result = []
     for path, text in zip(paths, texts, strict=True):
