@@ -44,7 +44,10 @@ def test_the_result_is_served_and_compared(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
     with subprocess.Popen(
-        _command(TINY, tmp_path / "out", "--format", "w8a8"), stdout=subprocess.DEVNULL
+        _command(TINY, tmp_path / "out", "--format", "w8a8"),
+        stdout=subprocess.DEVNULL,
+        # Of a shell's background job, whose children would ignore the signal, tests may be a part.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as process:
         while not psutil.Process(process.pid).children():  # the job, which imports torch first
             assert process.poll() is None
