@@ -3,6 +3,7 @@
 `Segment.bind` gives `*arguments` in the order of csrc/module.cpp: first the weight, then rows.
 """
 
+PANEL_OUTPUTS: int
 MAX_HEAD_DIM: int
 MAX_EXPERTS: int
 
@@ -18,7 +19,7 @@ class QuantizedShape:
     """A quantized weight in panels."""
 
     @staticmethod
-    def int8(outputs: int, inputs: int) -> QuantizedShape: ...
+    def int8(outputs: int, inputs: int, zero_points: bool) -> QuantizedShape: ...
     @staticmethod
     def grouped(
         outputs: int, inputs: int, bits: int, group_size: int, offsets: bool
@@ -77,7 +78,14 @@ class Kernels:
     def linear_argmax(self, *arguments: int) -> None: ...
     def quantized_argmax(self, *arguments: int | QuantizedShape) -> None: ...
     def quantize_int8(
-        self, dtype: int, outputs: int, inputs: int, weight: int, codes: int, scales: int
+        self,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        weight: int,
+        codes: int,
+        scales: int,
+        zero_points: int,
     ) -> None: ...
     def quantize_int4(
         self,
@@ -132,6 +140,22 @@ class Kernels:
         window: int,
         out: int,
     ) -> None: ...
+    def sample(
+        self,
+        batch: SamplingBatch,
+        logits: int,
+        row_stride: int,
+        vocab_size: int,
+        most: int,
+        numbers: int,
+        logprobs: int,
+    ) -> None: ...
+
+class SamplingBatch:
+    """Rows of logits to sample from; see csrc/sampler.h."""
+
+    def __init__(self) -> None: ...
+    def add(self, *arguments: float) -> None: ...
 
 class PackedLinear:
     """A packed weight, as experts take it."""
@@ -181,6 +205,8 @@ class Program:
     def add(self, x: int, delta: int) -> int: ...
     def linear(self, *arguments: int) -> None: ...
     def quantized_linear(self, *arguments: int | QuantizedShape) -> None: ...
+    def gated_linear(self, *arguments: int) -> None: ...
+    def quantized_gated_linear(self, *arguments: int | QuantizedShape) -> None: ...
     def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
     def add_rms_norm(self, x: int, delta: int, weight: int, eps: float) -> tuple[int, int]: ...
     def silu_and_mul(self, gate_up: int) -> int: ...
