@@ -159,8 +159,8 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
         const int64_t column = panel * kPanel, first = begin * kRows;
         const int64_t rows = std::min(end * kRows, n) - first;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
-        // As in `linear`: with a single row the processor reads ahead best by itself.
-        const bool fetch = n > 1 && next >= 0;
+        // As in `linear`: with a single row the processor reads ahead best by itself, unless codes have to be unpacked.
+        const bool fetch = (n > 1 || format.bits < 8) && next >= 0;
         table.quantized_panel(shape.dtype, format, at(packed, panel * format.panel_bytes()),
                               at(scratch, first * row_bytes), row_bytes, rows,
                               bias ? bias + column : nullptr, out.dtype(), out.panel(first, column), out.stride(),
