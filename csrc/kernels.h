@@ -6,7 +6,7 @@
 
 namespace pagoda {
 
-// Activations have one of the first three; i8 is of caches only.
+// Weights have one of the first three, caches any. Activations are floats between operations.
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
 
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2; }
@@ -35,33 +35,49 @@ inline int value_pair(Math math, int block_size) { return block_size == 1 ? 1 : 
 // Keys and values of one layer in blocks, as `math` reads them; p is its pair_of, q its value_pair.
 struct Cache {
     Dtype dtype;
+    Math math;            // what it was laid out for
     void* keys;           // [blocks, kv_heads, head_dim / p, block_size, p]
     void* values;         // [blocks, kv_heads, block_size / q, head_dim, q]
     float* key_scales;    // [blocks, kv_heads, block_size] of i8, else null
     float* value_scales;  // the same
 };
 
-// The queries of some tokens of one sequence that share a K/V head, and where their keys and values are.
+// The queries that meet each of some K/V heads, and where the heads' keys and values are. Queries are of one sequence,
+// or of several whose tokens lie in the same blocks as far as they are attended to from here.
 struct AttendTile {
-    Math math;
     Cache cache;
-    const void* queries;   // as pack_query leaves them
-    const float* factors;  // [rows], what brings scores to powers of two
-    int rows;
-    int group;               // rows of one token, one after the other
-    int64_t first_position;  // of the first token
-    int64_t window;          // tokens that a token sees, itself included
-    const int32_t* blocks;   // of the sequence
-    int64_t begin, end;      // of the cached tokens that are attended to from here, in one call or in several
-    int kv_head;
+    const void* queries;       // of head after head, packed_queries apart, as pack_query leaves them
+    const float* factors;      // [heads, rows], what brings scores to powers of two
+    const int64_t* positions;  // [rows]
+    int rows;                  // of one head
+    int kv_head, heads;        // the first, and how many
+    int64_t window;            // tokens that a token sees, itself included
+    const int32_t* blocks;     // of the sequence
+    int64_t end;               // behind the last cached token that is attended to from here, in one call or in several
     int num_kv_heads;
     int block_size;
     int head_dim;
     int padded_dim;  // head_dim rounded up to 16
 };
 
-// A softmax that is not finished, of each row.
+// Totals of a row that is not finished: vectors of any instruction set, added up at the end.
+constexpr int kTotals = 16;
+
+// A softmax that is not finished, of rows of some heads. Those of the next head come head_rows later.
 struct Partial {
+    float* highest;  // [rows], as a power of two
+    float* totals;   // [rows, kTotals]
+    float* out;      // [rows, padded_dim]
+    int64_t head_rows;
+
+    // From a row on.
+    Partial from(int64_t row, int padded_dim) const {
+        return {highest + row, totals + row * kTotals, out + row * padded_dim, head_rows};
+    }
+};
+
+// The softmax of rows of one head over splits that were merged.
+struct Softmax {
     float* highest;  // [rows], as a power of two
     float* total;    // [rows]
     float* out;      // [rows, padded_dim]
@@ -174,22 +190,23 @@ struct Argmax {
 struct KernelTable {
     // Bytes that one activation takes when packed for weights of the dtype.
     int64_t (*packed_size)(Dtype);
-    // Activations [rows, k], rows at most kTileRows, as `linear_panel` reads them.
-    void (*pack_rows)(Dtype, const void* x, int64_t row_stride, int rows, int64_t k, void* packed);
-    // Outputs [rows, cols] of one panel, in their own dtype; bias [kPanel] or null.
-    void (*linear_panel)(Dtype, const void* panel, const void* packed, int rows, int64_t k, const float* bias,
-                         Dtype out_dtype, void* out, int64_t out_stride, int cols, Prefetch);
+    // A row of k activations as `linear_panel` reads it: rounded to bf16 for weights of bf16.
+    void (*pack_row)(Dtype, const float* x, int64_t k, void* packed);
+    // Outputs [rows, cols] of one panel, rows at most kTileRows, row_bytes apart; bias [kPanel] or null.
+    void (*linear_panel)(Dtype, const void* panel, const void* packed, int64_t row_bytes, int rows, int64_t k,
+                         const float* bias, float* out, int64_t out_stride, int cols, Prefetch);
+    // The weights [inputs] of one output of a dense panel.
+    void (*widen_row)(Dtype, const void* panel, int output, int64_t inputs, float* out);
     // Bytes of a code of an activation.
     int64_t code_size;
-    void (*quantize_row)(Dtype, const QuantizedFormat&, const void* x, int64_t inputs, void* packed);
+    void (*quantize_row)(const QuantizedFormat&, const float* x, int64_t inputs, void* packed);
     // Outputs [n, cols] of one panel for quantized rows that lie row_bytes apart; bias [kPanel] or null; `next` is
     // the panel that will be read next or null.
-    void (*quantized_panel)(Dtype, const QuantizedFormat&, const void* panel, void* rows, int64_t row_bytes,
-                            int64_t n, const float* bias, Dtype out_dtype, void* out, int64_t out_stride,
-                            int cols, const void* next);
+    void (*quantized_panel)(const QuantizedFormat&, const void* panel, void* rows, int64_t row_bytes, int64_t n,
+                            const float* bias, float* out, int64_t out_stride, int cols, const void* next);
     // Weights of one output of a panel; that of input `i` is for element order[i], if there is an order.
-    void (*dequantize_row)(Dtype, const QuantizedFormat&, const void* panel, int output, const int64_t* order,
-                           int64_t inputs, void* out);
+    void (*dequantize_row)(const QuantizedFormat&, const void* panel, int output, const int64_t* order,
+                           int64_t inputs, float* out);
     // Takes outputs [rows, cols] that lie kPanel apart, of the columns from `first` on, into those seen so far.
     void (*argmax)(const float* outputs, int rows, int cols, int64_t first, Argmax* seen);
     // A weight's row of inputs to codes and scales: one scale for all, or for each group.
@@ -199,39 +216,40 @@ struct KernelTable {
     // The parts' elements, added up in order as floats and rounded once. `out` may be one of the parts.
     void (*add_up)(Dtype, const void* const* parts, int count, int64_t d, void* out);
     // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
-    void (*rms_norm)(Dtype, const void* x, const void* delta, const void* weight, float eps, int64_t d,
-                     void* sum, void* out);
-    void (*silu_and_mul)(Dtype, const void* gate_up, int64_t d, void* out);
+    void (*rms_norm)(const float* x, const float* delta, const float* weight, float eps, int64_t d, float* sum,
+                     float* out);
+    void (*silu_and_mul)(const float* gate_up, int64_t d, float* out);
     // The experts with the highest of the logits [experts], in order of their numbers, and their probabilities; made
     // to add up to one if `renormalize`.
-    void (*route)(Dtype, const void* logits, int experts, int chosen, bool renormalize, int32_t* numbers,
+    void (*route)(const float* logits, int experts, int chosen, bool renormalize, int32_t* numbers,
                   float* probabilities);
     // out = sum of weights[i] * rows[places[i]], in this order; a place below zero counts for nothing.
-    void (*weighted_sum)(Dtype, const void* rows, const int64_t* places, const float* weights, int n, int64_t d,
-                         void* out);
+    void (*weighted_sum)(const float* rows, const int64_t* places, const float* weights, int n, int64_t d,
+                         float* out);
     // RMS norm where weight is not null, then rotation of the pairs (i, i + d / 2).
-    void (*norm_and_rotate)(Dtype, const void* x, const void* weight, float eps, const float* cosines,
-                            const float* sines, int64_t d, void* out);
+    void (*norm_and_rotate)(const float* x, const float* weight, float eps, const float* cosines,
+                            const float* sines, int64_t d, float* out);
     // How queries of the first dtype and a cache of the second are multiplied.
     Math (*math)(Dtype activations, Dtype cache);
     // A row of d elements in the dtype of the cache; `scale` is set for i8.
-    void (*to_cache)(Dtype, Dtype cache, const void* x, int64_t d, void* out, float* scale);
+    void (*to_cache)(Dtype cache, const float* x, int64_t d, void* out, float* scale);
     // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries lanes. Returns what scores
     // are to be multiplied by.
-    float (*pack_query)(Math, Dtype, const void* x, int64_t d, int row, int rows, void* packed);
-    // Attends to the cached tokens from `begin` to `end`, within one split; scratch has attend_scratch floats.
-    void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial out);
-    // Takes `part`, of the next split, into `whole`.
-    void (*merge)(int rows, int padded_dim, Partial whole, Partial part);
-    // result = out / total, rounded to the dtype.
-    void (*normalize)(Dtype, const float* out, float total, int64_t d, void* result);
+    float (*pack_query)(Math, const float* x, int64_t d, int row, int rows, void* packed);
+    // Takes the cached tokens from `begin`, a multiple of kKeyTile, to `end` into the softmax, within one split; scratch
+    // has attend_scratch floats.
+    void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial);
+    // Takes the rows of one head over the next split into `whole`.
+    void (*merge)(int rows, int padded_dim, Softmax whole, Partial split);
+    // result = out / total.
+    void (*normalize)(const float* out, float total, int64_t d, float* result);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }
 
-// Keys and values of a tile and their scales; of each row its weights, 16 partial totals and five numbers.
-inline int64_t attend_scratch(int rows, int padded_dim) {
-    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * (kKeyTile + 16) + 5 * (int64_t{rows} + 16);
+// Keys and values of a tile and their scales; of each row of a head its weights and four numbers, of each row one.
+inline int64_t attend_scratch(int rows, int heads, int padded_dim) {
+    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * kKeyTile + (4 + heads) * (int64_t{rows} + 16);
 }
 
 extern const KernelTable kAvx2;

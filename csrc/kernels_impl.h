@@ -14,7 +14,7 @@
 namespace {
 
 constexpr pagoda::KernelTable kTable = {
-    packed_size, pack_rows, linear_panel, sizeof(Code), quantize_row, quantized_panel_of, dequantize_row_of,
+    packed_size, pack_row, linear_panel, widen_row, sizeof(Code), quantize_row, quantized_panel_of, dequantize_row_of,
     argmax_outputs, round_to_int8, round_to_int4, add_up, rms_norm, silu_and_mul, route, weighted_sum,
     norm_and_rotate, math_of, to_cache, pack_query, attend, merge, normalize,
 };

@@ -66,47 +66,36 @@ void pack_weight(const PanelShape& shape, const void* weight, void* packed) {
     }
 }
 
-void embedding(const PanelShape& shape, const void* packed, int64_t first_id, const int64_t* ids, int64_t n,
-                 void* out) {
-    const Column column(shape);
-    const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
+void embedding(const KernelTable& table, const PanelShape& shape, const void* packed, int64_t first_id,
+               const int64_t* ids, int64_t n, float* out) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
         const int64_t row = ids[i] - first_id;
-        char* to = at(out, i * row_bytes);
+        float* to = out + i * shape.inputs;
         if (row < 0 || row >= shape.outputs) {
-            std::memset(to, 0, static_cast<size_t>(row_bytes));
+            std::fill_n(to, shape.inputs, 0.0f);
             continue;
         }
-        const char* panel = at(packed, row / kPanel * shape.panel_bytes());
-        const char* from = panel + row % kPanel * column.element_size;
-        for (int64_t j = 0; j < column.elements; ++j) {
-            const int64_t offset = j * column.element_size;
-            const int64_t size = std::min(column.element_size, row_bytes - offset);
-            std::memcpy(to + offset, from + offset * kPanel, static_cast<size_t>(size));
-        }
+        table.widen_row(shape.dtype, at(packed, row / kPanel * shape.panel_bytes()), static_cast<int>(row % kPanel),
+                        shape.inputs, to);
     }
 }
 
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n) {
-    return sizeof(WorkQueue) + static_cast<size_t>(n * shape.padded_inputs() * table.packed_size(shape.dtype));
+    return sizeof(WorkQueue) + static_cast<size_t>(n * shape.row_bytes(table));
 }
 
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
-            const void* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch) {
+            const float* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch) {
     const int64_t tiles = (n + kTileRows - 1) / kTileRows;
     const int64_t tile_rows = tiles == 0 ? 0 : (n + tiles - 1) / tiles;
-    const int64_t packed_row = shape.padded_inputs() * table.packed_size(shape.dtype);
-    const int64_t item = size_of(shape.dtype);
+    const int64_t row_bytes = shape.row_bytes(table);
     WorkQueue& queue = WorkQueue::reset(scratch);
     scratch = at(scratch, sizeof(WorkQueue));
     out.begin(n);
 #pragma omp for schedule(static)
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t first = tile * tile_rows;
-        table.pack_rows(shape.dtype, at(x, first * row_stride * item), row_stride,
-                        static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
-                        at(scratch, first * packed_row));
+    for (int64_t row = 0; row < n; ++row) {
+        table.pack_row(shape.dtype, x + row * row_stride, shape.inputs, at(scratch, row * row_bytes));
     }
     parallel_for_panels(queue, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
         const int64_t column = panel * kPanel;
@@ -118,9 +107,8 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
             const int64_t first = tile * tile_rows;
             const auto rows = static_cast<int>(std::min(tile_rows, n - first));
             table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
-                               at(scratch, first * packed_row), rows, shape.inputs,
-                               bias ? bias + column : nullptr, out.dtype(), out.panel(first, column),
-                               out.stride(), columns,
+                               at(scratch, first * row_bytes), row_bytes, rows, shape.inputs,
+                               bias ? bias + column : nullptr, out.panel(first, column), out.stride(), columns,
                                Prefetch::share(next_panel, shape.panel_bytes(), tile - begin, end - begin));
             out.take(table, first, rows, column, columns);
         }

@@ -12,6 +12,7 @@
 #include "experts.h"
 #include "ops.h"
 #include "pages.h"
+#include "populator.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -76,17 +77,18 @@ class Kernels {
     void embedding(int dtype, int64_t outputs, int64_t inputs, Address packed, int64_t first_id,
                      Address ids, int64_t n, Address out) const {
         in_team(n * inputs > kWorthThreads, [&] {
-            pagoda::embedding({Dtype(dtype), inputs, outputs}, to(packed), first_id, to<int64_t>(ids), n, to(out));
+            pagoda::embedding(*table_, {Dtype(dtype), inputs, outputs}, to(packed), first_id, to<int64_t>(ids), n,
+                              to<float>(out));
         });
     }
 
     void linear(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
-                int64_t row_stride, int64_t n, Address out, int64_t out_stride, int out_dtype) {
+                int64_t row_stride, int64_t n, Address out, int64_t out_stride) {
         const PanelShape shape{Dtype(dtype), inputs, outputs};
         void* scratch = buffer_.take(linear_scratch(*table_, shape, n));
         in_team(n * inputs * outputs > 4 * kWorthThreads, [&] {
-            pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n,
-                           Outputs(to(out), out_stride, Dtype(out_dtype)), scratch);
+            pagoda::linear(*table_, shape, to(packed), to<float>(bias), to<float>(x), row_stride, n,
+                           Outputs(to<float>(out), out_stride), scratch);
         });
     }
 
@@ -106,16 +108,16 @@ class Kernels {
                         int64_t n, Address out) const {
         in_team(n * shape.inputs > kWorthThreads, [&] {
             pagoda::quantized_embedding(*table_, shape, to(packed), to<int64_t>(order), first_id, to<int64_t>(ids), n,
-                                   to(out));
+                                        to<float>(out));
         });
     }
 
     void quantized_linear(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
-                          int64_t row_stride, int64_t n, Address out, int64_t out_stride, int out_dtype) {
+                          int64_t row_stride, int64_t n, Address out, int64_t out_stride) {
         void* scratch = buffer_.take(quantized_scratch(*table_, shape, to<int64_t>(order), n));
         in_team(n * shape.inputs * shape.outputs > 4 * kWorthThreads, [&] {
-            pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias), to(x),
-                                     row_stride, n, Outputs(to(out), out_stride, Dtype(out_dtype)), scratch);
+            pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias), to<float>(x),
+                                     row_stride, n, Outputs(to<float>(out), out_stride), scratch);
         });
     }
 
@@ -124,8 +126,8 @@ class Kernels {
         const PanelShape shape{Dtype(dtype), inputs, outputs};
         argmax(n, inputs * outputs, linear_scratch(*table_, shape, n), columns, values, finite,
                 [&](const Outputs& seen, void* scratch) {
-                    pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n, seen,
-                                   scratch);
+                    pagoda::linear(*table_, shape, to(packed), to<float>(bias), to<float>(x), row_stride, n,
+                                   seen, scratch);
                 });
     }
 
@@ -135,32 +137,32 @@ class Kernels {
                 quantized_scratch(*table_, shape, to<int64_t>(order), n), columns, values, finite,
                 [&](const Outputs& seen, void* scratch) {
                     pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias),
-                                             to(x), row_stride, n, seen, scratch);
+                                             to<float>(x), row_stride, n, seen, scratch);
                 });
     }
 
-    void add(int dtype, Address x, Address delta, int64_t n, int64_t d, Address out) const {
+    void add(Address x, Address delta, int64_t n, int64_t d, Address out) const {
         in_team(n * d > kWorthThreads,
-                [&] { pagoda::add(*table_, Dtype(dtype), to(x), to(delta), n, d, to(out)); });
+                [&] { pagoda::add(*table_, to<float>(x), to<float>(delta), n, d, to<float>(out)); });
     }
 
-    void add_rms_norm(int dtype, Address x, Address delta, Address weight, float eps, int64_t n, int64_t d,
-                      Address sum, Address out) const {
+    void add_rms_norm(Address x, Address delta, Address weight, float eps, int64_t n, int64_t d, Address sum,
+                      Address out) const {
         in_team(n * d > kWorthThreads, [&] {
-            pagoda::add_rms_norm(*table_, Dtype(dtype), to(x), to(delta), to(weight), eps, n, d, to(sum),
-                                 to(out));
+            pagoda::add_rms_norm(*table_, to<float>(x), to<float>(delta), to<float>(weight), eps, n, d,
+                                 to<float>(sum), to<float>(out));
         });
     }
 
-    void silu_and_mul(int dtype, Address gate_up, int64_t n, int64_t d, Address out) const {
+    void silu_and_mul(Address gate_up, int64_t n, int64_t d, Address out) const {
         in_team(n * d > kWorthThreads,
-                [&] { pagoda::silu_and_mul(*table_, Dtype(dtype), to(gate_up), n, d, to(out)); });
+                [&] { pagoda::silu_and_mul(*table_, to<float>(gate_up), n, d, to<float>(out)); });
     }
 
     void experts(const Experts& experts, Address x, int64_t row_stride, Address logits, int64_t n, Address out) {
         void* scratch = buffer_.take(experts_scratch(experts, n));
         in_team(n * experts.work() > 4 * kWorthThreads,
-                [&] { compute_experts(experts, to(x), row_stride, to(logits), n, to(out), scratch); });
+                [&] { compute_experts(experts, to<float>(x), row_stride, to<float>(logits), n, to<float>(out), scratch); });
     }
 
     int key_pair(int dtype, int cache_dtype) const {
@@ -171,19 +173,19 @@ class Kernels {
         return pagoda::value_pair(table_->math(Dtype(dtype), Dtype(cache_dtype)), block_size);
     }
 
-    void rotate_and_cache(const AttentionMetadata& metadata, int dtype, const Cache& cache, Address qkv, Address q_norm,
+    void rotate_and_cache(const AttentionMetadata& metadata, const Cache& cache, Address qkv, Address q_norm,
                           Address k_norm, float eps, Address cosines, Address sines, Address queries) const {
         in_team(metadata.num_tokens * metadata.shape.num_heads * metadata.shape.head_dim > kWorthThreads, [&] {
-            pagoda::rotate_and_cache(*table_, metadata, Dtype(dtype), cache, to(qkv), to(q_norm), to(k_norm), eps,
-                                     to<float>(cosines), to<float>(sines), to(queries));
+            pagoda::rotate_and_cache(*table_, metadata, cache, to<float>(qkv), to<float>(q_norm), to<float>(k_norm),
+                                     eps, to<float>(cosines), to<float>(sines), to<float>(queries));
         });
     }
 
-    void attention(const AttentionMetadata& metadata, int dtype, const Cache& cache, Address queries, float scale,
-                   int64_t window, Address out) {
-        void* scratch = buffer_.take(attention_scratch(metadata));
-        in_team(metadata.work() > 8 * kWorthThreads, [&] {
-            pagoda::attention(*table_, metadata, Dtype(dtype), cache, to(queries), scale, window, to(out), scratch);
+    void attention(const AttentionMetadata& metadata, const Cache& cache, Address queries, float scale, int64_t window,
+                   Address out) {
+        void* scratch = buffer_.take(attention_scratch(metadata, window));
+        in_team(metadata.work(window) > 8 * kWorthThreads, [&] {
+            pagoda::attention(*table_, metadata, cache, to<float>(queries), scale, window, to<float>(out), scratch);
         });
     }
 
@@ -222,8 +224,8 @@ void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x
 void run(Program& program, int64_t num_tokens, const AttentionMetadata& metadata, Address token_ids, Address hidden,
          Address cosines, Address sines, Address out, Address times) {
     nb::gil_scoped_release released;
-    program.run({num_tokens, &metadata, to<int64_t>(token_ids), to(hidden), to<float>(cosines), to<float>(sines)},
-                to(out), to<int64_t>(times));
+    program.run({num_tokens, &metadata, to<int64_t>(token_ids), to<float>(hidden), to<float>(cosines), to<float>(sines)},
+                to<float>(out), to<int64_t>(times));
 }
 
 }  // namespace
@@ -241,17 +243,15 @@ NB_MODULE(_native, m) {
     });
     nb::class_<QuantizedShape>(m, "QuantizedShape")
         .def_static("int8",
-                    [](int dtype, int64_t outputs, int64_t inputs) {
-                        return QuantizedShape::int8(Dtype(dtype), outputs, inputs);
-                    })
+                    [](int64_t outputs, int64_t inputs) { return QuantizedShape::int8(outputs, inputs); })
         .def_static("grouped",
-                    [](int dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {
-                        return QuantizedShape::grouped(Dtype(dtype), outputs, inputs, bits, group_size, offsets);
+                    [](int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {
+                        return QuantizedShape::grouped(outputs, inputs, bits, group_size, offsets);
                     })
         .def_static("in_blocks",
-                    [](int dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size, int64_t block_size,
+                    [](int64_t outputs, int64_t inputs, int bits, int64_t group_size, int64_t block_size,
                        bool integer_scales, bool minima, bool codebook) {
-                        return QuantizedShape::in_blocks(Dtype(dtype), outputs, inputs, bits, group_size, block_size,
+                        return QuantizedShape::in_blocks(outputs, inputs, bits, group_size, block_size,
                                                          integer_scales, minima, codebook);
                     })
         .def_prop_ro("bytes", &QuantizedShape::bytes);
@@ -262,9 +262,10 @@ NB_MODULE(_native, m) {
     });
     m.def("advise_large_pages", [](Address memory, int64_t bytes) { advise_large_pages(to(memory), bytes); });
     nb::class_<Cache>(m, "Cache")
-        .def("__init__", [](Cache* self, int dtype, Address keys, Address values, Address key_scales,
+        .def("__init__", [](Cache* self, int dtype, int key_pair, Address keys, Address values, Address key_scales,
                             Address value_scales) {
-            new (self) Cache{Dtype(dtype), to(keys), to(values), to<float>(key_scales), to<float>(value_scales)};
+            const Math math = Dtype(dtype) == Dtype::i8 ? Math::i16 : key_pair == 2 ? Math::bf16 : Math::f32;
+            new (self) Cache{Dtype(dtype), math, to(keys), to(values), to<float>(key_scales), to<float>(value_scales)};
         });
     nb::class_<AttentionMetadata>(m, "AttentionMetadata")
         .def(
@@ -275,7 +276,8 @@ NB_MODULE(_native, m) {
                                          to<int64_t>(query_lens), to<int64_t>(context_lens),
                                          to<int64_t>(block_tables), width);
             })
-        .def_ro("num_tokens", &AttentionMetadata::num_tokens);
+        .def_ro("num_tokens", &AttentionMetadata::num_tokens)
+        .def("num_tokens_read", &AttentionMetadata::num_tokens_read);
     nb::class_<Kernels>(m, "Kernels")
         .def(nb::init<const std::string&>())
         .def("pack_weight", &Kernels::pack_weight)
@@ -305,13 +307,22 @@ NB_MODULE(_native, m) {
         });
     nb::class_<Experts>(m, "Experts")
         .def("__init__",
-             [](Experts* self, const Kernels& kernels, int dtype, int64_t hidden, int num_experts, int per_token,
+             [](Experts* self, const Kernels& kernels, int64_t hidden, int num_experts, int per_token,
                 bool renormalize, int first, Address counts) {
                  if (num_experts > kMaxExperts) throw std::invalid_argument("too many experts");
-                 new (self) Experts(kernels.table(), Dtype(dtype), hidden, {num_experts, per_token, renormalize},
-                                    first, to<int64_t>(counts));
+                 new (self) Experts(kernels.table(), hidden, {num_experts, per_token, renormalize}, first,
+                                    to<int64_t>(counts));
              })
         .def("add", &Experts::add);
+    nb::class_<Populator>(m, "Populator")
+        .def("__init__",
+             [](Populator* self, const std::vector<std::pair<Address, int64_t>>& regions, int64_t num_blocks) {
+                 std::vector<Populator::Region> known;
+                 for (const auto& [address, block_bytes] : regions) known.push_back({address, block_bytes});
+                 new (self) Populator(std::move(known), num_blocks);
+             })
+        .def("advance", &Populator::advance)
+        .def("wait", &Populator::wait, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Collectives>(m, "Collectives")
         .def(nb::init<int, int, int>())
         .def_ro_static("max_ranks", &Collectives::kMaxRanks)
@@ -330,10 +341,8 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Program* self, const Kernels& kernels) { new (self) Program(kernels.table()); })
-        .def("value",
-             [](Program& self, int dtype, int64_t width) { return self.value(Dtype(dtype), width); })
-        .def("input",
-             [](Program& self, int dtype, int64_t width) { return self.input(Dtype(dtype), width); })
+        .def("value", &Program::value)
+        .def("input", &Program::input)
         .def("embedding",
              [](Program& self, int out, int dtype, int64_t outputs, int64_t inputs, Address packed,
                 int64_t first_id, int64_t num_ids) {
@@ -358,15 +367,15 @@ NB_MODULE(_native, m) {
                                        to<float>(bias));
              })
         .def("rms_norm", [](Program& self, int x, Address weight,
-                            float eps) { return self.rms_norm(x, to(weight), eps); })
+                            float eps) { return self.rms_norm(x, to<float>(weight), eps); })
         .def("add_rms_norm", [](Program& self, int x, int delta, Address weight,
-                                float eps) { return self.add_rms_norm(x, delta, to(weight), eps); })
+                                float eps) { return self.add_rms_norm(x, delta, to<float>(weight), eps); })
         .def("silu_and_mul", &Program::silu_and_mul)
         .def("experts", &Program::experts)
         .def("rotate_and_cache",
              [](Program& self, int qkv, const Cache& cache, int64_t queries_width, Address q_norm,
                 Address k_norm, float eps) {
-                 return self.rotate_and_cache(qkv, cache, queries_width, to(q_norm), to(k_norm), eps);
+                 return self.rotate_and_cache(qkv, cache, queries_width, to<float>(q_norm), to<float>(k_norm), eps);
              })
         .def("attention", &Program::attention)
         .def("finish", &Program::finish)

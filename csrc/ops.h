@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "kernels.h"
@@ -22,11 +23,15 @@ struct PanelShape {
     int64_t padded_inputs() const { return dtype == Dtype::bf16 ? (inputs + 1) / 2 * 2 : inputs; }
     int64_t panel_bytes() const { return padded_inputs() * kPanel * size_of(dtype); }
     int64_t bytes() const { return panels() * panel_bytes(); }
+    // Bytes from one packed row of activations to the next: an odd number of cache lines, so that rows do not
+    // displace each other.
+    int64_t row_bytes(const KernelTable& table) const {
+        return ((padded_inputs() * table.packed_size(dtype) + 63) / 64 | 1) * 64;
+    }
 };
 
-// A quantized weight [outputs, inputs] in panels, for activations of the dtype.
+// A quantized weight [outputs, inputs] in panels.
 struct QuantizedShape {
-    Dtype dtype;
     int64_t inputs, outputs;
     QuantizedFormat format;
 
@@ -34,16 +39,15 @@ struct QuantizedShape {
     int64_t bytes() const { return panels() * format.panel_bytes(); }
 
     // Codes from -127 to 127, a float scale for each output.
-    static QuantizedShape int8(Dtype dtype, int64_t outputs, int64_t inputs) {
-        return {dtype, inputs, outputs, {8, false, false, 1, (inputs + 3) / 4 * 4}};
+    static QuantizedShape int8(int64_t outputs, int64_t inputs) {
+        return {inputs, outputs, {8, false, false, 1, (inputs + 3) / 4 * 4}};
     }
     // Codes below 2^bits, a float16 scale, and maybe offset, for each output and group of inputs.
-    static QuantizedShape grouped(Dtype dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size,
-                                  bool offsets) {
-        return {dtype, inputs, outputs, {bits, true, offsets, inputs / group_size, group_size}};
+    static QuantizedShape grouped(int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {
+        return {inputs, outputs, {bits, true, offsets, inputs / group_size, group_size}};
     }
     // Blocks of so many inputs; see BlockFormat.
-    static QuantizedShape in_blocks(Dtype dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size,
+    static QuantizedShape in_blocks(int64_t outputs, int64_t inputs, int bits, int64_t group_size,
                                     int64_t block_size, bool integer_scales, bool minima, bool codebook);
 };
 
@@ -57,12 +61,12 @@ void in_team(bool worth_it, Body body) {
 void pack_weight(const PanelShape& shape, const void* weight, void* packed);
 
 // Rows of the weight that was packed, which has those of ids from `first_id` on; zeros where it has none.
-void embedding(const PanelShape& shape, const void* packed, int64_t first_id, const int64_t* ids, int64_t n,
-                 void* out);
+void embedding(const KernelTable& table, const PanelShape& shape, const void* packed, int64_t first_id,
+               const int64_t* ids, int64_t n, float* out);
 
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n);
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
-            const void* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch);
+            const float* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch);
 
 // Of a dense weight, codes [outputs, inputs] with a scale for each output, or 4-bit ones with one for each group
 // (float16). Called by one thread.
@@ -85,25 +89,76 @@ void pack_blocks(const QuantizedShape& shape, const BlockTensors& tensors, void*
 
 // The same of a quantized weight, as numbers. With `order`, the map's input `i` is the activation's element order[i].
 void quantized_embedding(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, void* out);
+                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, float* out);
 
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n);
 void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                      const int64_t* order, const float* bias, const void* x, int64_t row_stride, int64_t n,
+                      const int64_t* order, const float* bias, const float* x, int64_t row_stride, int64_t n,
                       const Outputs& out, void* scratch);
 
 // out = x + delta.
-void add(const KernelTable& table, Dtype dtype, const void* x, const void* delta, int64_t n, int64_t d, void* out);
+void add(const KernelTable& table, const float* x, const float* delta, int64_t n, int64_t d, float* out);
 
 // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
-void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const void* delta,
-                  const void* weight, float eps, int64_t n, int64_t d, void* sum, void* out);
+void add_rms_norm(const KernelTable& table, const float* x, const float* delta, const float* weight, float eps,
+                  int64_t n, int64_t d, float* sum, float* out);
 
-void silu_and_mul(const KernelTable& table, Dtype dtype, const void* gate_up, int64_t n, int64_t d,
-                  void* out);
+void silu_and_mul(const KernelTable& table, const float* gate_up, int64_t n, int64_t d, float* out);
 
 struct HeadShape {
     int num_heads, num_kv_heads, head_dim, block_size;
+};
+
+// Cached tokens that a layer's queries see: all of them, or the last `window`. What threads share out among themselves.
+//
+// Queries of a sequence are cut into tiles, whose rows meet the same keys and values; contexts into splits at multiples
+// of kSplit, whose results are merged in order. Tiles of several sequences whose splits begin in the same blocks go
+// through those blocks together, as in cascade attention (Juravsky et al. 2024, Hydragen); each then goes on alone
+// from the softmax that it has so far. No row's arithmetic depends on its company.
+struct AttentionPlan {
+    struct Tile {
+        int64_t first_token, num_tokens, first_position;
+        int64_t sequence;
+        int64_t begin, end;   // cached tokens that one of the rows sees; begins at a multiple of kKeyTile
+        int64_t first_split;  // of those in `splits`
+    };
+    // Where the results of a tile over one split are among the rows of partial results: those of the first head from
+    // `row` on, those of the next head_rows later. Tokens before `resume` are done together with other tiles.
+    struct Split {
+        int64_t row = -1, head_rows = 0, resume = 0;
+    };
+    // Some heads of the tiles members[first_member...] over the cached tokens from begin to end.
+    struct Item {
+        int64_t first_member, num_members;
+        int kv_head, heads;
+        int64_t begin, end;
+        int64_t split;  // in `splits`, of the first member; -1 for a whole context
+        bool resumes;   // from what is there
+
+        int64_t work() const { return (end - begin) * heads; }
+    };
+
+    AttentionPlan(const class AttentionMetadata& metadata, int64_t window);
+
+    int group;              // rows of a token
+    int max_rows = 0;       // of a head in an item
+    int max_heads = 0;      // in an item
+    int max_head_rows = 0;  // of all heads in an item
+    int64_t max_queries = 0;  // lanes of an item's packed queries, for every element of head_dim
+    int64_t num_split_rows = 0;
+    std::vector<Tile> tiles;
+    std::vector<int64_t> members;  // tiles; those up to tiles.size() are the tiles themselves
+    std::vector<Split> splits;
+    std::vector<Item> shared;  // done before `items`
+    std::vector<Item> items;
+    std::vector<Item> merged;  // after them, of the tiles that are split
+
+    int rows_of(int64_t tile) const {
+        return static_cast<int>(tiles[static_cast<size_t>(tile)].num_tokens) * group;
+    }
+    int num_splits(const Tile& tile) const {
+        return static_cast<int>((tile.end + kSplit - 1) / kSplit - tile.begin / kSplit);
+    }
 };
 
 // What attention needs to know about a step, the same for all layers.
@@ -111,45 +166,42 @@ class AttentionMetadata {
    public:
     // Lengths of `n` sequences and their block ids [n, width].
     AttentionMetadata(const HeadShape& shape, int64_t n, const int64_t* query_lens, const int64_t* context_lens,
-                  const int64_t* block_tables, int64_t width);
+                      const int64_t* block_tables, int64_t width);
 
-    struct Tile {
-        int64_t first_token, num_tokens, first_position;
-        int64_t sequence;
-    };
-    struct Item {
-        int64_t tile;
-        int kv_head;
-        int64_t begin, end;  // cached tokens
-        int64_t slot;        // of its first split among the partial results; -1 when it covers the tile
+    struct Sequence {
+        int64_t first_token, query_len, context_len;
     };
 
-    // Multiplications, as if every item were of one tile of keys.
-    int64_t work() const {
-        return static_cast<int64_t>(items.size()) * max_rows * shape.head_dim * kKeyTile;
-    }
+    const int32_t* blocks_of(int64_t sequence) const { return blocks.data() + sequence * width; }
+
+    // Of layers with such a window. The first call for a window comes from one thread alone.
+    const AttentionPlan& plan(int64_t window) const;
+
+    // Multiplications with keys, of all heads and rows.
+    int64_t work(int64_t window) const;
+
+    // Cached tokens that each K/V head reads, on average; those that sequences share count once.
+    int64_t num_tokens_read(int64_t window) const;
 
     HeadShape shape;
     int64_t num_tokens = 0, width;
-    int max_rows = 0;
-    int64_t num_slots = 0;
+    std::vector<Sequence> sequences;
     std::vector<int64_t> token_rows;  // place of each token, block * block_size + offset
     std::vector<int32_t> blocks;
-    std::vector<Tile> tiles;
-    std::vector<Item> items;
-    std::vector<Item> merged;  // one for each tile and head whose splits are items of their own
 
    private:
-    int64_t longest_item() const;
+    int64_t longest_context_ = 1;
+    mutable std::map<int64_t, AttentionPlan> plans_;  // by window, at most the longest context
 };
 
 // Norms and rotates queries and keys of qkv [n, heads + 2 kv_heads, head_dim], and caches keys and values.
-void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-                      const void* qkv, const void* q_norm, const void* k_norm, float eps,
-                      const float* cosines, const float* sines, void* queries);
+void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
+                      const float* qkv, const float* q_norm, const float* k_norm, float eps, const float* cosines,
+                      const float* sines, float* queries);
 
-size_t attention_scratch(const AttentionMetadata& metadata);
-void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
-               const void* queries, float scale, int64_t window, void* out, void* scratch);
+// The first of a step's calls for a window: it makes the plan.
+size_t attention_scratch(const AttentionMetadata& metadata, int64_t window);
+void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
+               float scale, int64_t window, float* out, void* scratch);
 
 }  // namespace pagoda

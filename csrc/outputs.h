@@ -12,12 +12,12 @@ namespace pagoda {
 
 class Outputs {
    public:
-    // Rows of the dtype, `stride` elements apart.
-    Outputs(void* rows, int64_t stride, Dtype dtype) : rows_(rows), stride_(stride), dtype_(dtype) {}
+    // Rows that lie `stride` elements apart.
+    Outputs(float* rows, int64_t stride) : rows_(rows), stride_(stride) {}
 
-    // The argmax of n rows of floats; `scratch` has argmax_scratch(n) bytes.
+    // The argmax of n rows; `scratch` has argmax_scratch(n) bytes.
     static Outputs argmax(void* scratch, int64_t n) {
-        Outputs outputs(nullptr, kPanel, Dtype::f32);
+        Outputs outputs(nullptr, kPanel);
         outputs.scratch_ = scratch;
         outputs.thread_bytes_ = thread_bytes(n);
         outputs.seen_bytes_ = seen_bytes(n);
@@ -32,12 +32,11 @@ class Outputs {
     }
 
     int64_t stride() const { return stride_; }
-    Dtype dtype() const { return dtype_; }
 
     // Where this thread writes the outputs of a panel, of the rows from `row` on.
-    void* panel(int64_t row, int64_t column) const {
-        if (scratch_ == nullptr) return at(rows_, (row * stride_ + column) * size_of(dtype_));
-        return at(seen(omp_get_thread_num()), seen_bytes_);
+    float* panel(int64_t row, int64_t column) const {
+        if (scratch_ == nullptr) return rows_ + row * stride_ + column;
+        return reinterpret_cast<float*>(at(seen(omp_get_thread_num()), seen_bytes_));
     }
 
     // What `panel` gave has been written.
@@ -66,9 +65,8 @@ class Outputs {
     static int64_t thread_bytes(int64_t n) { return seen_bytes(n) + n * kPanel * size_of(Dtype::f32); }
     Argmax* seen(int thread) const { return static_cast<Argmax*>(static_cast<void*>(at(scratch_, thread * thread_bytes_))); }
 
-    void* rows_;
+    float* rows_;
     int64_t stride_;
-    Dtype dtype_;
     void* scratch_ = nullptr;
     int64_t thread_bytes_ = 0, seen_bytes_ = 0;
 };

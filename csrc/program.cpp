@@ -26,8 +26,8 @@ int64_t now_ns() {
 
 }  // namespace
 
-Program::Value Program::value(Dtype dtype, int64_t width) {
-    values_.push_back({dtype, width});
+Program::Value Program::value(int64_t width) {
+    values_.push_back({width});
     return static_cast<Value>(values_.size() - 1);
 }
 
@@ -43,9 +43,9 @@ void Program::record(const std::vector<Value>& uses, int64_t work,
     token_work_ += work;
 }
 
-Program::Value Program::input(Dtype dtype, int64_t width) {
+Program::Value Program::input(int64_t width) {
     if (input_ >= 0) throw std::logic_error("a program has one input");
-    input_ = value(dtype, width);
+    input_ = value(width);
     return input_;
 }
 
@@ -53,7 +53,7 @@ void Program::embedding(Value out, const PanelShape& shape, const void* packed, 
                           int64_t num_ids) {
     num_ids_ = std::min(num_ids_, num_ids);
     record({out}, shape.inputs, [=, this](const Step& step, void*) {
-        pagoda::embedding(shape, packed, first_id, step.token_ids, step.num_tokens, written(out, step));
+        pagoda::embedding(table_, shape, packed, first_id, step.token_ids, step.num_tokens, written(out, step));
     });
 }
 
@@ -72,7 +72,7 @@ void Program::linear(Value x, Value out, int64_t column, const PanelShape& shape
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, step.num_tokens,
-                           Outputs(written(out, step, column), info(out).width, info(out).dtype), scratch);
+                           Outputs(written(out, step, column), info(out).width), scratch);
         },
         [=, this](const Step& step) { return linear_scratch(table_, shape, step.num_tokens); });
 }
@@ -83,7 +83,7 @@ void Program::quantized_linear(Value x, Value out, int64_t column, const Quantiz
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::quantized_linear(table_, shape, packed, order, bias, address(x, step), info(x).width,
-                                     step.num_tokens, Outputs(written(out, step, column), info(out).width, info(out).dtype), scratch);
+                                     step.num_tokens, Outputs(written(out, step, column), info(out).width), scratch);
         },
         [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
 }
@@ -91,54 +91,53 @@ void Program::quantized_linear(Value x, Value out, int64_t column, const Quantiz
 void Program::all_reduce(Value x, Collectives& group) {
     if (x == input_) throw std::logic_error("the input stays as it is");
     record({x}, info(x).width, [=, this, &group](const Step& step, void*) {
-        group.all_reduce(table_, info(x).dtype, written(x, step), step.num_tokens * info(x).width);
+        group.all_reduce(table_, Dtype::f32, written(x, step), step.num_tokens * info(x).width);
     });
 }
 
 Program::Value Program::add(Value x, Value delta) {
-    const auto [dtype, width] = std::pair(info(x).dtype, info(x).width);
-    const Value out = value(dtype, width);
-    record({x, delta, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
-        pagoda::add(table_, dtype, address(x, step), address(delta, step), step.num_tokens, width,
+    const int64_t width = info(x).width;
+    const Value out = value(width);
+    record({x, delta, out}, width, [=, this](const Step& step, void*) {
+        pagoda::add(table_, address(x, step), address(delta, step), step.num_tokens, width,
                     written(out, step));
     });
     return out;
 }
 
-Program::Value Program::rms_norm(Value x, const void* weight, float eps) {
-    const auto [dtype, width] = std::pair(info(x).dtype, info(x).width);
-    const Value out = value(dtype, width);
-    record({x, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
-        pagoda::add_rms_norm(table_, dtype, address(x, step), nullptr, weight, eps, step.num_tokens, width,
+Program::Value Program::rms_norm(Value x, const float* weight, float eps) {
+    const int64_t width = info(x).width;
+    const Value out = value(width);
+    record({x, out}, width, [=, this](const Step& step, void*) {
+        pagoda::add_rms_norm(table_, address(x, step), nullptr, weight, eps, step.num_tokens, width,
                              nullptr, written(out, step));
     });
     return out;
 }
 
-std::pair<Program::Value, Program::Value> Program::add_rms_norm(Value x, Value delta, const void* weight,
+std::pair<Program::Value, Program::Value> Program::add_rms_norm(Value x, Value delta, const float* weight,
                                                                 float eps) {
-    const auto [dtype, width] = std::pair(info(x).dtype, info(x).width);
-    const Value sum = value(dtype, width), out = value(dtype, width);
-    record({x, delta, sum, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
-        pagoda::add_rms_norm(table_, dtype, address(x, step), address(delta, step), weight, eps,
+    const int64_t width = info(x).width;
+    const Value sum = value(width), out = value(width);
+    record({x, delta, sum, out}, width, [=, this](const Step& step, void*) {
+        pagoda::add_rms_norm(table_, address(x, step), address(delta, step), weight, eps,
                              step.num_tokens, width, written(sum, step), written(out, step));
     });
     return {sum, out};
 }
 
 Program::Value Program::silu_and_mul(Value gate_up) {
-    const Dtype dtype = info(gate_up).dtype;
     const int64_t width = info(gate_up).width / 2;
-    const Value out = value(dtype, width);
+    const Value out = value(width);
     record({gate_up, out}, width, [=, this](const Step& step, void*) {
-        pagoda::silu_and_mul(table_, dtype, address(gate_up, step), step.num_tokens, width,
+        pagoda::silu_and_mul(table_, address(gate_up, step), step.num_tokens, width,
                              written(out, step));
     });
     return out;
 }
 
 Program::Value Program::experts(Value x, Value logits, const Experts& experts) {
-    const Value out = value(info(x).dtype, experts.hidden);
+    const Value out = value(experts.hidden);
     const auto kept = std::make_shared<const Experts>(experts);
     record(
         {x, logits, out}, experts.work(),
@@ -151,24 +150,24 @@ Program::Value Program::experts(Value x, Value logits, const Experts& experts) {
 }
 
 Program::Value Program::rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width,
-                                         const void* q_norm, const void* k_norm, float eps) {
-    const Value out = value(info(qkv).dtype, queries_width);
+                                         const float* q_norm, const float* k_norm, float eps) {
+    const Value out = value(queries_width);
     record({qkv, out}, info(qkv).width, [=, this](const Step& step, void*) {
-        pagoda::rotate_and_cache(table_, *step.metadata, info(qkv).dtype, cache, address(qkv, step), q_norm, k_norm, eps,
+        pagoda::rotate_and_cache(table_, *step.metadata, cache, address(qkv, step), q_norm, k_norm, eps,
                                  step.cosines, step.sines, written(out, step));
     });
     return out;
 }
 
 Program::Value Program::attention(Value queries, const Cache& cache, float scale, int64_t window) {
-    const Value out = value(info(queries).dtype, info(queries).width);
+    const Value out = value(info(queries).width);
     record(
         {queries, out}, info(queries).width * kKeyTile,
         [=, this](const Step& step, void* scratch) {
-            pagoda::attention(table_, *step.metadata, info(queries).dtype, cache, address(queries, step), scale, window,
+            pagoda::attention(table_, *step.metadata, cache, address(queries, step), scale, window,
                               written(out, step), scratch);
         },
-        [](const Step& step) { return attention_scratch(*step.metadata); });
+        [=](const Step& step) { return attention_scratch(*step.metadata, window); });
     return out;
 }
 
@@ -201,16 +200,16 @@ void Program::place_values() {
     }
 }
 
-const void* Program::address(Value value, const Step& step) {
+const float* Program::address(Value value, const Step& step) {
     return value == input_ ? step.hidden : written(value, step);
 }
 
-void* Program::written(Value value, const Step& step, int64_t column) {
-    void* rows = value == result_ ? out_ : at(arena_.get(), info(value).offset * step.num_tokens);
-    return at(rows, column * size_of(info(value).dtype));
+float* Program::written(Value value, const Step& step, int64_t column) {
+    if (value == result_) return out_ + column;
+    return reinterpret_cast<float*>(at(arena_.get(), info(value).offset * step.num_tokens)) + column;
 }
 
-void Program::run(const Step& step, void* out, int64_t* times) {
+void Program::run(const Step& step, float* out, int64_t* times) {
     if (result_ < 0) throw std::logic_error("the program is not finished");
     for (int64_t i = 0; num_ids_ != INT64_MAX && i < step.num_tokens; ++i) {
         if (step.token_ids[i] < 0 || step.token_ids[i] >= num_ids_) {

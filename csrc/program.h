@@ -18,22 +18,22 @@ struct Step {
     int64_t num_tokens;
     const AttentionMetadata* metadata;
     const int64_t* token_ids;  // [num_tokens]
-    const void* hidden;        // rows of the program's input, if it has one
+    const float* hidden;       // rows of the program's input, if it has one
     const float* cosines;      // [num_tokens, head_dim / 2]
     const float* sines;
 };
 
 class Program {
    public:
-    // A value has a row for each token; it is known by the number that operations return and take.
+    // A value has a row of floats for each token; it is known by the number that operations return and take.
     using Value = int;
 
     explicit Program(const KernelTable& table) : table_(table) {}
 
-    Value value(Dtype dtype, int64_t width);
+    Value value(int64_t width);
 
     // What every step brings along instead of computing it.
-    Value input(Dtype dtype, int64_t width);
+    Value input(int64_t width);
 
     // Rows of a weight for the step's tokens, of which there are `num_ids`; the weight has those from `first_id` on.
     void embedding(Value out, const PanelShape& shape, const void* packed, int64_t first_id, int64_t num_ids);
@@ -49,13 +49,13 @@ class Program {
     // Makes x the sum of the x of all ranks.
     void all_reduce(Value x, Collectives& group);
     Value add(Value x, Value delta);
-    Value rms_norm(Value x, const void* weight, float eps);
+    Value rms_norm(Value x, const float* weight, float eps);
     // x + delta, and its norm.
-    std::pair<Value, Value> add_rms_norm(Value x, Value delta, const void* weight, float eps);
+    std::pair<Value, Value> add_rms_norm(Value x, Value delta, const float* weight, float eps);
     Value silu_and_mul(Value gate_up);
     Value experts(Value x, Value logits, const Experts& experts);
-    Value rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width, const void* q_norm,
-                           const void* k_norm, float eps);
+    Value rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width, const float* q_norm,
+                           const float* k_norm, float eps);
     Value attention(Value queries, const Cache& cache, float scale, int64_t window);
 
     // What `run` gives; nothing can be recorded after it.
@@ -66,15 +66,14 @@ class Program {
 
     // Writes the result's rows to `out`; and, unless `times` [size] is null, the nanoseconds of each operation, from the
     // end of the one before it until all threads are done.
-    void run(const Step& step, void* out, int64_t* times = nullptr);
+    void run(const Step& step, float* out, int64_t* times = nullptr);
 
    private:
     struct ValueInfo {
-        Dtype dtype;
         int64_t width;
         size_t first_use = SIZE_MAX, last_use = 0;  // operations
         int64_t offset = 0;          // in the arena, in bytes for each token
-        int64_t row_bytes() const { return width * size_of(dtype); }
+        int64_t row_bytes() const { return width * size_of(Dtype::f32); }
         int64_t row_space() const { return (row_bytes() + 63) / 64 * 64; }
     };
     struct Operation {
@@ -90,16 +89,16 @@ class Program {
     void place_values();
     bool lies_in_arena(Value value) const { return value != input_ && value != result_; }
     // Where a value's rows are.
-    const void* address(Value value, const Step& step);
+    const float* address(Value value, const Step& step);
     // Where they are computed, from the column on.
-    void* written(Value value, const Step& step, int64_t column = 0);
+    float* written(Value value, const Step& step, int64_t column = 0);
     const ValueInfo& info(Value value) const { return values_.at(static_cast<size_t>(value)); }
 
     const KernelTable& table_;
     std::vector<ValueInfo> values_;
     std::vector<Operation> operations_;
     Value input_ = -1, result_ = -1;
-    void* out_ = nullptr;
+    float* out_ = nullptr;
     int64_t num_ids_ = INT64_MAX;  // token ids are below it, where they are looked at
     int64_t token_bytes_ = 0, token_work_ = 0;
     Buffer arena_, scratch_;

@@ -59,14 +59,10 @@ void pack_panel(const QuantizedShape& shape, const uint8_t* codes, const char* s
     }
 }
 
-void reorder(const void* x, int64_t row_stride, const int64_t* order, int64_t inputs, int64_t n, int64_t item,
-             char* to) {
+void reorder(const float* x, int64_t row_stride, const int64_t* order, int64_t inputs, int64_t n, float* to) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < n; ++row) {
-        for (int64_t i = 0; i < inputs; ++i) {
-            std::memcpy(to + (row * inputs + i) * item, at(x, (row * row_stride + order[i]) * item),
-                        static_cast<size_t>(item));
-        }
+        for (int64_t i = 0; i < inputs; ++i) to[row * inputs + i] = x[row * row_stride + order[i]];
     }
 }
 
@@ -114,45 +110,42 @@ void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t gr
 }
 
 void quantized_embedding(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, void* out) {
-    const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
+                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, float* out) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
         const int64_t row = ids[i] - first_id;
-        char* to = at(out, i * row_bytes);
+        float* to = out + i * shape.inputs;
         if (row < 0 || row >= shape.outputs) {
-            std::memset(to, 0, static_cast<size_t>(row_bytes));
+            std::fill_n(to, shape.inputs, 0.0f);
             continue;
         }
-        table.dequantize_row(shape.dtype, shape.format, at(packed, row / kPanel * shape.format.panel_bytes()),
+        table.dequantize_row(shape.format, at(packed, row / kPanel * shape.format.panel_bytes()),
                              static_cast<int>(row % kPanel), order, shape.inputs, to);
     }
 }
 
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n) {
-    const int64_t reordered = order ? n * shape.inputs * size_of(shape.dtype) : 0;
+    const int64_t reordered = order ? n * shape.inputs * size_of(Dtype::f32) : 0;
     return sizeof(WorkQueue) + static_cast<size_t>(packed_rows_bytes(table, shape, n) + reordered);
 }
 
 void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                      const int64_t* order, const float* bias, const void* x, int64_t row_stride, int64_t n,
+                      const int64_t* order, const float* bias, const float* x, int64_t row_stride, int64_t n,
                       const Outputs& out, void* scratch) {
     const QuantizedFormat& format = shape.format;
     const int64_t row_bytes = QuantizedRow::bytes(format, table.code_size);
-    const int64_t item = size_of(shape.dtype);
     WorkQueue& queue = WorkQueue::reset(scratch);
     scratch = at(scratch, sizeof(WorkQueue));
     out.begin(n);
     if (order) {
-        char* reordered = at(scratch, packed_rows_bytes(table, shape, n));
-        reorder(x, row_stride, order, shape.inputs, n, item, reordered);
+        auto* reordered = reinterpret_cast<float*>(at(scratch, packed_rows_bytes(table, shape, n)));
+        reorder(x, row_stride, order, shape.inputs, n, reordered);
         x = reordered;
         row_stride = shape.inputs;
     }
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < n; ++row) {
-        table.quantize_row(shape.dtype, format, at(x, row * row_stride * item), shape.inputs,
-                           at(scratch, row * row_bytes));
+        table.quantize_row(format, x + row * row_stride, shape.inputs, at(scratch, row * row_bytes));
     }
     const int64_t tiles = (n + kRows - 1) / kRows;
     parallel_for_panels(queue, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
@@ -161,9 +154,9 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
         // As in `linear`: with a single row the processor reads ahead best by itself, unless codes have to be unpacked.
         const bool fetch = (n > 1 || format.bits < 8) && next >= 0;
-        table.quantized_panel(shape.dtype, format, at(packed, panel * format.panel_bytes()),
+        table.quantized_panel(format, at(packed, panel * format.panel_bytes()),
                               at(scratch, first * row_bytes), row_bytes, rows,
-                              bias ? bias + column : nullptr, out.dtype(), out.panel(first, column), out.stride(),
+                              bias ? bias + column : nullptr, out.panel(first, column), out.stride(),
                               columns, fetch ? at(packed, next * format.panel_bytes()) : nullptr);
         out.take(table, first, rows, column, columns);
     });

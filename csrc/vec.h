@@ -59,12 +59,8 @@ PAGODA_INLINE void store(f16* p, vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-PAGODA_INLINE vec rounded(vec x, const float*) { return x; }
-PAGODA_INLINE vec rounded(vec x, const bf16*) {
+PAGODA_INLINE vec rounded_to_bf16(vec x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(bf16_bits(x), 16));
-}
-PAGODA_INLINE vec rounded(vec x, const f16*) {
-    return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 PAGODA_INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 PAGODA_INLINE vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
@@ -149,12 +145,8 @@ PAGODA_INLINE void store(f16* p, vec x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-PAGODA_INLINE vec rounded(vec x, const float*) { return x; }
-PAGODA_INLINE vec rounded(vec x, const bf16*) {
+PAGODA_INLINE vec rounded_to_bf16(vec x) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits(x), 16));
-}
-PAGODA_INLINE vec rounded(vec x, const f16*) {
-    return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 PAGODA_INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 PAGODA_INLINE vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }

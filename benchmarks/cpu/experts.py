@@ -68,10 +68,9 @@ def _rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
         "int4": _prepared(ops, gate_up, down, "int4"),
     }
     for tokens in _TOKENS:
-        x = torch.randn(tokens, _HIDDEN).bfloat16()
-        logits = torch.randn(tokens, _ROUTING.num_experts).bfloat16()
+        x, logits = torch.randn(tokens, _HIDDEN), torch.randn(tokens, _ROUTING.num_experts)
         loop, *fused = median_seconds(
-            partial(_loop, x, logits, gate_up, down),
+            partial(_loop, x.bfloat16(), logits, gate_up, down),
             *(partial(ops.experts, x, logits, experts) for experts in held_as.values()),
         )
         used = len(set(logits.topk(_ROUTING.experts_per_token).indices.flatten().tolist()))
@@ -114,7 +113,7 @@ def _expert_bytes(experts: Experts[PackedLinear]) -> int:
 
 
 def _loop(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    probabilities = logits.softmax(dim=1, dtype=torch.float32)
+    probabilities = logits.softmax(dim=1)
     weights, chosen = probabilities.topk(_ROUTING.experts_per_token)
     weights = (weights / weights.sum(1, keepdim=True)).to(x.dtype)
     out = torch.zeros_like(x)

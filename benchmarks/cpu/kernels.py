@@ -59,7 +59,7 @@ def main(*, threads: int | None = None, isa: str | None = None) -> None:
         head = ("kernel", "weights", "rows", "GB/s", "GOP/s", "of the limit", "of own bf16")
         console.print(output.table("Linear, quantized", head, _quantized_rows(ops, limits)))
         titles = ("kernel", "tokens", "GB/s", "of the limit")
-        console.print(output.table("Token by token, bf16", titles, _token_rows(ops, limits)))
+        console.print(output.table("Token by token", titles, _token_rows(ops, limits)))
         columns = ("step", "KV cache", "context", "GB/s", "GFLOP/s", "of the limit")
         console.print(output.table("Attention", columns, _attention_rows(ops, limits)))
 
@@ -78,10 +78,10 @@ def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
                 ops.prepare_linear([DenseWeight(weight)], None, weight.dtype) for weight in weights
             ]
             for rows in _ROWS:
-                x = torch.randn(rows, inputs).to(dtype)
+                x = torch.randn(rows, inputs)
                 own, torchs = median_seconds(
                     partial(_each, partial(ops.linear, x), packed),
-                    partial(_each, partial(F.linear, x), weights),
+                    partial(_each, partial(F.linear, x.to(dtype)), weights),
                 )
                 moved = sum(weight.nbytes for weight in weights) / own
                 flops = 2 * rows * sum(weight.numel() for weight in weights) / own
@@ -101,7 +101,7 @@ def _quantized_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]
         held_as = _random_weights(outputs, inputs)
         packed = {name: _streamed(ops, weight) for name, weight in held_as.items()}
         for rows in _ROWS:
-            x = torch.randn(rows, inputs).bfloat16()
+            x = torch.randn(rows, inputs)
             runs = [
                 partial(_each, partial(ops.linear, x), packed[name][: _passes(rows)])
                 for name in held_as
@@ -162,9 +162,9 @@ def _token_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
     """Rows for so many tokens that what is read and written comes from memory."""
     _keep_memory()
     hidden, inner, heads = 1024, 3072, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
-    x, delta = (torch.randn(_TOKENS, hidden).bfloat16() for _ in range(2))
-    gate_up, qkv = (torch.randn(_TOKENS, width).bfloat16() for width in (2 * inner, heads))
-    norm, head_norm = torch.ones(hidden).bfloat16(), torch.ones(_HEAD_DIM).bfloat16()
+    x, delta = (torch.randn(_TOKENS, hidden) for _ in range(2))
+    gate_up, qkv = (torch.randn(_TOKENS, width) for width in (2 * inner, heads))
+    norm, head_norm = torch.ones(hidden), torch.ones(_HEAD_DIM)
     step = Step("", 1, _TOKENS, _TOKENS, torch.bfloat16)
     num_blocks = _TOKENS // _BLOCK_SIZE
     cache = ops.allocate_kv_cache(num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, torch.bfloat16)
@@ -181,7 +181,7 @@ def _token_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
     }
     for name, (elements, run) in kernels.items():
         (seconds,) = median_seconds(run)
-        moved = _TOKENS * elements * 2 / seconds
+        moved = _TOKENS * elements * 4 / seconds
         share = f"{moved / limits.bytes_per_s:.0%} of memory"
         yield name, str(_TOKENS), f"{moved / 1e9:.1f}", share
 
@@ -255,7 +255,7 @@ def _attention_seconds(ops: CpuBackend, step: Step) -> float:
     ]
     plan = ops.attention_metadata(_batch(step, blocks_each), _HEADS, caches[0])
     num_tokens = step.num_requests * step.num_new
-    queries = torch.randn(num_tokens, _HEADS, _HEAD_DIM).to(step.dtype)
+    queries = torch.randn(num_tokens, _HEADS, _HEAD_DIM)
 
     def attend() -> list[Tensor]:
         scale = _HEAD_DIM**-0.5

@@ -44,9 +44,10 @@ def start(threads: int | None, isa: str | None) -> tuple[CpuBackend, Limits]:
 
 
 def measure_limits(ops: CpuBackend) -> Limits:
-    x, weight = torch.randn(256, 4096).bfloat16(), torch.randn(8192, 4096).bfloat16()
+    x, weight = torch.randn(256, 4096), torch.randn(8192, 4096).bfloat16()
+    rounded = x.bfloat16()
     packed = ops.prepare_linear([DenseWeight(weight)], None, weight.dtype)
-    seconds = min(median_seconds(lambda: ops.linear(x, packed), lambda: F.linear(x, weight)))
+    seconds = min(median_seconds(lambda: ops.linear(x, packed), lambda: F.linear(rounded, weight)))
     bandwidth = measure_read_bandwidth(torch.get_num_threads(), available_memory_bytes())
     return Limits(bandwidth.bytes_per_s, 2 * 256 * weight.numel() / seconds)
 

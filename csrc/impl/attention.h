@@ -17,6 +17,7 @@ namespace {
 using pagoda::AttendTile;
 using pagoda::Math;
 using pagoda::Partial;
+using pagoda::Softmax;
 
 constexpr int kGroup = 16;
 constexpr int kGroups = kKeyTile / kGroup;
@@ -24,7 +25,7 @@ constexpr int kGroups = kKeyTile / kGroup;
 // Calls f(way, null pointer to its cells) for the tile.
 template <class F>
 PAGODA_INLINE void with_cells(const AttendTile& tile, F f) {
-    switch (tile.math) {
+    switch (tile.cache.math) {
         case Math::f32: return with_type(tile.cache.dtype, [&](auto* cell) { f(F32Math{}, cell); });
         case Math::i16: return f(I16Math{}, static_cast<i8_pair*>(nullptr));
         case Math::bf16:
@@ -57,17 +58,17 @@ float quantize_symmetric(float* x, float largest, int64_t d) {
     return finite ? scale : NAN;
 }
 
-void to_cache(Dtype dtype, Dtype cache, const void* x, int64_t d, void* out, float* scale) {
-    alignas(64) float row[pagoda::kMaxHeadDim];
-    to_float(dtype, x, 1.0f, d, row);
+void to_cache(Dtype cache, const float* x, int64_t d, void* out, float* scale) {
     if (cache == Dtype::i8) {
+        alignas(64) float row[pagoda::kMaxHeadDim];
+        std::memcpy(row, x, static_cast<size_t>(d) * sizeof(float));
         *scale = quantize_symmetric(row, 127, d);
         for (int64_t i = 0; i < d; ++i) static_cast<int8_t*>(out)[i] = static_cast<int8_t>(row[i]);
         return;
     }
     with_type(cache, [&](auto* type) {
         auto* typed = static_cast<decltype(type)>(out);
-        for_vectors(d, [&](auto get, auto put) { put(typed, get(row)); });
+        for_vectors(d, [&](auto get, auto put) { put(typed, get(x)); });
     });
 }
 
@@ -77,26 +78,27 @@ PAGODA_INLINE int panel_rows(int rows) {
     return (rows + panels - 1) / panels;
 }
 
-// Queries are [panels, lanes of a head, kRegisterRows].
-float pack_query(Math math, Dtype dtype, const void* x, int64_t d, int row, int rows, void* packed) {
-    alignas(64) float values[pagoda::kMaxHeadDim];
+// Queries are [panels, lanes of a head, rows of a panel].
+float pack_query(Math math, const float* x, int64_t d, int row, int rows, void* packed) {
     const int in_panel = panel_rows(rows);
     const int64_t lanes = d / pagoda::pair_of(math);
-    auto* to = static_cast<char*>(packed) + (row / in_panel * lanes * kRegisterRows + row % in_panel) * 4;
+    auto* to = static_cast<char*>(packed) + (row / in_panel * lanes * in_panel + row % in_panel) * 4;
     const auto put = [&](int64_t i, const auto& lane) {
         static_assert(sizeof(lane) == 4);
-        std::memcpy(to + i * kRegisterRows * 4, &lane, 4);
+        std::memcpy(to + i * in_panel * 4, &lane, 4);
     };
     if (math == Math::bf16) {
-        const auto* pairs = static_cast<const bf16_pair*>(x);
+        alignas(64) bf16_pair pairs[pagoda::kMaxHeadDim / 2];
+        for_vectors(d, [&](auto get, auto put_vector) { put_vector(&pairs[0].first, get(x)); });
         for (int64_t i = 0; i < lanes; ++i) put(i, pairs[i]);
         return 1.0f;
     }
-    to_float(dtype, x, 1.0f, d, values);
     if (math == Math::f32) {
-        for (int64_t i = 0; i < lanes; ++i) put(i, values[i]);
+        for (int64_t i = 0; i < lanes; ++i) put(i, x[i]);
         return 1.0f;
     }
+    alignas(64) float values[pagoda::kMaxHeadDim];
+    std::memcpy(values, x, static_cast<size_t>(d) * sizeof(float));
     const float scale = quantize_symmetric(values, kLargestQuery, d);
     for (int64_t i = 0; i < lanes; ++i) {
         put(i, i16_pair{static_cast<int16_t>(values[2 * i]), static_cast<int16_t>(values[2 * i + 1])});
@@ -104,15 +106,15 @@ float pack_query(Math math, Dtype dtype, const void* x, int64_t d, int row, int 
     return scale;
 }
 
-// Of a token of the tile's sequence for the tile's head.
+// Of a token of the tile's sequence for one of the tile's heads.
 struct Place {
     int64_t block;  // counted in [blocks, kv_heads]
     int64_t offset;
 };
-PAGODA_INLINE Place place_of(const AttendTile& tile, int64_t position) {
+PAGODA_INLINE Place place_of(const AttendTile& tile, int head, int64_t position) {
     // Division of 32 bits is much the quicker.
     const auto p = static_cast<uint32_t>(position), size = static_cast<uint32_t>(tile.block_size);
-    return {int64_t{tile.blocks[p / size]} * tile.num_kv_heads + tile.kv_head, p % size};
+    return {int64_t{tile.blocks[p / size]} * tile.num_kv_heads + tile.kv_head + head, p % size};
 }
 
 // Where the lanes of a key begin, which are block_size apart.
@@ -128,7 +130,7 @@ PAGODA_INLINE const Cell* value_at(const AttendTile& tile, Place place) {
     return static_cast<const Cell*>(tile.cache.values) + row * tile.head_dim;
 }
 
-// Where the groups of a tile are. Blocks lie anywhere, so the processor cannot guess which memory comes next:
+// Where the groups of a tile are, for its first head. Blocks lie anywhere, so the processor cannot guess which memory comes next:
 // `soon` says where those of the next tile are.
 struct Places {
     Place now[kGroups], soon[kGroups];
@@ -137,24 +139,25 @@ struct Places {
     Places(const AttendTile& tile, int64_t first, int64_t end) {
         for (int g = 0; g < kGroups; ++g) {
             const int64_t position = first + g * kGroup, later = position + kKeyTile;
-            now[g] = place_of(tile, position < end ? position : first);
-            soon[g] = later < tile.end ? place_of(tile, later) : now[g];
+            now[g] = place_of(tile, 0, position < end ? position : first);
+            soon[g] = later < tile.end ? place_of(tile, 0, later) : now[g];
         }
     }
 };
 
-// Where the groups of a tile of keys or values begin.
+// Where the groups of a tile of keys or values of one head begin.
 template <class Cell>
 struct Groups {
     const Cell* now[kGroups];
-    const Cell* soon[kGroups];
-    int64_t stride;  // from lane to lane of a key, from value to value
+    const Cell* soon[kGroups];  // what is read after it: of the next head, or of the next tile's first
+    int64_t stride;             // from lane to lane of a key, from value to value
 
+    // `head_cells` are those of a head in a block.
     template <class At>
-    Groups(const Places& places, int64_t stride_, At at) : stride(stride_) {
+    Groups(const Places& places, int64_t stride_, int head, int heads, int64_t head_cells, At at) : stride(stride_) {
         for (int g = 0; g < kGroups; ++g) {
-            now[g] = at(places.now[g]);
-            soon[g] = at(places.soon[g]);
+            now[g] = at(places.now[g]) + head * head_cells;
+            soon[g] = head + 1 < heads ? now[g] + head_cells : at(places.soon[g]);
         }
     }
     // Of a tile that was gathered.
@@ -164,12 +167,14 @@ struct Groups {
 };
 
 template <class M, class Cell>
-Groups<Cell> key_groups(const AttendTile& tile, const Places& places) {
-    return {places, tile.block_size, [&](Place place) { return key_at<M, Cell>(tile, place); }};
+Groups<Cell> key_groups(const AttendTile& tile, const Places& places, int head) {
+    return {places, tile.block_size, head, tile.heads, int64_t{tile.block_size} * (tile.head_dim / M::pair),
+            [&](Place place) { return key_at<M, Cell>(tile, place); }};
 }
 template <class M, class Cell>
-Groups<Cell> value_groups(const AttendTile& tile, const Places& places) {
-    return {places, tile.head_dim, [&](Place place) { return value_at<M, Cell>(tile, place); }};
+Groups<Cell> value_groups(const AttendTile& tile, const Places& places, int head) {
+    return {places, tile.head_dim, head, tile.heads, int64_t{tile.block_size / M::pair} * tile.head_dim,
+            [&](Place place) { return value_at<M, Cell>(tile, place); }};
 }
 
 bool reads_keys(const AttendTile& tile) { return tile.block_size % kGroup == 0; }
@@ -177,17 +182,17 @@ bool reads_values(const AttendTile& tile) { return reads_keys(tile) && tile.head
 
 // Keys from `first` on as [lanes, kKeyTile]; what is behind the last of `count` is of no account.
 template <class M, class Cell>
-void gather_keys(const AttendTile& tile, int64_t first, int count, typename M::Lane* out) {
+void gather_keys(const AttendTile& tile, int head, int64_t first, int count, typename M::Lane* out) {
     const int64_t size = tile.block_size, lanes = tile.head_dim / M::pair;
     for (int j = 0; j < count; ++j) {
-        const Cell* key = key_at<M, Cell>(tile, place_of(tile, first + j));
+        const Cell* key = key_at<M, Cell>(tile, place_of(tile, head, first + j));
         for (int64_t i = 0; i < lanes; ++i) out[i * kKeyTile + j] = M::lane(key[i * size]);
     }
 }
 
 // Values from `first` on as [tokens or pairs, padded_dim].
 template <class M, class Cell>
-void gather_values(const AttendTile& tile, int64_t first, int count, typename M::Lane* out) {
+void gather_values(const AttendTile& tile, int head, int64_t first, int count, typename M::Lane* out) {
     const int64_t d = tile.head_dim;
     for (int j = 0; j < count; j += M::pair, out += tile.padded_dim) {
         std::memset(out + d, 0, sizeof(*out) * static_cast<size_t>(tile.padded_dim - d));
@@ -195,23 +200,23 @@ void gather_values(const AttendTile& tile, int64_t first, int count, typename M:
             if (tile.block_size == 1) {
                 using Element = decltype(Cell::first);
                 const auto* values = static_cast<const Element*>(tile.cache.values);
-                const Element* one = values + place_of(tile, first + j).block * d;
-                const Element* other = j + 1 < count ? values + place_of(tile, first + j + 1).block * d : nullptr;
+                const Element* one = values + place_of(tile, head, first + j).block * d;
+                const Element* other = j + 1 < count ? values + place_of(tile, head, first + j + 1).block * d : nullptr;
                 for (int64_t i = 0; i < d; ++i) out[i] = M::lane(one[i], other ? other[i] : Element{});
                 continue;
             }
         }
-        const Cell* value = value_at<M, Cell>(tile, place_of(tile, first + j));
+        const Cell* value = value_at<M, Cell>(tile, place_of(tile, head, first + j));
         for (int64_t i = 0; i < d; ++i) out[i] = M::lane(value[i]);
     }
 }
 
 // Scales of tokens from `first` on, and `beyond` behind the last of `count`.
-void gather_scales(const AttendTile& tile, const float* scales, int64_t first, int count, float beyond,
+void gather_scales(const AttendTile& tile, int head, const float* scales, int64_t first, int count, float beyond,
                    float* out) {
     const int run = tile.block_size < kKeyTile ? tile.block_size : kKeyTile;
     for (int j = 0; j < count; j += run) {
-        const Place place = place_of(tile, first + j);
+        const Place place = place_of(tile, head, first + j);
         const int here = count - j < run ? count - j : run;
         std::memcpy(out + j, scales + place.block * tile.block_size + place.offset, sizeof(float) * here);
     }
@@ -225,8 +230,8 @@ constexpr int columns_beside(int rows) {
 }
 
 template <class M, int Rows, int Cols, class Cell>
-PAGODA_INLINE void score_columns(const typename M::Lane* queries, int64_t lanes, const Groups<Cell>& keys,
-                                 int column, float* scores) {
+PAGODA_INLINE void score_columns(const typename M::Lane* queries, int query_stride, int64_t lanes,
+                                 const Groups<Cell>& keys, int column, float* scores) {
     typename M::Sum sums[Rows][Cols];
     const Cell* now[Cols];
     const Cell* soon[Cols];
@@ -252,7 +257,7 @@ PAGODA_INLINE void score_columns(const typename M::Lane* queries, int64_t lanes,
         for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
             for (int j = 0; j < Cols; ++j) {
-                sums[r][j] = M::add_product(sums[r][j], columns[j], queries + i * kRegisterRows + r);
+                sums[r][j] = M::add_product(sums[r][j], columns[j], queries + i * query_stride + r);
             }
         }
     }
@@ -333,14 +338,14 @@ struct AttendMemory {
     float* key_scales;
     float* value_scales;
     float* scores;  // [rows, kKeyTile], later the weights as lanes
-    float* totals;  // [rows, kWidth], which add up to the total
-    float* highest;  // [rows rounded up to vectors] from here on
-    float* peaks;
+    float* peaks;   // [rows rounded up to vectors] from here on
     float* decay;   // what earlier sums are worth now
     float* base;    // the score that has the weight 1
     float* scale;   // of the weights
+    float* highest;  // [heads, rows rounded up]
+    int padded_rows;
 
-    AttendMemory(float* p, const AttendTile& tile) {
+    AttendMemory(float* p, const AttendTile& tile) : padded_rows((tile.rows + kWidth - 1) / kWidth * kWidth) {
         const auto take = [&p](int64_t n) {
             p += n;
             return p - n;
@@ -350,9 +355,8 @@ struct AttendMemory {
         key_scales = take(kKeyTile);
         value_scales = take(kKeyTile);
         scores = take(int64_t{tile.rows} * kKeyTile);
-        totals = take(int64_t{tile.rows} * kWidth);
-        const int rows = (tile.rows + kWidth - 1) / kWidth * kWidth;
-        for (float** of_rows : {&highest, &peaks, &decay, &base, &scale}) *of_rows = take(rows);
+        for (float** of_rows : {&peaks, &decay, &base, &scale}) *of_rows = take(padded_rows);
+        highest = take(int64_t{tile.heads} * padded_rows);
     }
 };
 
@@ -371,18 +375,18 @@ PAGODA_INLINE float scale_scores(float* scores, int first, int last, float facto
 }
 
 // What the peaks of the tile make of the highest scores: `base` and `decay`.
-PAGODA_INLINE void raise_highest(const AttendMemory& memory, int rows) {
+PAGODA_INLINE void raise_highest(const AttendMemory& memory, float* highest, int rows) {
     for (int row = 0; row < rows; row += kWidth) {
-        const vec before = load(memory.highest + row);
+        const vec before = load(highest + row);
         const vec now = max(before, load(memory.peaks + row));
         const vec base = max(now, broadcast(-3e38f));
-        store(memory.highest + row, now);
+        store(highest + row, now);
         store(memory.base + row, base);
         store(memory.decay + row, exp2(sub(before, base)));
     }
 }
 
-// Reads the first tile of an item ahead of its use, all of it at once.
+// Reads the first tile of a split ahead of its use, all of it at once.
 template <class Cell>
 void prefetch(const Groups<Cell>& groups, int64_t rows, int64_t row_cells) {
     for (const Cell* group : groups.now) {
@@ -395,46 +399,51 @@ void prefetch(const Groups<Cell>& groups, int64_t rows, int64_t row_cells) {
     }
 }
 
-// Rows of one panel: their place among the tile's, and the keys from `first` on that one of them sees.
+// Rows of one panel: their place among the head's, and the keys from `first` on that one of them sees.
 struct Panel {
     int row, rows, visible;
 
     Panel(const AttendTile& tile, int row_, int64_t first) : row(row_) {
         const int most = panel_rows(tile.rows);
         rows = tile.rows - row < most ? tile.rows - row : most;
-        visible = clamp_to_tile(tile.first_position + (row + rows - 1) / tile.group + 1 - first);
+        int64_t last = 0;
+        for (int i = row; i < row + rows; ++i) last = tile.positions[i] > last ? tile.positions[i] : last;
+        visible = clamp_to_tile(last + 1 - first);
     }
 };
 
+// Of one head's queries.
 template <class M, class Cell>
-void score(const AttendTile& tile, const Panel& panel, const Groups<Cell>& keys, float* scores) {
+void score(const AttendTile& tile, const typename M::Lane* queries, const Panel& panel, const Groups<Cell>& keys,
+           float* scores) {
     const int64_t lanes = tile.head_dim / M::pair;
-    const auto* queries = static_cast<const typename M::Lane*>(tile.queries) +
-                          panel.row / panel_rows(tile.rows) * lanes * kRegisterRows;
+    const int stride = panel_rows(tile.rows);
+    queries += panel.row * lanes;
     with_count<kRegisterRows>(panel.rows, [&](auto count) {
         constexpr int rows = decltype(count)::value;
         constexpr int beside = columns_beside(rows), all = kKeyTile / kWidth;
         constexpr int cols = beside < all ? beside : all;
         for (int column = 0; column < panel.visible; column += cols * kWidth) {
-            score_columns<M, rows, cols>(queries, lanes, keys, column, scores + panel.row * kKeyTile);
+            score_columns<M, rows, cols>(queries, stride, lanes, keys, column, scores + panel.row * kKeyTile);
         }
     });
 }
 
+// Makes weights of one head's scores.
 template <class M>
-void softmax_tile(const AttendTile& tile, int64_t first, const AttendMemory& memory) {
+void softmax_tile(const AttendTile& tile, int head, int64_t first, const AttendMemory& memory, float* totals) {
     const float* key_scales = std::is_same_v<M, I16Math> ? memory.key_scales : nullptr;
+    const float* factors = tile.factors + int64_t{head} * tile.rows;
     for (int row = 0; row < tile.rows; ++row) {
-        const int64_t position = tile.first_position + row / tile.group;
+        const int64_t position = tile.positions[row];
         memory.peaks[row] = scale_scores(memory.scores + row * kKeyTile,
                                          clamp_to_tile(position - tile.window + 1 - first),
-                                         clamp_to_tile(position + 1 - first), tile.factors[row], key_scales);
+                                         clamp_to_tile(position + 1 - first), factors[row], key_scales);
     }
-    raise_highest(memory, tile.rows);
-    for (int row = 0; row < tile.rows; ++row) {
+    raise_highest(memory, memory.highest + int64_t{head} * memory.padded_rows, tile.rows);
+    for (int row = 0; row < tile.rows; ++row, totals += pagoda::kTotals) {
         const vec sums = M::softmax_tile(memory.scores + row * kKeyTile, broadcast(memory.base[row]),
-                                   memory.value_scales, memory.scale + row);
-        float* totals = memory.totals + row * kWidth;
+                                         memory.value_scales, memory.scale + row);
         store(totals, fma(load(totals), broadcast(memory.decay[row]), sums));
     }
 }
@@ -450,83 +459,85 @@ void add_values(const AttendTile& tile, const Panel& panel, const Groups<Cell>& 
     });
 }
 
-// The keys from `first` to before `end`, with groups of keys and of values in the cache or in memory.
+// The keys of one head from `first` on, with groups of keys and of values in the cache or in memory.
 template <class M, class KeyCell, class ValueCell>
-void attend_tile(const AttendTile& tile, int64_t first, const Groups<KeyCell>& keys,
+void attend_tile(const AttendTile& tile, int head, int64_t first, const Groups<KeyCell>& keys,
                  const Groups<ValueCell>& values, const AttendMemory& memory, Partial part) {
     const int step = panel_rows(tile.rows);
+    const auto* queries = static_cast<const typename M::Lane*>(tile.queries) +
+                          head * pagoda::packed_queries(tile.rows, tile.head_dim / M::pair);
     for (int row = 0; row < tile.rows; row += step) {
-        score<M>(tile, Panel(tile, row, first), keys, memory.scores);
+        score<M>(tile, queries, Panel(tile, row, first), keys, memory.scores);
     }
-    softmax_tile<M>(tile, first, memory);
+    softmax_tile<M>(tile, head, first, memory, part.totals);
     for (int row = 0; row < tile.rows; row += step) {
         add_values<M>(tile, Panel(tile, row, first), values, memory, part.out);
     }
 }
 
+// `head` at the keys from `first` to before `end`.
 template <class M, class Cell>
-void attend_as(const AttendTile& tile, int64_t begin, int64_t end, const AttendMemory& memory, Partial part) {
+void attend_head(const AttendTile& tile, int head, int64_t first, int64_t end, const Places& places,
+                 const AttendMemory& memory, Partial part) {
     using Lane = typename M::Lane;
+    const int count = clamp_to_tile(end - first);
     auto* gathered_keys = reinterpret_cast<Lane*>(memory.keys);
     auto* gathered_values = reinterpret_cast<Lane*>(memory.values);
     const Groups<Lane> key_lanes(gathered_keys, kGroup, kKeyTile);
-    const Groups<Lane> value_lanes(gathered_values, int64_t{tile.padded_dim} * kGroup / M::pair,
-                                   tile.padded_dim);
-    for (int64_t first = begin; first < end; first += kKeyTile) {
-        const int count = clamp_to_tile(end - first);
-        if constexpr (std::is_same_v<M, I16Math>) {
-            gather_scales(tile, tile.cache.key_scales, first, count, 1.0f, memory.key_scales);
-            gather_scales(tile, tile.cache.value_scales, first, count, 0.0f, memory.value_scales);
-        }
-        if (!reads_keys(tile)) gather_keys<M, Cell>(tile, first, count, gathered_keys);
-        if (!reads_values(tile)) {
-            gather_values<M, Cell>(tile, first, count, gathered_values);
-            if (!reads_keys(tile)) {
-                attend_tile<M>(tile, first, key_lanes, value_lanes, memory, part);
-            } else {
-                const auto keys = key_groups<M, Cell>(tile, Places(tile, first, end));
-                attend_tile<M>(tile, first, keys, value_lanes, memory, part);
-            }
-            continue;
-        }
-        const Places places(tile, first, end);
-        const auto keys = key_groups<M, Cell>(tile, places);
-        const auto values = value_groups<M, Cell>(tile, places);
-        if (first == begin && begin <= tile.begin) {
-            prefetch(keys, tile.head_dim / M::pair, kGroup);
-            prefetch(values, kGroup / M::pair, tile.head_dim);
-        }
-        attend_tile<M>(tile, first, keys, values, memory, part);
+    const Groups<Lane> value_lanes(gathered_values, int64_t{tile.padded_dim} * kGroup / M::pair, tile.padded_dim);
+    if constexpr (std::is_same_v<M, I16Math>) {
+        gather_scales(tile, head, tile.cache.key_scales, first, count, 1.0f, memory.key_scales);
+        gather_scales(tile, head, tile.cache.value_scales, first, count, 0.0f, memory.value_scales);
     }
+    if (!reads_keys(tile)) gather_keys<M, Cell>(tile, head, first, count, gathered_keys);
+    if (!reads_values(tile)) gather_values<M, Cell>(tile, head, first, count, gathered_values);
+    if (!reads_keys(tile)) return attend_tile<M>(tile, head, first, key_lanes, value_lanes, memory, part);
+    const auto keys = key_groups<M, Cell>(tile, places, head);
+    if (!reads_values(tile)) return attend_tile<M>(tile, head, first, keys, value_lanes, memory, part);
+    attend_tile<M>(tile, head, first, keys, value_groups<M, Cell>(tile, places, head), memory, part);
 }
 
 // Online softmax (FlashAttention, Dao et al. 2022) over key tiles at fixed positions.
 void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, Partial part) {
     const AttendMemory memory(scratch, tile);
-    for (int row = 0; row < tile.rows; ++row) memory.highest[row] = memory.peaks[row] = -INFINITY;
-    std::memset(memory.totals, 0, sizeof(float) * static_cast<size_t>(tile.rows) * kWidth);
-    std::memset(part.out, 0, sizeof(float) * static_cast<size_t>(tile.rows) * tile.padded_dim);
-    const int64_t oldest = tile.first_position - tile.window + 1;
-    if (oldest > begin) begin = oldest / kKeyTile * kKeyTile;
+    const auto of_rows = sizeof(float) * static_cast<size_t>(tile.rows);
+    for (int row = 0; row < memory.padded_rows; ++row) memory.peaks[row] = -INFINITY;
+    for (int head = 0; head < tile.heads; ++head) {
+        float* highest = memory.highest + head * memory.padded_rows;
+        for (int row = tile.rows; row < memory.padded_rows; ++row) highest[row] = -INFINITY;
+        std::memcpy(highest, part.highest + head * part.head_rows, of_rows);
+    }
     with_cells(tile, [&](auto way, auto* cell) {
-        attend_as<decltype(way), Pointee<decltype(cell)>>(tile, begin, end, memory, part);
+        using M = decltype(way);
+        using Cell = Pointee<decltype(cell)>;
+        for (int64_t first = begin; first < end; first += kKeyTile) {
+            const Places places(tile, first, end);
+            if (first == begin && reads_values(tile)) {
+                prefetch(key_groups<M, Cell>(tile, places, 0), tile.head_dim / M::pair, kGroup);
+                prefetch(value_groups<M, Cell>(tile, places, 0), kGroup / M::pair, tile.head_dim);
+            }
+            for (int head = 0; head < tile.heads; ++head) {
+                attend_head<M, Cell>(tile, head, first, end, places, memory,
+                                     part.from(head * part.head_rows, tile.padded_dim));
+            }
+        }
     });
-    for (int row = 0; row < tile.rows; ++row) {
-        part.highest[row] = memory.highest[row];
-        part.total[row] = sum(load(memory.totals + row * kWidth));
+    for (int head = 0; head < tile.heads; ++head) {
+        std::memcpy(part.highest + head * part.head_rows, memory.highest + head * memory.padded_rows, of_rows);
     }
 }
 
-void merge(int rows, int padded_dim, Partial whole, Partial part) {
+void merge(int rows, int padded_dim, Softmax whole, Partial split) {
     for (int row = 0; row < rows; ++row) {
-        const float before = whole.highest[row], here = part.highest[row];
+        const float before = whole.highest[row], here = split.highest[row];
         const float now = here > before ? here : before;
         const float old_share = before == -INFINITY ? 0.0f : exp2(before - now);
         const float new_share = here == -INFINITY ? 0.0f : exp2(here - now);
+        const float total = sum(load(split.totals + int64_t{row} * pagoda::kTotals));
         whole.highest[row] = now;
-        whole.total[row] = whole.total[row] * old_share + part.total[row] * new_share;
+        whole.total[row] = whole.total[row] * old_share + total * new_share;
         float* to = whole.out + int64_t{row} * padded_dim;
-        const float* from = part.out + int64_t{row} * padded_dim;
+        const float* from = split.out + int64_t{row} * padded_dim;
         for (int j = 0; j < padded_dim; j += kWidth) {
             const vec old = mul(load(to + j), broadcast(old_share));
             store(to + j, fma(load(from + j), broadcast(new_share), old));
@@ -534,11 +545,8 @@ void merge(int rows, int padded_dim, Partial whole, Partial part) {
     }
 }
 
-void normalize(Dtype dtype, const float* out, float total, int64_t d, void* result) {
-    with_type(dtype, [&](auto* type) {
-        auto* typed = static_cast<decltype(type)>(result);
-        for_vectors(d, [&](auto get, auto put) { put(typed, div(get(out), broadcast(total))); });
-    });
+void normalize(const float* out, float total, int64_t d, float* result) {
+    for_vectors(d, [&](auto get, auto put) { put(result, div(get(out), broadcast(total))); });
 }
 
 }  // namespace

@@ -334,7 +334,7 @@ constexpr int kDirectRows = 2;
 
 template <class B>
 void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows, int64_t row_bytes, int64_t n,
-                 const float* bias, Dtype out_dtype, void* out, int64_t out_stride, int cols, const void* next) {
+                 const float* bias, float* out, int64_t out_stride, int cols, const void* next) {
     alignas(64) float c[kPieceRows * kPanel];
     for (int64_t first = 0; first < n; first += kPieceRows) {
         const int64_t count = n - first < kPieceRows ? n - first : kPieceRows;
@@ -349,8 +349,7 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
             pieces<B>(format, panel, own, row_bytes, count, next, c);
         }
         next = nullptr;
-        void* to = static_cast<char*>(out) + first * out_stride * pagoda::size_of(out_dtype);
-        store_outputs(c, static_cast<int>(count), bias, out_dtype, to, out_stride, cols);
+        store_outputs(c, static_cast<int>(count), bias, out + first * out_stride, out_stride, cols);
     }
 }
 
@@ -370,51 +369,47 @@ PAGODA_INLINE void with_blocks(const QuantizedFormat& format, F f) {
     }
 }
 
-void quantized_panel_of(Dtype dtype, const QuantizedFormat& format, const void* panel, void* rows, int64_t row_bytes,
-                        int64_t n, const float* bias, Dtype out_dtype, void* out, int64_t out_stride, int cols,
-                        const void* next) {
+void quantized_panel_of(const QuantizedFormat& format, const void* panel, void* rows, int64_t row_bytes, int64_t n,
+                        const float* bias, float* out, int64_t out_stride, int cols, const void* next) {
     if (format.blocks.groups == 0) {
-        return quantized_panel(dtype, format, panel, rows, row_bytes, n, bias, out_dtype, out, out_stride, cols, next);
+        return quantized_panel(format, panel, rows, row_bytes, n, bias, out, out_stride, cols, next);
     }
     with_blocks(format, [&](auto blocks) {
         block_panel<decltype(blocks)>(format, static_cast<const uint8_t*>(panel), static_cast<char*>(rows), row_bytes, n,
-                                      bias, out_dtype, out, out_stride, cols, next);
+                                      bias, out, out_stride, cols, next);
     });
 }
 
-void dequantize_row_of(Dtype dtype, const QuantizedFormat& format, const void* panel_, int lane, const int64_t* order,
-                       int64_t inputs, void* out_) {
-    if (format.blocks.groups == 0) return dequantize_row(dtype, format, panel_, lane, order, inputs, out_);
+void dequantize_row_of(const QuantizedFormat& format, const void* panel_, int lane, const int64_t* order,
+                       int64_t inputs, float* out) {
+    if (format.blocks.groups == 0) return dequantize_row(format, panel_, lane, order, inputs, out);
     const auto* panel = static_cast<const uint8_t*>(panel_);
     const int column = lane / kWidth * kWidth;
-    with_type(dtype, [&](auto* type) {
-        auto* out = static_cast<decltype(type)>(out_);
-        with_blocks(format, [&](auto known) {
-            using B = decltype(known);
-            constexpr int groups = B::groups_of_unit;
-            const int64_t units = format.units_of_block();
-            for (int64_t unit = 0; unit < inputs / kUnitInputs; ++unit) {
-                const uint8_t* block = panel + unit / units * format.block_bytes();
-                const int64_t within = unit % units;
-                const uint8_t* words = block + format.header_bytes() + within * (B::bits * kRowBytes) + 4 * column;
-                ints quads[kQuads];
-                unpack_unit<B>(words, quads);
-                uint8_t codes[kQuads][kVectorBytes];
-                for (int q = 0; q < kQuads; ++q) store_ints(codes[q], quads[q]);
-                float scales[groups][kWidth], minima[groups][kWidth];
-                for (int g = 0; g < groups; ++g) {
-                    const auto loaded = group_scales<B>(format, block, within * groups + g, column);
-                    store(scales[g], loaded.scale);
-                    store(minima[g], loaded.minimum);
-                }
-                for (int i = 0; i < kUnitInputs; ++i) {
-                    const int number = codes[i / 4][4 * (lane - column) + i % 4] - format.zero();
-                    const float value = static_cast<float>(number) * scales[i / B::group][lane - column] +
-                                        minima[i / B::group][lane - column];
-                    store_value(out + unit * kUnitInputs + i, value);
-                }
+    with_blocks(format, [&](auto known) {
+        using B = decltype(known);
+        constexpr int groups = B::groups_of_unit;
+        const int64_t units = format.units_of_block();
+        for (int64_t unit = 0; unit < inputs / kUnitInputs; ++unit) {
+            const uint8_t* block = panel + unit / units * format.block_bytes();
+            const int64_t within = unit % units;
+            const uint8_t* words = block + format.header_bytes() + within * (B::bits * kRowBytes) + 4 * column;
+            ints quads[kQuads];
+            unpack_unit<B>(words, quads);
+            uint8_t codes[kQuads][kVectorBytes];
+            for (int q = 0; q < kQuads; ++q) store_ints(codes[q], quads[q]);
+            float scales[groups][kWidth], minima[groups][kWidth];
+            for (int g = 0; g < groups; ++g) {
+                const auto loaded = group_scales<B>(format, block, within * groups + g, column);
+                store(scales[g], loaded.scale);
+                store(minima[g], loaded.minimum);
             }
-        });
+            for (int i = 0; i < kUnitInputs; ++i) {
+                const int number = codes[i / 4][4 * (lane - column) + i % 4] - format.zero();
+                const float value = static_cast<float>(number) * scales[i / B::group][lane - column] +
+                                    minima[i / B::group][lane - column];
+                out[unit * kUnitInputs + i] = value;
+            }
+        }
     });
 }
 

@@ -30,11 +30,11 @@ PAGODA_INLINE float exponentials(float* values, int n) {
     return total;
 }
 
-void route(Dtype dtype, const void* logits, int experts, int chosen, bool renormalize, int32_t* numbers,
+void route(const float* logits, int experts, int chosen, bool renormalize, int32_t* numbers,
            float* probabilities) {
     float values[pagoda::kMaxExperts];
     bool marked[pagoda::kMaxExperts];
-    to_float(dtype, logits, 1.0f, experts, values);
+    std::memcpy(values, logits, static_cast<size_t>(experts) * sizeof(float));
     // By logits: two that differ may have the same probability, and another one in another instruction set.
     mark_highest(values, experts, chosen, marked);
     const float total = exponentials(values, experts);
@@ -50,19 +50,13 @@ void route(Dtype dtype, const void* logits, int experts, int chosen, bool renorm
     for (int c = 0; c < chosen; ++c) probabilities[c] /= of_chosen;
 }
 
-void weighted_sum(Dtype dtype, const void* rows, const int64_t* places, const float* weights, int n, int64_t d,
-                  void* out_) {
-    with_type(dtype, [&](auto* type) {
-        using T = Pointee<decltype(type)>;
-        for_vectors(d, [&](auto get, auto put) {
-            vec total = zero();
-            for (int i = 0; i < n; ++i) {
-                if (places[i] < 0) continue;
-                const T* row = static_cast<const T*>(rows) + places[i] * d;
-                total = fma(broadcast(weights[i]), get(row), total);
-            }
-            put(static_cast<T*>(out_), total);
-        });
+void weighted_sum(const float* rows, const int64_t* places, const float* weights, int n, int64_t d, float* out) {
+    for_vectors(d, [&](auto get, auto put) {
+        vec total = zero();
+        for (int i = 0; i < n; ++i) {
+            if (places[i] >= 0) total = fma(broadcast(weights[i]), get(rows + places[i] * d), total);
+        }
+        put(out, total);
     });
 }
 

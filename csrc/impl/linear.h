@@ -19,16 +19,16 @@ PAGODA_INLINE void fetch_ahead(const Prefetch& ahead, int64_t i) {
 }
 
 template <int Rows, class T>
-PAGODA_INLINE void linear_tile(const T* panel, const float* x, int stride, int64_t k, const Prefetch&, float* c) {
-    multiply<Rows, kRegisterCols>([=](int r, int64_t i) { return x[i * stride + r]; }, panel, kPanel, k, c, kPanel);
+PAGODA_INLINE void linear_tile(const T* panel, const float* x, int64_t stride, int64_t k, const Prefetch&, float* c) {
+    multiply<Rows, kRegisterCols>([=](int r, int64_t i) { return x[r * stride + i]; }, panel, kPanel, k, c, kPanel);
 }
 
 #ifdef __AVX512BF16__
 
-using PackedPair = uint32_t;
+using PackedBf16 = bf16;
 
 template <int Rows>
-PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* x, int stride, int64_t k,
+PAGODA_INLINE void linear_tile(const bf16* panel, const PackedBf16* x, int64_t stride, int64_t k,
                                const Prefetch& ahead, float* c) {
     vec sums[Rows][2];
 #pragma GCC unroll 12
@@ -40,7 +40,9 @@ PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* x, int strid
         const __m512i right = _mm512_loadu_si512(panel + i * 2 * kPanel + kPanel);
 #pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) {
-            const __m512i pair = _mm512_set1_epi32(static_cast<int>(x[i * stride + r]));
+            int32_t both;
+            std::memcpy(&both, x + r * stride + 2 * i, sizeof(both));
+            const __m512i pair = _mm512_set1_epi32(both);
             sums[r][0] = _mm512_dpbf16_ps(sums[r][0], (__m512bh)left, (__m512bh)pair);
             sums[r][1] = _mm512_dpbf16_ps(sums[r][1], (__m512bh)right, (__m512bh)pair);
         }
@@ -54,12 +56,11 @@ PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* x, int strid
 
 #else
 
-using PackedPair = float[2];
+using PackedBf16 = float;
 
 template <int Rows>
-PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* packed, int stride, int64_t k,
+PAGODA_INLINE void linear_tile(const bf16* panel, const PackedBf16* x, int64_t stride, int64_t k,
                                const Prefetch& ahead, float* c) {
-    const float* x = packed[0];
     vec sums[Rows][kRegisterCols];
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
@@ -76,10 +77,10 @@ PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* packed, int 
         }
 #pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) {
-            const vec first = broadcast(x[2 * (i * stride + r)]);
+            const vec first = broadcast(x[r * stride + 2 * i]);
 #pragma GCC unroll 2
             for (int j = 0; j < kRegisterCols; ++j) sums[r][j] = fma(first, even[j], sums[r][j]);
-            const vec second = broadcast(x[2 * (i * stride + r) + 1]);
+            const vec second = broadcast(x[r * stride + 2 * i + 1]);
 #pragma GCC unroll 2
             for (int j = 0; j < kRegisterCols; ++j) sums[r][j] = fma(second, odd[j], sums[r][j]);
         }
@@ -93,68 +94,66 @@ PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* packed, int 
 
 #endif
 
-int64_t packed_size(Dtype dtype) { return dtype == Dtype::bf16 ? sizeof(PackedPair) / 2 : 4; }
+int64_t packed_size(Dtype dtype) { return dtype == Dtype::bf16 ? sizeof(PackedBf16) : sizeof(float); }
 
-PAGODA_INLINE void put_pair(bf16 first, bf16 second, uint32_t& pair) {
-    pair = first.bits | static_cast<uint32_t>(second.bits) << 16;
-}
-PAGODA_INLINE void put_pair(bf16 first, bf16 second, float (&pair)[2]) {
-    pair[0] = as_float(first);
-    pair[1] = as_float(second);
-}
+PAGODA_INLINE void put_rounded(bf16* to, int64_t i, vec x) { store(to + i, x); }
+PAGODA_INLINE void put_rounded(float* to, int64_t i, vec x) { store(to + i, rounded_to_bf16(x)); }
 
-// To [k, rows]; in bf16 to [k / 2, rows] pairs, with a zero behind an odd k.
-void pack_rows(Dtype dtype, const void* x, int64_t row_stride, int rows, int64_t k, void* packed) {
-    with_type(dtype, [&](auto* type) {
-        using T = Pointee<decltype(type)>;
-        for (int r = 0; r < rows; ++r) {
-            const T* row = static_cast<const T*>(x) + r * row_stride;
-            if constexpr (std::is_same_v<T, bf16>) {
-                auto* pairs = static_cast<PackedPair*>(packed);
-                for (int64_t i = 0; i < k / 2; ++i) {
-                    put_pair(row[2 * i], row[2 * i + 1], pairs[i * rows + r]);
-                }
-                if (k % 2 != 0) put_pair(row[k - 1], bf16{0}, pairs[k / 2 * rows + r]);
-            } else {
-                auto* floats = static_cast<float*>(packed);
-                for (int64_t i = 0; i < k; ++i) floats[i * rows + r] = as_float(row[i]);
-            }
-        }
-    });
+void pack_row(Dtype dtype, const float* x, int64_t k, void* packed) {
+    if (dtype != Dtype::bf16) {
+        std::memcpy(packed, x, static_cast<size_t>(k) * sizeof(float));
+        return;
+    }
+    auto* to = static_cast<PackedBf16*>(packed);
+    int64_t i = 0;
+    for (; i + kWidth <= k; i += kWidth) put_rounded(to, i, load(x + i));
+    if (i == k) return;
+    PackedBf16 last[kWidth];
+    put_rounded(last, 0, load_first(x + i, k - i));
+    // With the zero behind an odd k.
+    std::memcpy(to + i, last, static_cast<size_t>((k - i + 1) / 2 * 2) * sizeof(PackedBf16));
 }
 
-void store_outputs(const float* c, int rows, const float* bias, Dtype dtype, void* out, int64_t out_stride,
-                   int cols) {
-    with_type(dtype, [&](auto* type) {
-        auto* to = static_cast<decltype(type)>(out);
-        for (int r = 0; r < rows; ++r) {
-            for_vectors(cols, [&](auto get, auto put) {
-                const vec sums = get(c + r * kPanel);
-                put(to + r * out_stride, bias ? add(sums, get(bias)) : sums);
-            });
-        }
-    });
+void store_outputs(const float* c, int rows, const float* bias, float* out, int64_t out_stride, int cols) {
+    for (int r = 0; r < rows; ++r) {
+        for_vectors(cols, [&](auto get, auto put) {
+            const vec sums = get(c + r * kPanel);
+            put(out + r * out_stride, bias ? add(sums, get(bias)) : sums);
+        });
+    }
 }
 
-void linear_panel(Dtype dtype, const void* panel, const void* packed, int rows, int64_t k,
-                  const float* bias, Dtype out_dtype, void* out, int64_t out_stride, int cols, Prefetch ahead) {
+void linear_panel(Dtype dtype, const void* panel, const void* packed, int64_t row_bytes, int rows, int64_t k,
+                  const float* bias, float* out, int64_t out_stride, int cols, Prefetch ahead) {
     alignas(64) float c[kTileRows * kPanel];
     with_type(dtype, [&](auto* type) {
         using T = Pointee<decltype(type)>;
-        using X = std::conditional_t<std::is_same_v<T, bf16>, PackedPair, float>;
+        using X = std::conditional_t<std::is_same_v<T, bf16>, PackedBf16, float>;
         constexpr int per_column = std::is_same_v<T, bf16> ? 2 : 1;
+        const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(X));
         for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {
             const T* weights = static_cast<const T*>(panel) + per_column * column;
             for (int row = 0; row < rows; row += kRegisterRows) {
-                const X* x = static_cast<const X*>(packed) + row;
+                const X* x = static_cast<const X*>(packed) + row * stride;
                 const int left = rows - row < kRegisterRows ? rows - row : kRegisterRows;
                 with_count<kRegisterRows>(left, [&](auto count) {
-                    linear_tile<decltype(count)::value>(weights, x, rows, k, ahead, c + row * kPanel + column);
+                    linear_tile<decltype(count)::value>(weights, x, stride, k, ahead, c + row * kPanel + column);
                 });
             }
         }
     });
-    store_outputs(c, rows, bias, out_dtype, out, out_stride, cols);
+    store_outputs(c, rows, bias, out, out_stride, cols);
+}
+
+void widen_row(Dtype dtype, const void* panel, int output, int64_t inputs, float* out) {
+    with_type(dtype, [&](auto* type) {
+        using T = Pointee<decltype(type)>;
+        constexpr int per_column = std::is_same_v<T, bf16> ? 2 : 1;
+        const T* from = static_cast<const T*>(panel) + output * per_column;
+        for (int64_t i = 0; i < inputs; ++i) {
+            out[i] = as_float(from[i / per_column * per_column * kPanel + i % per_column]);
+        }
+    });
 }
 
 void argmax_outputs(const float* outputs, int rows, int cols, int64_t first, Argmax* seen) {

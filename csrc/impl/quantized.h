@@ -128,8 +128,7 @@ PAGODA_INLINE void store_codes(Code* p, ints x) {
 
 // ---- activations
 
-template <class T>
-PAGODA_INLINE vec load_up_to(const T* p, int64_t n) {
+PAGODA_INLINE vec load_up_to(const float* p, int64_t n) {
     return n >= kWidth ? load(p) : load_first(p, n);
 }
 
@@ -140,8 +139,7 @@ struct CodeScale {
 };
 
 // Inputs that are not finite make the scale NaN, and with it every output.
-template <class T>
-PAGODA_INLINE CodeScale quantize(const T* x, int64_t n, Code* codes) {
+PAGODA_INLINE CodeScale quantize(const float* x, int64_t n, Code* codes) {
     vec highest_seen = zero(), poison = zero();
     for (int64_t i = 0; i < n; i += kWidth) {
         const vec v = load_up_to(x + i, n - i);
@@ -162,20 +160,17 @@ PAGODA_INLINE CodeScale quantize(const T* x, int64_t n, Code* codes) {
     return {(vanishes ? 0.0f : range / 127.0f) + sum(poison), sum(total)};
 }
 
-void quantize_row(Dtype dtype, const QuantizedFormat& format, const void* x_, int64_t inputs, void* packed) {
+void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs, void* packed) {
     const QuantizedRow row(format, sizeof(Code), packed);
-    with_type(dtype, [&](auto* type) {
-        const auto* x = static_cast<decltype(type)>(const_cast<void*>(x_));
-        for (int64_t g = 0; g < format.groups; ++g) {
-            const int64_t first = g * format.group_inputs;
-            const int64_t n = inputs - first < format.group_inputs ? inputs - first : format.group_inputs;
-            const CodeScale result = quantize(x + first, n, static_cast<Code*>(row.codes) + first);
-            row.starts[g] = static_cast<int32_t>(-static_cast<uint32_t>(format.zero()) *
-                                                 static_cast<uint32_t>(result.sum));
-            row.scales[g] = result.scale;
-            row.totals[g] = result.scale * static_cast<float>(result.sum);
-        }
-    });
+    for (int64_t g = 0; g < format.groups; ++g) {
+        const int64_t first = g * format.group_inputs;
+        const int64_t n = inputs - first < format.group_inputs ? inputs - first : format.group_inputs;
+        const CodeScale result = quantize(x + first, n, static_cast<Code*>(row.codes) + first);
+        row.starts[g] = static_cast<int32_t>(-static_cast<uint32_t>(format.zero()) *
+                                             static_cast<uint32_t>(result.sum));
+        row.scales[g] = result.scale;
+        row.totals[g] = result.scale * static_cast<float>(result.sum);
+    }
 }
 
 // ---- products
@@ -276,8 +271,8 @@ constexpr int kInt8Rows = 4, kGroupedRows = 2;
 
 template <int MaxRows, int Bits, class Scale>
 void quantized_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows,
-                     int64_t row_bytes, int64_t n, const float* bias, Dtype out_dtype, void* out,
-                     int64_t out_stride, int cols, const void* next) {
+                     int64_t row_bytes, int64_t n, const float* bias, float* out, int64_t out_stride, int cols,
+                     const void* next) {
     alignas(64) float c[MaxRows * kPanel];
     const int64_t tiles = (n + MaxRows - 1) / MaxRows;
     for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -291,25 +286,23 @@ void quantized_panel(const QuantizedFormat& format, const uint8_t* panel, char* 
                                                                                    row_bytes, ahead, c + column);
             });
         }
-        void* to = static_cast<char*>(out) + first * out_stride * pagoda::size_of(out_dtype);
-        store_outputs(c, count, bias, out_dtype, to, out_stride, cols);
+        store_outputs(c, count, bias, out + first * out_stride, out_stride, cols);
     }
 }
 
-void quantized_panel(Dtype, const QuantizedFormat& format, const void* panel_, void* rows_,
-                     int64_t row_bytes, int64_t n, const float* bias, Dtype out_dtype, void* out,
-                     int64_t out_stride, int cols, const void* next) {
+void quantized_panel(const QuantizedFormat& format, const void* panel_, void* rows_, int64_t row_bytes, int64_t n,
+                     const float* bias, float* out, int64_t out_stride, int cols, const void* next) {
     const auto* panel = static_cast<const uint8_t*>(panel_);
     auto* rows = static_cast<char*>(rows_);
     if (!format.grouped) {
-        quantized_panel<kInt8Rows, 8, float>(format, panel, rows, row_bytes, n, bias, out_dtype, out,
-                                             out_stride, cols, next);
+        quantized_panel<kInt8Rows, 8, float>(format, panel, rows, row_bytes, n, bias, out, out_stride,
+                                             cols, next);
     } else if (format.bits == 8) {
-        quantized_panel<kGroupedRows, 8, f16>(format, panel, rows, row_bytes, n, bias, out_dtype, out,
-                                              out_stride, cols, next);
+        quantized_panel<kGroupedRows, 8, f16>(format, panel, rows, row_bytes, n, bias, out, out_stride,
+                                              cols, next);
     } else {
-        quantized_panel<kGroupedRows, 4, f16>(format, panel, rows, row_bytes, n, bias, out_dtype, out,
-                                              out_stride, cols, next);
+        quantized_panel<kGroupedRows, 4, f16>(format, panel, rows, row_bytes, n, bias, out, out_stride,
+                                              cols, next);
     }
 }
 
@@ -319,25 +312,18 @@ PAGODA_INLINE float as_float(const void* p, int64_t i, bool half) {
     return half ? as_float(static_cast<const f16*>(p)[i]) : static_cast<const float*>(p)[i];
 }
 
-void store_value(float* p, float x) { *p = x; }
-void store_value(bf16* p, float x) { store_first(p, 1, broadcast(x)); }
-void store_value(f16* p, float x) { store_first(p, 1, broadcast(x)); }
-
-void dequantize_row(Dtype dtype, const QuantizedFormat& format, const void* panel_, int lane,
-                    const int64_t* order, int64_t inputs, void* out_) {
+void dequantize_row(const QuantizedFormat& format, const void* panel_, int lane, const int64_t* order,
+                    int64_t inputs, float* out) {
     const auto* panel = static_cast<const uint8_t*>(panel_);
-    with_type(dtype, [&](auto* type) {
-        auto* out = static_cast<decltype(type)>(out_);
-        for (int64_t i = 0; i < inputs; ++i) {
-            const int64_t g = i / format.group_inputs, within = i % format.group_inputs;
-            const uint8_t* group = panel + g * format.group_bytes();
-            const uint8_t* scales = group + format.code_bytes();
-            const float scale = as_float(scales, lane, format.grouped);
-            const float code = static_cast<float>(format.code(group, lane, within) - format.zero());
-            const float offset = format.offsets ? as_float(scales, kPanel + lane, true) : 0.0f;
-            store_value(out + (order ? order[i] : i), code * scale + offset);
-        }
-    });
+    for (int64_t i = 0; i < inputs; ++i) {
+        const int64_t g = i / format.group_inputs, within = i % format.group_inputs;
+        const uint8_t* group = panel + g * format.group_bytes();
+        const uint8_t* scales = group + format.code_bytes();
+        const float scale = as_float(scales, lane, format.grouped);
+        const float code = static_cast<float>(format.code(group, lane, within) - format.zero());
+        const float offset = format.offsets ? as_float(scales, kPanel + lane, true) : 0.0f;
+        out[order ? order[i] : i] = code * scale + offset;
+    }
 }
 
 }  // namespace

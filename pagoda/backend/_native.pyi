@@ -15,13 +15,13 @@ def pack_quantized(
 ) -> None: ...
 
 class QuantizedShape:
-    """A quantized weight in panels, for activations of the dtype."""
+    """A quantized weight in panels."""
 
     @staticmethod
-    def int8(dtype: int, outputs: int, inputs: int) -> QuantizedShape: ...
+    def int8(outputs: int, inputs: int) -> QuantizedShape: ...
     @staticmethod
     def grouped(
-        dtype: int, outputs: int, inputs: int, bits: int, group_size: int, offsets: bool
+        outputs: int, inputs: int, bits: int, group_size: int, offsets: bool
     ) -> QuantizedShape: ...
     @staticmethod
     def in_blocks(
@@ -49,9 +49,24 @@ def pack_blocks(
 ) -> None: ...
 def advise_large_pages(memory: int, size: int) -> None: ...
 
+class Populator:
+    """A thread that takes the pages of tensors' blocks before they are written to; see csrc/populator.h."""
+
+    def __init__(self, regions: list[tuple[int, int]], num_blocks: int) -> None: ...
+    def advance(self, end: int) -> None: ...
+    def wait(self) -> None: ...
+
 class Cache:
+    """Keys and values of one layer; `key_pair` elements of a key lie side by side."""
+
     def __init__(
-        self, dtype: int, keys: int, values: int, key_scales: int, value_scales: int
+        self,
+        dtype: int,
+        key_pair: int,
+        keys: int,
+        values: int,
+        key_scales: int,
+        value_scales: int,
     ) -> None: ...
 
 class AttentionMetadata:
@@ -69,6 +84,7 @@ class AttentionMetadata:
     ) -> None: ...
     @property
     def num_tokens(self) -> int: ...
+    def num_tokens_read(self, window: int) -> int: ...
 
 class Kernels:
     def __init__(self, instruction_set: str) -> None: ...
@@ -94,10 +110,9 @@ class Kernels:
         codes: int,
         scales: int,
     ) -> None: ...
-    def add(self, dtype: int, x: int, delta: int, n: int, d: int, out: int) -> None: ...
+    def add(self, x: int, delta: int, n: int, d: int, out: int) -> None: ...
     def add_rms_norm(
         self,
-        dtype: int,
         x: int,
         delta: int,
         weight: int,
@@ -107,7 +122,7 @@ class Kernels:
         sum: int,  # noqa: A002
         out: int,
     ) -> None: ...
-    def silu_and_mul(self, dtype: int, gate_up: int, n: int, d: int, out: int) -> None: ...
+    def silu_and_mul(self, gate_up: int, n: int, d: int, out: int) -> None: ...
     def experts(
         self, experts: Experts, x: int, row_stride: int, logits: int, n: int, out: int
     ) -> None: ...
@@ -120,7 +135,6 @@ class Kernels:
     def rotate_and_cache(
         self,
         plan: AttentionMetadata,
-        dtype: int,
         cache: Cache,
         qkv: int,
         q_norm: int,
@@ -133,7 +147,6 @@ class Kernels:
     def attention(
         self,
         plan: AttentionMetadata,
-        dtype: int,
         cache: Cache,
         queries: int,
         scale: float,
@@ -155,7 +168,6 @@ class Experts:
     def __init__(
         self,
         kernels: Kernels,
-        dtype: int,
         hidden: int,
         num_experts: int,
         per_token: int,
@@ -180,8 +192,8 @@ class Program:
     """Operations on values that are recorded by number and computed by `run`."""
 
     def __init__(self, kernels: Kernels) -> None: ...
-    def value(self, dtype: int, width: int) -> int: ...
-    def input(self, dtype: int, width: int) -> int: ...
+    def value(self, width: int) -> int: ...
+    def input(self, width: int) -> int: ...
     def embedding(self, *arguments: int) -> None: ...
     def quantized_embedding(self, *arguments: int | QuantizedShape) -> None: ...
     def all_reduce(self, x: int, group: Collectives) -> None:

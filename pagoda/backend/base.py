@@ -1,7 +1,9 @@
 """Interface of a device that a decoder model runs on.
 
 A model is written in terms of these operations and knows no device. All activations are flat: the tokens of
-every sequence in the step, one after the other, with no padding between sequences.
+every sequence in the step, one after the other, with no padding between sequences. They are float32 between
+operations: a product of bfloat16 rounds its activations to bfloat16, and one of integers to integers; nothing else
+rounds them, so what layers add to the hidden states is added up in float32.
 """
 
 from __future__ import annotations
@@ -72,9 +74,9 @@ class HeadNorms:
     """RMS norms of each query and each key, before they are rotated (Qwen3)."""
 
     queries: Tensor
-    """[head_dim]."""
+    """[head_dim] float32."""
     keys: Tensor
-    """[head_dim]."""
+    """[head_dim] float32."""
     eps: float
 
 
@@ -125,7 +127,7 @@ class StepInput(Generic[ValueT, MetadataT]):
     """Rotary table of the tokens' positions; see `Backend.rotary_table`."""
     plan: MetadataT
     hidden: ValueT | None = None
-    """[n, hidden], what the pipeline stage before computed; None on the first stage."""
+    """[n, hidden] float32, what the pipeline stage before computed; None on the first stage."""
 
 
 class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
@@ -136,7 +138,10 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
     """
 
     def linear(self, x: ValueT, weight: LinearT_contra) -> ValueT:
-        """x [n, ...], each row `in` elements, times the weight, plus the bias: [n, out]."""
+        """x [n, ...], each row `in` elements, times the weight, plus the bias: [n, out].
+
+        For a weight in bfloat16, x is rounded to bfloat16; for a quantized one, to integers.
+        """
 
     def embedding(
         self,
@@ -158,7 +163,7 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
         """x + delta [n, d]: what `add_rms_norm` gives first."""
 
     def rms_norm(self, x: ValueT, weight: Tensor, eps: float) -> ValueT:
-        """x [..., d] over the root of its mean square, times weight [d] (Zhang and Sennrich 2019)."""
+        """x [..., d] over the root of its mean square, times weight [d] float32 (Zhang and Sennrich 2019)."""
 
     def add_rms_norm(
         self, x: ValueT, delta: ValueT, weight: Tensor, eps: float
@@ -256,7 +261,7 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
         kv_dtype: dtype | None = None,
         new: NewTensor = new_tensor,
     ) -> KVCache:
-        """The cache of one layer: `dtype` is that of activations, `kv_dtype` that of K and V if it is another.
+        """The cache of one layer: `dtype` is the model's, `kv_dtype` that of K and V if it is another.
 
         With int8, a token's K and its V have one scale per head, symmetric about 0.
         """
@@ -272,14 +277,11 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
     ) -> LinearT:
         """Linear maps of the same inputs, as one, in the form that `linear` is fastest with.
 
-        Their outputs follow one another, and the bias [out] is of all of them; `dtype` is that of activations.
+        Their outputs follow one another, and the bias [out] is of all of them; dense ones are kept in `dtype`.
         """
 
-    def logits(self, x: Tensor, weight: LinearT) -> Tensor:
-        """x [m, in] times the weight: [m, out] float32. Unlike `linear`, nothing is rounded to another dtype."""
-
     def argmax(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor, Tensor]:
-        """The highest of `logits` of each row of x [m, in], without storing the others.
+        """The highest output of `linear` for each row of x [m, in], without storing the others.
 
         Returns the index [m] int64, the lowest of equal ones; the value [m] float32; and a flag [m] bool that all
         logits of the row are finite, without which the other two mean nothing.
@@ -296,13 +298,13 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
     def compile(
         self,
         forward: ForwardPass[LinearT, MetadataT],
-        hidden: tuple[int, dtype] | None = None,
+        hidden: int | None = None,
         names: WeightNames = UNNAMED,
     ) -> Compiled[MetadataT]:
         """The same forward pass, as quick as the backend can make it.
 
-        `hidden` is the width and dtype of `StepInput.hidden` where every step has it, else None. Operations are
-        named after the weights that they read.
+        `hidden` is the width of `StepInput.hidden` where every step has it, else None. Operations are named after
+        the weights that they read.
 
         It may be called once, with stand-ins for tensors and no plan, and what it did be repeated for every
         step; so it must do the same whatever the step is.

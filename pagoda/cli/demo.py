@@ -1,16 +1,22 @@
-"""`pagoda demo`: the whole stack once through, with the embedded model and questions it was never shown.
+"""`pagoda demo`: the whole stack once through.
+
+The embedded model gets questions that it was never shown, any other model a few about the world.
 
 A server is started on a free port, asked over HTTP with streams, and stopped.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from rich.style import Style
 
+from pagoda.checkpoints.resolve import EMBEDDED_MODEL
 from pagoda.cli import output
 from pagoda.cli.answer import AnswerPrinter, Outcome, ask
 from pagoda.cli.bench.questions import Question, load_questions
@@ -20,23 +26,46 @@ from pagoda.cli.server_process import server_process
 from pagoda.frontend import event_loop
 
 _SKILLS = ("addition", "reversing", "sorting", "json", "thinking", "tool_call", "recall_short")
-"""Skills that the demo asks about, if the model has them."""
+"""Skills of the embedded model that the demo asks about, if the file has them."""
+_OTHER_QUESTIONS = Path(__file__).parent / "demo_questions.jsonl"
 _MAX_SHOWN_LINES = 4
 
 
-def demo(*, general: GeneralOptions = GeneralOptions()) -> int:
-    """Start a server with the embedded model, ask it a few questions, show answers and figures."""
+class Answers(NamedTuple):
+    """Answers to all questions, asked one after the other and then all at once."""
+
+    each: list[tuple[bool, Outcome]]
+    """Verdict and figures of each question alone."""
+    together: list[Outcome]
+    """Figures of the same questions at once."""
+
+
+def demo(model: str | None = None, *, general: GeneralOptions = GeneralOptions()) -> int:
+    """Start a server, ask it a few questions, show answers and figures.
+
+    Args:
+        model: A model directory, a GGUF file, a hub id or smollm2; by default the embedded pagoda-tiny.
+    """
     general.apply()
     console = output.stdout()
-    questions = choose_questions(load_questions(None, ()))
+    questions = demo_questions(model)
+    arguments = [] if model is None else [model]
     start = time.perf_counter()
-    console.print("starting: pagoda serve --port 0")
-    with server_process([]) as server:
+    console.print(f"starting: {' '.join(['pagoda serve', *arguments, '--port 0'])}")
+    with server_process(arguments) as server:
         console.print(f"ready at {server.base_url} after {time.perf_counter() - start:.1f} s\n")
         answers = event_loop.run(_ask(server.base_url, questions))
     console.print(output.facts(_summary(answers)))
-    console.print("\nThe server has stopped. `pagoda serve` starts one that stays.")
+    command = " ".join(["pagoda serve", *arguments])
+    console.print(f"\nThe server has stopped. `{command}` starts one that stays.")
     return 0
+
+
+def demo_questions(model: str | None) -> list[Question]:
+    """The questions for a model: one of each skill of the embedded one, general ones for any other."""
+    if model is None or model == EMBEDDED_MODEL:
+        return choose_questions(load_questions(None, ()))
+    return load_questions(_OTHER_QUESTIONS, ())
 
 
 def choose_questions(questions: Sequence[Question]) -> list[Question]:
@@ -45,15 +74,21 @@ def choose_questions(questions: Sequence[Question]) -> list[Question]:
     return [first[skill] for skill in _SKILLS if skill in first]
 
 
-async def _ask(base_url: str, questions: Sequence[Question]) -> list[tuple[bool, Outcome]]:
-    """Asks all questions. Returns of each answer if it was right, and its figures."""
+async def _ask(base_url: str, questions: Sequence[Question]) -> Answers:
+    """Asks all questions in turn, then all at once."""
     async with OpenAIClient(base_url) as client:
         model = await client.first_model()
-        return [await _ask_one(client, model, question) for question in questions]
+        each = [await _ask_one(client, model, question) for question in questions]
+        bodies = [question.body(model) for question in questions]
+        together = await asyncio.gather(*(ask(client, PATHS["chat"], body) for body in bodies))
+    return Answers(each, together)
 
 
 async def _ask_one(client: OpenAIClient, model: str, question: Question) -> tuple[bool, Outcome]:
     console = output.stdout()
+    for turn in question.messages[:-1]:
+        if turn["role"] != "system":
+            console.print(f"{turn['role']}: {turn['content']}", style=Style(dim=True))
     console.print(f"{question.skill}: {shorten(question)}", style=Style(bold=True))
     printer = AnswerPrinter()
     outcome = await ask(client, PATHS["chat"], question.body(model), printer)
@@ -75,11 +110,18 @@ def shorten(question: Question) -> str:
     return "\n".join([lines[0], lines[1], f"... ({len(lines) - 3} more lines)", lines[-1]])
 
 
-def _summary(answers: Sequence[tuple[bool, Outcome]]) -> list[tuple[str, str]]:
-    ttfts = [it.ttft_s for _, it in answers if it.ttft_s is not None]
-    tpots = [it.tpot_s for _, it in answers if it.tpot_s]
+def _summary(answers: Answers) -> list[tuple[str, str]]:
+    ttfts = [it.ttft_s for _, it in answers.each if it.ttft_s is not None]
+    tpots = [it.tpot_s for _, it in answers.each if it.tpot_s]
+    num_right = sum(is_right for is_right, _ in answers.each)
+    took = max(it.ended_s for it in answers.together) - min(it.sent_s for it in answers.together)
+    rate = sum(it.output_tokens for it in answers.together) / took
     return [
-        ("right answers", f"{sum(is_right for is_right, _ in answers)} of {len(answers)}"),
+        ("right answers", f"{num_right} of {len(answers.each)}"),
         ("time to first token", f"{1000 * median(ttfts):.0f} ms (median)" if ttfts else "-"),
         ("tokens/s, one stream", f"{1 / median(tpots):,.0f} (median)" if tpots else "-"),
+        (
+            "tokens/s, all at once",
+            f"{rate:,.0f} ({len(answers.together)} streams, prompts included)",
+        ),
     ]

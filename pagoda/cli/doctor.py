@@ -12,6 +12,7 @@ import psutil
 
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.quantization_config import is_dense_once_loaded
 from pagoda.checkpoints.resolve import load_model_config, resolve_model
 from pagoda.cli import machine_facts, output
 from pagoda.cli.machine_facts import Bandwidth, measure_read_bandwidth
@@ -93,7 +94,7 @@ def _models(
     config = load_model_config(files.model, "auto")
     if files.gguf is not None:
         yield files.served_name, gguf_traffic(read_gguf(files.gguf), dtype)
-    elif config.quantization is not None:
+    elif not is_dense_once_loaded(config.quantization):
         yield files.served_name, stored_traffic(config, files.directory or Path(files.model))
     else:
         yield files.served_name, weight_traffic(config, dtype, quantization)

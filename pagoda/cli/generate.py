@@ -48,7 +48,7 @@ def generate(
 
     Args:
         prompts: Prompts to answer; by default standard input is one.
-        model: A model directory, GGUF file, hub id or preset; by default the embedded model.
+        model: A model directory, GGUF file, hub id, smollm2 or preset; by default the embedded model.
         raw: Continue the prompt as it stands, instead of putting it into the chat template.
         input_file: A JSONL file of requests in OpenAI's batch format.
         output_file: The file for the results of --input, in the same order.

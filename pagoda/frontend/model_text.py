@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class ModelText:
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     default_sampling: Mapping[str, float] = field(default_factory=dict)
-    """Values of the model's generation_config.json, for fields that a request leaves open."""
+    """Values that the model's authors prefer, for fields that a request leaves open."""
 
     def require_template(self) -> ChatTemplate:
         """Raises InvalidRequestError: the model has no chat template."""
@@ -58,7 +58,8 @@ def load_text(files: ModelFiles, *, simulated: bool, chat_template: Path | None)
     """The text side of a model; that of a simulated engine does not depend on files.
     Raises ConfigError: a file is missing, cannot be read, or does not hold what it should."""
     if files.gguf is not None and not simulated:
-        return load_gguf_text(files.gguf, chat_template=chat_template)
+        text = load_gguf_text(files.gguf, chat_template=chat_template)
+        return replace(text, default_sampling={**files.sampling, **text.default_sampling})
     if simulated or files.directory is None:
         return synthetic_model_text(chat_template=chat_template)
     return load_model_text(files.directory, chat_template=chat_template)

@@ -47,11 +47,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         self.backend = backend
         self._layers = [loader.layer(index) for index in shard.layers]
         self._expert_counts = loader.expert_counts
-        self._norm = (
-            loader.tensor(f"{config.names.norm}.weight", config.hidden_size)
-            if shard.is_last
-            else None
-        )
+        self._norm = loader.norm(config.names.norm, config.hidden_size) if shard.is_last else None
         self._embedding = loader.linear([config.embedding]) if shard.is_first else None
         self.head: LinearT | None = None
         if shard.is_last:
@@ -63,7 +59,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         began = tracer.e2e()
         self._compiled = backend.compile(
             self._compute,
-            hidden=None if shard.is_first else (config.hidden_size, loader.dtype),
+            hidden=None if shard.is_first else config.hidden_size,
             names=self._weight_names(),
         )
         tracer.span("compile", began)
@@ -71,7 +67,7 @@ class Decoder(Generic[LinearT, MetadataT]):
     def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
         """Hidden states behind the stage's last layer, [n, hidden]; those of the last stage are normed.
 
-        `hidden` [n, hidden] is what the stage before this one gave, None for the first stage.
+        `hidden` [n, hidden] float32 is what the stage before this one gave, None for the first stage.
         """
         backend, tracer = self.backend, self._tracer
         began = tracer.e2e()
@@ -109,7 +105,7 @@ class Decoder(Generic[LinearT, MetadataT]):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [m, vocab] float32 of normed hidden states [m, hidden], on all ranks of the last stage."""
-        own = self.backend.logits(hidden, self._require_head())
+        own = self.backend.linear(hidden, self._require_head())
         if self.backend.group.size == 1:
             return own
         sizes = self._shard.vocabulary_shares

@@ -62,7 +62,7 @@ class WeightLoader(Generic[LinearT]):
         tracer: Tracer,
         on_loaded: Callable[[int], None],
     ) -> None:
-        """`dtype` is that of activations; `on_loaded` is told the bytes of each linear layer when it is packed."""
+        """`dtype` is that of dense layers; `on_loaded` is told the bytes of each layer when it is packed."""
         self.shard = shard
         self.backend = backend
         self.dtype = dtype
@@ -89,8 +89,12 @@ class WeightLoader(Generic[LinearT]):
             mlp=self._mlp(index),
         )
 
-    def tensor(self, name: str, size: int) -> Tensor:
-        out = torch.empty(size, dtype=self.dtype, device=self.backend.device)
+    def norm(self, name: str, size: int) -> Tensor:
+        """Weight [size] float32 of a norm."""
+        return self._tensor(f"{name}.weight", size, torch.float32)
+
+    def _tensor(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(size, dtype=dtype, device=self.backend.device)
         self._source.read_into(name, out)
         return out
 
@@ -117,7 +121,7 @@ class WeightLoader(Generic[LinearT]):
         return self._quantization.quantize(linear, part, weight, self.backend)
 
     def _bias(self, linear: LinearSpec) -> Tensor:
-        values = self.tensor(f"{linear.name}.bias", linear.outputs)
+        values = self._tensor(f"{linear.name}.bias", linear.outputs, self.dtype)
         part = self.shard.part_of(linear)
         if len(part.inputs) < linear.inputs and self.shard.tp_rank > 0:
             return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
@@ -148,7 +152,7 @@ class WeightLoader(Generic[LinearT]):
         return HeadNorms(queries, keys, config.rms_norm_eps)
 
     def _norm(self, index: int, name: str, size: int) -> Tensor:
-        return self.tensor(f"{self.shard.config.names.of_layer(index, name)}.weight", size)
+        return self.norm(self.shard.config.names.of_layer(index, name), size)
 
 
 def _check_act_orders(linears: Sequence[LinearSpec], weights: Sequence[LinearWeight]) -> None:

@@ -1,6 +1,6 @@
-"""Linear layers of ready-made quantized checkpoints: compressed-tensors, AWQ and GPTQ in safetensors files.
+"""Linear layers of ready-made quantized checkpoints: compressed-tensors, fp8, AWQ and GPTQ in safetensors files.
 
-All pack small unsigned integers into 32-bit words, the first in the lowest bits; what they mean is
+All but fp8 pack small unsigned integers into 32-bit words, the first in the lowest bits; what they mean is
 `scale * (code - zero point)`.
 """
 
@@ -9,13 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.checkpoints.fp8_config import Fp8Scheme
 from pagoda.checkpoints.model_config import LinearSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
 from pagoda.checkpoints.weight_formats import Int8Format, held_group_size
 from pagoda.errors import ConfigError
+from pagoda.model.fp8_weights import convert_fp8, is_finite
 from pagoda.model.weights import READABLE, CheckpointWeights
 
+_FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_FP8_SCALES = READABLE | {"F8_E8M0": "float8_e8m0fnu"}
 _INT8 = {"I8": "int8"}
 _INT32 = {"I32": "int32"}
 _INTEGERS = {"I32": "int32", "I64": "int64"}
@@ -37,6 +41,8 @@ class QuantizedCheckpoint:
         scheme = self._quantization.scheme_of(linear)
         if scheme is None:
             return self._tensors.linear(linear, dtype)
+        if isinstance(scheme, Fp8Scheme):
+            return self._fp8(linear, scheme, dtype)
         if isinstance(scheme, Int8Format):
             return self._int8(linear)
         reader = _GroupReader(self._tensors, linear, scheme)
@@ -47,6 +53,27 @@ class QuantizedCheckpoint:
                 return reader.awq()
             case layout:
                 return reader.gptq(zero_offset=1 if layout == "gptq" else 0)
+
+    def _fp8(self, linear: LinearSpec, scheme: Fp8Scheme, dtype: torch.dtype) -> LinearWeight:
+        """A layer whose file has other floats is taken as it is, be it listed among those left out or not."""
+        tensors, name = self._tensors, f"{linear.name}.weight"
+        if tensors.stored_dtype(name) in READABLE:
+            return tensors.linear(linear, dtype)
+        values = tensors.tensor(name, (linear.outputs, linear.inputs), READABLE | _FP8)
+        if not is_finite(values):
+            raise ConfigError(
+                f"{tensors.path_of(name)}: tensor {name} holds numbers that are not finite."
+            )
+        kinds = (f"{linear.name}.weight_scale", f"{linear.name}.weight_scale_inv")
+        scales_name = kinds[1] if tensors.has(kinds[1]) else kinds[0]
+        shape = scheme.scales_shape(linear.outputs, linear.inputs)
+        # A scale for each output is a list or a column; one for all of them may be a plain number, too.
+        flat = [(shape[0],), ()][: 2 if shape[0] == 1 else 1] if shape[1] == 1 else []
+        stored = tensors.shape(scales_name)
+        as_stored = stored if stored in flat else shape
+        scales = tensors.tensor(scales_name, as_stored, _FP8_SCALES).float().reshape(shape)
+        _check_finite(tensors, scales_name, scales, "float32")
+        return DenseWeight(convert_fp8(values, scales, scheme, dtype))
 
     def _int8(self, linear: LinearSpec) -> Int8Weight:
         tensors, name, outputs = self._tensors, linear.name, linear.outputs

@@ -104,6 +104,12 @@ class CheckpointWeights:
             stored: Tensor = self._handle(path).get_tensor(name)
             return stored
 
+    def stored_dtype(self, name: str) -> str:
+        """Number format of the tensor `name` in its file, such as `BF16`. Raises ConfigError if there is none."""
+        with _readable(self.path_of(name)):
+            stored: str = self._view(name).get_dtype()
+            return stored
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor `name` in its file. Raises ConfigError if there is no such tensor."""
         with _readable(self.path_of(name)):

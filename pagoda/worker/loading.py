@@ -15,7 +15,7 @@ from pagoda.backend.operation import Operation
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.model_config import ModelConfig
-from pagoda.checkpoints.quantization_config import CheckpointQuantization
+from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
@@ -264,20 +264,21 @@ def _quantization(
     """The checkpoint's own, or the one that is asked for."""
     wanted = config.quantization
     _check_choice("--quantization", wanted, QUANTIZATIONS)
-    if shape.quantization is None:
-        if wanted != "none" and wanted not in capabilities.weight_formats:
-            raise ConfigError(f"this backend does not compute with {wanted} weights.")
-        return quantization_on_load(wanted, config.quantization_group_size)
-    if wanted != "none":
-        raise ConfigError(
-            f"{config.model} is quantized already ({shape.quantization.summary}); leave out --quantization."
-        )
-    if config.load_format == "dummy":
+    stored = shape.quantization
+    if config.load_format == "dummy" and stored is not None:
         raise ConfigError(
             f"{config.model}/config.json: there are no dummy weights for its quantization_config; "
             "take that out and add --quantization int8 or int4."
         )
-    return shape.quantization
+    if is_dense_once_loaded(stored):
+        if wanted != "none" and wanted not in capabilities.weight_formats:
+            raise ConfigError(f"this backend does not compute with {wanted} weights.")
+        return quantization_on_load(wanted, config.quantization_group_size) or stored
+    if stored is not None and wanted != "none":
+        raise ConfigError(
+            f"{config.model} is quantized already ({stored.summary}); leave out --quantization."
+        )
+    return stored
 
 
 def _kv_cache_dtype(wanted: str, dtype: str, capabilities: Capabilities) -> str:
@@ -320,7 +321,8 @@ def _weights(plan: WorkerPlan) -> Iterator[WeightSource]:
         yield GgufWeights(read_gguf(path), plan.shard.config)
     else:
         with open_checkpoint(path) as checkpoint:
-            if isinstance(plan.quantization, CheckpointQuantization):
-                yield QuantizedCheckpoint(checkpoint, plan.quantization)
+            stored = plan.shard.config.quantization
+            if isinstance(stored, CheckpointQuantization):
+                yield QuantizedCheckpoint(checkpoint, stored)
             else:
                 yield checkpoint

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import zmq
 
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
@@ -42,7 +41,6 @@ class Rendezvous:
         address: str,
         *,
         hidden_size: int,
-        dtype: torch.dtype,
     ) -> None:
         """`address` is the engine's: beside it lie the sockets of the stages, where it is a path."""
         self._config = config
@@ -55,9 +53,7 @@ class Rendezvous:
             own = f"{address}-{parallel.rank_in_replica(place)}"
             if config.curve is not None:
                 own = f"tcp://{config.bind_host}:*"
-            self.source = StageInput(
-                context, own, config.curve, hidden_size=hidden_size, dtype=dtype
-            )
+            self.source = StageInput(context, own, config.curve, hidden_size=hidden_size)
         self._memory: SharedMemory | None = None
         self._store: GroupStore | None = None
         # What rank 0 of a stage offers to the others before it knows where they are.

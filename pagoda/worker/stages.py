@@ -1,7 +1,7 @@
 """Links between pipeline stages: hidden states of a step, from each rank to the same rank of the next stage.
 
-A message is the number of the step, the raw elements [n, hidden] of the step's tokens, and the rest in msgpack;
-both sides know width and dtype from the model.
+A message is the number of the step, the raw elements [n, hidden] float32 of the step's tokens, and the rest in
+msgpack; both sides know the width from the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StageState:
     """Result of a stage for a step, as the next stage needs it."""
 
     hidden: Tensor
-    """[n, hidden] of the step's tokens."""
+    """[n, hidden] float32 of the step's tokens."""
     expert_tokens: list[int]
     """Tokens given to each expert, in all layers so far; empty without experts."""
     times: StepTimes
@@ -44,11 +44,9 @@ class StageInput:
         keys: CurveKeys | None,
         *,
         hidden_size: int,
-        dtype: torch.dtype,
     ) -> None:
         """Binds `address`, whose port may be `*`. With `keys`, `context` must have an authenticator."""
         self._hidden_size = hidden_size
-        self._dtype = dtype
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
@@ -63,7 +61,7 @@ class StageInput:
         number = int.from_bytes(step.bytes, "little")
         if number != plan.step:
             raise ValueError(f"Hidden states of step {number} came for step {plan.step}.")
-        hidden = torch.frombuffer(elements.buffer, dtype=self._dtype)
+        hidden = torch.frombuffer(elements.buffer, dtype=torch.float32)
         if hidden.data_ptr() % hidden.element_size():
             hidden = hidden.clone()  # small messages lie anywhere in what was read from the wire
         if hidden.numel() != sum(plan.num_tokens) * self._hidden_size:

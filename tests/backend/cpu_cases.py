@@ -97,15 +97,12 @@ class Sequences:
         self.lengths = lengths
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.qkv = [
-            random_tensor(n, width, seed=seed + i, dtype=shape.dtype) for i, n in enumerate(lengths)
+            random_tensor(n, width, seed=seed + i, dtype=shape.dtype).float()
+            for i, n in enumerate(lengths)
         ]
         self.norms = None
         if shape.normed:
-            weights = (
-                1 + 0.2 * random_tensor(shape.head_dim, seed=seed - i, dtype=torch.float32)
-                for i in range(2)
-            )
-            q, k = (weight.to(shape.dtype) for weight in weights)
+            q, k = (1 + 0.2 * random_tensor(shape.head_dim, seed=seed - i) for i in range(2))
             self.norms = HeadNorms(q, k, 1e-6)
         self.num_blocks = 3 + sum(-(-n // shape.block_size) for n in lengths)
         ids = list(range(self.num_blocks))

@@ -53,31 +53,32 @@ def test_linear(
     biased: bool, gap: int,
 ) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
-    x = random_tensor(rows, inputs + gap, seed=seed, dtype=dtype)[:, gap:]
+    x = random_tensor(rows, inputs + gap, seed=seed)[:, gap:]
     weight = random_tensor(outputs, inputs, seed=seed + 1, dtype=dtype)
     bias = random_tensor(outputs, seed=seed + 2, dtype=dtype) if biased else None
     ops = CpuBackend(name)
     prepared = ops.prepare_linear([DenseWeight(weight)], bias, dtype)
     actual = ops.linear(x, prepared)
-    exact = x.double() @ weight.double().t()
+    rounded = x.bfloat16() if dtype == torch.bfloat16 else x
+    exact = rounded.double() @ weight.double().t()
     exact = exact if bias is None else exact + bias.double()
-    assert_close(actual, exact.to(dtype), scale=inputs**0.5)
+    assert_close(actual, exact.float(), scale=inputs**0.5)
     ids = torch.randint(outputs, (5,), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(ops.embedding(ids, prepared), weight[ids])
+    assert torch.equal(ops.embedding(ids, prepared), weight[ids].float())
 
 
-@given(sets, dtypes, seeds, st.integers(1, 40), st.integers(1, 300))
+@given(sets, seeds, st.integers(1, 40), st.integers(1, 300))
 @examples
-def test_rows(name: str, dtype: torch.dtype, seed: int, rows: int, width: int) -> None:
+def test_rows(name: str, seed: int, rows: int, width: int) -> None:
     ops = CpuBackend(name)
-    x, delta = (random_tensor(rows, width, seed=seed + i, dtype=dtype) for i in range(2))
-    weight = random_tensor(width, seed=seed + 2, dtype=dtype)
+    x, delta = (random_tensor(rows, width, seed=seed + i) for i in range(2))
+    weight = random_tensor(width, seed=seed + 2)
     assert_close(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6), 4)
     total, normed = ops.add_rms_norm(x, delta, weight, 1e-6)
     expected_total, expected_normed = REFERENCE.add_rms_norm(x, delta, weight, 1e-6)
     assert torch.equal(total, expected_total)
     assert_close(normed, expected_normed, 4)
-    gate_up = 8 * random_tensor(rows, 2 * width, seed=seed + 3, dtype=dtype)
+    gate_up = 8 * random_tensor(rows, 2 * width, seed=seed + 3)
     assert_close(ops.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up), 16)
     for i in range(rows):
         alone = ops.add_rms_norm(x[i : i + 1], delta[i : i + 1], weight, 1e-6)
@@ -113,10 +114,6 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     plan = ops.attention_metadata(token_batch([(0, 2, [0])]), 1, cache)
     with pytest.raises(ValueError, match="3 tokens do not fit a plan of 2"):
         ops.attention(torch.zeros(3, 1, 8), cache, plan, scale=1.0, window=None)
-    cache = ops.allocate_kv_cache(1, 16, 1, 8, torch.float32, torch.int8)
-    keys = cache.keys.view(1, 1, 8, 16, 1)
-    with pytest.raises(ValueError, match=r"torch.int8 is not for values of torch.float32"):
-        ops.attention(torch.zeros(2, 1, 8), replace(cache, keys=keys), plan, scale=1.0, window=None)
 
 
 def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +128,11 @@ def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyP
         CpuBackend("mmx")
 
 
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
 def _rows(rows: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
-    x = random_tensor(rows, inputs, seed=seed, dtype=torch.float32)
+    """Rows that a product with dense weights of the dtype does not round."""
+    x = random_tensor(rows, inputs, seed=seed)
     x[:, ::7] *= 10
-    return x.to(dtype)
+    return x.to(dtype).float()
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +144,6 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
     """Outputs in float64, and the sums of the magnitudes that are added up in them."""
-    x = x.float()
     if isinstance(weight, DenseWeight):
         values = weight.values.double().t()
         return x.double() @ values, x.double().abs() @ values.abs()
@@ -180,18 +174,20 @@ def _check(
 ) -> None:
     prepared = ops.prepare_linear(parts, bias, dtype)
     actual = ops.linear(x, prepared)
-    assert actual.dtype == dtype
+    assert actual.dtype == torch.float32
     results, magnitudes = zip(*(_exact(x, part) for part in parts), strict=True)
     exact, bound = torch.cat(results, dim=1), torch.cat(magnitudes, dim=1)
     if bias is not None:
         exact, bound = exact + bias.double(), bound + bias.double().abs()
     error = (actual.double() - exact).abs()
-    assert bool((error <= 4e-6 * bound + ROUNDING[dtype] * exact.abs() + 1e-6).all())
+    assert bool((error <= 6e-6 * bound + 1e-6).all())
     if len(prepared.segments) > 1:
         return  # no table of embeddings
-    rows = torch.cat([dequantize(part) for part in parts]).to(dtype)
+    rows = torch.cat([dequantize(part) for part in parts])
+    if isinstance(parts[0], DenseWeight):
+        rows = rows.to(dtype)
     ids = torch.randint(len(rows), (9,), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(ops.embedding(ids, prepared), rows[ids])
+    assert torch.equal(ops.embedding(ids, prepared), rows[ids].float())
 
 
 @given(
@@ -255,7 +251,7 @@ def test_blocks_that_kernels_do_not_know_are_refused() -> None:
         (3, 16, 256, True, False, True),
     ):
         with pytest.raises(ValueError, match="there are no such blocks"):
-            shapes.in_blocks(0, 32, 256, bits, group, block, integers, minima, codebook)
+            shapes.in_blocks(32, 256, bits, group, block, integers, minima, codebook)
 
 
 @given(
@@ -371,17 +367,13 @@ def test_argmax_is_the_first_of_the_highest_outputs(
     torch.set_num_threads(num_threads)
     ops = CpuBackend(name)
     values = _dense("normal", outputs, 64, seed, dtype)
-    x = _dense("ties" if rounded else "normal", rows, 64, seed + 1, dtype)
+    x = _dense("ties" if rounded else "normal", rows, 64, seed + 1, dtype).float()
     if rounded:  # many outputs are equal
         values = values.round()
     prepared = ops.prepare_linear([quantized(ops, kind, values)], None, dtype)
     if rows > 2:
         x[1, 3], x[2, 5] = float("nan"), float("inf")
-    expected = ops.logits(x, prepared)
-    assert expected.dtype == torch.float32
-    torch.testing.assert_close(
-        expected.to(dtype), ops.linear(x, prepared), rtol=0, atol=0, equal_nan=True
-    )
+    expected = ops.linear(x, prepared)
     columns, values, finite = ops.argmax(x, prepared)
     assert torch.equal(finite, expected.isfinite().all(dim=1))
     assert torch.equal(columns[finite], expected.argmax(dim=1)[finite])

@@ -13,13 +13,16 @@ from cpu_cases import (
     assert_close,
     dtypes,
     needs_kernels,
+    random_tensor,
     seeds,
     sets,
     threads,
+    token_batch,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagoda.backend.base import KVCache
 from pagoda.backend.cpu.backend import CpuBackend
 
 KV_DTYPES = [*DTYPES, torch.int8]
@@ -139,3 +142,111 @@ def test_int8_caches_hold_what_the_reference_caches(
         assert scales is not None
         assert wanted is not None
         torch.testing.assert_close(scales[blocks], wanted[blocks], rtol=2**-7, atol=0)
+
+
+tables = st.tuples(
+    st.lists(st.integers(0, 24), min_size=1, max_size=3),  # blocks of prompts that many begin with
+    st.lists(
+        # Which of them, how many of its blocks, own blocks, tokens of the last one, new tokens.
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(0, 24),
+            st.integers(1, 6),
+            st.integers(1, 128),
+            st.integers(1, 40),
+        ),
+        min_size=2,
+        max_size=9,
+    ),
+)
+
+
+@given(
+    sets, st.integers(1, 9), st.integers(1, 3), st.sampled_from([8, 48, 64]),
+    st.sampled_from([1, 16, 32, 128]), st.none() | st.sampled_from([70, 400, 1500]), dtypes,
+    st.booleans(), threads, tables, st.integers(0, 2), seeds,
+)  # fmt: skip
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_sequences_that_share_blocks_get_what_they_get_alone(
+    name: str, group: int, kv_heads: int, head_dim: int, block_size: int, window: int | None,
+    dtype: torch.dtype, int8: bool, num_threads: int,
+    drawn: tuple[list[int], list[tuple[int, int, int, int, int]]], decoding: int, seed: int,
+) -> None:  # fmt: skip
+    ops, scale = CpuBackend(name), 64 // block_size or 1
+    ids = iter(torch.randperm(4096, generator=torch.Generator().manual_seed(seed)).tolist())
+    prompts = [[next(ids) for _ in range(count * scale)] for count in drawn[0]]
+    spans = []
+    for which, shared, own, last, new in drawn[1]:
+        prompt = prompts[which % len(prompts)][: shared * scale]
+        blocks = [*prompt, *(next(ids) for _ in range(own))]
+        length = (len(blocks) - 1) * block_size + (last - 1) % block_size + 1
+        count = min(length, new if decoding == 0 else 1)
+        spans.append((length - count, count, blocks))
+    cache = random_cache(ops, 4096, block_size, kv_heads, head_dim, dtype, int8, seed)
+    rows = [random_tensor(n, group * kv_heads, head_dim) for _, n, _ in spans]
+
+    def attend(chosen: list[int]) -> list[torch.Tensor]:
+        plan = ops.attention_metadata(
+            token_batch([spans[i] for i in chosen]), group * kv_heads, cache
+        )
+        queries = torch.cat([rows[i] for i in chosen])
+        out = ops.attention(queries, cache, plan, scale=head_dim**-0.5, window=window)
+        return list(out.split([spans[i][1] for i in chosen]))
+
+    torch.set_num_threads(num_threads)
+    together = attend(list(range(len(spans))))
+    torch.set_num_threads(1 + num_threads % 4)
+    for i, result in enumerate(together):
+        assert torch.equal(attend([i])[0], result), i
+
+
+def random_cache(
+    ops: CpuBackend, num_blocks: int, block_size: int, kv_heads: int, head_dim: int,
+    dtype: torch.dtype, int8: bool, seed: int,
+) -> KVCache:  # fmt: skip
+    kv_dtype = torch.int8 if int8 else dtype
+    cache = ops.allocate_kv_cache(num_blocks, block_size, kv_heads, head_dim, dtype, kv_dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for part in cache.tensors.values():
+        if part.dtype == torch.int8:
+            part.random_(-127, 128, generator=generator)
+        else:
+            part.normal_(generator=generator).mul_(0.1 if int8 else 1.0)
+    return cache
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("contexts", "shared", "read"),
+    [
+        # A prompt of 2,048 tokens is read once; 16 rows of two queries are one tile.
+        ([2304] * 16, 2048, 2048 + 16 * 256),
+        # Whole key tiles of 64 are shared.
+        ([1400, 1500], 1400, 1344 + (1400 - 1344) + (1500 - 1344)),
+        # Too few of the last split are: 64 of 1,024 to 1,088.
+        ([1100, 1400], 1100, 1024 + (1100 - 1024) + (1400 - 1024)),
+        # Nothing to speak of in common.
+        ([200] * 2, 64, 400),
+        ([600, 700, 800], 0, 2100),
+    ],
+)
+def test_a_shared_prefix_is_read_once(contexts: list[int], shared: int, read: int) -> None:
+    ops, size = CpuBackend(SETS[-1]), 4
+    cache = ops.allocate_kv_cache(8, size, 2, 8, torch.float32)
+    ids, prompt = iter(range(1000, 20000)), list(range(shared // size))
+    spans = [
+        (context - 1, 1, [*prompt, *(next(ids) for _ in range(-(-context // size) - len(prompt)))])
+        for context in contexts
+    ]
+    plan = ops.attention_metadata(token_batch(spans), 4, cache)
+    assert plan.native.num_tokens_read(2**40) == read
+
+
+@needs_kernels
+def test_tokens_behind_a_window_are_not_read() -> None:
+    ops = CpuBackend(SETS[-1])
+    cache = ops.allocate_kv_cache(8, 16, 2, 8, torch.float32)
+    plan = ops.attention_metadata(token_batch([(2000, 1, list(range(200)))]), 4, cache)
+    assert plan.native.num_tokens_read(2**40) == 2001
+    # Key tiles are read from their beginning.
+    assert plan.native.num_tokens_read(100) == 2001 - (2001 - 100) // 64 * 64

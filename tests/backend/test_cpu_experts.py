@@ -117,8 +117,8 @@ def test_the_reference_follows_the_formula(kind: str, renormalize: bool) -> None
     assert experts.counts.sum() == 2 * 20
 
 
-def _logits(style: str, tokens: int, num_experts: int, seed: int, dtype: torch.dtype) -> Tensor:
-    logits = random_tensor(tokens, num_experts, seed=seed, dtype=dtype)
+def _logits(style: str, tokens: int, num_experts: int, seed: int) -> Tensor:
+    logits = random_tensor(tokens, num_experts, seed=seed)
     if style == "tied":
         return torch.zeros_like(logits)
     if style == "few":  # most experts get no token
@@ -147,8 +147,8 @@ def test_kernels_follow_the_reference(
     weights = _Weights(
         kind, dtype, routing=routing, hidden=32 * hidden + more, inner=32 * inner + more, seed=seed
     )
-    x = random_tensor(tokens, 32 * hidden + 2 * more, seed=seed, dtype=dtype)[:, more:]
-    logits = _logits(style, tokens, num_experts, seed, dtype)
+    x = random_tensor(tokens, 32 * hidden + 2 * more, seed=seed)[:, more:]
+    logits = _logits(style, tokens, num_experts, seed)
     first = min(share[0], num_experts - 1)
     ops = CpuBackend(name)
     actual, expected = (
@@ -168,7 +168,7 @@ def test_a_row_is_the_same_in_any_company(name: str, dtype: torch.dtype, kind: s
     routing = ExpertRouting(13, 3, renormalize=True)
     weights = _Weights(kind, dtype, routing=routing, hidden=96, inner=160)
     experts = weights.prepared(ops)
-    x, logits = (random_tensor(90, n, seed=n, dtype=dtype) for n in (96, 13))
+    x, logits = (random_tensor(90, n, seed=n) for n in (96, 13))
     torch.set_num_threads(1)
     whole = ops.experts(x, logits, experts)
     for num_threads in (1, 2, 3):
@@ -224,7 +224,7 @@ class _Layer:
             )
             for outputs in (50, 6)
         )
-        self.norm = torch.ones(64, dtype=dtype)
+        self.norm = torch.ones(64)
 
     def __call__(self, ops: Any, step: StepInput[Any, Any]) -> Any:
         x = ops.embedding(step.token_ids, self.embedding)

@@ -56,30 +56,28 @@ def test_linear(name: str, dtype: torch.dtype, kind: str) -> None:
     outputs, inputs = weight_shape(weight)
     bias = random_tensor(outputs, seed=5, dtype=dtype)
     prepared = ops.prepare_linear([weight], bias, dtype)
-    x = random_tensor(48, inputs, dtype=dtype)
+    x = random_tensor(48, inputs)
     torch.set_num_threads(1)
     whole = ops.linear(x, prepared)
-    assert (whole.dtype, ops.logits(x, prepared).dtype) == (dtype, torch.float32)
+    assert whole.dtype == torch.float32
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
         assert torch.equal(ops.linear(x, prepared), whole)
         assert_row_independent(lambda x: ops.linear(x, prepared), x)
-        assert_row_independent(lambda x: ops.logits(x, prepared), x, sizes=(1, 2, 31))
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [24, 64, 130, 768, 1026])
-def test_token_operations(width: int, dtype: torch.dtype) -> None:
+def test_token_operations(width: int) -> None:
     ops = REFERENCE
-    x = random_tensor(200, width, dtype=dtype)
-    weight = random_tensor(width, seed=3, dtype=dtype)
+    x = random_tensor(200, width)
+    weight = random_tensor(width, seed=3)
     assert_row_independent(lambda x: ops.rms_norm(x, weight, 1e-6), x)
     assert_row_independent(ops.silu_and_mul, x)
     frequencies = random_tensor(width // 2, seed=4).abs()
 
     def rotate(rows: Tensor) -> Tensor:
-        table = ops.rotary_table((rows[:, 0].float() * 1000).long().abs(), frequencies, 1.0)
+        table = ops.rotary_table((rows[:, 0] * 1000).long().abs(), frequencies, 1.0)
         return ops.rotary(rows[:, None, :].expand(-1, 3, -1), table).flatten(1)
 
     assert_row_independent(rotate, x)
@@ -119,7 +117,7 @@ def test_cache_is_laid_out_by_block_and_head() -> None:
     assert cache.keys.shape == cache.values.shape == (4, 2, BLOCK_SIZE, 8)
     batch = token_batch([(BLOCK_SIZE + 1, 1, [3, 1])])
     plan = ops.attention_metadata(batch, 4, cache)
-    keys = random_tensor(1, 2, 8).bfloat16()
+    keys = random_tensor(1, 2, 8).bfloat16().float()
     ops.write_kv(cache, keys, -keys, plan)
-    assert torch.equal(cache.keys[1, :, 1], keys[0])
-    assert torch.equal(cache.values[1, :, 1], -keys[0])
+    assert torch.equal(cache.keys[1, :, 1].float(), keys[0])
+    assert torch.equal(cache.values[1, :, 1].float(), -keys[0])

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.fp8_config import Fp8Scheme
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.quantization_config import (
     CheckpointQuantization,
     GroupScheme,
+    is_dense_once_loaded,
     parse_quantization,
 )
 from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, Int8Format
@@ -26,6 +28,8 @@ COMPRESSED: dict[str, Any] = {
     "config_groups": {"group_0": W8A8},
     "ignore": ["lm_head"],
 }
+CHANNEL_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
@@ -93,6 +97,39 @@ def test_gptq() -> None:
     assert _parse(GPTQ | {"lm_head": True}).scheme_of(_linear("model.embed_tokens")) is None
 
 
+def test_fp8() -> None:
+    parsed = _parse(FP8 | {"weight_block_size": [128, 64], "modules_to_not_convert": ["lm_head"]})
+    assert parsed.scheme_of(_linear("lm_head")) == Fp8Scheme(128, 64)
+    assert parsed.format_of(_linear(LAYER)) == DenseFormat()
+    assert parsed.summary == "fp8 weights (blocks of 128 × 64), converted"
+    assert _parse(FP8).scheme_of(_linear(LAYER)) == Fp8Scheme(None, None)
+    for strategy, more, scheme, shape in (
+        ("tensor", {}, Fp8Scheme(None, None), (1, 1)),
+        ("channel", {}, Fp8Scheme(1, None), (300, 1)),
+        ("group", {"group_size": 64}, Fp8Scheme(1, 64), (300, 8)),
+        ("block", {"block_structure": [128, 128]}, Fp8Scheme(128, 128), (3, 4)),
+        ("block", {"block_structure": "128x128"}, Fp8Scheme(128, 128), (3, 4)),
+    ):
+        group = W8A8 | {
+            "weights": CHANNEL_FP8 | {"strategy": strategy} | more,
+            "input_activations": {"type": "float", "num_bits": 8, "dynamic": False},
+        }
+        layers = {"format": "float-quantized", "config_groups": {"group_0": group}}
+        parsed = _parse(COMPRESSED | layers)
+        assert parsed.scheme_of(_linear(LAYER)) == scheme
+        assert parsed.scheme_of(_linear("lm_head")) is None
+        assert scheme.scales_shape(300, 512) == shape
+        assert is_dense_once_loaded(parsed)
+    assert is_dense_once_loaded(None)
+    assert not is_dense_once_loaded(_parse(AWQ))
+    with pytest.raises(ConfigError) as caught:
+        _parse(COMPRESSED | {"config_groups": {"group_0": W8A8 | {"weights": CHANNEL_FP8}}})
+    assert str(caught.value) == (
+        "config.json: quantization_config.format must be 'float-quantized' or 'naive-quantized' for weights "
+        "of type float, got 'int-quantized'."
+    )
+
+
 def test_larger_groups_are_held_as_several() -> None:
     def size(stored: int, inputs: int) -> int:
         held = _parse(GPTQ | {"group_size": stored}).format_of(_linear(LAYER, inputs))
@@ -106,15 +143,24 @@ def test_larger_groups_are_held_as_several() -> None:
 
 
 SUPPORTED = (
-    "must be one that Pagoda reads, compressed-tensors (int8 weights and inputs, or packed int4 and int8 "
-    "weights), awq (4 bits) and gptq (4 and 8 bits)"
+    "must be one that Pagoda reads, compressed-tensors (fp8, int8 weights and inputs, or packed int4 and int8 "
+    "weights), fp8, awq (4 bits) and gptq (4 and 8 bits)"
 )
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"quant_method": "fp8"}, f"quant_method {SUPPORTED}, got 'fp8'."),
+        ({"quant_method": "fbgemm"}, f"quant_method {SUPPORTED}, got 'fbgemm'."),
+        (FP8 | {"fmt": "nf4"}, "fmt must be 'e4m3' or 'e5m2', got 'nf4'."),
+        (
+            FP8 | {"weight_block_size": [128]},
+            "weight_block_size must be two positive integers, the outputs and inputs of a block, got [128].",
+        ),
+        (
+            FP8 | {"weight_block_size": [128, -1]},
+            "weight_block_size must be two positive integers, the outputs and inputs of a block, got [128, -1].",
+        ),
         ({"bits": 4}, f"quant_method {SUPPORTED}, got None."),
         (AWQ | {"bits": 3}, "bits must be 4, got 3."),
         (AWQ | {"group_size": 0}, "group_size must be a positive integer, got 0."),
@@ -164,8 +210,25 @@ def test_what_is_not_supported_is_one_sentence(values: dict[str, Any], message: 
     ("group", "message"),
     [
         (
-            {"weights": CHANNEL_INT8 | {"type": "float"}},
-            f".weights.type must be 'int'; Pagoda reads {SUPPORTED.partition('reads, ')[2]}, got 'float'.",
+            {"weights": CHANNEL_INT8 | {"type": "complex"}},
+            f".weights.type must be 'int' or 'float'; Pagoda reads {SUPPORTED.partition('reads, ')[2]}, "
+            "got 'complex'.",
+        ),
+        (
+            {"format": "float-quantized", "weights": CHANNEL_FP8 | {"num_bits": 4}},
+            ".weights.num_bits must be 8 for weights of type float, got 4.",
+        ),
+        (
+            {"format": "float-quantized", "weights": CHANNEL_FP8 | {"symmetric": False}},
+            ".weights.symmetric must be true for weights of type float, got False.",
+        ),
+        (
+            {"format": "float-quantized", "weights": CHANNEL_FP8 | {"strategy": "token"}},
+            ".weights.strategy must be 'tensor', 'channel', 'group' or 'block' for weights of type float, ",
+        ),
+        (
+            {"format": "float-quantized", "weights": CHANNEL_FP8 | {"strategy": "block"}},
+            ".weights.block_structure must be two positive integers, the outputs and inputs of a block, got None.",
         ),
         ({"weights": CHANNEL_INT8 | {"num_bits": 4}}, ".weights.num_bits must be 8 in the format "),
         (

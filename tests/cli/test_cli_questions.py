@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.cli.bench.accuracy import Grade, score_by_skill
 from pagoda.cli.bench.questions import Question, load_questions
-from pagoda.cli.demo import choose_questions, shorten
+from pagoda.cli.demo import choose_questions, demo_questions, shorten
 from pagoda.cli.openai_client import Message, ToolCall, ToolFunction
 from pagoda.errors import ConfigError
 
@@ -125,6 +125,11 @@ def test_the_demo_asks_the_first_question_of_each_skill(tmp_path: Path) -> None:
     lines = [_line("recall_short"), _line("addition"), _line("song"), _line("addition", 2)]
     chosen = choose_questions(_load(tmp_path, *lines))
     assert [question.id for question in chosen] == ["addition-1", "recall_short-1"]
+
+
+def test_the_demo_asks_other_models_about_the_world() -> None:
+    assert demo_questions(None) == demo_questions("pagoda-tiny") != demo_questions("smollm2")
+    assert {question.skill for question in demo_questions("smollm2")} >= {"fact", "conversation"}
 
 
 def test_the_demo_shows_long_questions_by_their_ends(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_shell(block: Block, server: ServerProcess) -> None:
 
 def test_the_readme_shows_the_make_targets_that_are_run_below() -> None:
     shown = [command for command in _console_commands() if command.startswith("make")]
-    assert shown == ["make demo", "make serve"]
+    assert shown == ["make demo", "make serve", "make demo MODEL=smollm2"]
 
 
 def test_set_up_installs_torch_first_and_alone() -> None:
@@ -109,8 +109,9 @@ def test_set_up_installs_torch_first_and_alone() -> None:
     ]
 
 
-def test_make_demo() -> None:
-    done = _run([*_make(), "demo"])
+@pytest.mark.parametrize("model", [[], ["MODEL=smollm2"]], ids=str)
+def test_make_demo(model: list[str]) -> None:
+    done = _run([*_make(), "demo", *model])
     assert "The server has stopped." in done.stdout
     assert "time to first token" in done.stdout
 
@@ -142,8 +143,14 @@ def test_make_serve() -> None:
 
 def _make() -> list[str]:
     """Make with this interpreter's environment as the one that is set up already."""
-    stamp = f"{sys.prefix}/.installed"
-    return ["make", "--no-print-directory", f"--old-file={stamp}", f"VENV={sys.prefix}"]
+    stamps = [f"--old-file={sys.prefix}/.installed{model}" for model in ("", "-smollm2")]
+    return ["make", "--no-print-directory", *stamps, f"VENV={sys.prefix}"]
+
+
+def test_chat() -> None:
+    (line,) = (command for command in _console_commands() if command.startswith("pagoda chat"))
+    command = [sys.executable, "-m", *shlex.split(line), "--temperature", "0"]
+    assert "Tokyo" in _run(command, stdin="What is the capital of Japan?\n").stdout
 
 
 @pytest.mark.parametrize(
@@ -167,13 +174,13 @@ async def _first_token(base_url: str) -> int:
     return answer.usage.completion_tokens
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         command,
         cwd=ROOT,
         capture_output=True,
         text=True,
-        stdin=subprocess.DEVNULL,
+        input=stdin,
         timeout=110,
         env=_environment(),
     )

@@ -176,6 +176,90 @@ def compressed_tensors(
     }
 
 
+# ---- fp8
+
+FP8_MAXIMA = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def _store_fp8(
+    weight: np.ndarray, block: tuple[int, int], stored_as: torch.dtype, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Numbers [out, in], scales by block, and what they stand for."""
+    rows, columns = block
+    padded = np.pad(
+        weight, [(0, -size % step) for size, step in zip(weight.shape, block, strict=True)]
+    )
+    tiles = padded.reshape(len(padded) // rows, rows, padded.shape[1] // columns, columns)
+    scales = np.abs(tiles).max((1, 3)) / FP8_MAXIMA[stored_as]
+    if scale_dtype == torch.float8_e8m0fnu:
+        scales = 2.0 ** np.ceil(np.log2(scales))
+    scales = _rounded_to(scales, scale_dtype)
+    spread = scales.repeat(rows, 0).repeat(columns, 1)[: weight.shape[0], : weight.shape[1]]
+    values = torch.from_numpy(weight / spread).clamp(-FP8_MAXIMA[stored_as], FP8_MAXIMA[stored_as])
+    values = values.to(stored_as)
+    return values, _tensor(scales, scale_dtype), values.double().numpy() * spread
+
+
+def fp8_tensors_format(
+    strategy: str,
+    *,
+    stored_as: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    flat_scales: bool = False,
+    dynamic: bool = True,
+    ignore: tuple[str, ...] = _DENSE,
+) -> Format:
+    """compressed-tensors' float-quantized, by its `strategy`: tensor, channel, group (64) or block (128 × 96)."""
+
+    def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        outputs, inputs = weight.shape
+        blocks = {
+            "tensor": (outputs, inputs),
+            "channel": (1, inputs),
+            "group": (1, 64),
+            "block": (128, 96),
+        }
+        values, scales, meant = _store_fp8(weight, blocks[strategy], stored_as, scale_dtype)
+        stored = {"weight": values, "weight_scale": scales.flatten() if flat_scales else scales}
+        return stored | ({} if dynamic else {"input_scale": torch.ones(1)}), meant
+
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "group_size": 64 if strategy == "group" else None,
+        "block_structure": [128, 96] if strategy == "block" else None,
+        "dynamic": False,
+    }
+    inputs = weights | {"strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
+    config = compressed_tensors("float-quantized", weights, inputs) | {"ignore": list(ignore)}
+    return Format(config, store, head="lm_head" not in ignore)
+
+
+def fp8_format(
+    block: tuple[int, int] | None,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    scales_name: str = "weight_scale_inv",
+    scheme: str = "dynamic",
+) -> Format:
+    """`quant_method` `fp8`: blocks as of DeepSeek-V3 and Qwen3-FP8, or one scale, a plain number."""
+
+    def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        shape = weight.shape if block is None else block
+        values, scales, meant = _store_fp8(weight, shape, torch.float8_e4m3fn, scale_dtype)
+        stored = {"weight": values, scales_name: scales.reshape(()) if block is None else scales}
+        return stored | (
+            {} if scheme == "dynamic" else {"activation_scale": torch.tensor(1.0)}
+        ), meant
+
+    config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": scheme}
+    if block is not None:
+        config["weight_block_size"] = list(block)
+    return Format(config | {"modules_to_not_convert": ["lm_head"]}, store)
+
+
 # ---- AWQ and GPTQ
 
 AWQ_SLOTS = (0, 2, 4, 6, 1, 3, 5, 7)

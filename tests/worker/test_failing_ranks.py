@@ -163,8 +163,8 @@ class _PoisonedHead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def logits(self, x: Tensor, weight: Any) -> Tensor:
-        out: Tensor = self._backend.logits(x, weight)
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        out: Tensor = self._backend.linear(x, weight)
         out[self._other, 3] = torch.nan
         return out
 

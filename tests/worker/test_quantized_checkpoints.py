@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from driver import answer_differences, load
 from quantized_models import (
     Format,
     awq_format,
+    fp8_format,
+    fp8_tensors_format,
     gptq_format,
     int8_format,
     packed_format,
@@ -22,12 +25,17 @@ from quantized_models import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight, dequantize
 from pagoda.checkpoints.config_json import read_model_config
+from pagoda.checkpoints.fp8_config import Fp8Scheme
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.errors import ConfigError
+from pagoda.messages.worker_config import WorkerConfig
+from pagoda.model.fp8_weights import convert_fp8, is_finite
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.weights import open_checkpoint
+from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.loading import load_runner, plan_worker
 
 FORMATS: dict[str, Format] = {
     "int8": int8_format(),
@@ -55,6 +63,19 @@ FORMATS: dict[str, Format] = {
     "gptq-act-order-zeros": gptq_format(4, 128, act_order=True, symmetric=False),
     "gptq-channel": gptq_format(4, -1),
     "gptq-head": gptq_format(4, 128, head=True),
+    "fp8-tensor": fp8_tensors_format("tensor", flat_scales=True),
+    "fp8-tensor-static": fp8_tensors_format("tensor", dynamic=False, scale_dtype=torch.float32),
+    "fp8-channel": fp8_tensors_format("channel"),
+    "fp8-channel-flat-e5m2": fp8_tensors_format(
+        "channel", flat_scales=True, stored_as=torch.float8_e5m2
+    ),
+    "fp8-group": fp8_tensors_format("group", scale_dtype=torch.float16),
+    "fp8-block": fp8_tensors_format("block"),
+    "fp8-head": fp8_tensors_format("channel", ignore=()),
+    "fp8-method-block": fp8_format((128, 128)),
+    "fp8-method-block-cut": fp8_format((96, 80), scale_dtype=torch.bfloat16),
+    "fp8-method-block-powers-of-two": fp8_format((128, 128), scale_dtype=torch.float8_e8m0fnu),
+    "fp8-method-tensor": fp8_format(None, scheme="static", scales_name="weight_scale"),
 }
 
 
@@ -74,7 +95,8 @@ def test_weights_and_answers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["int8", "packed-int4-g32", "awq-g64", "gptq-g128", "gptq-act-order"]
+    "name",
+    ["int8", "packed-int4-g32", "awq-g64", "gptq-g128", "gptq-act-order", "fp8-method-block"],
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_experts(name: str, backend: str, tmp_path: Path) -> None:
@@ -119,6 +141,7 @@ def _change(directory: Path, tensors: Mapping[str, Tensor | None]) -> None:
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 PACKED, ORDERED = packed_format(4, 128), gptq_format(4, 128, act_order=True)
+FP8 = fp8_format((128, 128))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +182,37 @@ PACKED, ORDERED = packed_format(4, 128), gptq_format(4, 128, act_order=True)
             awq_format(128),
             {"scales": torch.full((2, 256), 60000.0)},
             f"FILE: tensor {Q_PROJ}.qzeros holds scales that are not finite in float16.",
+        ),
+        (
+            FP8,
+            {"weight_scale_inv": None},
+            f"DIRECTORY: no file holds the tensor {Q_PROJ}.weight_scale, which config.json calls for.",
+        ),
+        (
+            FP8,
+            {"weight_scale_inv": torch.ones(2, 3)},
+            f"FILE: tensor {Q_PROJ}.weight_scale_inv has shape [2, 3], config.json calls for [2, 2].",
+        ),
+        (
+            FP8,
+            {"weight_scale_inv": torch.full((2, 2), torch.inf)},
+            f"FILE: tensor {Q_PROJ}.weight_scale_inv holds scales that are not finite in float32.",
+        ),
+        (
+            FP8,
+            {"weight": torch.full((256, 256), torch.nan).to(torch.float8_e4m3fn)},
+            f"FILE: tensor {Q_PROJ}.weight holds numbers that are not finite.",
+        ),
+        (
+            FP8,
+            {"weight": torch.full((256, 256), -torch.inf).to(torch.float8_e5m2)},
+            f"FILE: tensor {Q_PROJ}.weight holds numbers that are not finite.",
+        ),
+        (
+            FP8,
+            {"weight": torch.zeros(256, 256, dtype=torch.int8)},
+            f"FILE: tensor {Q_PROJ}.weight is stored as I8; "
+            "Pagoda reads float32, bfloat16, float16, float8_e4m3fn, float8_e5m2.",
         ),
         (
             ORDERED,
@@ -215,6 +269,52 @@ def test_group_sizes_that_do_not_fit(group_size: int, message: str, tmp_path: Pa
     config["quantization_config"]["group_size"] = group_size
     path.write_text(json.dumps(config))
     assert _refusal(tmp_path) == message
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_fp8_may_be_quantized_anew(quantization: str, tmp_path: Path) -> None:
+    model, _ = save_quantized(tmp_path / "fp8", fp8_format((128, 128)))
+    model.save_pretrained(tmp_path / "dense")
+    loaded = [
+        load(tmp_path / name, backend="cpu", dtype="float32", quantization=quantization)
+        for name in ("fp8", "dense")
+    ]
+    differences = [answer_differences(runner, model) for runner in loaded]
+    assert torch.equal(*differences)
+    assert differences[0].any()
+
+
+def test_transformers_converts_fp8_to_the_same_weights(tmp_path: Path) -> None:
+    save_quantized(tmp_path, FP8)
+    quantization = transformers.FineGrainedFP8Config(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=quantization, dtype=torch.float32
+    )
+    theirs = {name: weight for name, weight in model.named_parameters() if "_proj.weight" in name}
+    assert len(theirs) == 14
+    for name, weight in theirs.items():
+        ours = _linear(tmp_path, name.removesuffix(".weight"), *weight.shape)
+        assert isinstance(ours, DenseWeight)
+        assert torch.equal(ours.values, weight)
+
+
+def test_all_numbers_of_8_bits() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    scales = torch.tensor([[0.75]])
+    for stored_as in (torch.float8_e4m3fn, torch.float8_e5m2):
+        values = codes.view(stored_as)
+        finite = values.float().isfinite()
+        assert [is_finite(value[None]) for value in values] == finite.tolist()
+        converted = convert_fp8(values[None, finite], scales, Fp8Scheme(None, None), torch.float32)
+        assert torch.equal(converted[0], values[finite].float() * 0.75)
+
+
+def test_fp8_is_reckoned_as_what_it_becomes(tmp_path: Path) -> None:
+    save_quantized(tmp_path, fp8_format((128, 128)))
+    plan = plan_worker(WorkerConfig(model=str(tmp_path), dtype="bfloat16", num_blocks=64))
+    assert plan.weight_bytes == plan.shard.weight_bytes(None, 2)
+    ready = load_runner(plan, Tracer("worker")).ready
+    assert "bfloat16, fp8 weights (blocks of 128 × 128), converted, " in ready.summary
 
 
 def test_nothing_is_quantized_twice_or_made_up(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from in_process import Oracle, engine, save_oracle
 from quantized_models import (
     Format,
     awq_format,
+    fp8_format,
     gptq_format,
     int8_format,
     packed_format,
@@ -156,6 +157,7 @@ FORMATS: dict[str, Format] = {
     "gptq-act-order": gptq_format(4, 128, act_order=True),
     "packed-int4": packed_format(4, 128),
     "int8": int8_format(),
+    "fp8": fp8_format((96, 80)),
 }
 TYPES = {"gguf-q4-0": Kind.Q4_0, "gguf-q8-0": Kind.Q8_0}
 ON_LOAD = {"int8-on-load": "int8", "int4-on-load": "int4"}

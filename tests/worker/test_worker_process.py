@@ -81,10 +81,13 @@ class _Worker:
 
 
 def test_what_is_loaded_is_exempt_from_garbage_collection() -> None:
-    freeze_objects()
+    gc.disable()
     try:
+        freeze_objects()
         assert gc.get_freeze_count() > 1000
+        assert gc.isenabled()
     finally:
+        gc.enable()
         gc.unfreeze()
 
 

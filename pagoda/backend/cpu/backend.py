@@ -142,7 +142,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             own_bias = None if bias is None else bias[first : first + outputs]
             segments.append(self._pack(alike, own_bias, dtype))
             first += outputs
-        return PackedLinear(tuple(segments), dtype, first, weight_shape(parts[0])[1])
+        return PackedLinear(tuple(segments), first, weight_shape(parts[0])[1])
 
     def _pack(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
@@ -151,27 +151,28 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -len(bias) % 32))
         first, outputs, inputs = parts[0], total_outputs(parts), weight_shape(parts[0])[1]
-        number, order, offsets = DTYPES[dtype], None, None
+        order, offsets = None, None
         if isinstance(first, DenseWeight):
+            number = DTYPES[dtype]
             weight = _join(parts, "values").to(dtype)
             panels = self._memory.take(self._native.packed_bytes(number, outputs, inputs))
             self._kernels.pack_weight(number, outputs, inputs, weight.data_ptr(), panels.data_ptr())
             return Segment(panels, bias, outputs, (number, outputs, inputs))
         if isinstance(first, BlockWeight):
-            return self._pack_blocks(parts, bias, dtype)
+            return self._pack_blocks(parts, bias)
         shapes, scales = self._native.QuantizedShape, _join(parts, "scales")
         if isinstance(first, Int8Weight):
             if inputs > MAX_INT8_INPUTS:
                 raise ValueError(
                     f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
                 )
-            codes, shape = _join(parts, "values"), shapes.int8(number, outputs, inputs)
+            codes, shape = _join(parts, "values"), shapes.int8(outputs, inputs)
         else:
             codes = _join(parts, "codes")
             offsets = None if first.offsets is None else _join(parts, "offsets")
             order = None if first.act_order is None else first.act_order.contiguous()
             shape = shapes.grouped(
-                number, outputs, inputs, first.bits, first.group_size, offsets is not None
+                outputs, inputs, first.bits, first.group_size, offsets is not None
             )
         panels = self._memory.take(shape.bytes)
         self._native.pack_quantized(
@@ -179,14 +180,11 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         )
         return Segment(panels, bias, outputs, shape, order)
 
-    def _pack_blocks(
-        self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
-    ) -> Segment:
+    def _pack_blocks(self, parts: Sequence[LinearWeight], bias: Tensor | None) -> Segment:
         first, outputs, inputs = parts[0], total_outputs(parts), weight_shape(parts[0])[1]
         assert isinstance(first, BlockWeight)
         held = first.held_as
         shape = self._native.QuantizedShape.in_blocks(
-            DTYPES[dtype],
             outputs,
             inputs,
             held.bits,
@@ -205,27 +203,20 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         return Segment(panels, bias, outputs, shape)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        return self._linear(x, weight, weight.dtype)
-
-    def logits(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        return self._linear(x, weight, torch.float32)
-
-    def _linear(self, x: Tensor, weight: PackedLinear, out_dtype: torch.dtype) -> Tensor:
         x = self._fitting(x, weight)
-        out = torch.empty((len(x), weight.outputs), dtype=out_dtype)
+        out = torch.empty((len(x), weight.outputs))
         first = 0
         for segment in weight.segments:
             part = out[:, first:]
             multiply = segment.bind(self._kernels.linear, self._kernels.quantized_linear)
-            to = (part.data_ptr(), part.stride(0), DTYPES[out_dtype])
+            to = (part.data_ptr(), part.stride(0))
             multiply(address(segment.bias), x.data_ptr(), x.stride(0), len(x), *to)
             first += segment.outputs
         return out
 
     def _fitting(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """x as rows that kernels can read."""
-        self._checked(x, weight.dtype)
-        x = x.flatten(1)
+        x = _checked(x).flatten(1)
         if x.shape[1] != weight.inputs:
             raise ValueError(f"Rows of {x.shape[1]} do not fit a weight of {weight.inputs} inputs.")
         return x if x.stride(1) == 1 else x.contiguous()
@@ -239,7 +230,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
     ) -> Tensor:
         check_token_ids(token_ids, first_id + weight.outputs if vocab_size is None else vocab_size)
         ids, (segment,) = token_ids.contiguous(), weight.segments
-        out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
+        out = torch.empty((len(ids), weight.inputs))
         look_up = segment.bind(self._kernels.embedding, self._kernels.quantized_embedding)
         look_up(first_id, ids.data_ptr(), len(ids), out.data_ptr())
         return out
@@ -255,12 +246,10 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         return columns, values, finite
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
-        dtype, x, delta = self._checked(x, delta.dtype), x.contiguous(), delta.contiguous()
-        out = torch.empty_like(x)
-        width = x.shape[-1]
-        self._kernels.add(
-            dtype, x.data_ptr(), delta.data_ptr(), x.numel() // width, width, out.data_ptr()
-        )
+        x, delta = _checked(x).contiguous(), _checked(delta).contiguous()
+        out, width = torch.empty_like(x), x.shape[-1]
+        rows = x.numel() // width
+        self._kernels.add(x.data_ptr(), delta.data_ptr(), rows, width, out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -269,31 +258,29 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
     def add_rms_norm(
         self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        self._checked(delta, weight.dtype)
-        return self._rms_norm(x, delta.contiguous(), weight, eps)
+        return self._rms_norm(x, _checked(delta).contiguous(), weight, eps)
 
     def _rms_norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """x, or x + delta, and its norm."""
-        dtype, x = self._checked(x, weight.dtype), x.contiguous()
+        x, weight = _checked(x).contiguous(), _checked(weight)
         total = x if delta is None else torch.empty_like(x)
         out, width = torch.empty_like(x), x.shape[-1]
         norm = (weight.data_ptr(), eps, x.numel() // width, width)
         sums = 0 if delta is None else total.data_ptr()
-        self._kernels.add_rms_norm(dtype, x.data_ptr(), address(delta), *norm, sums, out.data_ptr())
+        self._kernels.add_rms_norm(x.data_ptr(), address(delta), *norm, sums, out.data_ptr())
         return total, out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        dtype, gate_up = self._checked(gate_up, gate_up.dtype), gate_up.contiguous()
+        gate_up = _checked(gate_up).contiguous()
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((num_tokens, width))
-        self._kernels.silu_and_mul(dtype, gate_up.data_ptr(), num_tokens, width, out.data_ptr())
+        self._kernels.silu_and_mul(gate_up.data_ptr(), num_tokens, width, out.data_ptr())
         return out
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts[PackedLinear]) -> Tensor:
-        x = self._fitting(x, experts.gate[0])
-        self._checked(logits, x.dtype)
+        x, logits = self._fitting(x, experts.gate[0]), _checked(logits)
         if logits.shape != (len(x), experts.routing.num_experts):
             raise ValueError(f"Logits of {list(logits.shape)} are not of {len(x)} tokens.")
         logits, out = logits.contiguous(), x.new_empty(x.shape)
@@ -315,7 +302,6 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         routing = experts.routing
         native: _native.Experts = self._native.Experts(
             self._kernels,
-            DTYPES[experts.gate[0].dtype],
             experts.gate[0].inputs,
             routing.num_experts,
             routing.experts_per_token,
@@ -359,7 +345,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
     def native_cache(self, cache: KVCache) -> _native.Cache:
         tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
         native: _native.Cache = self._native.Cache(
-            KV_DTYPES[cache.keys.dtype], *map(address, tensors)
+            KV_DTYPES[cache.keys.dtype], cache.keys.shape[4], *map(address, tensors)
         )
         return native
 
@@ -371,17 +357,16 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         table: tuple[Tensor, Tensor],
         norms: HeadNorms | None,
     ) -> Tensor:
-        qkv = qkv.contiguous()
+        qkv = _checked(qkv).contiguous()
         self._check_tokens(qkv, plan)
         cosines, sines = (part.contiguous() for part in table)
         queries = qkv.new_empty((len(qkv), plan.num_heads, plan.head_dim))
         self._kernels.rotate_and_cache(
             plan.native,
-            self._checked_for(cache, qkv),
             self.native_cache(cache),
             qkv.data_ptr(),
-            norms.queries.data_ptr() if norms else 0,
-            norms.keys.data_ptr() if norms else 0,
+            _checked(norms.queries).data_ptr() if norms else 0,
+            _checked(norms.keys).data_ptr() if norms else 0,
             norms.eps if norms else 0.0,
             cosines.data_ptr(),
             sines.data_ptr(),
@@ -398,12 +383,11 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        queries = queries.contiguous()
+        queries = _checked(queries).contiguous()
         self._check_tokens(queries, plan)
         out = torch.empty_like(queries)
         self._kernels.attention(
             plan.native,
-            self._checked_for(cache, queries),
             self.native_cache(cache),
             queries.data_ptr(),
             scale,
@@ -417,7 +401,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
     def compile(
         self,
         forward: ForwardPass[PackedLinear, AttentionMetadata],
-        hidden: tuple[int, torch.dtype] | None = None,
+        hidden: int | None = None,
         names: WeightNames = UNNAMED,
     ) -> Compiled[AttentionMetadata]:
         # Only what shares memory can be met in the middle of a native call.
@@ -427,23 +411,16 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         program = self._native.Program(self._kernels)
         return CompiledForward(self, program, native, forward, hidden, names)
 
-    def _checked(self, x: Tensor, expected: torch.dtype) -> int:
-        """The number that kernels know a dtype by."""
-        if x.dtype != expected:
-            raise ValueError(f"Values are {x.dtype}, but {expected} is needed.")
-        return DTYPES[expected]
-
-    def _checked_for(self, cache: KVCache, x: Tensor) -> int:
-        """The number of activations' dtype, for which the cache was laid out."""
-        dtype = DTYPES[x.dtype]
-        pair = cache.keys.shape[4]
-        if self._kernels.key_pair(dtype, KV_DTYPES[cache.keys.dtype]) != pair:
-            raise ValueError(f"This cache of {cache.keys.dtype} is not for values of {x.dtype}.")
-        return dtype
-
     def _check_tokens(self, x: Tensor, plan: AttentionMetadata) -> None:
         if len(x) != plan.native.num_tokens:
             raise ValueError(f"{len(x)} tokens do not fit a plan of {plan.native.num_tokens}.")
+
+
+def _checked(x: Tensor) -> Tensor:
+    """x, if it is float32, as all activations are; raises ValueError if it is not."""
+    if x.dtype != torch.float32:
+        raise ValueError(f"Values are {x.dtype}, but torch.float32 is needed.")
+    return x
 
 
 def _runs_of_one_format(parts: Sequence[LinearWeight]) -> list[list[LinearWeight]]:

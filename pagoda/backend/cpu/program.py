@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
-from pagoda.backend.cpu.weights import DTYPES, UNLIMITED, AttentionMetadata, PackedLinear, address
+from pagoda.backend.cpu.weights import UNLIMITED, AttentionMetadata, PackedLinear, address
 from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
 from pagoda.telemetry.tracer import Tracer
 
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Value:
-    """Stands for the activations that an operation will compute, a row for each token."""
+    """Stands for the activations that an operation will compute, a row of float32 for each token."""
 
     index: int
-    dtype: torch.dtype
     width: int
 
 
-_TOKEN_IDS = Value(-1, torch.int64, 1)
-_COSINES = Value(-2, torch.float32, 0)
-_SINES = Value(-3, torch.float32, 0)
+_TOKEN_IDS = Value(-1, 1)
+_COSINES = Value(-2, 0)
+_SINES = Value(-3, 0)
 
 
 class _Recorder:
@@ -52,13 +51,13 @@ class _Recorder:
         self.kept: list[object] = []
         """Objects that the program has only addresses of."""
 
-    def input(self, width: int, dtype: torch.dtype) -> Value:
-        return Value(self._program.input(DTYPES[dtype], width), dtype, width)
+    def input(self, width: int) -> Value:
+        return Value(self._program.input(width), width)
 
     def linear(self, x: Value, weight: PackedLinear) -> Value:
-        _expect(x, weight.dtype, weight.inputs)
+        _expect(x, weight.inputs)
         self.kept.append(weight)
-        out = self._value(weight.dtype, weight.outputs)
+        out = self._value(weight.outputs)
         column = 0
         for segment in weight.segments:
             multiply = segment.bind(
@@ -81,7 +80,7 @@ class _Recorder:
             raise ValueError("Rows are looked up by the token ids of the step only.")
         (segment,) = weight.segments
         self.kept.append(weight)
-        out = self._value(weight.dtype, weight.inputs)
+        out = self._value(weight.inputs)
         look_up = segment.bind(
             self._program.embedding, self._program.quantized_embedding, out.index
         )
@@ -97,42 +96,41 @@ class _Recorder:
         return x
 
     def add(self, x: Value, delta: Value) -> Value:
-        _expect(delta, x.dtype, x.width)
+        _expect(delta, x.width)
         index = self._program.add(x.index, delta.index)
         self._note("add")
-        return Value(index, x.dtype, x.width)
+        return Value(index, x.width)
 
     def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
-        _expect(x, weight.dtype, len(weight))
+        _expect(x, len(weight))
         index = self._program.rms_norm(x.index, self._keep(weight), eps)
         self._note("norm", weight, weight.nbytes)
-        return Value(index, x.dtype, x.width)
+        return Value(index, x.width)
 
     def add_rms_norm(
         self, x: Value, delta: Value, weight: Tensor, eps: float
     ) -> tuple[Value, Value]:
-        _expect(x, weight.dtype, len(weight))
-        _expect(delta, weight.dtype, len(weight))
+        _expect(x, len(weight))
+        _expect(delta, len(weight))
         total, out = self._program.add_rms_norm(x.index, delta.index, self._keep(weight), eps)
         self._note("norm", weight, weight.nbytes)
-        return Value(total, x.dtype, x.width), Value(out, x.dtype, x.width)
+        return Value(total, x.width), Value(out, x.width)
 
     def silu_and_mul(self, gate_up: Value) -> Value:
         index = self._program.silu_and_mul(gate_up.index)
         self._note("activation")
-        return Value(index, gate_up.dtype, gate_up.width // 2)
+        return Value(index, gate_up.width // 2)
 
     def experts(self, x: Value, logits: Value, experts: Experts[PackedLinear]) -> Value:
-        weight = experts.gate[0]
-        _expect(x, weight.dtype, weight.inputs)
-        _expect(logits, weight.dtype, experts.routing.num_experts)
+        _expect(x, experts.gate[0].inputs)
+        _expect(logits, experts.routing.num_experts)
         self.kept.append(experts)
         index = self._program.experts(x.index, logits.index, self._ops.native_experts(experts))
         maps = [m for part in (experts.gate, experts.up, experts.down) for m in part]
         flops = sum(2 * m.outputs * m.inputs for m in maps) * experts.routing.experts_per_token
         num_bytes = sum(segment.num_bytes for m in maps for segment in m.segments)
         self._note("experts", None, num_bytes, flops // experts.routing.num_experts)
-        return Value(index, x.dtype, x.width)
+        return Value(index, x.width)
 
     def rotate_and_cache(
         self,
@@ -156,7 +154,7 @@ class _Recorder:
         )
         norm_bytes = norms.queries.nbytes + norms.keys.nbytes if norms else 0
         self._note("rotary", None, norm_bytes)
-        return Value(index, qkv.dtype, width)
+        return Value(index, width)
 
     def attention(
         self,
@@ -171,7 +169,7 @@ class _Recorder:
             queries.index, self._native_cache(cache), scale, UNLIMITED if window is None else window
         )
         self._note("attention")
-        return Value(index, queries.dtype, queries.width)
+        return Value(index, queries.width)
 
     def _note(
         self, kind: Kind, weight: object = None, weight_bytes: int = 0, flops_per_token: int = 0
@@ -180,8 +178,8 @@ class _Recorder:
         name = self._namer.name(kind, weight)
         self.operations.append(Operation(name, kind, weight_bytes, flops_per_token))
 
-    def _value(self, dtype: torch.dtype, width: int) -> Value:
-        return Value(self._program.value(DTYPES[dtype], width), dtype, width)
+    def _value(self, width: int) -> Value:
+        return Value(self._program.value(width), width)
 
     def _native_cache(self, cache: KVCache) -> _native.Cache:
         self.kept.append(cache)
@@ -189,17 +187,15 @@ class _Recorder:
 
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor that must stay where it is."""
-        if not tensor.is_contiguous():
-            raise ValueError("Weights and caches must be contiguous.")
+        if not tensor.is_contiguous() or tensor.dtype != torch.float32:
+            raise ValueError("Weights of norms must be contiguous float32.")
         self.kept.append(tensor)
         return tensor.data_ptr()
 
 
-def _expect(x: Value, dtype: torch.dtype, width: int) -> None:
-    if (x.dtype, x.width) != (dtype, width):
-        raise ValueError(
-            f"Rows of {x.width} in {x.dtype} do not fit a weight of {width} in {dtype}."
-        )
+def _expect(x: Value, width: int) -> None:
+    if x.width != width:
+        raise ValueError(f"Rows of {x.width} do not fit a weight of {width} inputs.")
 
 
 class CompiledForward:
@@ -209,7 +205,7 @@ class CompiledForward:
         program: _native.Program,
         group: _native.Collectives | None,
         forward: ForwardPass[PackedLinear, AttentionMetadata],
-        hidden: tuple[int, torch.dtype] | None,
+        hidden: int | None,
         names: WeightNames,
     ) -> None:
         """Records `forward` of a rank of the group, or alone, in the empty `program`.
@@ -218,7 +214,7 @@ class CompiledForward:
         """
         self._program = program
         recorder = _Recorder(ops, program, group, names)
-        self._hidden = None if hidden is None else recorder.input(*hidden)
+        self._hidden = None if hidden is None else recorder.input(hidden)
         no_plan = cast("AttentionMetadata", None)
         step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden)
         self._result = forward(recorder, step)
@@ -246,7 +242,7 @@ class CompiledForward:
             raise ValueError(f"{num_tokens} tokens do not fit the plan or the rotary table.")
         token_ids = step.token_ids.contiguous()
         hidden = self._checked_hidden(step.hidden, num_tokens)
-        out = torch.empty((num_tokens, self._result.width), dtype=self._result.dtype)
+        out = torch.empty((num_tokens, self._result.width))
         self._program.run(
             num_tokens,
             step.plan.native,
@@ -267,7 +263,9 @@ class CompiledForward:
             raise ValueError(
                 "A step without hidden states does not fit a stage that starts from them."
             )
-        _expect(Value(-1, hidden.dtype, hidden.shape[1]), self._hidden.dtype, self._hidden.width)
+        if hidden.dtype != torch.float32:
+            raise ValueError(f"Hidden states are {hidden.dtype}, but torch.float32 is needed.")
+        _expect(Value(-1, hidden.shape[1]), self._hidden.width)
         if len(hidden) != num_tokens:
             raise ValueError(f"Hidden states of {len(hidden)} tokens do not fit {num_tokens}.")
         return hidden.contiguous()

@@ -58,7 +58,6 @@ class Segment:
 class PackedLinear:
     segments: tuple[Segment, ...]
     """Segments whose outputs follow one another."""
-    dtype: torch.dtype
     outputs: int
     inputs: int
 

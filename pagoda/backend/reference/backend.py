@@ -52,18 +52,17 @@ ROWS = 16
 KEYS = 128
 """Cached tokens of one attention tile; a multiple of every block size."""
 WIDENED_OUTPUTS = 16384
-"""Outputs of a head whose weights are widened to float32 at once."""
+"""Outputs whose weights are widened to float32 at once."""
 TILES_PER_PASS = 8
 """Query tiles whose K and V are gathered at once, so that they stay in the processor's cache."""
-_HAS_BF16_PRODUCTS: bool = torch.cpu._is_avx512_bf16_supported()
 
 
 @dataclass(frozen=True)
 class Linear:
     parts: tuple[Tensor | Quantized, ...]
-    """Weights whose outputs follow one another; dense ones are [out, in] in `dtype`."""
+    """Weights whose outputs follow one another; dense ones are [out, in]."""
     bias: Tensor | None
-    dtype: torch.dtype
+    """[out] float32."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,11 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> Linear:
+        wide_bias = None if bias is None else bias.float()
         if all(isinstance(part, DenseWeight) for part in parts):
             joined = torch.cat([part.values.to(dtype) for part in parts])  # type: ignore[union-attr]
-            return Linear((joined,), bias, dtype)
-        return Linear(tuple(_prepared(part, dtype) for part in parts), bias, dtype)
+            return Linear((joined,), wide_bias)
+        return Linear(tuple(_prepared(part, dtype) for part in parts), wide_bias)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         x = x.flatten(1)
@@ -134,7 +134,7 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
             _dense_product(x, part) if isinstance(part, Tensor) else quantized_product(x, part)
             for part in weight.parts
         ]
-        out = torch.cat([product.to(weight.dtype) for product in products], dim=1)
+        out = torch.cat(products, dim=1)
         return out if weight.bias is None else out.add_(weight.bias)
 
     def embedding(
@@ -147,33 +147,22 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
         foreign = (own < 0) | (own >= outputs)
         own = own.masked_fill(foreign, 0)
         if isinstance(table, Tensor):
-            rows = F.embedding(own, table)
+            rows = F.embedding(own, table).float()
         else:
-            rows = embedding_rows(own, table).to(weight.dtype)
+            rows = embedding_rows(own, table)
         return rows.masked_fill(foreign[:, None], 0)
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         return x + delta
 
-    def logits(self, x: Tensor, weight: Linear) -> Tensor:
-        wide = x.flatten(1).float()
-        products = [
-            _wide_product(wide, part) if isinstance(part, Tensor) else quantized_product(x, part)
-            for part in weight.parts
-        ]
-        out = torch.cat(products, dim=1)
-        return out if weight.bias is None else out.add_(weight.bias)
-
     def argmax(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self.logits(x, weight)
+        logits = self.linear(x, weight)
         columns = logits.argmax(dim=1)
         values = logits.gather(1, columns[:, None]).flatten()
         return columns, values, logits.isfinite().all(dim=1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return wide.to(x.dtype) * weight
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
     def add_rms_norm(
         self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
@@ -184,14 +173,13 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         """Rotates the pairs (i, i + d/2) of every head of x [n, heads, d]."""
         cos, sin = (part[:, None, :] for part in table)
-        left, right = x.float().chunk(2, dim=-1)
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        wide = gate.float()
         # F.silu takes another path for the last few elements of a tensor than for the rest.
-        return (wide / (1 + torch.exp(-wide))).to(up.dtype) * up
+        return gate / (1 + torch.exp(-gate)) * up
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts[Linear]) -> Tensor:
         chosen, weights = _routed(logits, experts.routing)
@@ -206,15 +194,15 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
             own = x[tokens]
             gate_up = torch.cat((self.linear(own, gate), self.linear(own, up)), dim=1)
             out = self.linear(self.silu_and_mul(gate_up), down)
-            total[tokens] += out.float() * weights[tokens, places, None]
-        return total.to(x.dtype)
+            total[tokens] += out * weights[tokens, places, None]
+        return total
 
     # ---- all at once
 
     def compile(
         self,
         forward: ForwardPass[Linear, AttentionMetadata],
-        hidden: tuple[int, torch.dtype] | None = None,  # noqa: ARG002 - steps have what they have
+        hidden: int | None = None,  # noqa: ARG002 - steps have what they have
         names: WeightNames = UNNAMED,
     ) -> Compiled[AttentionMetadata]:
         return DirectForward(self, forward, names)
@@ -316,12 +304,12 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
         num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
         shape = (plan.num_tiles, num_kv_heads, plan.rows_per_tile, head_dim)
         tiles = torch.zeros(shape, dtype=torch.float32)
-        scaled = queries.reshape(-1, head_dim).float() * scale
+        scaled = queries.reshape(-1, head_dim) * scale
         tiles.view(-1, head_dim).index_copy_(0, plan.rows, scaled)
         for part in plan.passes:
             tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, window)
         out = tiles.view(-1, head_dim).index_select(0, plan.rows)
-        return out.view_as(queries).to(queries.dtype)
+        return out.view_as(queries)
 
 
 def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Quantized:
@@ -335,31 +323,27 @@ def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Quantized:
 def _routed(logits: Tensor, routing: ExpertRouting) -> tuple[Tensor, Tensor]:
     """Numbers of each token's experts, ascending, and their weights: two of [n, experts_per_token]."""
     # By logits: two that differ may have the same probability.
-    ranked = logits.float().sort(dim=1, descending=True, stable=True).indices
+    ranked = logits.sort(dim=1, descending=True, stable=True).indices
     chosen = ranked[:, : routing.experts_per_token].sort(dim=1).values
-    weights = logits.softmax(dim=1, dtype=torch.float32).gather(1, chosen)
+    weights = logits.softmax(dim=1).gather(1, chosen)
     return chosen, weights / weights.sum(1, keepdim=True) if routing.renormalize else weights
 
 
 def _dense_product(x: Tensor, matrix: Tensor) -> Tensor:
-    if matrix.dtype == torch.float16 or (matrix.dtype == torch.bfloat16 and not _HAS_BF16_PRODUCTS):
-        # Half-precision products are slow on CPUs, and would be summed in half precision. Those of bfloat16 that a
-        # processor has no instruction for are cut up by rows and threads, and each part is rounded in its own way.
-        matrix, x = matrix.float(), x.float()
+    """x [n, in] float32 times a matrix [out, in] of any dtype: [n, out] float32."""
+    if matrix.dtype == torch.bfloat16:
+        x = x.to(torch.bfloat16).float()
     num_tokens = x.shape[0]
     x = F.pad(x, (0, 0, 0, -num_tokens % ROWS))
     out = x.new_empty(x.shape[0], matrix.shape[0])
-    for start in range(0, x.shape[0], ROWS):
-        rows = slice(start, start + ROWS)
-        torch.mm(x[rows], matrix.t(), out=out[rows])
+    for first in range(0, len(matrix), WIDENED_OUTPUTS):
+        outputs = slice(first, first + WIDENED_OUTPUTS)
+        # Products of half-precision numbers are exact in float32, in which they are added up.
+        wide = matrix[outputs].float().t()
+        for start in range(0, x.shape[0], ROWS):
+            rows = slice(start, start + ROWS)
+            out[rows, outputs] = x[rows] @ wide
     return out[:num_tokens]
-
-
-def _wide_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [n, in] float32 times a matrix of any dtype: [n, out] float32; few outputs are widened at a time."""
-    starts = range(0, len(matrix), WIDENED_OUTPUTS)
-    pieces = (matrix[start : start + WIDENED_OUTPUTS].float() for start in starts)
-    return torch.cat([_dense_product(x, piece) for piece in pieces], dim=1)
 
 
 def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows: Tensor) -> _Pass:
@@ -429,10 +413,9 @@ def _hidden(key_positions: Tensor, positions: Tensor, window: int | None) -> Ten
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., d] as int8 and the scales [...] float32 that bring it back; the largest of d elements is 127."""
-    wide = x.float()
-    scales = wide.abs().amax(-1) / 127
+    scales = x.abs().amax(-1) / 127
     divisors = scales.masked_fill(scales == 0, 1)
-    return (wide / divisors[..., None]).round().to(torch.int8), scales
+    return (x / divisors[..., None]).round().to(torch.int8), scales
 
 
 def _gather(cached: Tensor, scales: Tensor | None, rows: Tensor) -> Tensor:

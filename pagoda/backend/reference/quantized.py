@@ -109,17 +109,17 @@ def quantized_product(x: Tensor, weight: Quantized) -> Tensor:
     """x [n, in] times the weight: [n, out] float32."""
     pieces = _pieces(num_rows(weight))
     if isinstance(weight, Int8Weight):
-        rounded, scales = _rounded(x.float())
+        rounded, scales = _rounded(x)
         products = [
             _int8_product(rounded, scales, Int8Weight(weight.values[some], weight.scales[some]))
             for some in pieces
         ]
     elif isinstance(weight, PackedBlocks):
-        rounded, scales = _rounded(x.float().view(len(x), -1, weight.weight.held_as.group_size))
+        rounded, scales = _rounded(x.view(len(x), -1, weight.weight.held_as.group_size))
         products = [_block_product(rounded, scales, weight.rows(some)) for some in pieces]
     else:
         order, group_size = weight.weight.act_order, weight.weight.group_size
-        wide = x.float() if order is None else x[:, order].float()
+        wide = x if order is None else x[:, order]
         rounded, scales = _rounded(wide.view(len(x), -1, group_size))
         products = [_grouped_product(rounded, scales, weight.rows(some)) for some in pieces]
     return torch.cat(products, dim=1)

@@ -1,0 +1,90 @@
+"""Scales of fp8 checkpoints, read from config.json: one for a weight, an output, a group of inputs or a block.
+
+Floats of 8 bits are those of Micikevicius et al. 2022; scales of blocks are those of DeepSeek-V3 (2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.checkpoints.fields import Fields
+from pagoda.errors import ConfigError
+
+_LAYOUTS = ("float-quantized", "naive-quantized")
+_BLOCK_RULE = "must be two positive integers, the outputs and inputs of a block"
+
+
+@dataclass(frozen=True)
+class Fp8Scheme:
+    """Floats of 8 bits that share scales; they are converted to the activations' dtype as they are loaded."""
+
+    outputs: int | None
+    """Outputs that share a scale; None: all of them."""
+    inputs: int | None
+    """Inputs that share a scale; None: all of them."""
+
+    @property
+    def summary(self) -> str:
+        match self.outputs, self.inputs:
+            case None, None:
+                shared = "one scale each"
+            case 1, None:
+                shared = "by channel"
+            case 1, inputs:
+                shared = f"groups of {inputs}"
+            case outputs, inputs:
+                shared = f"blocks of {outputs} × {inputs}"
+        return f"fp8 weights ({shared}), converted"
+
+    def scales_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Shape of the scales of a weight [outputs, inputs], whose last blocks may be cut off."""
+        return -(-outputs // (self.outputs or outputs)), -(-inputs // (self.inputs or inputs))
+
+
+def compressed_tensors_scheme(weights: Fields, layout: str) -> Fp8Scheme:
+    """Scheme of a group's `weights` whose type is float; inputs stay in their dtype whatever the group says."""
+    if layout not in _LAYOUTS:
+        known = " or ".join(map(repr, _LAYOUTS))
+        raise ConfigError(
+            f"{weights.source}: quantization_config.format must be {known} for weights of type float, "
+            f"got {layout!r}."
+        )
+    if weights.values.get("num_bits") != 8:
+        weights.refuse("num_bits", "must be 8 for weights of type float")
+    if not weights.flag("symmetric", True):
+        weights.refuse("symmetric", "must be true for weights of type float")
+    strategy = weights.text("strategy", "tensor")
+    if strategy == "block":
+        return _blocks(weights, "block_structure")
+    if strategy == "group":
+        return Fp8Scheme(1, weights.positive("group_size"))
+    if strategy not in ("tensor", "channel"):
+        weights.refuse(
+            "strategy", "must be 'tensor', 'channel', 'group' or 'block' for weights of type float"
+        )
+    return Fp8Scheme(1 if strategy == "channel" else None, None)
+
+
+def fp8_scheme(fields: Fields) -> Fp8Scheme:
+    """Scheme of `quant_method` `fp8`, with one scale for a weight or, as `weight_block_size` says, for a block."""
+    if fields.text("fmt", "e4m3").removeprefix("float8_").removesuffix("fn") not in (
+        "e4m3",
+        "e5m2",
+    ):
+        fields.refuse("fmt", "must be 'e4m3' or 'e5m2'")
+    if fields.values.get("weight_block_size") is None:
+        return Fp8Scheme(None, None)
+    return _blocks(fields, "weight_block_size")
+
+
+def _blocks(fields: Fields, name: str) -> Fp8Scheme:
+    sizes = fields.values.get(name)
+    if isinstance(sizes, str):  # `128x128`
+        sizes = [int(size) if size.isdecimal() else 0 for size in sizes.split("x")]
+    if (
+        not isinstance(sizes, list)
+        or [type(size) for size in sizes] != [int, int]
+        or min(sizes) < 1
+    ):
+        fields.refuse(name, _BLOCK_RULE)
+    return Fp8Scheme(*sizes)

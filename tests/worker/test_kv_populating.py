@@ -1,0 +1,143 @@
+"""Blocks of a cache get their pages in order, ahead of use, and keep what they hold."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda.backend.base import KVCache
+from pagoda.backend.cpu.native import load_native
+from pagoda.devices import BackendUnavailableError
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import SlotStart, StepPlan
+from pagoda.worker.kv import populating
+from pagoda.worker.kv.populating import KVPopulator
+
+PAGE = mmap.PAGESIZE
+NUM_BLOCKS = 32
+BLOCK_BYTES = 3 * PAGE
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    try:
+        load_native()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+class Cache:
+    """K and V of some layers in memory of their own, in small pages of which none has been taken."""
+
+    def __init__(self, layers: int = 2) -> None:
+        self.maps = [self._map() for _ in range(2 * layers)]
+        tensors = [torch.frombuffer(m, dtype=torch.uint8).view(NUM_BLOCKS, -1) for m in self.maps]
+        self.caches = [KVCache(*tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
+
+    def _map(self) -> mmap.mmap:
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES, flags=private)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        return memory
+
+    def present(self) -> list[int]:
+        """Pages of each tensor that are there, by `/proc/self/pagemap`."""
+        counts = []
+        with Path("/proc/self/pagemap").open("rb") as pagemap:
+            for cache in self.caches:
+                for tensor in cache.tensors.values():
+                    pagemap.seek(tensor.data_ptr() // PAGE * 8)
+                    entries = pagemap.read(8 * NUM_BLOCKS * BLOCK_BYTES // PAGE)
+                    flags = [entries[i + 7] >> 7 for i in range(0, len(entries), 8)]
+                    counts.append(sum(flags))
+                    assert flags == sorted(flags, reverse=True)  # the first ones
+        return counts
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight blocks of two layers are kept ready."""
+    monkeypatch.setattr(populating, "AHEAD_BYTES", 8 * 4 * BLOCK_BYTES)
+
+
+def _plan(*block_ids: int, new: tuple[int, ...] = ()) -> StepPlan:
+    start = SlotStart(0, [1], 1, 0, list(block_ids), SamplingParams())
+    return StepPlan(0, [0], [1], [start], [(0, list(new))] if new else [])
+
+
+@pytest.mark.usefixtures("ahead")
+def test_blocks_are_ready_before_they_are_used() -> None:
+    cache = Cache()
+    populator = KVPopulator(cache.caches, available_bytes=lambda: 2**40)
+    assert cache.present() == [0, 0, 0, 0]
+    populator.keep_ready_behind(-1)
+    populator.wait()
+    assert cache.present() == [3 * 8] * 4
+    populator.use(_plan())
+    populator.use(_plan(0, 1, new=(2,)))
+    populator.wait()
+    assert cache.present() == [3 * 11] * 4
+    populator.use(_plan(1))
+    populator.wait()
+    assert cache.present() == [3 * 11] * 4
+    populator.use(_plan(30, 5))
+    populator.wait()
+    assert cache.present() == [3 * NUM_BLOCKS] * 4
+    populator.use(_plan(31))
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_cache_that_no_longer_fits_into_memory_is_left_alone() -> None:
+    cache = Cache()
+    free = 2 * 4 * NUM_BLOCKS * BLOCK_BYTES
+    populator = KVPopulator(cache.caches, 2, available_bytes=lambda: free)
+    free -= 1
+    populator.keep_ready_behind(-1)
+    populator.wait()
+    assert cache.present() == [0] * 4
+    free += 1
+    populator.use(_plan(0))
+    populator.wait()
+    assert cache.present() == [3 * 9] * 4
+
+
+def test_contents_stay_whoever_writes_meanwhile() -> None:
+    """Bytes at which pages begin are counted up while the pages are touched."""
+    cache = Cache()
+    counters = [
+        tensor.view(-1)[:: PAGE // 2] for each in cache.caches for tensor in each.tensors.values()
+    ]
+
+    def count() -> None:
+        for _ in range(100):
+            for counter in counters:
+                counter += 1
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    populators = [KVPopulator(cache.caches, available_bytes=lambda: 2**40) for _ in range(20)]
+    for populator in populators:
+        populator.keep_ready_behind(NUM_BLOCKS)
+    for populator in populators:
+        populator.wait()
+    counting.join()
+    assert all(bool((counter == 100).all()) for counter in counters)
+
+
+def test_a_populator_that_goes_away_stops() -> None:
+    cache = Cache()
+    names = Path("/proc/self/task")
+    populator = KVPopulator(cache.caches, available_bytes=lambda: 2**40)
+    populator.keep_ready_behind(-1)
+    populator.wait()
+
+    def threads() -> int:
+        return sum((t / "comm").read_text() == "kv-populator\n" for t in names.iterdir())
+
+    assert threads() == 1
+    del populator
+    assert threads() == 0
