@@ -11,13 +11,13 @@ from cpu_cases import DTYPES, QUANTIZED, REFERENCE, random_tensor
 from torch import Tensor
 
 from pagoda.backend.weights import (
+    BLOCK_INPUT_GROUP,
     BlockWeight,
     DenseWeight,
     GroupedWeight,
     Int8Weight,
     LinearWeight,
     dequantize,
-    weight_format,
     weight_shape,
 )
 
@@ -36,8 +36,10 @@ def test_products_are_those_of_rounded_inputs(kind: str) -> None:
     actual = REFERENCE.linear(x, REFERENCE.prepare_linear([weight], None, torch.float32))
     matrix = [[Fraction(v) for v in row] for row in _exact(weight).tolist()]
     group = x.shape[1]
-    if isinstance(weight, GroupedWeight | BlockWeight):
-        group = weight_format(weight).group_size
+    if isinstance(weight, BlockWeight):
+        group = BLOCK_INPUT_GROUP
+    if isinstance(weight, GroupedWeight):
+        group = weight.group_size
     order = getattr(weight, "act_order", None)
     mapped = x if order is None else x[:, order]
     for row in range(3):
