@@ -2,6 +2,7 @@
 // decided in linear.cpp, quantized.cpp, rows.cpp and attention.cpp, for all instruction sets.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 namespace pagoda {
@@ -106,7 +107,8 @@ constexpr uint8_t kIq4Codebook[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141,
 
 // How a quantized weight lies in a panel, group by group of inputs: for every four inputs the codes of 32 outputs,
 // four bytes each, or in 4 bits for every eight inputs (the first four in the low halves of bytes); then 32 scales
-// and, where there are some, 32 offsets. Scales are float16, or float where all inputs are one group.
+// and, where there are some, 32 offsets, both float16. Where all inputs are one group scales are floats, and instead
+// of offsets there are zero points, 32-bit integers that all codes of an output are too high by.
 struct QuantizedFormat {
     int bits;
     bool grouped, offsets;
@@ -120,7 +122,8 @@ struct QuantizedFormat {
         return offsets ? 0 : blocks.codebook ? 128 : 1 << (bits - 1);
     }
     int64_t code_bytes() const { return group_inputs * kPanel * bits / 8; }
-    int64_t group_bytes() const { return code_bytes() + kPanel * (grouped ? offsets ? 4 : 2 : 4); }
+    int64_t scale_size() const { return grouped ? 2 : 4; }
+    int64_t group_bytes() const { return code_bytes() + kPanel * scale_size() * (offsets ? 2 : 1); }
     int64_t panel_bytes() const {
         return blocks.groups == 0 ? groups * group_bytes() : num_blocks() * block_bytes();
     }
@@ -147,18 +150,38 @@ struct QuantizedFormat {
     }
 };
 
+// What four neighbouring codes of eight bits lack to the integers that they stand for, in units of kWideUnit.
+struct WideQuad {
+    int32_t quad;   // the first of the four inputs, over four
+    int32_t codes;  // four bytes
+};
+constexpr int kWideUnit = 128;
+
+// Activations that are rounded together: lane i has those whose number is i in remainder. Nearly all of them are codes
+// of eight bits: as many as the highest of this lane allows, the lanes being sorted by their highest.
+constexpr int kLanes = 32, kNarrowLane = 22;
+// The largest code that has eight bits of units; sums of codes' magnitudes times 255 fit 32 bits up to the other one.
+constexpr float kLargestCode = 127 * kWideUnit, kLargestSum = 1 << 23;
+
 // A row of activations as the products of integers take it: codes, and for each group the integer that its sum
-// starts at so that the codes' zero counts for nothing, the scale, and the scale times the sum of codes.
+// starts at so that the codes' zero counts for nothing, the scale, and the scale times the sum of codes. Where all
+// inputs are one group codes are of more than eight bits: those that do not fit theirs come again as wide quads.
 struct QuantizedRow {
     void* codes;
     int32_t* starts;
     float* scales;
     float* totals;
+    int32_t* sum;  // of codes; this and what follows only where all inputs are one group
+    int32_t* num_wide;
+    WideQuad* wide;
 
     QuantizedRow(const QuantizedFormat& format, int64_t code_size, void* memory) : codes(memory) {
         starts = reinterpret_cast<int32_t*>(static_cast<char*>(memory) + codes_bytes(format, code_size));
         scales = reinterpret_cast<float*>(starts + format.groups);
         totals = scales + format.groups;
+        sum = reinterpret_cast<int32_t*>(totals + format.groups);
+        num_wide = sum + 1;
+        wide = reinterpret_cast<WideQuad*>(num_wide + 1);
     }
 
     // Whole vectors.
@@ -167,7 +190,9 @@ struct QuantizedRow {
     }
     // An odd number of cache lines, so that rows do not displace each other.
     static int64_t bytes(const QuantizedFormat& format, int64_t code_size) {
-        return ((codes_bytes(format, code_size) + 12 * format.groups + 63) / 64 | 1) * 64;
+        // Two more quads than there are: one that counts for nothing makes them even, and one is written in vain.
+        const int64_t wide = format.grouped ? 0 : 8 + (code_size == 1 ? (format.group_inputs / 4 + 2) * 8 : 0);
+        return ((codes_bytes(format, code_size) + 12 * format.groups + wide + 63) / 64 | 1) * 64;
     }
 };
 
@@ -189,6 +214,32 @@ struct Argmax {
     float value;
     int32_t finite;  // 1 if all outputs are
     int64_t column;  // the first of equal ones
+};
+
+// Weights of tokens are multiples of 2 to the power of minus this.
+constexpr int kWeightBits = 40;
+// Logits whose maximum is kept. Masks of tokens are in words of 32 bits.
+constexpr int64_t kSampleBlock = 128;
+// Tokens are sorted into buckets by powers of two first; the last one is beyond all that may count.
+constexpr int kSampleBuckets = 1024;
+constexpr float kBucketsPerPower = 25;
+
+// How the logits of a row become weights, and which tokens count: 2 to the power of (x - highest) * scale.
+struct Weighing {
+    float highest, scale;
+    float lowest_power;  // powers below are left out
+    float lowest;        // logits below are left out
+    float mean = 0;      // of powers; powers further from it than `farthest` are left out
+    float farthest = INFINITY;
+    float first_bucket = 0, bucket_end = kSampleBuckets;  // for `weigh`: others are left out
+};
+
+// Some tokens of a block, one after the other.
+struct WeighedTokens {
+    alignas(64) int64_t weights[kSampleBlock + 16];
+    alignas(64) float distances[kSampleBlock + 16];  // of powers from the mean
+    alignas(64) int32_t buckets[kSampleBlock + 16];
+    alignas(64) int32_t places[kSampleBlock + 16];  // in the block
 };
 
 struct KernelTable {
@@ -213,8 +264,8 @@ struct KernelTable {
                            int64_t inputs, float* out);
     // Takes outputs [rows, cols] that lie kPanel apart, of the columns from `first` on, into those seen so far.
     void (*argmax)(const float* outputs, int rows, int cols, int64_t first, Argmax* seen);
-    // A weight's row of inputs to codes and scales: one scale for all, or for each group.
-    void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale);
+    // A weight's row of inputs to codes and scales: one scale for all, or for each group. `zero_point` is null for none.
+    void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale, int32_t* zero_point);
     void (*round_to_int4)(Dtype, const void* weight, int64_t inputs, int64_t group_size, uint8_t* codes,
                           void* scales);
     // The parts' elements, added up in order as floats and rounded once. `out` may be one of the parts.
@@ -247,6 +298,17 @@ struct KernelTable {
     void (*merge)(int rows, int padded_dim, Softmax whole, Partial split);
     // result = out / total.
     void (*normalize)(const float* out, float total, int64_t d, float* result);
+    // The sum of weights of logits [n], and of weights times powers.
+    int64_t (*total_weight)(const Weighing&, const float* x, int64_t n);
+    int64_t (*total_product)(const Weighing&, const float* x, int64_t n);
+    // The tokens that count of logits [n], at most kSampleBlock; returns their number.
+    int64_t (*weigh)(const Weighing&, const float* x, int64_t n, WeighedTokens& tokens);
+    // The highest of each kSampleBlock of logits [n]; false if a logit is not finite.
+    bool (*block_maxima)(const float* x, int64_t n, float* maxima);
+    // Logits above the bound.
+    int64_t (*count_above)(const float* x, int64_t n, float bound);
+    // Makes logits -inf whose bit is not set.
+    void (*forbid_unset)(float* x, int64_t n, const uint32_t* bits);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }

@@ -14,6 +14,7 @@
 #include "pages.h"
 #include "populator.h"
 #include "program.h"
+#include "sampler.h"
 
 namespace nb = nanobind;
 
@@ -92,10 +93,10 @@ class Kernels {
         });
     }
 
-    void quantize_int8(int dtype, int64_t outputs, int64_t inputs, Address weight, Address codes,
-                       Address scales) const {
+    void quantize_int8(int dtype, int64_t outputs, int64_t inputs, Address weight, Address codes, Address scales,
+                       Address zero_points) const {
         pagoda::quantize_int8(*table_, {Dtype(dtype), inputs, outputs}, to(weight), to(codes),
-                              to<float>(scales));
+                              to<float>(scales), to<int32_t>(zero_points));
     }
 
     void quantize_int4(int dtype, int64_t outputs, int64_t inputs, int64_t group_size, Address weight,
@@ -189,6 +190,14 @@ class Kernels {
         });
     }
 
+    void sample(std::vector<SamplingRow>& rows, Address logits, int64_t row_stride, int64_t vocab, int64_t most,
+                Address numbers, Address logprobs) {
+        const nb::gil_scoped_release released;
+        for (size_t i = 0; i < rows.size(); ++i) rows[i].logits = to<float>(logits) + static_cast<int64_t>(i) * row_stride;
+        pagoda::sample(*table_, rows.data(), static_cast<int64_t>(rows.size()), vocab,
+                       {to<int64_t>(numbers), to<float>(logprobs), most}, buffer_);
+    }
+
     const KernelTable& table() const { return *table_; }
 
    private:
@@ -213,6 +222,21 @@ class Kernels {
 
     const KernelTable* table_ = nullptr;
     Buffer buffer_;
+};
+
+// The rows of a step that are sampled, in order.
+struct SamplingBatch {
+    std::vector<SamplingRow> rows;
+
+    void add(bool greedy, float scale, float lowest_power, int64_t top_k, uint64_t top_p, uint64_t typical_p,
+             uint64_t seed, uint64_t position, int64_t logprobs, Address allowed, Address stops, int64_t num_stops,
+             Address bias_ids, Address biases, int64_t num_biases, Address seen, Address counts, int64_t num_seen,
+             float repetition, float frequency, float presence) {
+        rows.push_back({nullptr, greedy, scale, lowest_power, top_k, top_p, typical_p, seed, position, logprobs,
+                        to<uint32_t>(allowed), to<int64_t>(stops), num_stops, to<int64_t>(bias_ids),
+                        to<float>(biases), num_biases, to<int64_t>(seen), to<float>(counts), num_seen, repetition,
+                        frequency, presence});
+    }
 };
 
 void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x, int64_t count) {
@@ -243,7 +267,9 @@ NB_MODULE(_native, m) {
     });
     nb::class_<QuantizedShape>(m, "QuantizedShape")
         .def_static("int8",
-                    [](int64_t outputs, int64_t inputs) { return QuantizedShape::int8(outputs, inputs); })
+                    [](int64_t outputs, int64_t inputs, bool zero_points) {
+                        return QuantizedShape::int8(outputs, inputs, zero_points);
+                    })
         .def_static("grouped",
                     [](int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {
                         return QuantizedShape::grouped(outputs, inputs, bits, group_size, offsets);
@@ -296,7 +322,12 @@ NB_MODULE(_native, m) {
         .def("key_pair", &Kernels::key_pair)
         .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
-        .def("attention", &Kernels::attention);
+        .def("attention", &Kernels::attention)
+        .def("sample", [](Kernels& self, SamplingBatch& batch, Address logits, int64_t row_stride, int64_t vocab,
+                          int64_t most, Address numbers, Address logprobs) {
+            self.sample(batch.rows, logits, row_stride, vocab, most, numbers, logprobs);
+        });
+    nb::class_<SamplingBatch>(m, "SamplingBatch").def(nb::init<>()).def("add", &SamplingBatch::add);
     nb::class_<PackedLinear>(m, "PackedLinear")
         .def_static("dense",
                     [](int dtype, int64_t outputs, int64_t inputs, Address panels) {

@@ -38,9 +38,9 @@ struct QuantizedShape {
     int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
     int64_t bytes() const { return panels() * format.panel_bytes(); }
 
-    // Codes from -127 to 127, a float scale for each output.
-    static QuantizedShape int8(int64_t outputs, int64_t inputs) {
-        return {inputs, outputs, {8, false, false, 1, (inputs + 3) / 4 * 4}};
+    // Signed codes, a float scale and maybe a zero point for each output.
+    static QuantizedShape int8(int64_t outputs, int64_t inputs, bool zero_points) {
+        return {inputs, outputs, {8, false, zero_points, 1, (inputs + 3) / 4 * 4}};
     }
     // Codes below 2^bits, a float16 scale, and maybe offset, for each output and group of inputs.
     static QuantizedShape grouped(int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {
@@ -69,13 +69,13 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
             const float* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch);
 
 // Of a dense weight, codes [outputs, inputs] with a scale for each output, or 4-bit ones with one for each group
-// (float16). Called by one thread.
+// (float16). Zero points null: magnitudes of both signs have one range. Called by one thread.
 void quantize_int8(const KernelTable& table, const PanelShape& shape, const void* weight, void* codes,
-                   float* scales);
+                   float* scales, int32_t* zero_points);
 void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t group_size, const void* weight,
                    uint8_t* codes, void* scales);
 
-// Codes [outputs, inputs], scales and offsets [outputs, groups]; offsets null if the format has none.
+// Codes [outputs, inputs], scales and offsets, or zero points, [outputs, groups]; null if the format has none.
 void pack_quantized(const QuantizedShape& shape, const void* codes, const void* scales, const void* offsets,
                     void* packed);
 

@@ -39,7 +39,7 @@ void pack_codes(const QuantizedFormat& format, const uint8_t* codes, int64_t n, 
 void pack_panel(const QuantizedShape& shape, const uint8_t* codes, const char* scales, const char* offsets,
                 int64_t outputs, uint8_t* to) {
     const QuantizedFormat& format = shape.format;
-    const auto item = static_cast<size_t>(format.grouped ? 2 : 4);
+    const auto item = static_cast<size_t>(format.scale_size());
     for (int64_t g = 0; g < format.groups; ++g, to += format.group_bytes()) {
         const int64_t first = g * format.group_inputs;
         const int64_t end = std::min(first + format.group_inputs, shape.inputs);
@@ -54,7 +54,7 @@ void pack_panel(const QuantizedShape& shape, const uint8_t* codes, const char* s
             const int64_t from = (j * format.groups + g) * static_cast<int64_t>(item);
             uint8_t* scale = to + format.code_bytes() + j * static_cast<int64_t>(item);
             std::memcpy(scale, scales + from, item);
-            if (format.offsets) std::memcpy(scale + 2 * kPanel, offsets + from, item);
+            if (format.offsets) std::memcpy(scale + kPanel * item, offsets + from, item);
         }
     }
 }
@@ -75,7 +75,7 @@ int64_t packed_rows_bytes(const KernelTable& table, const QuantizedShape& shape,
 void pack_quantized(const QuantizedShape& shape, const void* codes, const void* scales, const void* offsets,
                     void* packed) {
     const QuantizedFormat& format = shape.format;
-    const int64_t scale_row = format.groups * (format.grouped ? 2 : 4);
+    const int64_t scale_row = format.groups * format.scale_size();
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < shape.panels(); ++panel) {
         const int64_t first = panel * kPanel;
@@ -90,12 +90,12 @@ void pack_quantized(const QuantizedShape& shape, const void* codes, const void* 
 }
 
 void quantize_int8(const KernelTable& table, const PanelShape& shape, const void* weight, void* codes,
-                   float* scales) {
+                   float* scales, int32_t* zero_points) {
     const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < shape.outputs; ++i) {
         table.round_to_int8(shape.dtype, at(weight, i * row_bytes), shape.inputs, at(codes, i * shape.inputs),
-                            scales + i);
+                            scales + i, zero_points ? zero_points + i : nullptr);
     }
 }
 

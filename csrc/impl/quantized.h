@@ -1,6 +1,8 @@
 // Rows times one panel of a quantized weight. Sums of products are of integers and exact; only scales round.
 #pragma once
 
+#include <algorithm>
+
 #include "linear.h"
 
 namespace {
@@ -17,6 +19,8 @@ PAGODA_INLINE ints broadcast_ints(int32_t x) { return _mm512_set1_epi32(x); }
 PAGODA_INLINE ints add_ints(ints a, ints b) { return _mm512_add_epi32(a, b); }
 PAGODA_INLINE ints low_nibbles(ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 PAGODA_INLINE ints high_nibbles(ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+PAGODA_INLINE ints multiply_ints(ints a, ints b) { return _mm512_mullo_epi32(a, b); }
+PAGODA_INLINE ints subtract_ints(ints a, ints b) { return _mm512_sub_epi32(a, b); }
 PAGODA_INLINE vec to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
 PAGODA_INLINE ints to_ints(vec x) { return _mm512_cvtps_epi32(x); }
 // Codes of what is not finite add up to anything; vectors may overflow where integers of C++ may not.
@@ -39,6 +43,8 @@ PAGODA_INLINE ints broadcast_ints(int32_t x) { return _mm256_set1_epi32(x); }
 PAGODA_INLINE ints add_ints(ints a, ints b) { return _mm256_add_epi32(a, b); }
 PAGODA_INLINE ints low_nibbles(ints x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 PAGODA_INLINE ints high_nibbles(ints x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+PAGODA_INLINE ints multiply_ints(ints a, ints b) { return _mm256_mullo_epi32(a, b); }
+PAGODA_INLINE ints subtract_ints(ints a, ints b) { return _mm256_sub_epi32(a, b); }
 PAGODA_INLINE vec to_floats(ints x) { return _mm256_cvtepi32_ps(x); }
 PAGODA_INLINE ints to_ints(vec x) { return _mm256_cvtps_epi32(x); }
 PAGODA_INLINE int32_t sum(ints x) {
@@ -75,6 +81,29 @@ PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const Row
 }
 PAGODA_INLINE void store_codes(Code* p, ints x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+
+using pagoda::WideQuad;
+
+// Puts what codes of 8 bits lack of these from `wide` on, and the rest to `codes`; returns the number of quads.
+PAGODA_INLINE int store_wide_codes(Code* codes, int64_t input, ints x, WideQuad* wide) {
+    const __mmask16 lacking = _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(x), _mm512_set1_epi32(127));
+    if (lacking == 0) {
+        store_codes(codes, x);
+        return 0;
+    }
+    // Rounded to the nearest unit, so that the rest has no more than half of one.
+    const ints half = _mm512_set1_epi32(pagoda::kWideUnit / 2);
+    const ints units = _mm512_maskz_srai_epi32(lacking, add_ints(x, half), 7);
+    store_codes(codes, subtract_ints(x, _mm512_slli_epi32(units, 7)));
+    alignas(16) int32_t words[4];
+    _mm_store_si128(reinterpret_cast<__m128i*>(words), _mm512_cvtepi32_epi8(units));
+    int count = 0;
+    for (int i = 0; i < 4; ++i) {
+        wide[count] = {static_cast<int32_t>(input / 4) + i, words[i]};
+        count += words[i] != 0;
+    }
+    return count;
 }
 
 #else
@@ -160,8 +189,68 @@ PAGODA_INLINE CodeScale quantize(const float* x, int64_t n, Code* codes) {
     return {(vanishes ? 0.0f : range / 127.0f) + sum(poison), sum(total)};
 }
 
+using pagoda::kLanes;
+
+// The lane whose highest all narrow codes stay within, and bounds for the codes of all: see rounded_rows in
+// pagoda/backend/reference/quantized.py.
+PAGODA_INLINE float wide_step(float (&highest)[kLanes], int64_t n) {
+    const float share = static_cast<float>((n + kLanes - 1) / kLanes) / pagoda::kLargestSum;
+    float folded[kLanes], top = 0.0f;
+    for (int i = 0; i < kLanes; ++i) {
+        folded[i] = highest[i] * share;
+        top = highest[i] > top ? highest[i] : top;
+    }
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) folded[i] += folded[i + width];
+    }
+    std::nth_element(highest, highest + pagoda::kNarrowLane, highest + kLanes);
+    return std::max({highest[pagoda::kNarrowLane] / 127.0f, top / pagoda::kLargestCode, folded[0]});
+}
+
+// All inputs of a row, as codes of up to 15 bits. Inputs that are not finite make the scale NaN.
+PAGODA_INLINE void quantize_wide(const float* x, int64_t n, const QuantizedRow& row) {
+    constexpr int vectors = kLanes / kWidth;
+    vec highest_seen[vectors], poison = zero();
+    for (vec& highest : highest_seen) highest = zero();
+    for (int64_t i = 0; i < n; i += kLanes) {
+        for (int j = 0; j < vectors; ++j) {
+            const int64_t first = i + j * kWidth;
+            if (first >= n) break;
+            const vec v = load_up_to(x + first, n - first);
+            highest_seen[j] = max(magnitude(v), highest_seen[j]);
+            poison = fma(v, zero(), poison);
+        }
+    }
+    float highest[kLanes];
+    for (int j = 0; j < vectors; ++j) store(highest + j * kWidth, highest_seen[j]);
+    const float step = wide_step(highest, n);
+    float inverse = 1.0f / step;
+    // So small that the inverse is infinite, it is as good as zero.
+    const bool vanishes = !(inverse <= std::numeric_limits<float>::max());
+    if (vanishes) inverse = 0.0f;
+    auto* codes = static_cast<Code*>(row.codes);
+    ints total = broadcast_ints(0);
+    int wide = 0;
+    for (int64_t i = 0; i < n; i += kWidth) {
+        const ints rounded = to_ints(mul(load_up_to(x + i, n - i), broadcast(inverse)));
+#ifdef __AVX512VNNI__
+        wide += store_wide_codes(codes + i, i, rounded, row.wide + wide);
+#else
+        store_codes(codes + i, rounded);
+#endif
+        total = add_ints(total, rounded);
+    }
+    if (wide % 2 != 0) row.wide[wide++] = {0, 0};
+    *row.num_wide = wide;
+    *row.sum = sum(total);
+    *row.starts = static_cast<int32_t>(-128u * static_cast<uint32_t>(*row.sum));
+    *row.scales = (vanishes ? 0.0f : step) + sum(poison);
+    *row.totals = 0.0f;
+}
+
 void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs, void* packed) {
     const QuantizedRow row(format, sizeof(Code), packed);
+    if (!format.grouped) return quantize_wide(x, inputs, row);
     for (int64_t g = 0; g < format.groups; ++g) {
         const int64_t first = g * format.group_inputs;
         const int64_t n = inputs - first < format.group_inputs ? inputs - first : format.group_inputs;
@@ -213,6 +302,50 @@ PAGODA_INLINE void add_group(const uint8_t* codes, const Code* x, int64_t stride
     }
 }
 
+// What rows' wide quads, and the weights' zero points, add to the sums of a panel from `column` on.
+template <int Rows, int Cols>
+PAGODA_INLINE void add_wide(const QuantizedFormat& format, const uint8_t* panel, int column, const QuantizedRow& row,
+                            int64_t row_bytes, ints (&sums)[Rows][Cols]) {
+    const auto of_row = [&](const auto* first, int r) {
+        return reinterpret_cast<decltype(first)>(reinterpret_cast<const char*>(first) + r * row_bytes);
+    };
+#ifdef __AVX512VNNI__
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+        const WideQuad* wide = of_row(row.wide, r);
+        const WideQuad* end = wide + *of_row(row.num_wide, r);
+        ints units[2][Cols];
+        for (int j = 0; j < Cols; ++j) units[0][j] = units[1][j] = broadcast_ints(0);
+        // Two at once: each waits for the one before it.
+        for (; wide < end; wide += 2) {
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i) {
+                const uint8_t* codes = panel + 4 * kPanel * int64_t{wide[i].quad} + 4 * column;
+                const ints quad = broadcast_ints(wide[i].codes);
+#pragma GCC unroll 2
+                for (int j = 0; j < Cols; ++j) {
+                    units[i][j] = add_products(units[i][j], load_ints(codes + j * kVectorBytes), quad);
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int j = 0; j < Cols; ++j) {
+            sums[r][j] = add_ints(sums[r][j], _mm512_slli_epi32(add_ints(units[0][j], units[1][j]), 7));
+        }
+    }
+#endif
+    if (!format.offsets) return;
+    const uint8_t* zero_points = panel + format.code_bytes() + 4 * (kPanel + column);
+#pragma GCC unroll 2
+    for (int j = 0; j < Cols; ++j) {
+        const ints own = load_ints(zero_points + j * kVectorBytes);
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) {
+            sums[r][j] = subtract_ints(sums[r][j], multiply_ints(own, broadcast_ints(*of_row(row.sum, r))));
+        }
+    }
+}
+
 // c [Rows, Cols vectors] of a panel from its column on; Scale is the type of a weight's scale.
 template <int Rows, int Cols, int Bits, class Scale>
 PAGODA_INLINE void quantized_tile(const QuantizedFormat& format, const uint8_t* panel, int column,
@@ -234,6 +367,8 @@ PAGODA_INLINE void quantized_tile(const QuantizedFormat& format, const uint8_t* 
         }
         add_group<Bits, Rows, Cols>(panel + 4 * column, x + g * format.group_inputs, stride,
                                     format.group_inputs, ahead, lines, sums);
+        constexpr bool one_group = std::is_same_v<Scale, float>;
+        if constexpr (one_group) add_wide<Rows, Cols>(format, panel, column, row, row_bytes, sums);
         const auto* scales = reinterpret_cast<const Scale*>(panel + format.code_bytes()) + column;
 #pragma GCC unroll 2
         for (int j = 0; j < Cols; ++j) {
@@ -244,7 +379,7 @@ PAGODA_INLINE void quantized_tile(const QuantizedFormat& format, const uint8_t* 
                 results[r][j] = fma(to_floats(sums[r][j]), both, results[r][j]);
             }
         }
-        if (!format.offsets) continue;
+        if (one_group || !format.offsets) continue;
 #pragma GCC unroll 2
         for (int j = 0; j < Cols; ++j) {
             const vec offset = load(scales + kPanel + j * kWidth);
@@ -320,8 +455,10 @@ void dequantize_row(const QuantizedFormat& format, const void* panel_, int lane,
         const uint8_t* group = panel + g * format.group_bytes();
         const uint8_t* scales = group + format.code_bytes();
         const float scale = as_float(scales, lane, format.grouped);
-        const float code = static_cast<float>(format.code(group, lane, within) - format.zero());
-        const float offset = format.offsets ? as_float(scales, kPanel + lane, true) : 0.0f;
+        int32_t zero_point = 0;
+        if (!format.grouped && format.offsets) std::memcpy(&zero_point, scales + 4 * (kPanel + lane), 4);
+        const float code = static_cast<float>(format.code(group, lane, within) - format.zero() - zero_point);
+        const float offset = format.offsets && format.grouped ? as_float(scales, kPanel + lane, true) : 0.0f;
         out[order ? order[i] : i] = code * scale + offset;
     }
 }

@@ -16,7 +16,7 @@ PAGODA_INLINE void store_bytes(uint8_t* p, ints x) {
 }
 #endif
 
-// Codes round(x / scale) + zero, within [lowest, highest]; those of a scale of zero are all `zero`.
+// Codes round(x / scale) + zero_code, within [lowest, highest_code]; those of a scale of zero are all zero_code.
 template <class T>
 PAGODA_INLINE void put_codes(const T* x, int64_t n, float scale, float zero_code, float lowest, float highest_code,
                              uint8_t* codes) {
@@ -52,10 +52,19 @@ PAGODA_INLINE Range range_of(const T* x, int64_t n) {
     return {-reduce_max(sub(zero(), low)), reduce_max(high), sum(poison)};
 }
 
-void round_to_int8(Dtype dtype, const void* weight, int64_t inputs, void* codes, float* scale) {
+void round_to_int8(Dtype dtype, const void* weight, int64_t inputs, void* codes, float* scale, int32_t* zero_point) {
     with_type(dtype, [&](auto* type) {
         const auto* row = static_cast<decltype(type)>(const_cast<void*>(weight));
         const Range range = range_of(row, inputs);
+        if (zero_point != nullptr) {
+            const float low = range.low < 0.0f ? range.low : 0.0f, high = range.high > 0.0f ? range.high : 0.0f;
+            *scale = (high - low) / 255.0f + range.poison;
+            const float lowest = std::nearbyint(low / *scale);
+            *zero_point = lowest > -256.0f && lowest <= 0.0f ? -128 - static_cast<int32_t>(lowest) : 0;
+            put_codes(row, inputs, *scale, static_cast<float>(*zero_point), -128.0f, 127.0f,
+                      static_cast<uint8_t*>(codes));
+            return;
+        }
         const float peak = range.high > -range.low ? range.high : -range.low;
         *scale = peak / 127.0f + range.poison;
         put_codes(row, inputs, *scale, 0.0f, -127.0f, 127.0f, static_cast<uint8_t*>(codes));

@@ -75,6 +75,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     seed: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -106,7 +107,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # Not supported yet: refused but for null and the values beside them, which change nothing.
     store: Annotated[Any, (False,)] = None
     service_tier: Annotated[Any, ("auto", "default")] = None
-    typical_p: Annotated[Any, (1, 1.0)] = None
     bad_words: Annotated[Any, ([],)] = None
     prompt_logprobs: Annotated[Any, ()] = None
     response_format: Annotated[Any, ({"type": "text"},)] = None

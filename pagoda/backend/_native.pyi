@@ -18,7 +18,7 @@ class QuantizedShape:
     """A quantized weight in panels."""
 
     @staticmethod
-    def int8(outputs: int, inputs: int) -> QuantizedShape: ...
+    def int8(outputs: int, inputs: int, zero_points: bool) -> QuantizedShape: ...
     @staticmethod
     def grouped(
         outputs: int, inputs: int, bits: int, group_size: int, offsets: bool
@@ -98,7 +98,14 @@ class Kernels:
     def linear_argmax(self, *arguments: int) -> None: ...
     def quantized_argmax(self, *arguments: int | QuantizedShape) -> None: ...
     def quantize_int8(
-        self, dtype: int, outputs: int, inputs: int, weight: int, codes: int, scales: int
+        self,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        weight: int,
+        codes: int,
+        scales: int,
+        zero_points: int,
     ) -> None: ...
     def quantize_int4(
         self,
@@ -153,6 +160,22 @@ class Kernels:
         window: int,
         out: int,
     ) -> None: ...
+    def sample(
+        self,
+        batch: SamplingBatch,
+        logits: int,
+        row_stride: int,
+        vocab_size: int,
+        most: int,
+        numbers: int,
+        logprobs: int,
+    ) -> None: ...
+
+class SamplingBatch:
+    """Rows of logits to sample from; see csrc/sampler.h."""
+
+    def __init__(self) -> None: ...
+    def add(self, *arguments: float) -> None: ...
 
 class PackedLinear:
     """A packed weight, as experts take it."""

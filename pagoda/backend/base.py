@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor, device, dtype, empty
 
 from pagoda.backend.operation import Operation, WeightNames
+from pagoda.backend.sampling import SampledRow, SamplingRow
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Collectives
@@ -266,8 +267,11 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
         With int8, a token's K and its V have one scale per head, symmetric about 0.
         """
 
-    def quantize_int8(self, values: Tensor) -> Int8Weight:
-        """Quantizes a weight [out, in], as `rounding` says; scales are not finite where weights are not."""
+    def quantize_int8(self, values: Tensor, *, symmetric: bool = True) -> Int8Weight:
+        """Quantizes a weight [out, in], as `rounding` says; scales are not finite where weights are not.
+
+        It has zero points unless it is `symmetric`, as some file formats want it.
+        """
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
         """The same in groups that divide the inputs."""
@@ -285,6 +289,12 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
         Returns the index [m] int64, the lowest of equal ones; the value [m] float32; and a flag [m] bool that all
         logits of the row are finite, without which the other two mean nothing.
+        """
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
+        """The next token of each row of logits [rows, vocab] float32, which are used up.
+
+        `pagoda.backend.sampling` says how tokens are chosen; all backends choose the same ones of the same logits.
         """
 
     def rotary_table(

@@ -1,8 +1,10 @@
 """Weights of linear layers as a checkpoint holds them, before a backend packs them.
 
 A quantized map rounds its inputs too: both sides of every product are small integers, whose sums are exact, so
-that only scales are ever rounded. A row's inputs become integers from -127 to 127 by a scale of their own
-(`highest magnitude / 127`, rounded half to even), worked out anew for every row.
+that only scales are ever rounded. Inputs that share a scale with others of their group become integers from -127
+to 127 (`highest magnitude / 127`, rounded half to even), worked out anew for every row. Where a whole row shares
+one, as with `Int8Weight`, a few inputs are far larger than all others: the scale is that of the others, and these
+few become integers of up to 15 bits.
 """
 
 from __future__ import annotations
@@ -34,12 +36,24 @@ class DenseWeight:
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """W8A8: weight `[o, i]` is `scales[o] * values[o, i]`; a row of inputs has one scale."""
+    """Weight `[o, i]` is `scales[o] * (values[o, i] - zero_points[o])`; a row of inputs has one scale."""
 
     values: Tensor
-    """[out, in] int8, from -127 to 127."""
+    """[out, in] int8."""
     scales: Tensor
     """[out] float32."""
+    zero_points: Tensor | None = None
+    """[out] int32, from -128 to 127; None where all are zero, and values from -127 on."""
+
+    def integers(self) -> Tensor:
+        """[out, in] float32, what scales are multiplied by."""
+        values = self.values.float()
+        return values if self.zero_points is None else values - self.zero_points[:, None]
+
+    def rows(self, chosen: slice | Tensor) -> Int8Weight:
+        """Some outputs of it."""
+        zero_points = None if self.zero_points is None else self.zero_points[chosen]
+        return Int8Weight(self.values[chosen], self.scales[chosen], zero_points)
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,7 @@ def weight_format(weight: LinearWeight) -> WeightFormat:
     if isinstance(weight, DenseWeight):
         return DenseFormat()
     if isinstance(weight, Int8Weight):
-        return Int8Format()
+        return Int8Format(zero_points=weight.zero_points is not None)
     if isinstance(weight, BlockWeight):
         return weight.held_as
     has_offsets, has_order = weight.offsets is not None, weight.act_order is not None
@@ -138,7 +152,7 @@ def dequantize(weight: LinearWeight) -> Tensor:
     if isinstance(weight, DenseWeight):
         return weight.values.float()
     if isinstance(weight, Int8Weight):
-        return weight.values.float() * weight.scales[:, None]
+        return weight.integers() * weight.scales[:, None]
     if isinstance(weight, BlockWeight):
         return _dequantize_blocks(weight)
     spread = weight.group_size

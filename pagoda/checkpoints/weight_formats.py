@@ -23,6 +23,8 @@ class DenseFormat:
 class Int8Format:
     """An `Int8Weight`."""
 
+    zero_points: bool = False
+
 
 @dataclass(frozen=True)
 class GroupedFormat:
@@ -86,7 +88,7 @@ def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsiz
     if isinstance(held_as, DenseFormat):
         return weights * dense_itemsize
     if isinstance(held_as, Int8Format):
-        return weights + 4 * outputs
+        return weights + (8 if held_as.zero_points else 4) * outputs
     if isinstance(held_as, BlockFormat):
         return weights * held_as.bits // 8 + weights // held_as.block_size * _block_scales(held_as)
     per_group = 4 if held_as.offsets else 2
@@ -128,6 +130,10 @@ def _part_of_blocks(held_as: BlockFormat, part: range) -> BlockFormat | None:
     if not held_as.integer_scales:
         size = held_as.block_size
         return held_as if part.start % size == part.stop % size == 0 else None
+    smallest = BLOCK_SIZES[-1]
+    if held_as.block_size not in BLOCK_SIZES:  # a block is a whole row
+        fits = part.start % smallest == part.stop % smallest == 0
+        return replace(held_as, block_size=len(part)) if fits else None
     for size in BLOCK_SIZES:
         if size <= held_as.block_size and part.start % size == part.stop % size == 0:
             return replace(held_as, block_size=size)

@@ -56,6 +56,8 @@ class SamplingOptions:
     """Sample from this many most likely tokens."""
     min_p: float | None = None
     """Leave out tokens less likely than this times the most likely one."""
+    typical_p: float | None = None
+    """Sample from the tokens of the most typical information whose probabilities add up to this."""
     presence_penalty: float | None = None
     """A number to subtract from the logits of tokens that were generated."""
     frequency_penalty: float | None = None

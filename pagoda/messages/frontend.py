@@ -14,7 +14,7 @@ from pagoda.messages.sampling_params import SamplingParams, TokenId
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 

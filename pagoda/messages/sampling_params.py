@@ -48,6 +48,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sample from the k most likely tokens; 0 or -1 means all."""
     min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Leave out tokens less likely than this times the most likely one (Nguyen et al. 2024)."""
+    typical_p: Annotated[float, Range(0.0, 1.0, excludes_low=True)] = 1.0
+    """Sample from the tokens whose information is nearest to the entropy and whose probabilities add up to this
+    (locally typical sampling, Meister et al. 2022)."""
     seed: Annotated[int | None, Range(-(2**63), 2**64 - 1)] = None
     """Together with the position it determines every random number. Drawn at the frontend when absent."""
     presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0

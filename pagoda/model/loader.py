@@ -14,7 +14,7 @@ from pagoda.backend.weights import GroupedWeight, LinearWeight, same_order, weig
 from pagoda.checkpoints.model_config import LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad
-from pagoda.model.sharding import Shard, take_part
+from pagoda.model.sharding import Part, Shard, take_part
 from pagoda.model.weights import WeightSource
 from pagoda.telemetry.tracer import Tracer
 
@@ -115,10 +115,14 @@ class WeightLoader(Generic[LinearT]):
 
     def _weight(self, linear: LinearSpec) -> LinearWeight:
         part = self.shard.part_of(linear)
-        weight = take_part(linear, self._source.linear(linear, self.dtype), part, self.dtype)
-        if self._quantization is None:
-            return weight
-        return self._quantization.quantize(linear, part, weight, self.backend)
+        weight = self._source.linear(linear, self.dtype)
+        if self._quantization is not None:
+            # Outputs are rounded whole, so that ranks which share their inputs have the codes of one alone.
+            rows = Part(part.outputs, range(linear.inputs))
+            weight = take_part(linear, weight, rows, self.dtype)
+            weight = self._quantization.quantize(linear, rows, weight, self.backend)
+            part = Part(range(len(part.outputs)), part.inputs)
+        return take_part(linear, weight, part, self.dtype)
 
     def _bias(self, linear: LinearSpec) -> Tensor:
         values = self._tensor(f"{linear.name}.bias", linear.outputs, self.dtype)

@@ -1,7 +1,9 @@
 """Dense weights are quantized as they are read, one linear layer after the other.
 
-int8 has a scale for each output. int4 has one for each group of inputs; heads and embedding tables, which are read
-row by row and suffer most from rounding, are int8 all the same. Routers of experts, small as they are, stay dense.
+int8 has a scale and a zero point for each output. int4 has a scale and a minimum for each group of 32 inputs, in
+integers of 8 bits; heads and embedding tables, which are read row by row and suffer most from rounding, have codes
+of 5 bits. Larger groups have a float16 scale and no minimum, and leave heads and tables in int8. Routers of
+experts, small as they are, stay dense.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.backend.base import Backend
-from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.block_rounding import quantize_blocks
+from pagoda.backend.weights import BlockWeight, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
     GROUP_SIZES,
+    BlockFormat,
     DenseFormat,
     GroupedFormat,
     Int8Format,
@@ -23,6 +27,9 @@ from pagoda.errors import ConfigError
 from pagoda.model.sharding import Part, format_of_part
 
 QUANTIZATIONS = ("none", "int8", "int4")
+_BLOCK_GROUP_SIZE = 32
+"""Groups of int4 that have integer scales and minima."""
+_TABLE_BITS = 5
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,18 @@ class QuantizationOnLoad:
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         if linear.role is Role.ROUTER:
             return DenseFormat()
-        if self.group_size is None or linear.role in (Role.EMBEDDING, Role.HEAD):
-            return Int8Format()
+        is_table = linear.role in (Role.EMBEDDING, Role.HEAD)
+        if self.group_size is None or (is_table and self.group_size != _BLOCK_GROUP_SIZE):
+            return Int8Format(zero_points=True)
         if linear.inputs % self.group_size:
             raise ConfigError(
                 f"{linear.name}.weight has {linear.inputs} inputs, which groups of {self.group_size} do not "
                 "divide; take another --quantization-group-size, or --quantization int8."
+            )
+        if self.group_size == _BLOCK_GROUP_SIZE:
+            bits = _TABLE_BITS if is_table else 4
+            return BlockFormat(
+                bits, self.group_size, linear.inputs, integer_scales=True, minima=True
             )
         return GroupedFormat(
             bits=4, group_size=self.group_size, offsets=False, act_order=False, can_regroup=False
@@ -60,12 +73,17 @@ class QuantizationOnLoad:
         held_as = format_of_part(linear, self.format_of(linear), part.inputs)
         if isinstance(held_as, DenseFormat):
             return weight
-        quantized: Int8Weight | GroupedWeight
-        if isinstance(held_as, GroupedFormat):
+        quantized: Int8Weight | GroupedWeight | BlockWeight
+        if isinstance(held_as, BlockFormat):
+            quantized = quantize_blocks(weight.values, held_as)
+            scales = quantized.block_scales
+        elif isinstance(held_as, GroupedFormat):
             quantized = backend.quantize_int4(weight.values, held_as.group_size)
+            scales = quantized.scales
         else:
-            quantized = backend.quantize_int8(weight.values)
-        if not bool(quantized.scales.isfinite().all()):
+            quantized = backend.quantize_int8(weight.values, symmetric=False)
+            scales = quantized.scales
+        if scales is None or not bool(scales.isfinite().all()):
             raise ConfigError(
                 f"{linear.name}.weight holds numbers that are infinite, NaN or too large to quantize; "
                 "serve it without --quantization."

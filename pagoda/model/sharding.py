@@ -316,7 +316,9 @@ def take_part(
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.values[outputs, inputs].contiguous())
     if isinstance(weight, Int8Weight):
-        return Int8Weight(_copied(weight.values[outputs, inputs]), _copied(weight.scales[outputs]))
+        own = weight.rows(outputs)
+        zero_points = None if own.zero_points is None else _copied(own.zero_points)
+        return Int8Weight(_copied(own.values[:, inputs]), _copied(own.scales), zero_points)
     if isinstance(weight, BlockWeight):
         return _part_of_blocks(linear, weight, part)
     return _part_of_groups(linear, weight, part, dtype)

@@ -35,7 +35,12 @@ from pagoda.worker.backends import choose_backend
 from pagoda.worker.group_sampler import GroupSampler
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.kv.memory import SharedKVMemory, shares_kv
-from pagoda.worker.memory import check_arena, choose_num_blocks, left_for_kv_cache
+from pagoda.worker.memory import (
+    check_arena,
+    choose_num_blocks,
+    left_for_kv_cache,
+    sampling_bytes,
+)
 from pagoda.worker.progress import loading_weights
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
@@ -77,6 +82,14 @@ class WorkerPlan:
             head += torch.float32.itemsize  # its scale
         return 2 * len(shard.layers) * shard.num_kv_heads * head
 
+    @property
+    def sampling_bytes(self) -> int:
+        """Bytes that sampling takes at most, on each rank of the last stage: all of them gather logits."""
+        if not self.shard.is_last:
+            return 0
+        vocab_size, ranks = self.shard.config.vocab_size, self.config.parallel.tensor_parallel_size
+        return sampling_bytes(self.config.max_num_seqs, vocab_size, ranks, torch.get_num_threads())
+
 
 def plan_worker(config: WorkerConfig) -> WorkerPlan:
     """Reads the model's configuration and looks at the machine.
@@ -106,6 +119,7 @@ def plan_worker(config: WorkerConfig) -> WorkerPlan:
         config,
         weight_bytes=plan.weight_bytes,
         batch_bytes=input_batch_bytes(config.max_num_seqs, plan.max_model_len, plan.block_size),
+        sampling_bytes=plan.sampling_bytes,
         max_model_len=plan.max_model_len,
         available_bytes=on_host // config.workers_on_host,
     )
@@ -188,7 +202,7 @@ def load_runner(
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     runner: Runner | StageRunner
     if shard.is_last:
-        sampler = GroupSampler(Sampler(shard.config.vocab_size), group, tracer)
+        sampler = GroupSampler(Sampler(shard.config.vocab_size, backend.sample), group, tracer)
         alone = shard.is_first and group.size == 1
         runner = Runner(model, batch, sampler, tracer, alone=alone)
     else:

@@ -8,15 +8,26 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.worker.kv.memory import slot_bytes
 
 
+def sampling_bytes(max_num_seqs: int, vocab_size: int, num_ranks: int, num_threads: int) -> int:
+    """Bytes that sampling a token for every request takes at most, for a while in each step.
+
+    Logits of a request take four bytes a token, twice if penalties change them and log-probabilities are wanted;
+    several ranks gather them, which takes them twice more. Each thread sorts 16 bytes a token.
+    """
+    logits = 4 * max_num_seqs * vocab_size
+    return (2 if num_ranks == 1 else 4) * logits + 16 * num_threads * vocab_size
+
+
 def left_for_kv_cache(
     config: WorkerConfig,
     *,
     weight_bytes: int,
     batch_bytes: int,
+    sampling_bytes: int,
     max_model_len: int,
     available_bytes: int,
 ) -> int:
-    """Bytes of `available_bytes` that weights, the input batch and the arena for other blocks leave.
+    """Bytes of `available_bytes` that weights, the input batch, sampling and the arena for other blocks leave.
     Raises ConfigError: there is not enough for them."""
     available = format_bytes(available_bytes)
     if weight_bytes > available_bytes:
@@ -30,7 +41,13 @@ def left_for_kv_cache(
             f"{format_bytes(batch_bytes)} besides {format_bytes(weight_bytes)} of weights, but only "
             f"{available} of memory are free; lower --max-num-seqs or --max-model-len."
         )
-    left = available_bytes - weight_bytes - batch_bytes
+    left = available_bytes - weight_bytes - batch_bytes - sampling_bytes
+    if left < 0:
+        raise ConfigError(
+            f"sampling for {config.max_num_seqs} requests takes {format_bytes(sampling_bytes)} besides "
+            f"{format_bytes(weight_bytes + batch_bytes)} of weights and tokens, but only {available} of memory "
+            "are free; lower --max-num-seqs."
+        )
     if config.kv_host_bytes > left:
         raise ConfigError(
             f"--kv-host-bytes gives this worker {format_bytes(config.kv_host_bytes)}, but the weights leave only "

@@ -119,6 +119,7 @@ async def test_every_parameter_reaches_the_engine(api) -> None:
         "top_p": 0.9,
         "top_k": 5,
         "min_p": 0.1,
+        "typical_p": 0.8,
         "seed": -3,
         "frequency_penalty": 0.1,
         "presence_penalty": 0.2,
@@ -139,7 +140,7 @@ async def test_every_parameter_reaches_the_engine(api) -> None:
 
 
 async def test_fields_without_effect_and_neutral_values(api) -> None:
-    neutral = {"best_of": 1, "typical_p": 1.0, "bad_words": [], "suffix": "", "store": False}
+    neutral = {"best_of": 1, "bad_words": [], "suffix": "", "store": False}
     neutral |= {"response_format": {"type": "text"}, "service_tier": "auto"}
     nulls = dict.fromkeys(["temperature", "stop", "seed", "n", "logprobs", "max_tokens"])
     answer = await api.complete(user="me", metadata={"a": "b"}, **neutral, **nulls)

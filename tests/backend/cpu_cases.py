@@ -179,7 +179,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Format:
-    """Format of a weight; see `GroupedWeight`. No bits: dense, no group size: `Int8Weight`."""
+    """Format of a weight; see `GroupedWeight`. Dense without bits, without group size `Int8Weight`."""
 
     bits: int | None = None
     group_size: int | None = None
@@ -198,8 +198,10 @@ def make_weight(held_as: Format, outputs: int, inputs: int, seed: int) -> Linear
     if held_as.bits is None:
         return DenseWeight(torch.randn(outputs, inputs, generator=generator))
     if held_as.group_size is None:
-        codes = torch.randint(-127, 128, (outputs, inputs), generator=generator)
-        return Int8Weight(codes.to(torch.int8), torch.randn(outputs, generator=generator))
+        codes = torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8)
+        scales = torch.randn(outputs, generator=generator)
+        zero_points = torch.randint(-128, 128, (outputs,), generator=generator, dtype=torch.int32)
+        return Int8Weight(codes, scales, zero_points if held_as.offsets else None)
     codes = torch.randint(0, 2**held_as.bits, (outputs, inputs), generator=generator)
     shape = (outputs, inputs // held_as.group_size)
     scales, offsets = (torch.randn(shape, generator=generator).half() for _ in range(2))
@@ -220,7 +222,9 @@ def quantized(ops: Any, kind: str, values: Tensor) -> LinearWeight:
     if kind == "dense":
         return DenseWeight(values)
     weight: LinearWeight = (
-        ops.quantize_int8(values) if kind == "int8" else ops.quantize_int4(values, 32)
+        ops.quantize_int8(values, symmetric=False)
+        if kind == "int8"
+        else ops.quantize_int4(values, 32)
     )
     return weight
 
@@ -228,6 +232,7 @@ def quantized(ops: Any, kind: str, values: Tensor) -> LinearWeight:
 QUANTIZED: dict[str, LinearWeight] = {
     "int8": make_weight(INT8, 333, 96, 1),
     "int8-long": make_weight(INT8, 33, 3000, 1),
+    "int8-zeros": make_weight(Format(8, offsets=True), 70, 96, 1),
     "int4": make_weight(Format(4, 32), 70, 96, 1),
     "int4-offsets": make_weight(Format(4, 128, offsets=True), 70, 256, 1),
     "int4-order": make_weight(Format(4, 64, offsets=True, ordered=True), 70, 192, 1),

@@ -33,7 +33,7 @@ from torch import Tensor
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
 from pagoda.backend.cpu.native import load_native
-from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
+from pagoda.backend.reference.quantized import quantize_int4, quantize_int8, rounded_rows
 from pagoda.backend.weights import (
     BLOCK_INPUT_GROUP,
     BlockWeight,
@@ -155,9 +155,9 @@ def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
         values = weight.values.double().t()
         return x.double() @ values, x.double().abs() @ values.abs()
     if isinstance(weight, Int8Weight):
-        codes, scales = _quantized(x)
-        result = (codes @ weight.values.long().t()).double()
-        result *= scales.double()[:, None] * weight.scales.double()
+        rounded, scales = rounded_rows(x)
+        result = rounded.double() @ weight.integers().double().t()
+        result *= scales.double() * weight.scales.double()
         return result, result.abs()
     if isinstance(weight, BlockWeight):
         return _exact_blocks(x, weight)
@@ -326,9 +326,33 @@ def test_the_largest_sums_fit(name: str) -> None:
         actual = ops.linear(torch.full((1, inputs), sign * 127), weight)
         expected = sign * 127 * 127 * inputs
         assert actual.tolist() == [[expected, -expected]]
+    high = Int8Weight(codes, torch.ones(2), torch.tensor([-128, 127], dtype=torch.int32))
+    weight = ops.prepare_linear([high], None, torch.float32)
+    for sign in (1.0, -1.0):
+        actual = ops.linear(torch.full((1, inputs), sign * 127), weight)
+        expected = sign * 127 * inputs
+        assert actual.tolist() == [[expected * 255, -expected * 254]]
     too_many = Int8Weight(torch.zeros(1, inputs + 1, dtype=torch.int8), torch.ones(1))
     with pytest.raises(ValueError, match="at most 65536 inputs, not 65537"):
         ops.prepare_linear([too_many], None, torch.float32)
+
+
+@given(sets, st.integers(1, 30), st.integers(1, 700), st.booleans(), seeds)
+@settings(examples, max_examples=80)
+def test_int8_products_of_rows_with_outliers_are_those_of_the_specification(
+    name: str, rows: int, inputs: int, zero_points: bool, seed: int
+) -> None:
+    weight = make_weight(Format(8, offsets=zero_points), 40, inputs, seed)
+    x = random_tensor(rows, inputs, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    x *= 10 ** (
+        3 * torch.rand(rows, 1, generator=generator) * torch.rand(x.shape, generator=generator) ** 8
+    )
+    actual, expected = (
+        ops.linear(x, ops.prepare_linear([weight], None, torch.float32))
+        for ops in (CpuBackend(name), REFERENCE)
+    )
+    assert torch.equal(actual, expected)
 
 
 kinds = st.sampled_from(["normal", "ties", "zeros", "tiny", "large"])
@@ -355,9 +379,15 @@ def test_rounding_is_that_of_the_specification(
     name: str, dtype: torch.dtype, kind: str, outputs: int, inputs: int, group_size: int, seed: int
 ) -> None:
     values = _dense(kind, outputs, inputs, seed, dtype)
-    actual, expected = CpuBackend(name).quantize_int8(values), quantize_int8(values)
-    assert torch.equal(actual.scales, expected.scales)
-    assert torch.equal(actual.values, expected.values)
+    for symmetric in (True, False):
+        actual = CpuBackend(name).quantize_int8(values, symmetric=symmetric)
+        expected = quantize_int8(values, symmetric=symmetric)
+        assert torch.equal(actual.scales, expected.scales)
+        assert torch.equal(actual.values, expected.values)
+        if expected.zero_points is None:
+            assert actual.zero_points is None
+        else:
+            assert torch.equal(actual.zero_points, expected.zero_points)
     values = _dense(kind, outputs, (1 + inputs % 4) * group_size, seed, dtype)
     in_groups = CpuBackend(name).quantize_int4(values, group_size)
     wanted = quantize_int4(values, group_size)
@@ -371,7 +401,9 @@ def test_rounding_what_is_not_finite_leaves_a_trace(name: str, bad: float) -> No
     values = torch.ones(2, 64)
     values[1, 40] = bad
     ops = CpuBackend(name)
-    assert ops.quantize_int8(values).scales.isfinite().tolist() == [True, False]
+    for symmetric in (True, False):
+        rounded = ops.quantize_int8(values, symmetric=symmetric)
+        assert rounded.scales.isfinite().tolist() == [True, False]
     assert ops.quantize_int4(values, 32).scales.isfinite().tolist() == [[True, True], [True, False]]
 
 

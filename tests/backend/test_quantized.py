@@ -10,6 +10,7 @@ import torch
 from cpu_cases import DTYPES, QUANTIZED, REFERENCE, random_tensor
 from torch import Tensor
 
+from pagoda.backend.reference.quantized import LANES, NARROW_LANE
 from pagoda.backend.weights import (
     BLOCK_INPUT_GROUP,
     BlockWeight,
@@ -35,15 +36,15 @@ def test_products_are_those_of_rounded_inputs(kind: str) -> None:
     x[1] = 0
     actual = REFERENCE.linear(x, REFERENCE.prepare_linear([weight], None, torch.float32))
     matrix = [[Fraction(v) for v in row] for row in _exact(weight).tolist()]
-    group = x.shape[1]
-    if isinstance(weight, BlockWeight):
-        group = BLOCK_INPUT_GROUP
-    if isinstance(weight, GroupedWeight):
-        group = weight.group_size
     order = getattr(weight, "act_order", None)
     mapped = x if order is None else x[:, order]
     for row in range(3):
-        rounded = _rounded(mapped[row], group)
+        if isinstance(weight, GroupedWeight):
+            rounded = _rounded(mapped[row], weight.group_size)
+        elif isinstance(weight, BlockWeight):
+            rounded = _rounded(mapped[row], BLOCK_INPUT_GROUP)
+        else:
+            rounded = _rounded_whole(mapped[row])
         for output in range(0, len(matrix), 13):
             exact = sum(a * b for a, b in zip(rounded, matrix[output], strict=True))
             size = sum(abs(a * b) for a, b in zip(rounded, matrix[output], strict=True))
@@ -53,7 +54,7 @@ def test_products_are_those_of_rounded_inputs(kind: str) -> None:
 def _exact(weight: LinearWeight) -> Tensor:
     """[out, in] float64, inputs in the order of the map."""
     if isinstance(weight, Int8Weight):
-        return weight.values.double() * weight.scales.double()[:, None]
+        return weight.integers().double() * weight.scales.double()[:, None]
     if isinstance(weight, BlockWeight):
         wide = weight.group_scales().double().repeat_interleave(weight.held_as.group_size, 1)
         values = weight.numbers().double() * wide
@@ -75,6 +76,17 @@ def _rounded(row: Tensor, group: int) -> list[Fraction]:
         codes = (part / scale).round() if scale > 0 else torch.zeros_like(part)
         numbers += [Fraction(code) * Fraction(scale.item()) for code in codes.tolist()]
     return numbers
+
+
+def _rounded_whole(row: Tensor) -> list[Fraction]:
+    """A row of ordinary numbers, none of which bounds of sums and of integers touch."""
+    lanes = sorted(max(map(abs, row[lane::LANES].tolist())) for lane in range(LANES))
+    scale = torch.tensor(lanes[NARROW_LANE]) / 127
+    if scale == 0:
+        return [Fraction(0)] * len(row)
+    return [
+        Fraction(code) * Fraction(scale.item()) for code in (row * (1 / scale)).round().tolist()
+    ]
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

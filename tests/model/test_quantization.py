@@ -11,11 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.backend.weights import (
+    DenseWeight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+    dequantize,
+    weight_format,
+)
 from pagoda.checkpoints.model_config import LinearSpec, Role
-from pagoda.checkpoints.weight_formats import GROUP_SIZES
+from pagoda.checkpoints.weight_formats import GROUP_SIZES, BlockFormat
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad, quantization_on_load
 from pagoda.model.sharding import Part
@@ -46,6 +54,23 @@ def test_int8(seed: int, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     assert (np.abs(codes).max(1) == np.where(highest > 0, 127, 0)).all()
     errors = np.abs(dequantize(weight).double().numpy() - exact)
     assert (errors <= (highest / 127 * 0.5001)[:, None]).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(seeds, dtypes, st.integers(1, 9), st.integers(1, 5000), st.floats(-3, 3))
+def test_int8_with_zero_points(
+    seed: int, dtype: torch.dtype, outputs: int, inputs: int, shift: float
+) -> None:
+    values = _weight(seed, outputs, inputs, torch.float32)
+    values = (values + shift * values.std(1, correction=0, keepdim=True)).to(dtype)
+    weight = quantize_int8(values, symmetric=False)
+    exact = values.double().numpy()
+    low, high = exact.min(1).clip(max=0), exact.max(1).clip(min=0)
+    steps = (high - low) / 255
+    assert np.allclose(weight.scales.numpy(), steps, rtol=1e-6, atol=0)
+    errors = np.abs(dequantize(weight).double().numpy() - exact)
+    assert (errors <= (steps * 1.0001)[:, None]).all()
+    assert not dequantize(weight)[values == 0].any()
 
 
 @settings(deadline=None, max_examples=50)
@@ -113,9 +138,48 @@ def test_weights_that_cannot_be_quantized_are_named(bad: float) -> None:
         (Role.ROUTER, DenseWeight),
     ],
 )
-def test_heads_and_tables_are_int8(role: Role, kind: type[LinearWeight]) -> None:
+def test_with_larger_groups_heads_and_tables_are_int8(role: Role, kind: type[LinearWeight]) -> None:
     weight = _quantized(QuantizationOnLoad(64), _spec(8, 64, role), torch.ones(8, 64).bfloat16())
     assert isinstance(weight, kind)
+
+
+@pytest.mark.parametrize(("role", "bits"), [(Role.MLP_IN, 4), (Role.HEAD, 5), (Role.EMBEDDING, 5)])
+def test_groups_of_32_are_blocks_of_rows(role: Role, bits: int) -> None:
+    values = torch.randn(8, 96, generator=torch.Generator().manual_seed(1))
+    weight = _quantized(QuantizationOnLoad(32), _spec(8, 96, role), values)
+    assert weight_format(weight) == BlockFormat(bits, 32, 96, integer_scales=True, minima=True)
+    router = _quantized(QuantizationOnLoad(32), _spec(8, 96, Role.ROUTER), values)
+    assert isinstance(router, DenseWeight)
+
+
+@settings(deadline=None, max_examples=50)
+@given(seeds, dtypes, st.integers(1, 9), st.integers(1, 30), st.sampled_from([4, 5]))
+def test_blocks(seed: int, dtype: torch.dtype, outputs: int, num_groups: int, bits: int) -> None:
+    inputs = 32 * num_groups
+    values = _weight(seed, outputs, inputs, torch.float32).to(dtype)
+    held_as = BlockFormat(bits, 32, inputs, integer_scales=True, minima=True)
+    weight = quantize_blocks(values, held_as)
+    rows = quantize_blocks(values[-1:], held_as)
+    assert torch.equal(weight.codes[-1:], rows.codes)
+    groups = values.float().unflatten(1, (-1, 32))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1)
+    steps = (high - low) / (2**bits - 1)
+    # Half a step, half a unit of the minimum, and as many halves of a unit of the scale as there are steps.
+    units = 2**bits / 2 * steps.amax(1, keepdim=True) + low.abs().amax(1, keepdim=True) / 2
+    allowed = 0.5 * steps + 1.02 / 127 * units + 2**-19
+    errors = (dequantize(weight) - values.float()).abs().unflatten(1, (-1, 32)).amax(-1)
+    assert bool((errors <= 1.01 * allowed).all())
+    assert not dequantize(weight)[(values == 0).all(1)].any()
+
+
+def test_a_grid_of_16_numbers_is_found_again() -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (64, 18, 32), generator=generator)
+    codes[..., 0], codes[..., 1] = 0, 15
+    steps = 0.01 + 0.01 * torch.rand(64, 18, 1, generator=generator)
+    values = ((codes - 7) * steps).flatten(1)
+    held_as = BlockFormat(4, 32, 576, integer_scales=True, minima=True)
+    assert torch.equal(quantize_blocks(values, held_as).codes, codes.flatten(1).byte())
 
 
 def test_groups_that_do_not_divide_the_inputs() -> None:

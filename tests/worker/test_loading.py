@@ -14,7 +14,7 @@ from pagoda.checkpoints.config_json import read_model_config
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.sharding import whole
-from pagoda.worker.memory import choose_num_blocks, left_for_kv_cache
+from pagoda.worker.memory import choose_num_blocks, left_for_kv_cache, sampling_bytes
 
 CONFIG = WorkerConfig(model="", max_num_seqs=4)
 SIZES: dict[str, Any] = {
@@ -76,23 +76,34 @@ def test_too_large_a_cache_names_numbers_and_flags(
 
 
 def test_weights_tokens_and_the_arena_must_fit_before_anything_is_loaded() -> None:
-    def left(weight_bytes: int, batch_bytes: int, kv_host_bytes: int = 0) -> int:
+    def left(
+        weight_bytes: int, batch_bytes: int, kv_host_bytes: int = 0, sampling_bytes: int = 0
+    ) -> int:
         return left_for_kv_cache(
             _replace(model="big", kv_host_bytes=kv_host_bytes),
             weight_bytes=weight_bytes,
             batch_bytes=batch_bytes,
+            sampling_bytes=sampling_bytes,
             max_model_len=100,
             available_bytes=1024,
         )
 
-    assert (left(1000, 4), left(1000, 4, 20)) == (20, 0)
+    assert (left(1000, 4), left(1000, 4, 20), left(1000, 4, 10, 5)) == (20, 0, 5)
     for too_much, message in (
         ((2048, 4), "big take 2.00 KiB, but only 1.00 KiB of memory"),
         ((1000, 25), "4 requests of 100 take 25 B .*--max-num-"),
+        ((1000, 4, 0, 21), "4 requests takes 21 B besides 1004 B .*; lower --max-num-seqs"),
         ((1000, 4, 21), "^--kv-host-bytes gives this worker 21 B, .* leave only 20 B of"),
     ):
         with pytest.raises(ConfigError, match=message):
             left(*too_much)
+
+
+def test_logits_of_all_requests_are_reckoned_with() -> None:
+    """Those of Qwen3's vocabulary: copies of changed ones, shares that ranks gather, and each thread's sorting."""
+    vocab = 151_936
+    assert sampling_bytes(16, vocab, 1, 2) == vocab * (16 * 4 * 2 + 2 * 16)
+    assert sampling_bytes(16, vocab, 2, 1) == vocab * (16 * 4 * 4 + 16)
 
 
 def test_the_arena_holds_a_block_at_least(tmp_path: Path) -> None:

@@ -27,11 +27,17 @@ def _requests() -> list[tuple[list[int], SamplingParams]]:
             top_k=[0, 20][index // 3 % 2],
             top_p=[1.0, 0.9][index // 2 % 2],
             min_p=[0.0, 0.02][index // 5 % 2],
+            typical_p=[1.0, 0.9][index // 6 % 2],
+            presence_penalty=[0.0, 0.3][index // 8 % 2],
+            logit_bias=[None, {7: 1.5, 40: -3.0}][index // 9 % 2],
+            allowed_token_ids=[None, tuple(range(3, 320, 2))][index // 10 % 2],
+            min_tokens=[0, 12][index // 11 % 2],
+            stop_token_ids=(17, 42),
             repetition_penalty=[1.0, 1.2][index // 7 % 2],
             frequency_penalty=[0.0, 0.4][index // 4 % 2],
             seed=index - 5,
             max_tokens=10_000,
-            logprobs=3,
+            logprobs=[3, None, 0][index // 12 % 3],
         )
         requests.append((prompt, sampling))
     return requests

@@ -9,12 +9,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.backend.reference.sampling import uniform_bits
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
-from pagoda.worker.draw import uniform
 from pagoda.worker.sampler import NOT_FINITE, NOTHING_ALLOWED, OVERFLOWN, Sampled, Sampler
 
 VOCAB = 50
+REFERENCE = ReferenceBackend()
+"""tests/backend/test_sampling.py finds the same on all backends."""
 
 
 def _start(
@@ -29,7 +32,7 @@ def _start(
 
 
 def _sample(logits: Tensor, *starts: SlotStart) -> Sampled:
-    sampler = Sampler(logits.shape[1])
+    sampler = Sampler(logits.shape[1], REFERENCE.sample)
     for start in starts:
         sampler.start(start)
     return sampler.sample(logits.clone(), [start.slot for start in starts])
@@ -96,7 +99,7 @@ def test_rules(logits: dict[int, float], start: dict[str, Any], expected: int) -
 
 
 def test_penalties_grow_with_every_token() -> None:
-    sampler = Sampler(VOCAB)
+    sampler = Sampler(VOCAB, REFERENCE.sample)
     sampler.start(_start(frequency_penalty=1.0))
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8] = 2.5, 1.0
@@ -105,7 +108,7 @@ def test_penalties_grow_with_every_token() -> None:
 
 
 def test_sampling_again_gives_the_same() -> None:
-    sampler = Sampler(VOCAB)
+    sampler = Sampler(VOCAB, REFERENCE.sample)
     sampler.start(_start(temperature=1.0, seed=5, frequency_penalty=1.0, min_tokens=1, logprobs=2))
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     first = sampler.sample(logits.clone(), [0])
@@ -168,7 +171,7 @@ def test_draws_by_inverting_the_distribution(temperature: float) -> None:
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log() * temperature
     for seed in (0, 5, -3, 2**64 - 1):
         for position in range(20):
-            number = uniform(seed, position)
+            number = uniform_bits(seed, position) * 2.0**-53
             expected = sum(number >= bound for bound in (0.1, 0.3, 0.6))
             start = _start(output=(0,) * position, seed=seed, temperature=temperature)
             assert _sample(logits, start).token_ids[0] == expected
@@ -291,7 +294,7 @@ def test_rows_are_independent(rows: list[dict[str, Any]], seed: int) -> None:
     starts = [_start(slot, (1, 2), (5,), (9,), **row) for slot, row in enumerate(rows)]
 
     def run(slots: list[int]) -> list[Sampled]:
-        sampler = Sampler(vocab)
+        sampler = Sampler(vocab, REFERENCE.sample)
         for slot in slots:
             sampler.start(starts[slot])
         return [_step(sampler, logits[slots], slots) for logits in steps]
@@ -304,7 +307,7 @@ def test_rows_are_independent(rows: list[dict[str, Any]], seed: int) -> None:
 
 
 def test_a_freed_slot_leaves_nothing() -> None:
-    sampler = Sampler(VOCAB)
+    sampler = Sampler(VOCAB, REFERENCE.sample)
     sampler.start(_start(frequency_penalty=2.0, output=(7, 7), logit_bias={3: 100.0}))
     sampler.free(0)
     sampler.start(_start())

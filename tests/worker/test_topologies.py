@@ -196,10 +196,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Save:
 
 @pytest.mark.parametrize("name", [*FORMATS, *TYPES, *ON_LOAD])
 def test_ranks_answer_as_one_alone(name: str, backend: str, saved: Save) -> None:
-    """The codes are the same; what differs is how activations are rounded, and the order of sums.
-
-    int8 maps that are split by inputs have scales of their own on each rank.
-    """
+    """The codes are the same; what differs is how activations are rounded, and the order of sums."""
     options = {"dtype": "float32", "quantization": ON_LOAD.get(name, "none")}
     one, *others = (
         log_probabilities(engine(saved(name), backend, tp, pp, **options))

@@ -15,6 +15,7 @@ export const GROUPS = [
       number("top_p", "top_p", "0 to 1"),
       number("top_k", "top_k", "0 means all"),
       number("min_p", "min_p", "0 to 1"),
+      number("typical_p", "typical_p", "0 to 1"),
       number("seed", "seed", "same seed, same answer"),
       number("presence_penalty", "presence_penalty", "−2 to 2"),
       number("frequency_penalty", "frequency_penalty", "−2 to 2"),

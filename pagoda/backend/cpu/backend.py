@@ -26,6 +26,7 @@ from pagoda.backend.base import (
 from pagoda.backend.cpu.collectives import SharedMemoryCollectives
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.program import CompiledForward
+from pagoda.backend.cpu.sampling import add_row, sampled_row
 from pagoda.backend.cpu.weights import (
     DTYPES,
     KV_DTYPES,
@@ -39,6 +40,7 @@ from pagoda.backend.cpu.weights import (
 )
 from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
 from pagoda.backend.operation import WeightNames
+from pagoda.backend.sampling import SampledRow, SamplingRow, check_logits
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
@@ -104,15 +106,15 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     # ---- token by token
 
-    def quantize_int8(self, values: Tensor) -> Int8Weight:
+    def quantize_int8(self, values: Tensor, *, symmetric: bool = True) -> Int8Weight:
         dtype, values = DTYPES[values.dtype], values.contiguous()
         outputs, inputs = values.shape
         codes = torch.empty((outputs, inputs), dtype=torch.int8)
         scales = torch.empty(outputs)
-        self._kernels.quantize_int8(
-            dtype, outputs, inputs, values.data_ptr(), codes.data_ptr(), scales.data_ptr()
-        )
-        return Int8Weight(codes, scales)
+        zero_points = None if symmetric else torch.empty(outputs, dtype=torch.int32)
+        results = (codes.data_ptr(), scales.data_ptr(), address(zero_points))
+        self._kernels.quantize_int8(dtype, outputs, inputs, values.data_ptr(), *results)
+        return Int8Weight(codes, scales, zero_points)
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
         dtype, values = DTYPES[values.dtype], values.contiguous()
@@ -166,7 +168,9 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
                 raise ValueError(
                     f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
                 )
-            codes, shape = _join(parts, "values"), shapes.int8(outputs, inputs)
+            codes = _join(parts, "values")
+            offsets = None if first.zero_points is None else _join(parts, "zero_points")
+            shape = shapes.int8(outputs, inputs, offsets is not None)
         else:
             codes = _join(parts, "codes")
             offsets = None if first.offsets is None else _join(parts, "offsets")
@@ -244,6 +248,24 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         results = (columns.data_ptr(), values.data_ptr(), finite.data_ptr())
         find(address(segment.bias), x.data_ptr(), x.stride(0), len(x), *results)
         return columns, values, finite
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
+        check_logits(logits, rows)
+        vocab_size = _checked(logits).shape[1]
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        batch = self._native.SamplingBatch()
+        for row in rows:
+            add_row(batch, row, vocab_size)
+        most = max((row.rules.sampling.logprobs or 0 for row in rows), default=0)
+        numbers = torch.empty((len(rows), 3 + most), dtype=torch.int64)
+        logprobs = torch.empty((len(rows), 1 + most))
+        reports = (most, numbers.data_ptr(), logprobs.data_ptr())
+        self._kernels.sample(batch, logits.data_ptr(), logits.stride(0), vocab_size, *reports)
+        return [
+            sampled_row(row, found, values, vocab_size)
+            for row, found, values in zip(rows, numbers.tolist(), logprobs.tolist(), strict=True)
+        ]
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         x, delta = _checked(x).contiguous(), _checked(delta).contiguous()

@@ -38,6 +38,8 @@ from pagoda.backend.reference.quantized import (
     quantize_int8,
     quantized_product,
 )
+from pagoda.backend.reference.sampling import sample_row
+from pagoda.backend.sampling import SampledRow, SamplingRow, check_logits
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
@@ -113,8 +115,8 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
 
     # ---- token by token
 
-    def quantize_int8(self, values: Tensor) -> Int8Weight:
-        return quantize_int8(values)
+    def quantize_int8(self, values: Tensor, *, symmetric: bool = True) -> Int8Weight:
+        return quantize_int8(values, symmetric=symmetric)
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
         return quantize_int4(values, group_size)
@@ -160,6 +162,10 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
         columns = logits.argmax(dim=1)
         values = logits.gather(1, columns[:, None]).flatten()
         return columns, values, logits.isfinite().all(dim=1)
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
+        check_logits(logits, rows)
+        return [sample_row(own, row) for own, row in zip(logits, rows, strict=True)]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

@@ -1,8 +1,8 @@
 """Quantized linear layers in plain PyTorch: the specification that other backends are tested against.
 
 Inputs are rounded as `weights` says. Sums of products of integers are exact in any order, as every partial sum
-fits into the 24 bits of a float32; so only the few operations on scales decide the bits of a result, and they are
-the same for every row whatever else is in the batch.
+fits into the mantissa; so only the few operations on scales decide the bits of a result, and they are the same for
+every row whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from pagoda.backend.weights import (
     dequantize,
 )
 
-_EXACT_INPUTS = 1024
-"""Inputs whose products of 127 by 127 add up to less than 2 ** 24."""
+LANES = 32
+NARROW_LANE = 22
+"""Rank of the lane whose highest magnitude becomes 127; see `rounded_rows`."""
+LARGEST_INTEGER = 127 * 128
+LARGEST_SUM = 2**23
+"""Magnitudes of a row's integers add up to less, so that products with weights' 255 fit into 32 bits."""
 _OUTPUTS_AT_ONCE = 16384
 """Outputs whose weights are widened at once; the head of a large vocabulary has ten times as many."""
 _WEIGHTS_AT_ONCE = 2**18
@@ -71,7 +75,7 @@ class PackedBlocks:
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
             planes.append((parts << shifts).sum(-1, dtype=torch.uint8))
             taken += width
-        return cls(replace(weight, codes=weight.codes[:, :0]), tuple(planes))
+        return cls(replace(weight, codes=weight.codes[:, :0].clone()), tuple(planes))
 
     def rows(self, chosen: slice | Tensor) -> BlockWeight:
         """Some outputs of it, unpacked."""
@@ -106,20 +110,15 @@ def num_rows(weight: Tensor | Quantized) -> int:
 
 def embedding_rows(ids: Tensor, weight: Quantized) -> Tensor:
     """Rows of the weight, one for each of `ids` [n]: [n, in] float32."""
-    if isinstance(weight, PackedGroups | PackedBlocks):
-        return dequantize(weight.rows(ids))
-    return dequantize(Int8Weight(weight.values[ids], weight.scales[ids]))
+    return dequantize(weight.rows(ids))
 
 
 def quantized_product(x: Tensor, weight: Quantized) -> Tensor:
     """x [n, in] times the weight: [n, out] float32."""
     pieces = _pieces(num_rows(weight))
     if isinstance(weight, Int8Weight):
-        rounded, scales = _rounded(x)
-        products = [
-            _int8_product(rounded, scales, Int8Weight(weight.values[some], weight.scales[some]))
-            for some in pieces
-        ]
+        rounded, scales = rounded_rows(x)
+        products = [_int8_product(rounded, scales, weight.rows(some)) for some in pieces]
     elif isinstance(weight, PackedBlocks):
         rounded, scales = _rounded(x.view(len(x), -1, BLOCK_INPUT_GROUP))
         products = [_block_product(rounded, scales, weight.rows(some)) for some in pieces]
@@ -139,12 +138,33 @@ def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return steps.round_().clamp_(-127, 127), scales
 
 
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers of rows [n, in], in float32, and scales [n, 1] that they are to be multiplied by.
+
+    In a transformer a few channels are many times larger than the others, and were they to decide the scale, the
+    others would become small integers. So inputs are dealt out to `LANES` lanes, and the scale makes 127 of the
+    highest magnitude of the lane of rank `NARROW_LANE`: what is higher becomes an integer of up to
+    `LARGEST_INTEGER`.
+    """
+    dealt = torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % LANES)).view(len(x), -1, LANES)
+    highest = dealt.amax(1)
+    folded = highest * (dealt.shape[1] / LARGEST_SUM)
+    while folded.shape[1] > 1:
+        half = folded.shape[1] // 2
+        folded = folded[:, :half] + folded[:, half:]
+    narrow = highest.sort(1).values[:, NARROW_LANE, None] / 127
+    scales = torch.maximum(narrow, highest.amax(1, keepdim=True) / LARGEST_INTEGER)
+    scales = torch.maximum(scales, folded)
+    # Rows of zeros, and of what is as good as that, stay zeros; NaN stays NaN.
+    inverse = 1 / scales
+    vanishes = inverse == torch.inf
+    rounded = (x * inverse.masked_fill(vanishes, 0)).round_()
+    return rounded, scales.masked_fill(vanishes, 0)
+
+
 def _int8_product(rounded: Tensor, scales: Tensor, weight: Int8Weight) -> Tensor:
     """Product of integers [n, in] with scales [n, 1] and a weight."""
-    total = torch.zeros(len(rounded), len(weight.values), dtype=torch.float64)
-    for start in range(0, rounded.shape[1], _EXACT_INPUTS):
-        inputs = slice(start, start + _EXACT_INPUTS)
-        total += rounded[:, inputs] @ weight.values[:, inputs].float().t()
+    total = rounded.double() @ weight.integers().double().t()
     return total.float() * (scales * weight.scales)
 
 
@@ -195,10 +215,25 @@ def _pieces(outputs: int) -> list[slice]:
 # ---- dense weights to quantized ones: the specification of every backend's `quantize_...`
 
 
-def quantize_int8(values: Tensor) -> Int8Weight:
-    """Int8 codes of a weight [out, in]: each output's highest magnitude becomes 127 or -127, ties go to even."""
+def quantize_int8(values: Tensor, *, symmetric: bool = True) -> Int8Weight:
+    """Int8 codes of a weight [out, in]: each output's highest magnitude becomes 127 or -127, ties go to even.
+
+    With zero points, where the weight need not be symmetric, the lowest and the highest become -128 and 127.
+    """
     codes = torch.empty(values.shape, dtype=torch.int8)
     scales = torch.empty(len(values))
+    if not symmetric:
+        zero_points = torch.empty(len(values), dtype=torch.int32)
+        for rows in _rows_at_once(values):
+            block = values[rows].float()
+            low, high = block.amin(dim=1).clamp(max=0), block.amax(dim=1).clamp(min=0)
+            scales[rows] = (high - low) / 255
+            divisors = _divisors(scales[rows])
+            zero_points[rows] = (-128 - (low / divisors).round_()).nan_to_num(0).int()
+            zero_points[rows] *= divisors.isfinite()
+            steps = (block / divisors[:, None]).round_() + zero_points[rows, None]
+            codes[rows] = steps.clamp_(-128, 127)
+        return Int8Weight(codes, scales, zero_points)
     for rows in _rows_at_once(values):
         block = values[rows].float()
         scales[rows] = block.abs().amax(dim=1) / 127

@@ -21,7 +21,7 @@ _NEUTRAL: Mapping[str, object] = {
     "repetition_penalty": 1.0,
 }
 """Values that change nothing, of the parameters for which servers have defaults of their own."""
-_NEED_TEMPERATURE = ("top_p", "top_k", "min_p")
+_NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "typical_p")
 _GROUP = Group("Sampling", sort_key=30)
 
 

@@ -1,10 +1,10 @@
-"""The random numbers of draws (`pagoda.worker.draw`)."""
+"""The random numbers of draws (`pagoda.backend.reference.sampling`)."""
 
 from __future__ import annotations
 
 import pytest
 
-from pagoda.worker.draw import philox4x32, uniform
+from pagoda.backend.reference.sampling import philox4x32, uniform_bits
 
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -30,7 +30,9 @@ def test_known_answers(
 
 
 def test_uniform_numbers_are_in_range_and_even() -> None:
-    numbers = [uniform(seed, position) for seed in range(50) for position in range(40)]
+    numbers = [
+        uniform_bits(seed, position) * 2.0**-53 for seed in range(50) for position in range(40)
+    ]
     assert all(0 <= number < 1 for number in numbers)
     assert len(set(numbers)) == len(numbers)
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.02
@@ -40,7 +42,7 @@ def test_uniform_numbers_are_in_range_and_even() -> None:
 
 
 def test_seeds_count_modulo_two_to_the_64() -> None:
-    assert uniform(-1, 3) == uniform(2**64 - 1, 3)
-    assert uniform(-(2**63), 0) == uniform(2**63, 0)
-    assert uniform(5, 0) != uniform(5 + 2**32, 0)
-    assert uniform(5, 0) != uniform(5, 2**32)
+    assert uniform_bits(-1, 3) == uniform_bits(2**64 - 1, 3)
+    assert uniform_bits(-(2**63), 0) == uniform_bits(2**63, 0)
+    assert uniform_bits(5, 0) != uniform_bits(5 + 2**32, 0)
+    assert uniform_bits(5, 0) != uniform_bits(5, 2**32)

@@ -1,0 +1,62 @@
+"""Dense weights rounded to groups with integer scales and minima, as llama.cpp's Q4_K and Q5_K have them.
+
+The two float16 that integers are multiplied by belong to a whole row of inputs instead of 256, so that any width
+that groups divide has few bits for scales.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.weights import BlockWeight
+from pagoda.checkpoints.weight_formats import BlockFormat
+
+_WEIGHTS_AT_ONCE = 2**18
+"""Weights that are rounded together; their float32 values stay in the processor's cache."""
+_LARGEST = 127
+"""The largest integer of a scale or minimum."""
+
+
+def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
+    """Codes of a weight [out, in] in blocks of whole rows: a group's lowest and highest become the extreme codes.
+
+    Block scales are not finite where weights are not.
+    """
+    outputs, inputs = values.shape
+    if held_as.block_size != inputs or not (held_as.integer_scales and held_as.minima):
+        raise ValueError(f"Rows of {inputs} are not held as {held_as}.")
+    codes = torch.empty((outputs, inputs), dtype=torch.uint8)
+    scales, minima = (
+        torch.empty((outputs, inputs // held_as.group_size), dtype=torch.int8) for _ in range(2)
+    )
+    of_scales, of_minima = (torch.empty((outputs, 1), dtype=torch.float16) for _ in range(2))
+    top = 2**held_as.bits - 1
+    step = max(1, _WEIGHTS_AT_ONCE // inputs)
+    for first in range(0, outputs, step):
+        rows = slice(first, first + step)
+        block = values[rows].float()
+        groups = block.view(len(block), -1, held_as.group_size)
+        lowest = groups.amin(-1).clamp_(max=0)
+        widths = (groups.amax(-1) - lowest) / top
+        scales[rows], of_scales[rows] = _integers(widths, lowest=1)
+        minima[rows], of_minima[rows] = _integers(lowest, lowest=-_LARGEST)
+        base = minima[rows].float() * of_minima[rows].float()
+        steps = scales[rows].float() * of_scales[rows].float()
+        offsets = (groups - base[..., None]) / _divisors(steps)[..., None]
+        codes[rows] = offsets.round_().clamp_(0, top).flatten(1)
+    return BlockWeight(held_as, codes, scales, minima, of_scales, of_minima)
+
+
+def _integers(numbers: Tensor, lowest: int) -> tuple[Tensor, Tensor]:
+    """Integers [out, groups] from `lowest` on and float16 [out, 1] whose products are nearest to the numbers."""
+    wanted = numbers.abs().amax(1, keepdim=True) / _LARGEST
+    units = wanted.half()
+    # Rounded up, as integers end at the largest, and float16 has few digits for small numbers.
+    units = (units.view(torch.int16) + (units.float() < wanted)).to(torch.int16).view(torch.float16)
+    integers = (numbers / _divisors(units.float())).round_().clamp_(lowest, _LARGEST)
+    return integers.nan_to_num_(0).to(torch.int8), units
+
+
+def _divisors(scales: Tensor) -> Tensor:
+    return scales.masked_fill(scales == 0, torch.inf)

@@ -1,0 +1,114 @@
+"""Rows of logits as a backend is given them to sample from, and tokens as it gives them back.
+
+**The distribution.** A token's *power* is `(logit - highest) * scale` in float32, where `scale` is `log2(e)`
+over the temperature: 2 to this power is how likely the token is against the likeliest one. Its *weight* is that
+number as a multiple of 2^-`WEIGHT_BITS`, so sums of weights are sums of whole numbers and exact in any order. A
+token is drawn by inversion: the first one, in the order of the vocabulary, up to which weights add up to more
+than the random number times their total.
+
+**Truncation.** In this order: `min_p` leaves out tokens by their power, and none below 2^`LOWEST_POWER` is ever
+drawn; `top_k` keeps all tokens that equal the k-th; `top_p` goes through what is left from the highest logit
+down, of equal ones from the lowest id up, until weights add up to its share; `typical_p` goes through what is
+left from the power nearest to the mean power (Meister et al. 2022; distances in float32), of equally near ones
+from the lowest id up. At least one token is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+from torch import Tensor
+
+from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.sampling_params import SamplingParams
+
+WEIGHT_BITS = 40
+LOWEST_POWER = -40.0
+CERTAIN = 1 << 53
+"""A probability of one in the units in which random numbers and shares of weights are given."""
+
+
+class Outcome(IntEnum):
+    """Results of sampling a row; the numbers are those of csrc/sampler.h."""
+
+    DRAWN = 0
+    NOT_FINITE = 1
+    """The model's logits are not all finite."""
+    OVERFLOWN = 2
+    """The penalties have driven the highest logit to infinity."""
+    NOTHING_ALLOWED = 3
+    """All tokens are forbidden."""
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingRules:
+    """Parameters of a request, as they count at every position."""
+
+    sampling: SamplingParams
+    allowed: Tensor | None
+    """[ceil(vocab / 32)] int32: bit `i % 32` of word `i // 32` is set if token `i` may be sampled."""
+    stops: array[int]
+    """Tokens that are not sampled before `min_tokens`; int64."""
+    bias_ids: array[int]
+    biases: array[float]
+    """Amounts that are added to the logits of `bias_ids`; float32."""
+
+    @cached_property
+    def scale(self) -> float:
+        """Factor that turns differences of logits into powers of two."""
+        return math.log2(math.e) / self.sampling.temperature
+
+    @cached_property
+    def lowest_power(self) -> float:
+        min_p = self.sampling.min_p
+        return max(LOWEST_POWER, math.log2(min_p)) if min_p > 0 else LOWEST_POWER
+
+    @cached_property
+    def top_p(self) -> int:
+        return int(math.ldexp(self.sampling.top_p, 53))
+
+    @cached_property
+    def typical_p(self) -> int:
+        return int(math.ldexp(self.sampling.typical_p, 53))
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingRow:
+    """A row of logits that a token is sampled from: the rules, and what was said before."""
+
+    rules: SamplingRules
+    position: int
+    """Number of tokens sampled before; with the seed it determines the random number."""
+    holds_back_stops: bool
+    seen: array[int]
+    """Tokens that penalties are for, each once; int64."""
+    counts: array[float]
+    """Occurrences of each of `seen` in the output; float32."""
+
+    @property
+    def changes_logits(self) -> bool:
+        rules = self.rules
+        return self.forbids_tokens or len(rules.bias_ids) > 0 or len(self.seen) > 0
+
+    @property
+    def forbids_tokens(self) -> bool:
+        return self.rules.allowed is not None or self.holds_back_stops
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    outcome: Outcome
+    token_id: int = -1
+    """The token, if the outcome is that one was drawn."""
+    logprobs: TokenLogprobs | None = None
+
+
+def check_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Raises ValueError unless logits are [rows, vocab]."""
+    if logits.ndim != 2 or len(logits) != len(rows):
+        raise ValueError(f"Logits of {list(logits.shape)} are not of {len(rows)} rows.")

@@ -1,0 +1,258 @@
+"""Sampling: the native sampler against plain PyTorch in every bit, and both against exact probabilities."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from cpu_cases import REFERENCE, SETS, backend_of, examples, needs_kernels, seeds, threads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow, SamplingRules
+from pagoda.messages.sampling_params import SamplingParams
+
+NATIVE = {name: CpuBackend(name) for name in SETS}
+VOCABULARIES = (1, 31, 128, 130, 257, 1000, 8191, 8193, 20_000)
+"""Numbers of tokens about the size of a block (128), of a chunk (8,192), and of several chunks."""
+
+
+def row_of(
+    vocab: int,
+    *,
+    position: int = 0,
+    seen: tuple[int, ...] = (),
+    counts: tuple[int, ...] = (),
+    allowed: Tensor | None = None,
+    stops: tuple[int, ...] = (),
+    **params: Any,
+) -> SamplingRow:
+    sampling = SamplingParams(**{"seed": 0} | params)
+    bias = {token: value for token, value in (sampling.logit_bias or {}).items() if token < vocab}
+    rules = SamplingRules(
+        sampling, allowed, array("q", stops), array("q", bias), array("f", bias.values())
+    )
+    return SamplingRow(rules, position, bool(stops), array("q", seen), array("f", counts))
+
+
+def mask(tokens: list[int], vocab: int) -> Tensor:
+    """The bits of tokens, in words of 32."""
+    words = [0] * -(-vocab // 32)
+    for token in tokens:
+        words[token // 32] |= 1 << token % 32
+    return torch.tensor([word - 2**32 * (word >> 31) for word in words], dtype=torch.int32)
+
+
+def logits_like(kind: str, vocab: int, seed: int) -> Tensor:
+    """Logits [vocab] whose distribution has a certain shape."""
+    normal = torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+    shapes = {
+        "flat": normal * 0.01,
+        "normal": normal,
+        "peaked": normal * 7,
+        "tied": (normal * 3).round(),
+        "constant": normal * 0 - 2.5,
+        "huge": normal * 1e37,
+        "zeros": torch.where(normal > 0, 0.0, -0.0),
+    }
+    if kind in shapes:
+        return shapes[kind]
+    normal[seed % vocab] = float(kind)
+    return normal
+
+
+def random_row(vocab: int, rng: random.Random) -> SamplingRow:
+    def one(*choices: Any) -> Any:
+        return rng.choice(choices)
+
+    seen = rng.sample(range(vocab), min(vocab, rng.choice([0, 0, 3, 40])))
+    tokens = rng.sample(range(vocab), min(vocab, rng.choice([1, 5, 300])))
+    return row_of(
+        vocab,
+        position=rng.choice([0, 1, 2**33]),
+        seen=tuple(seen),
+        counts=tuple(rng.choice([0, 1, 7]) for _ in seen),
+        allowed=one(None, None, mask(tokens, vocab)),
+        stops=one((), (), (rng.randrange(vocab),)),
+        temperature=one(0.0, 1e-5, 0.3, 1.0, 1.0, 2.5, 100.0),
+        top_k=one(0, 0, -1, 1, 2, 5, 40, 300, vocab),
+        top_p=one(1.0, 1.0, 0.95, 0.5, 0.1, 1e-30),
+        typical_p=one(1.0, 1.0, 0.9, 0.3, 1e-9),
+        min_p=one(0.0, 0.0, 0.05, 0.5, 1.0),
+        repetition_penalty=one(1.0, 1.3, 0.01),
+        presence_penalty=one(0.0, 0.7),
+        frequency_penalty=one(0.0, -0.4),
+        logit_bias=one(None, {3: 4.0, 5: -100.0}),
+        logprobs=one(None, 0, 1, 20),
+        seed=rng.randrange(-(2**63), 2**64),
+    )
+
+
+KINDS = ["flat", "normal", "peaked", "tied", "constant", "huge", "zeros", "nan", "inf", "-inf"]
+sized = st.sampled_from(VOCABULARIES)
+
+
+@needs_kernels
+@settings(examples, max_examples=120)
+@given(
+    vocab=sized,
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=7),
+    seed=seeds,
+    n=threads,
+)
+def test_the_same_in_every_bit(vocab: int, kinds: list[str], seed: int, n: int) -> None:
+    """Tokens, log-probabilities and errors of random rules, alone and with other rows."""
+    rng = random.Random(seed)
+    logits = torch.stack([logits_like(kind, vocab, seed + i) for i, kind in enumerate(kinds)])
+    rows = [random_row(vocab, rng) for _ in kinds]
+    expected = REFERENCE.sample(logits.clone(), rows)
+    torch.set_num_threads(n)
+    for backend in NATIVE.values():
+        assert backend.sample(logits.clone(), rows) == expected
+    last = backend.sample(logits[-1:].clone(), rows[-1:])
+    assert last == expected[-1:]
+
+
+# ---- the distribution
+
+DRAWS = 4096
+SETTINGS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "hot": {"temperature": 1.7},
+    "min-p": {"min_p": 0.2},
+    "top-k": {"top_k": 7},
+    "top-p": {"top_p": 0.8},
+    "typical-p": {"typical_p": 0.6},
+    "together": {"temperature": 0.8, "min_p": 0.01, "top_k": 20, "top_p": 0.9, "typical_p": 0.9},
+}
+
+
+def exact_probabilities(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    min_p: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    typical_p: float = 1.0,
+) -> Tensor:
+    """Probabilities [vocab] float64 as the papers have them, by sorting."""
+    p = (logits.double() / temperature).softmax(0)
+    p[p < min_p * p.max()] = 0
+    if top_k:
+        p[p < p.topk(top_k).values[-1]] = 0
+    p = _nucleus(p / p.sum(), -p, top_p)
+    surprise = -p.log()
+    entropy = (p * surprise).nansum()
+    return _nucleus(p, (surprise - entropy).abs(), typical_p)
+
+
+def _nucleus(p: Tensor, order_by: Tensor, share: float) -> Tensor:
+    order = order_by.sort(stable=True).indices
+    before = p[order].cumsum(0) - p[order]
+    p[order[before >= share]] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_draws_are_distributed_as_they_should_be(ops: Any, setting: str) -> None:
+    """Chi-square against exact probabilities, at a level of about one in a million."""
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 1.5
+    rows = [row_of(40, seed=7, position=i, **SETTINGS[setting]) for i in range(DRAWS)]
+    sampled = ops.sample(logits.repeat(DRAWS, 1), rows)
+    found = Counter(row.token_id for row in sampled)
+    probabilities = exact_probabilities(logits, **SETTINGS[setting]).tolist()
+    possible = {token: p * DRAWS for token, p in enumerate(probabilities) if p > 0}
+    assert set(found) <= set(possible)
+    chi_square = sum((found[token] - mean) ** 2 / mean for token, mean in possible.items())
+    freedom = len(possible) - 1
+    # Wilson and Hilferty 1931.
+    limit = freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert chi_square < limit
+
+
+# ---- rules for ties, and bounds
+
+
+def kept(ops: Any, logits: list[float], **params: Any) -> set[int]:
+    """Every token that some position draws."""
+    rows = [row_of(len(logits), position=i, **params) for i in range(300)]
+    return {row.token_id for row in ops.sample(torch.tensor([logits] * 300), rows)}
+
+
+@pytest.mark.parametrize(
+    ("logits", "params", "expected"),
+    [
+        ([1, 2, 2, 2, 0], {"top_k": 2}, {1, 2, 3}),  # all that equal the k-th
+        ([1, 2, 2, 2, 0], {"top_k": 2, "top_p": 0.4}, {1, 2}),  # the lower ids of equal ones
+        ([0.0, -0.0, 0.0, -9], {"top_p": 0.6}, {0, 1}),  # zeros are equal
+        ([3, 1, 1, 1, 1], {"typical_p": 0.1}, {0}),
+        # The entropy of 8 equal ones and a likelier one is nearer to the equal ones.
+        ([1.5, *[0] * 8], {"typical_p": 0.2}, {1, 2, 3}),
+        ([0, -28, -29], {}, {0}),  # what is less likely than 2^-40
+    ],
+)
+def test_ties_and_bounds(
+    ops: Any, logits: list[float], params: dict[str, Any], expected: set[int]
+) -> None:
+    assert kept(ops, [float(x) for x in logits], **params) == expected
+
+
+def test_the_first_of_equal_logits_is_the_likeliest(ops: Any) -> None:
+    logits = torch.zeros(1, 9000)
+    logits[0, [8500, 300, 131]] = 2.0
+    [row] = ops.sample(logits, [row_of(9000, temperature=0.0, logprobs=4)])
+    assert row.token_id == 131
+    assert row.logprobs is not None
+    assert row.logprobs.rank == 1
+    assert row.logprobs.top_token_ids == [131, 300, 8500, 0]
+
+
+def test_a_mask_of_a_grammar_leaves_its_tokens(ops: Any) -> None:
+    vocab, tokens = 1000, [31, 32, 999]
+    logits = torch.randn(60, vocab, generator=torch.Generator().manual_seed(1))
+    rows = [row_of(vocab, position=i, allowed=mask(tokens, vocab)) for i in range(60)]
+    assert {row.token_id for row in ops.sample(logits, rows)} == set(tokens)
+
+
+def test_what_may_not_be_given(ops: Any) -> None:
+    with pytest.raises(ValueError, match="are not of 2 rows"):
+        ops.sample(torch.zeros(3, 50), [row_of(50), row_of(50)])
+
+
+@needs_kernels
+def test_a_mask_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be 2 words of int32"):
+        backend_of(SETS[-1]).sample(torch.zeros(1, 50), [row_of(50, allowed=mask([0], 200))])
+
+
+@needs_kernels
+def test_rows_of_a_wider_tensor(ops: Any) -> None:
+    wide = torch.randn(3, 500, generator=torch.Generator().manual_seed(2))
+    rows = [row_of(300, position=i, top_p=0.9) for i in range(3)]
+    assert ops.sample(wide[:, :300], rows) == REFERENCE.sample(wide[:, :300].clone(), rows)
+
+
+def test_no_rows(ops: Any) -> None:
+    assert ops.sample(torch.zeros(0, 50), []) == []
+
+
+def test_a_bad_row_is_told_from_the_others(ops: Any) -> None:
+    logits = torch.zeros(4, 40)
+    logits[:, 7] = 1e37
+    logits[1, 3] = math.nan
+    overflows = row_of(40, seen=(7,), counts=(0,), repetition_penalty=0.01)
+    rows = [row_of(40), row_of(40), overflows, row_of(40, allowed=mask([4], 40), stops=(4,))]
+    assert ops.sample(logits, rows) == [
+        SampledRow(Outcome.DRAWN, 7),
+        SampledRow(Outcome.NOT_FINITE),
+        SampledRow(Outcome.OVERFLOWN),
+        SampledRow(Outcome.NOTHING_ALLOWED),
+    ]
