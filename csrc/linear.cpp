@@ -87,8 +87,6 @@ size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t
 
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
             const float* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch) {
-    const int64_t tiles = (n + kTileRows - 1) / kTileRows;
-    const int64_t tile_rows = tiles == 0 ? 0 : (n + tiles - 1) / tiles;
     const int64_t row_bytes = shape.row_bytes(table);
     WorkQueue& queue = WorkQueue::reset(scratch);
     scratch = at(scratch, sizeof(WorkQueue));
@@ -97,22 +95,20 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
     for (int64_t row = 0; row < n; ++row) {
         table.pack_row(shape.dtype, x + row * row_stride, shape.inputs, at(scratch, row * row_bytes));
     }
-    parallel_for_panels(queue, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
-        const int64_t column = panel * kPanel;
+    const auto multiply = [&](int64_t panel, int64_t first, int64_t rows, float* to, int64_t stride, int64_t next) {
+        const int64_t column = panel * kPanel, tiles = (rows + kTileRows - 1) / kTileRows;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
-        // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
-        const bool fetch = n > 1 && next >= 0;
-        const void* next_panel = fetch ? at(packed, next * shape.panel_bytes()) : nullptr;
-        for (int64_t tile = begin; tile < end; ++tile) {
-            const int64_t first = tile * tile_rows;
-            const auto rows = static_cast<int>(std::min(tile_rows, n - first));
+        const void* next_panel = next >= 0 ? at(packed, next * shape.panel_bytes()) : nullptr;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
             table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
-                               at(scratch, first * row_bytes), row_bytes, rows, shape.inputs,
-                               bias ? bias + column : nullptr, out.panel(first, column), out.stride(), columns,
-                               Prefetch::share(next_panel, shape.panel_bytes(), tile - begin, end - begin));
-            out.take(table, first, rows, column, columns);
+                               at(scratch, (first + begin) * row_bytes), row_bytes, static_cast<int>(end - begin),
+                               shape.inputs, bias ? bias + column : nullptr, to + begin * stride, stride, columns,
+                               Prefetch::share(next_panel, shape.panel_bytes(), tile, tiles));
         }
-    });
+    };
+    // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
+    for_output_panels(table, queue, shape.outputs, n, row_bytes, kTileRows, n > 1, out, multiply);
 }
 
 }  // namespace pagoda

@@ -255,6 +255,7 @@ void run(Program& program, int64_t num_tokens, const AttentionMetadata& metadata
 }  // namespace
 
 NB_MODULE(_native, m) {
+    m.attr("PANEL_OUTPUTS") = kPanel;
     m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
     m.attr("MAX_EXPERTS") = kMaxExperts;
     m.def("instruction_sets", &available_instruction_sets);
@@ -396,6 +397,16 @@ NB_MODULE(_native, m) {
                 Address order, Address bias) {
                  self.quantized_linear(x, out, column, shape, to(packed), to<int64_t>(order),
                                        to<float>(bias));
+             })
+        .def("gated_linear",
+             [](Program& self, int x, int out, int dtype, int64_t outputs, int64_t inputs, Address packed,
+                Address bias) {
+                 self.gated_linear(x, out, {Dtype(dtype), inputs, outputs}, to(packed), to<float>(bias));
+             })
+        .def("quantized_gated_linear",
+             [](Program& self, int x, int out, const QuantizedShape& shape, Address packed, Address order,
+                Address bias) {
+                 self.quantized_gated_linear(x, out, shape, to(packed), to<int64_t>(order), to<float>(bias));
              })
         .def("rms_norm", [](Program& self, int x, Address weight,
                             float eps) { return self.rms_norm(x, to<float>(weight), eps); })

@@ -1,4 +1,5 @@
-// Where the outputs of a linear layer go: to rows in memory, or only the argmax of each row is kept.
+// Where the outputs of a linear layer go: to rows in memory, as they are or as silu(left half) times right half; or only
+// the argmax of each row is kept.
 #pragma once
 
 #include <omp.h>
@@ -14,6 +15,13 @@ class Outputs {
    public:
     // Rows that lie `stride` elements apart.
     Outputs(float* rows, int64_t stride) : rows_(rows), stride_(stride) {}
+
+    // Silu of the first half of the outputs times the second half, each of whole panels.
+    static Outputs gated(float* rows, int64_t stride) {
+        Outputs outputs(rows, stride);
+        outputs.gated_ = true;
+        return outputs;
+    }
 
     // The argmax of n rows; `scratch` has argmax_scratch(n) bytes.
     static Outputs argmax(void* scratch, int64_t n) {
@@ -32,6 +40,7 @@ class Outputs {
     }
 
     int64_t stride() const { return stride_; }
+    bool gated() const { return gated_; }
 
     // Where this thread writes the outputs of a panel, of the rows from `row` on.
     float* panel(int64_t row, int64_t column) const {
@@ -67,8 +76,38 @@ class Outputs {
 
     float* rows_;
     int64_t stride_;
+    bool gated_ = false;
     void* scratch_ = nullptr;
     int64_t thread_bytes_ = 0, seen_bytes_ = 0;
 };
+
+// Calls multiply(panel, first row, rows, to, stride, next panel or -1) for all panels of a linear layer and all n packed
+// rows, and brings what it leaves at `to` to where outputs go. There is a next panel only if it is to be fetched.
+template <class Multiply>
+void for_output_panels(const KernelTable& table, WorkQueue& queue, int64_t outputs, int64_t n, int64_t row_bytes,
+                       int64_t tile_rows, bool fetch, const Outputs& out, Multiply multiply) {
+    constexpr int64_t kGatedRows = 96;
+    const int64_t panels = (outputs + kPanel - 1) / kPanel, half = panels / 2;
+    if (!out.gated()) {
+        parallel_for_panels(queue, panels, n, row_bytes, tile_rows, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+            const int64_t column = panel * kPanel;
+            multiply(panel, begin, end - begin, out.panel(begin, column), out.stride(), fetch ? next : -1);
+            out.take(table, begin, end - begin, column, static_cast<int>(std::min<int64_t>(kPanel, outputs - column)));
+        });
+        return;
+    }
+    parallel_for_panels(queue, half, n, row_bytes, tile_rows, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+        alignas(64) float both[kGatedRows * 2 * kPanel];
+        for (int64_t first = begin; first < end; first += kGatedRows) {
+            const int64_t rows = std::min(kGatedRows, end - first);
+            const bool fetches = fetch && first == begin;
+            multiply(panel, first, rows, both, 2 * kPanel, fetches ? half + panel : -1);
+            multiply(half + panel, first, rows, both + kPanel, 2 * kPanel, fetches ? next : -1);
+            for (int64_t row = 0; row < rows; ++row) {
+                table.silu_and_mul(both + row * 2 * kPanel, kPanel, out.panel(first + row, panel * kPanel));
+            }
+        }
+    });
+}
 
 }  // namespace pagoda

@@ -37,16 +37,21 @@ void parallel_for_dynamic(WorkQueue& queue, int64_t items, Work work) {
 #pragma omp barrier
 }
 
-// Calls work(panel, next, first tile, last tile) for all tiles of rows and all panels; `next` is a panel, or -1.
+// Packed rows that stay in a core's second cache beside two panels, while all panels go by.
+constexpr int64_t kPartBytes = 512 * 1024;
+
+// Calls work(panel, next, first row, last row) for all n rows, which take row_bytes each, and all panels; `next` is a
+// panel, or -1. Rows are cut at multiples of tile_rows.
 template <class Work>
-void parallel_for_panels(WorkQueue& queue, int64_t panels, int64_t tiles, Work work) {
-    const int64_t threads = omp_get_num_threads();
-    // A panel stays in the cache while all rows go by; only when there are few panels are the rows shared out.
-    const int64_t parts = panels >= 4 * threads ? 1 : std::min(tiles, 4 * threads);
+void parallel_for_panels(WorkQueue& queue, int64_t panels, int64_t n, int64_t row_bytes, int64_t tile_rows, Work work) {
+    const int64_t threads = omp_get_num_threads(), tiles = (n + tile_rows - 1) / tile_rows;
+    // A panel is read for each part of the rows: they are shared out among threads only where there are few panels.
+    const int64_t least = panels >= 4 * threads ? 1 : 4 * threads;
+    const int64_t parts = std::min(tiles, std::max(least, (n * row_bytes + kPartBytes - 1) / kPartBytes));
     parallel_for_dynamic(queue, panels * parts, [&](int64_t task, int64_t next_task) {
-        const int64_t panel = task / parts, part = task % parts;
-        const int64_t next = next_task >= 0 && next_task / parts != panel ? next_task / parts : -1;
-        work(panel, next, tiles * part / parts, tiles * (part + 1) / parts);
+        const int64_t panel = task % panels, part = task / panels;
+        const int64_t next = next_task >= 0 && next_task % panels != panel ? next_task % panels : -1;
+        work(panel, next, tiles * part / parts * tile_rows, std::min(n, tiles * (part + 1) / parts * tile_rows));
     });
 }
 

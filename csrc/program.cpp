@@ -88,6 +88,27 @@ void Program::quantized_linear(Value x, Value out, int64_t column, const Quantiz
         [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
 }
 
+void Program::gated_linear(Value x, Value out, const PanelShape& shape, const void* packed, const float* bias) {
+    record(
+        {x, out}, shape.inputs * shape.outputs,
+        [=, this](const Step& step, void* scratch) {
+            pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, step.num_tokens,
+                           Outputs::gated(written(out, step), info(out).width), scratch);
+        },
+        [=, this](const Step& step) { return linear_scratch(table_, shape, step.num_tokens); });
+}
+
+void Program::quantized_gated_linear(Value x, Value out, const QuantizedShape& shape, const void* packed,
+                                     const int64_t* order, const float* bias) {
+    record(
+        {x, out}, shape.inputs * shape.outputs,
+        [=, this](const Step& step, void* scratch) {
+            pagoda::quantized_linear(table_, shape, packed, order, bias, address(x, step), info(x).width,
+                                     step.num_tokens, Outputs::gated(written(out, step), info(out).width), scratch);
+        },
+        [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
+}
+
 void Program::all_reduce(Value x, Collectives& group) {
     if (x == input_) throw std::logic_error("the input stays as it is");
     record({x}, info(x).width, [=, this, &group](const Step& step, void*) {

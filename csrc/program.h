@@ -46,6 +46,11 @@ class Program {
     void quantized_linear(Value x, Value out, int64_t column, const QuantizedShape& shape, const void* packed,
                           const int64_t* order, const float* bias);
 
+    // To all of `out`: silu of the first half of the outputs times the second half, each of whole panels.
+    void gated_linear(Value x, Value out, const PanelShape& shape, const void* packed, const float* bias);
+    void quantized_gated_linear(Value x, Value out, const QuantizedShape& shape, const void* packed,
+                                const int64_t* order, const float* bias);
+
     // Makes x the sum of the x of all ranks.
     void all_reduce(Value x, Collectives& group);
     Value add(Value x, Value delta);

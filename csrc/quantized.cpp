@@ -147,19 +147,16 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
     for (int64_t row = 0; row < n; ++row) {
         table.quantize_row(format, x + row * row_stride, shape.inputs, at(scratch, row * row_bytes));
     }
-    const int64_t tiles = (n + kRows - 1) / kRows;
-    parallel_for_panels(queue, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
-        const int64_t column = panel * kPanel, first = begin * kRows;
-        const int64_t rows = std::min(end * kRows, n) - first;
-        const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
-        // As in `linear`: with a single row the processor reads ahead best by itself, unless codes have to be unpacked.
-        const bool fetch = (n > 1 || format.bits < 8) && next >= 0;
-        table.quantized_panel(format, at(packed, panel * format.panel_bytes()),
-                              at(scratch, first * row_bytes), row_bytes, rows,
-                              bias ? bias + column : nullptr, out.panel(first, column), out.stride(),
-                              columns, fetch ? at(packed, next * format.panel_bytes()) : nullptr);
-        out.take(table, first, rows, column, columns);
-    });
+    const auto multiply = [&](int64_t panel, int64_t first, int64_t rows, float* to, int64_t stride, int64_t next) {
+        const int64_t column = panel * kPanel;
+        table.quantized_panel(format, at(packed, panel * format.panel_bytes()), at(scratch, first * row_bytes), row_bytes,
+                              rows, bias ? bias + column : nullptr, to, stride,
+                              static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column)),
+                              next >= 0 ? at(packed, next * format.panel_bytes()) : nullptr);
+    };
+    // Unpacking codes takes time in which memory would idle, for a single row too.
+    const bool fetch = n > 1 || format.bits < 8;
+    for_output_panels(table, queue, shape.outputs, n, row_bytes, kRows, fetch, out, multiply);
 }
 
 }  // namespace pagoda

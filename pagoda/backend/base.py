@@ -171,8 +171,8 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
     ) -> tuple[ValueT, ValueT]:
         """x + delta [n, d] and its `rms_norm`."""
 
-    def silu_and_mul(self, gate_up: ValueT) -> ValueT:
-        """silu(left half) times right half of [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
+    def gated_linear(self, x: ValueT, weight: LinearT_contra) -> ValueT:
+        """silu(left half) times right half of `linear` [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
 
     def experts(self, x: ValueT, logits: ValueT, experts: Experts[LinearT_contra]) -> ValueT:
         """Sends rows of x [n, hidden] through the experts with the highest of logits [n, num_experts].

@@ -70,6 +70,13 @@ class HostBackend(Backend[LinearT, MetadataT]):
     def advise(self, *cached: Tensor) -> None:
         """Tells the machine how the memory of K and V will be used; by default nothing."""
 
+    def gated_linear(self, x: Tensor, weight: LinearT) -> Tensor:
+        return self.silu_and_mul(self.linear(x, weight))
+
+    @abstractmethod
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(left half) times right half of [n, 2 d]: [n, d]."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(x)
 
@@ -118,7 +125,7 @@ _OPERATIONS: Mapping[str, tuple[Kind, int | None]] = {
     "add": ("add", None),
     "rms_norm": ("norm", 1),
     "add_rms_norm": ("norm", 2),
-    "silu_and_mul": ("activation", None),
+    "gated_linear": ("linear", 1),
     "experts": ("experts", None),
     "rotate_and_cache": ("rotary", None),
     "attention": ("attention", None),

@@ -176,7 +176,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         """This rank's part of the MLP's output [n, hidden], from normed hidden states [n, hidden]."""
         mlp = layer.mlp
         if isinstance(mlp, DenseMlp):
-            return ops.linear(ops.silu_and_mul(ops.linear(h, mlp.gate_up)), mlp.down)
+            return ops.linear(ops.gated_linear(h, mlp.gate_up), mlp.down)
         return ops.experts(h, ops.linear(h, mlp.router), mlp.experts)
 
     def _attention(

@@ -74,6 +74,18 @@ def test_linear(
     assert torch.equal(ops.embedding(ids, prepared), weight[ids].float())
 
 
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
+def test_rows_that_no_cache_holds_have_the_bits_of_single_ones(name: str, kind: str) -> None:
+    torch.set_num_threads(2)
+    ops, x = CpuBackend(name), random_tensor(300, 4096)
+    values = random_tensor(300, 4096, seed=1, dtype=torch.bfloat16)
+    prepared = ops.prepare_linear([quantized(ops, kind, values)], None, torch.bfloat16)
+    whole = ops.linear(x, prepared)
+    for row in (0, 95, 96, 127, 128, 255, 299):
+        assert torch.equal(ops.linear(x[row : row + 1], prepared)[0], whole[row])
+
+
 @given(sets, seeds, st.integers(1, 40), st.integers(1, 300))
 @examples
 def test_rows(name: str, seed: int, rows: int, width: int) -> None:

@@ -82,6 +82,8 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
             WeakKeyDictionary()
         )
+        self.panel_outputs = self._native.PANEL_OUTPUTS
+        """Outputs of a panel of packed weights."""
         self._memory = WeightMemory(self._native.advise_large_pages)
 
     def advise(self, *cached: Tensor) -> None:

@@ -116,10 +116,22 @@ class _Recorder:
         self._note("norm", weight, weight.nbytes)
         return Value(total, x.width), Value(out, x.width)
 
-    def silu_and_mul(self, gate_up: Value) -> Value:
-        index = self._program.silu_and_mul(gate_up.index)
-        self._note("activation")
-        return Value(index, gate_up.width // 2)
+    def gated_linear(self, x: Value, weight: PackedLinear) -> Value:
+        if len(weight.segments) > 1 or weight.outputs % (2 * self._ops.panel_outputs):
+            both = self.linear(x, weight)
+            index = self._program.silu_and_mul(both.index)
+            self._note("activation")
+            return Value(index, both.width // 2)
+        _expect(x, weight.inputs)
+        self.kept.append(weight)
+        (segment,) = weight.segments
+        out = self._value(weight.outputs // 2)
+        multiply = segment.bind(
+            self._program.gated_linear, self._program.quantized_gated_linear, x.index, out.index
+        )
+        multiply(address(segment.bias))
+        self._note("linear", weight, segment.num_bytes, 2 * weight.outputs * weight.inputs)
+        return out
 
     def experts(self, x: Value, logits: Value, experts: Experts[PackedLinear]) -> Value:
         _expect(x, experts.gate[0].inputs)
