@@ -30,6 +30,7 @@ _COMMANDS = {
     "route": "Serve a model over the OpenAI API with the hosts that join this router.",
     "generate": "Answer prompts, or the lines of an OpenAI batch file.",
     "chat": "Talk with a model in the terminal.",
+    "quantize": "Write a quantized model that Pagoda and others can read.",
     "doctor": "Show what this machine has, and what Pagoda will use.",
     "demo": "Start a server, ask it a few questions over HTTP, show answers and figures.",
     "kv": "Directories of KV blocks, as serve --kv-disk-path keeps them.",
@@ -46,6 +47,24 @@ _COMMANDS = {
     "bench accuracy": "Ask held-out questions and count the right answers.",
     "bench quality": "Compare next-token distributions with those of a reference.",
 }
+_DETAILS = {
+    "quantize": (
+        "Files are in the format compressed-tensors, which vLLM and transformers read too. "
+        "Embedding, head and routers of experts stay as they are; tokenizer, chat template and "
+        "licence are copied. OUT appears when all is written; an interrupt leaves nothing "
+        "behind."
+    ),
+    "bench quality": (
+        "Both models read the same text in windows, each from an empty context. At every "
+        "position the whole distributions are compared: KL is KL(reference || model) over the "
+        "full vocabulary in nats, its mean, 99th percentile and maximum over the positions; KL "
+        "of the top 20 takes all but the 20 tokens that MODEL finds most likely as one, as "
+        "clients that see log-probabilities must; the same top token is the share of positions "
+        "where both find the same token most likely; perplexity is exp of the mean negative "
+        "log-probability of the text's own tokens."
+    ),
+}
+"""Help of commands behind the summary."""
 _MODULES = {"kv": "kv", "trace": "trace", "bench": "bench.{name}"}
 """The module of the commands of each group, in `pagoda.cli`."""
 
@@ -64,14 +83,15 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
     )
     for words, summary in _COMMANDS.items():
+        text = f"{summary}\n\n{_DETAILS[words]}" if words in _DETAILS else summary
         group, _, name = words.rpartition(" ")
         if name in _MODULES:
             app.command(App(name=name, help=summary))
         elif group:
             module = _MODULES[group].format(name=name)
-            app[group].command(f"pagoda.cli.{module}:{name}", name=name, help=summary)
+            app[group].command(f"pagoda.cli.{module}:{name}", name=name, help=text)
         else:
-            app.command(f"pagoda.cli.{name}:{name}", name=name, help=summary)
+            app.command(f"pagoda.cli.{name}:{name}", name=name, help=text)
     return app
 
 

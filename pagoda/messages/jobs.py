@@ -6,6 +6,8 @@ A job reads its configuration from standard input and writes one JSON object a l
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from pagoda.messages.worker_config import WorkerConfig
@@ -58,3 +60,31 @@ class QualityResult(msgspec.Struct, frozen=True, kw_only=True, tag="quality"):
     reference: str
     texts: list[Closeness]
     overall: Closeness
+
+
+QuantizeFormat = Literal["w8a8", "w8a16", "w4a16"]
+"""Schemes of quantized checkpoints; see `pagoda.model.compressed_tensors`."""
+
+
+class QuantizeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A model to quantize, and where; see `pagoda.worker.quantize`."""
+
+    model: str
+    """A model directory with dense weights."""
+    directory: str
+    """An empty directory that takes the files."""
+    format: QuantizeFormat
+    group_size: int
+    max_shard_bytes: int
+    backend: str = "auto"
+    num_threads: int | None = None
+
+
+class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True, tag="quantized"):
+    weight_bytes: int
+    """Bytes of all tensors written."""
+    source_bytes: int
+    """Bytes of all tensors read."""
+    num_weights: int
+    """Numbers in all tensors read."""
+    num_files: int

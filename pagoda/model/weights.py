@@ -115,6 +115,17 @@ class CheckpointWeights:
         with _readable(self.path_of(name)):
             return tuple(self._view(name).get_shape())
 
+    def names(self) -> list[str]:
+        """Names of all tensors, in the order of the files."""
+        return list(self._files)
+
+    def stored(self, name: str) -> Tensor:
+        """The tensor `name` as it is stored. Raises ConfigError if there is no such tensor."""
+        path = self.path_of(name)
+        with _readable(path):
+            tensor: Tensor = self._handle(path).get_tensor(name)
+        return tensor
+
     def has(self, name: str) -> bool:
         return name in self._files
 

@@ -23,6 +23,13 @@ def missing_for_a_small_disk(directory: Path) -> str | None:
     return None if trial.returncode == 0 else f"no small disk can be made ({trial.stderr.strip()})"
 
 
+def on_a_small_disk(
+    size: str, directory: Path, command: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command that sees `directory` on a disk of this size."""
+    return subprocess.run(_inside(size, directory, command), capture_output=True, text=True)
+
+
 def _inside(size: str, directory: Path, command: Sequence[str]) -> list[str]:
     return ["unshare", "-rm", "sh", "-c", _MOUNT, "sh", size, str(directory), *command]
 

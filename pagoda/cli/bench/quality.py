@@ -59,7 +59,7 @@ class ReferenceOptions:
     """The model that is taken as right, and its number formats."""
 
     reference: str | None = None
-    """A model directory, GGUF file, hub id or preset; by default MODEL itself, with the formats named here."""
+    """A model directory, GGUF file or hub id; by default MODEL itself, with the formats named here."""
     reference_dtype: Dtype = "float32"
     """Number format of weights and activations of the reference."""
     reference_quantization: Quantization = "none"
@@ -97,13 +97,6 @@ def quality(
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Compare a model's next-token distributions with those of a reference, at every position of a text.
-
-    Both models read the same text in windows, each from an empty context. At every position the whole
-    distributions are compared: KL is KL(reference || model) over the full vocabulary in nats, its mean, 99th
-    percentile and maximum over the positions; KL of the top 20 takes all but the 20 tokens that MODEL finds most
-    likely as one, as clients that see log-probabilities must; the same top token is the share of positions where
-    both find the same token most likely; perplexity is exp of the mean negative log-probability of the text's own
-    tokens.
 
     Args:
         model: The model to judge; by default the embedded one.
@@ -216,7 +209,7 @@ def _tokenize(
     """Raises ConfigError: the models make other tokens of a text, or a text is too short to predict anything."""
     tokenizers = [
         load_text(files, simulated=False, chat_template=None).tokenizer
-        for files in dict.fromkeys((model, reference))
+        for files in ([model] if model == reference else [model, reference])
     ]
     result = []
     for path, text in zip(paths, texts, strict=True):
