@@ -152,8 +152,8 @@ struct QuantizedFormat {
 
 // What four neighbouring codes of eight bits lack to the integers that they stand for, in units of kWideUnit.
 struct WideQuad {
-    int32_t quad;   // the first of the four inputs, over four
-    int32_t codes;  // four bytes
+    int32_t offset;  // of their weights in a panel
+    int32_t codes;   // four bytes
 };
 constexpr int kWideUnit = 128;
 
@@ -190,8 +190,8 @@ struct QuantizedRow {
     }
     // An odd number of cache lines, so that rows do not displace each other.
     static int64_t bytes(const QuantizedFormat& format, int64_t code_size) {
-        // Two more quads than there are: one that counts for nothing makes them even, and one is written in vain.
-        const int64_t wide = format.grouped ? 0 : 8 + (code_size == 1 ? (format.group_inputs / 4 + 2) * 8 : 0);
+        // More quads than there may be: one behind the last counts for nothing, and whole vectors are written.
+        const int64_t wide = format.grouped ? 0 : 8 + (code_size == 1 ? (format.group_inputs / 4 + 4) * 8 : 0);
         return ((codes_bytes(format, code_size) + 12 * format.groups + wide + 63) / 64 | 1) * 64;
     }
 };

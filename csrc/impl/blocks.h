@@ -107,12 +107,17 @@ struct GroupScales {
     vec scale, minimum;
 };
 
-// Of a group of a block, for the vector of outputs that begins with lane `column`.
+// What a block multiplies those of its groups by, for the vector of outputs that begins with lane `column`.
 template <class B>
-PAGODA_INLINE GroupScales group_scales(const QuantizedFormat& format, const uint8_t* block, int64_t group, int column) {
+PAGODA_INLINE GroupScales block_scales(const QuantizedFormat& format, const uint8_t* block, int column) {
     const auto* halves = reinterpret_cast<const f16*>(block + format.integer_bytes()) + column;
-    GroupScales result{load(halves), zero()};
-    if constexpr (B::minima) result.minimum = load(halves + kPanel);
+    return {load(halves), B::minima ? load(halves + kPanel) : zero()};
+}
+
+// Of a group of a block; `result` is what block_scales gave.
+template <class B>
+PAGODA_INLINE GroupScales group_scales(const QuantizedFormat& format, const uint8_t* block, GroupScales result, int64_t group,
+                                       int column) {
     if constexpr (B::integers) {
         const uint8_t* own = block + group * kPanel + column;
         const ints scales = load_signed_bytes(own);
@@ -167,6 +172,9 @@ PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* pan
         }
         for (const uint8_t* block = panel; at < format.groups; block += format.block_bytes()) {
             const uint8_t* unit = block + header + 4 * column;
+            GroupScales of_block[cols];
+#pragma GCC unroll 2
+            for (int j = 0; j < cols; ++j) of_block[j] = block_scales<B>(format, block, column + j * kWidth);
             for (int64_t u = 0; u < units; ++u, unit += B::bits * kRowBytes, x += kUnitInputs, at += kHalves) {
 #pragma GCC unroll 8
                 for (int i = 0; i < B::bits; ++i) fetch_ahead(ahead, lines++);
@@ -191,7 +199,8 @@ PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* pan
                     }
                     GroupScales scales[kHalves];
                     for (int g = 0; g < B::groups_of_unit; ++g) {
-                        scales[g] = group_scales<B>(format, block, u * B::groups_of_unit + g, column + j * kWidth);
+                        const int64_t group = u * B::groups_of_unit + g;
+                        scales[g] = group_scales<B>(format, block, of_block[j], group, column + j * kWidth);
                     }
 #pragma GCC unroll 4
                     for (int r = 0; r < Rows; ++r) {
@@ -233,12 +242,13 @@ PAGODA_INLINE void unpack_piece(const QuantizedFormat& format, const uint8_t* pa
         for (int column = 0; column < kPanel; column += kWidth) {
             ints quads[kQuads];
             unpack_unit<B>(unit + 4 * column, quads);
+            const auto of_block = block_scales<B>(format, block, column);
 #pragma GCC unroll 8
             for (int q = 0; q < kQuads; ++q) store_ints(piece.codes + (u * kQuads + q) * kRowBytes + 4 * column, quads[q]);
 #pragma GCC unroll 2
             for (int part = 0; part < B::groups_of_unit; ++part) {
                 const int64_t g = within * B::groups_of_unit + part;
-                const auto scales = group_scales<B>(format, block, g, column);
+                const auto scales = group_scales<B>(format, block, of_block, g, column);
                 const int to = (u * B::groups_of_unit + part) * kPanel + column;
                 store(piece.scales + to, scales.scale);
                 if constexpr (B::minima) store(piece.minima + to, scales.minimum);
@@ -422,9 +432,10 @@ void dequantize_row_of(const QuantizedFormat& format, const void* panel_, int la
             unpack_unit<B>(words, quads);
             uint8_t codes[kQuads][kVectorBytes];
             for (int q = 0; q < kQuads; ++q) store_ints(codes[q], quads[q]);
+            const auto of_block = block_scales<B>(format, block, column);
             float scales[groups][kWidth], minima[groups][kWidth];
             for (int g = 0; g < groups; ++g) {
-                const auto loaded = group_scales<B>(format, block, within * groups + g, column);
+                const auto loaded = group_scales<B>(format, block, of_block, within * groups + g, column);
                 store(scales[g], loaded.scale);
                 store(minima[g], loaded.minimum);
             }

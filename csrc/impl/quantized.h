@@ -31,6 +31,13 @@ PAGODA_INLINE int32_t sum(ints x) {
     return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
 }
 PAGODA_INLINE vec magnitude(vec x) { return _mm512_abs_ps(x); }
+// x where it is below a number, else zero.
+PAGODA_INLINE vec where_below(vec x, float number) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, broadcast(number), _CMP_LT_OQ), x);
+}
+PAGODA_INLINE int count_from(vec x, float lowest) {
+    return __builtin_popcount(_mm512_cmp_ps_mask(x, broadcast(lowest), _CMP_GE_OQ));
+}
 
 #else
 
@@ -53,6 +60,13 @@ PAGODA_INLINE int32_t sum(ints x) {
     return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
 }
 PAGODA_INLINE vec magnitude(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+// x where it is below a number, else zero.
+PAGODA_INLINE vec where_below(vec x, float number) {
+    return _mm256_and_ps(_mm256_cmp_ps(x, broadcast(number), _CMP_LT_OQ), x);
+}
+PAGODA_INLINE int count_from(vec x, float lowest) {
+    return __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(x, broadcast(lowest), _CMP_GE_OQ)));
+}
 
 #endif
 
@@ -85,7 +99,8 @@ PAGODA_INLINE void store_codes(Code* p, ints x) {
 
 using pagoda::WideQuad;
 
-// Puts what codes of 8 bits lack of these from `wide` on, and the rest to `codes`; returns the number of quads.
+// Puts what codes of 8 bits lack of these from `wide` on, and the rest to `codes`; returns the number of quads. Memory of
+// four quads is written whatever they are.
 PAGODA_INLINE int store_wide_codes(Code* codes, int64_t input, ints x, WideQuad* wide) {
     const __mmask16 lacking = _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(x), _mm512_set1_epi32(127));
     if (lacking == 0) {
@@ -96,14 +111,13 @@ PAGODA_INLINE int store_wide_codes(Code* codes, int64_t input, ints x, WideQuad*
     const ints half = _mm512_set1_epi32(pagoda::kWideUnit / 2);
     const ints units = _mm512_maskz_srai_epi32(lacking, add_ints(x, half), 7);
     store_codes(codes, subtract_ints(x, _mm512_slli_epi32(units, 7)));
-    alignas(16) int32_t words[4];
-    _mm_store_si128(reinterpret_cast<__m128i*>(words), _mm512_cvtepi32_epi8(units));
-    int count = 0;
-    for (int i = 0; i < 4; ++i) {
-        wide[count] = {static_cast<int32_t>(input / 4) + i, words[i]};
-        count += words[i] != 0;
-    }
-    return count;
+    const __m128i words = _mm512_cvtepi32_epi8(units);
+    const __mmask8 there = _mm_test_epi32_mask(words, words);
+    const __m256i offsets = _mm256_add_epi64(_mm256_set1_epi64x(input * kPanel),
+                                             _mm256_set_epi64x(12 * kPanel, 8 * kPanel, 4 * kPanel, 0));
+    const __m256i quads = _mm256_or_si256(_mm256_slli_epi64(_mm256_cvtepu32_epi64(words), 32), offsets);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide), _mm256_maskz_compress_epi64(there, quads));
+    return __builtin_popcount(there);
 }
 
 #else
@@ -191,29 +205,43 @@ PAGODA_INLINE CodeScale quantize(const float* x, int64_t n, Code* codes) {
 
 using pagoda::kLanes;
 
-// The lane whose highest all narrow codes stay within, and bounds for the codes of all: see rounded_rows in
-// pagoda/backend/reference/quantized.py.
-PAGODA_INLINE float wide_step(float (&highest)[kLanes], int64_t n) {
+constexpr int kLaneVectors = kLanes / kWidth;
+
+// Of numbers that are not below zero, the one that so many others are as high as or higher.
+PAGODA_INLINE float highest_but(const vec (&x)[kLaneVectors], int others) {
+    float highest = INFINITY;
+    for (int reached = 0; reached <= others;) {
+        vec rest = zero();
+        for (const vec& v : x) rest = max(rest, where_below(v, highest));
+        highest = reduce_max(rest);
+        reached = 0;
+        for (const vec& v : x) reached += count_from(v, highest);
+    }
+    return highest;
+}
+
+// The step that makes 127 of the lane whose highest all narrow codes stay within, and keeps the codes of all within
+// bounds: see rounded_rows in pagoda/backend/reference/quantized.py.
+PAGODA_INLINE float wide_step(const vec (&highest)[kLaneVectors], int64_t n) {
     const float share = static_cast<float>((n + kLanes - 1) / kLanes) / pagoda::kLargestSum;
-    float folded[kLanes], top = 0.0f;
-    for (int i = 0; i < kLanes; ++i) {
-        folded[i] = highest[i] * share;
-        top = highest[i] > top ? highest[i] : top;
+    vec folded[kLaneVectors], top = zero();
+    for (int i = 0; i < kLaneVectors; ++i) {
+        folded[i] = mul(highest[i], broadcast(share));
+        top = max(top, highest[i]);
     }
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-        for (int i = 0; i < width; ++i) folded[i] += folded[i + width];
+    for (int width = kLaneVectors / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) folded[i] = add(folded[i], folded[i + width]);
     }
-    std::nth_element(highest, highest + pagoda::kNarrowLane, highest + kLanes);
-    return std::max({highest[pagoda::kNarrowLane] / 127.0f, top / pagoda::kLargestCode, folded[0]});
+    const float narrow = highest_but(highest, kLanes - 1 - pagoda::kNarrowLane);
+    return std::max({narrow / 127.0f, reduce_max(top) / pagoda::kLargestCode, sum(folded[0])});
 }
 
 // All inputs of a row, as codes of up to 15 bits. Inputs that are not finite make the scale NaN.
 PAGODA_INLINE void quantize_wide(const float* x, int64_t n, const QuantizedRow& row) {
-    constexpr int vectors = kLanes / kWidth;
-    vec highest_seen[vectors], poison = zero();
+    vec highest_seen[kLaneVectors], poison = zero();
     for (vec& highest : highest_seen) highest = zero();
     for (int64_t i = 0; i < n; i += kLanes) {
-        for (int j = 0; j < vectors; ++j) {
+        for (int j = 0; j < kLaneVectors; ++j) {
             const int64_t first = i + j * kWidth;
             if (first >= n) break;
             const vec v = load_up_to(x + first, n - first);
@@ -221,9 +249,7 @@ PAGODA_INLINE void quantize_wide(const float* x, int64_t n, const QuantizedRow& 
             poison = fma(v, zero(), poison);
         }
     }
-    float highest[kLanes];
-    for (int j = 0; j < vectors; ++j) store(highest + j * kWidth, highest_seen[j]);
-    const float step = wide_step(highest, n);
+    const float step = wide_step(highest_seen, n);
     float inverse = 1.0f / step;
     // So small that the inverse is infinite, it is as good as zero.
     const bool vanishes = !(inverse <= std::numeric_limits<float>::max());
@@ -240,7 +266,9 @@ PAGODA_INLINE void quantize_wide(const float* x, int64_t n, const QuantizedRow& 
 #endif
         total = add_ints(total, rounded);
     }
-    if (wide % 2 != 0) row.wide[wide++] = {0, 0};
+#ifdef __AVX512VNNI__
+    row.wide[wide] = {0, 0};
+#endif
     *row.num_wide = wide;
     *row.sum = sum(total);
     *row.starts = static_cast<int32_t>(-128u * static_cast<uint32_t>(*row.sum));
@@ -310,27 +338,48 @@ PAGODA_INLINE void add_wide(const QuantizedFormat& format, const uint8_t* panel,
         return reinterpret_cast<decltype(first)>(reinterpret_cast<const char*>(first) + r * row_bytes);
     };
 #ifdef __AVX512VNNI__
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-        const WideQuad* wide = of_row(row.wide, r);
-        const WideQuad* end = wide + *of_row(row.num_wide, r);
-        ints units[2][Cols];
-        for (int j = 0; j < Cols; ++j) units[0][j] = units[1][j] = broadcast_ints(0);
-        // Two at once: each waits for the one before it.
-        for (; wide < end; wide += 2) {
+    const uint8_t* codes = panel + 4 * column;
+    // One of each of four rows at once, as each of a row waits for the one before it; that behind the last counts for
+    // nothing.
+    constexpr int at_once = Rows == 1 ? 2 : 1;
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; ++i) {
-                const uint8_t* codes = panel + 4 * kPanel * int64_t{wide[i].quad} + 4 * column;
-                const ints quad = broadcast_ints(wide[i].codes);
+    for (int first = 0; first < Rows; first += 4) {
+        constexpr int most_rows = Rows < 4 ? Rows : 4;
+        ints units[most_rows][at_once][Cols];
+        int counts[most_rows], most = 0;
+#pragma GCC unroll 4
+        for (int r = 0; r < most_rows; ++r) {
+            for (auto& some : units[r]) {
+                for (ints& one : some) one = broadcast_ints(0);
+            }
+            counts[r] = first + r < Rows ? *of_row(row.num_wide, first + r) : 0;
+            most = counts[r] > most ? counts[r] : most;
+        }
+        for (int k = 0; k < most; k += at_once) {
+#pragma GCC unroll 4
+            for (int r = 0; r < most_rows; ++r) {
+                if (first + r >= Rows) continue;
 #pragma GCC unroll 2
-                for (int j = 0; j < Cols; ++j) {
-                    units[i][j] = add_products(units[i][j], load_ints(codes + j * kVectorBytes), quad);
+                for (int i = 0; i < at_once; ++i) {
+                    const WideQuad& wide = of_row(row.wide, first + r)[k + i < counts[r] ? k + i : counts[r]];
+                    const ints quad = broadcast_ints(wide.codes);
+#pragma GCC unroll 2
+                    for (int j = 0; j < Cols; ++j) {
+                        const ints weights = load_ints(codes + wide.offset + j * kVectorBytes);
+                        units[r][i][j] = add_products(units[r][i][j], weights, quad);
+                    }
                 }
             }
         }
+#pragma GCC unroll 4
+        for (int r = 0; r < most_rows; ++r) {
+            if (first + r >= Rows) continue;
 #pragma GCC unroll 2
-        for (int j = 0; j < Cols; ++j) {
-            sums[r][j] = add_ints(sums[r][j], _mm512_slli_epi32(add_ints(units[0][j], units[1][j]), 7));
+            for (int j = 0; j < Cols; ++j) {
+                ints all = units[r][0][j];
+                if (at_once == 2) all = add_ints(all, units[r][at_once - 1][j]);
+                sums[first + r][j] = add_ints(sums[first + r][j], _mm512_slli_epi32(all, 7));
+            }
         }
     }
 #endif
