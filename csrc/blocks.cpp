@@ -16,7 +16,7 @@ void pack_unit(int bits, const uint8_t* codes, uint8_t* to) {
     uint32_t quads[kQuads];
     std::memcpy(quads, codes, sizeof(quads));
     int taken = 0;
-    for (const int width : {4, 2, 1}) {
+    for (const int width : {8, 4, 2, 1}) {
         if (bits - taken < width) continue;
         const uint32_t mask = 0x01010101u * ((1u << width) - 1);
         const int per_word = 8 / width;
@@ -40,8 +40,8 @@ const char* row_of(const void* tensor, int64_t output, int64_t row_bytes) {
 
 OutputTensors tensors_of(const QuantizedShape& shape, const BlockTensors& tensors, int64_t output) {
     const QuantizedFormat& format = shape.format;
-    const int64_t groups = format.groups * (format.blocks.integer_scales ? 1 : 2);
-    const int64_t blocks = format.groups / format.blocks.groups * 2;
+    const int64_t groups = format.num_blocks() * format.blocks.groups * (format.blocks.integer_scales ? 1 : 2);
+    const int64_t blocks = format.num_blocks() * 2;
     return {tensors.codes + output * shape.inputs, row_of(tensors.scales, output, groups),
             row_of(tensors.minima, output, groups), row_of(tensors.block_scales, output, blocks),
             row_of(tensors.block_minima, output, blocks)};
@@ -73,7 +73,7 @@ void pack_header(const QuantizedFormat& format, const OutputTensors& from, int64
 // The formats of with_blocks in impl/blocks.h.
 bool known(int bits, int64_t group_size, bool integer_scales, bool minima, bool codebook) {
     if (codebook) return bits == 4 && group_size == 32 && !minima;
-    if (!integer_scales) return group_size == 32 && ((bits == 4 && minima) || bits == 5);
+    if (!integer_scales) return group_size == 32 && (bits == 4 || bits == 5 || (bits == 8 && !minima));
     if (bits == 4 || bits == 5) return group_size == 32 && minima;
     return group_size == 16 && ((bits == 2 && minima) || ((bits == 3 || bits == 6) && !minima));
 }
@@ -87,12 +87,13 @@ QuantizedShape QuantizedShape::in_blocks(int64_t outputs, int64_t inputs, int bi
         throw std::invalid_argument("there are no such blocks");
     }
     return {inputs, outputs,
-            {bits, true, minima, inputs / group_size, group_size, {block_size / group_size, integer_scales, codebook}}};
+            {bits, true, minima, inputs / kBlockRowGroup, kBlockRowGroup,
+             {block_size / group_size, group_size, integer_scales, codebook}}};
 }
 
 void pack_blocks(const QuantizedShape& shape, const BlockTensors& tensors, void* packed) {
     const QuantizedFormat& format = shape.format;
-    const int64_t blocks = format.groups / format.blocks.groups, units = format.units_of_block();
+    const int64_t blocks = format.num_blocks(), units = format.units_of_block();
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < shape.panels(); ++panel) {
         auto* to = static_cast<uint8_t*>(packed) + panel * format.panel_bytes();

@@ -77,15 +77,16 @@ void PackedLinear::pack_row(const KernelTable& table, const float* row, void* pa
 void PackedLinear::multiply(const KernelTable& table, int64_t panel_index, void* packed, int n, float* out,
                             int64_t out_stride, int cols, const void* next) const {
     const void* weights = panel(panel_index);
-    // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
-    if (n == 1) next = nullptr;
     if (const auto* dense = std::get_if<PanelShape>(&shape_)) {
+        // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
+        if (n == 1) next = nullptr;
         const auto ahead = Prefetch::share(next, dense->panel_bytes(), 0, 1);
         table.linear_panel(dense->dtype, weights, packed, dense->row_bytes(table), n, dense->inputs, nullptr, out,
                            out_stride, cols, ahead);
         return;
     }
     const auto& shape = std::get<QuantizedShape>(shape_);
+    if (n == 1 && shape.format.bits == 8) next = nullptr;
     table.quantized_panel(shape.format, weights, packed, packed_row(table), n, nullptr, out, out_stride, cols, next);
 }
 

@@ -86,15 +86,18 @@ struct Softmax {
 
 // Inputs whose codes lie together in blocks: eight quads of 32 outputs.
 constexpr int kUnitInputs = 32;
+// Inputs whose activations are rounded by one scale there.
+constexpr int kBlockRowGroup = 16;
 
 // Blocks of ggml, in which a weight is scale * (code - zero) + minimum. In a panel a block of 32 outputs has, one behind
 // the other: its groups' scales [groups, 32] int8; their minima (those of 2-bit codes are the high halves of the scales'
 // bytes); 32 float16 that the scales are multiplied by and 32 for the minima; or, where scales are no integers, these
-// alone; then the codes of every 32 inputs. Of those the low four bits come first, if there are as many, then the next
-// two, then the last one; each as words of 32 outputs, whose bytes are of four neighbouring inputs: with four bits the
+// alone; then the codes of every 32 inputs. Of those all eight or the low four bits come first, if there are as many, then
+// the next two, then the last one; each as words of 32 outputs, whose bytes are of four neighbouring inputs: with four bits the
 // first eight inputs, the first quad in the low halves; with two bits sixteen inputs, with one all 32.
 struct BlockFormat {
     int64_t groups = 0;  // of a block; 0 of weights that are not in blocks
+    int64_t group_inputs = 0;  // that share a scale; those of a row's groups are fewer
     bool integer_scales = false;
     bool codebook = false;  // codes stand for the numbers of IQ4_NL
 };
@@ -122,7 +125,7 @@ struct QuantizedFormat {
     int64_t scale_size() const { return grouped ? 2 : 4; }
     int64_t group_bytes() const { return code_bytes() + kPanel * scale_size() * (offsets ? 2 : 1); }
     int64_t panel_bytes() const {
-        return blocks.groups == 0 ? groups * group_bytes() : groups / blocks.groups * block_bytes();
+        return blocks.groups == 0 ? groups * group_bytes() : num_blocks() * block_bytes();
     }
 
     // ---- of blocks
@@ -130,7 +133,8 @@ struct QuantizedFormat {
     // Bytes of the codes of 32 inputs.
     int64_t unit_bytes() const { return 4 * kPanel * bits; }
     int64_t units() const { return groups * group_inputs / kUnitInputs; }
-    int64_t units_of_block() const { return blocks.groups * group_inputs / kUnitInputs; }
+    int64_t units_of_block() const { return blocks.groups * blocks.group_inputs / kUnitInputs; }
+    int64_t num_blocks() const { return units() / units_of_block(); }
     // Integers of the scales, and minima, of all groups of a block.
     int64_t integer_bytes() const {
         return blocks.integer_scales ? blocks.groups * kPanel * (offsets && bits != 2 ? 2 : 1) : 0;

@@ -107,7 +107,8 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
                                Prefetch::share(next_panel, shape.panel_bytes(), tile, tiles));
         }
     };
-    for_output_panels(table, queue, shape.outputs, n, row_bytes, kTileRows, out, multiply);
+    // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
+    for_output_panels(table, queue, shape.outputs, n, row_bytes, kTileRows, n > 1, out, multiply);
 }
 
 }  // namespace pagoda

@@ -82,14 +82,12 @@ class Outputs {
 };
 
 // Calls multiply(panel, first row, rows, to, stride, next panel or -1) for all panels of a linear layer and all n packed
-// rows, and brings what it leaves at `to` to where outputs go.
+// rows, and brings what it leaves at `to` to where outputs go. There is a next panel only if it is to be fetched.
 template <class Multiply>
 void for_output_panels(const KernelTable& table, WorkQueue& queue, int64_t outputs, int64_t n, int64_t row_bytes,
-                       int64_t tile_rows, const Outputs& out, Multiply multiply) {
+                       int64_t tile_rows, bool fetch, const Outputs& out, Multiply multiply) {
     constexpr int64_t kGatedRows = 96;
     const int64_t panels = (outputs + kPanel - 1) / kPanel, half = panels / 2;
-    // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
-    const bool fetch = n > 1;
     if (!out.gated()) {
         parallel_for_panels(queue, panels, n, row_bytes, tile_rows, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
             const int64_t column = panel * kPanel;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -22,12 +22,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 import torch
 import torch.nn.functional as F
 from cyclopts import App
-from torch import Tensor
 
 from benchmarks.cpu.limits import Limits, median_seconds, start
-from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
+from pagoda.backend.base import HeadNorms, KVCache, Operations, StepInput, TokenBatch
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.cpu.weights import PackedLinear
+from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.cli import output
 
@@ -40,6 +39,7 @@ _CONTEXTS = (1024, 4096, 16384, 32768)
 _KV_DTYPES = (torch.bfloat16, torch.int8, torch.float16)
 
 _T = TypeVar("_T")
+ValueT = TypeVar("ValueT")
 _app = App()
 
 
@@ -168,7 +168,7 @@ def _token_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
     step = Step("", 1, _TOKENS, _TOKENS, torch.bfloat16)
     num_blocks = _TOKENS // _BLOCK_SIZE
     cache = ops.allocate_kv_cache(num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, torch.bfloat16)
-    plan = ops.attention_metadata(_batch(step, num_blocks), _HEADS, cache)
+    plan = ops.attention_metadata(_batch(step), _HEADS, cache)
     table = ops.rotary_table(torch.arange(_TOKENS), torch.linspace(1, 0.01, _HEAD_DIM // 2), 1.0)
     norms = HeadNorms(head_norm, head_norm, 1e-6)
     kernels: dict[str, tuple[int, Callable[[], object]]] = {
@@ -195,6 +195,8 @@ class Step:
     num_new: int
     context: int
     kv_dtype: torch.dtype
+    shared: int = 0
+    """Tokens that all requests begin with."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -205,7 +207,12 @@ class Step:
     def kv_bytes(self) -> int:
         scale = 4 if self.kv_dtype == torch.int8 else 0
         head = _HEAD_DIM * self.kv_dtype.itemsize + scale
-        return self.num_requests * self.context * 2 * _KV_HEADS * head
+        return self.num_blocks * _BLOCK_SIZE * 2 * _KV_HEADS * head
+
+    @property
+    def num_blocks(self) -> int:
+        own = -(-self.context // _BLOCK_SIZE) - self.shared // _BLOCK_SIZE
+        return self.num_requests * own + self.shared // _BLOCK_SIZE
 
     @property
     def flops(self) -> float:
@@ -217,9 +224,12 @@ def _steps() -> Iterable[Step]:
     for kv_dtype in _KV_DTYPES:
         for context in _CONTEXTS:
             yield Step("decode, 1 request", 1, 1, context, kv_dtype)
-        yield Step("decode, 16 requests", 16, 1, 300, kv_dtype)
+        for context in (300, 1024):
+            yield Step("decode, 16 requests", 16, 1, context, kv_dtype)
+        yield Step("decode, 16 requests that share 2,048 tokens", 16, 1, 2304, kv_dtype, 2048)
         for context in _CONTEXTS:
             yield Step("prompt chunk of 256", 1, 256, context, kv_dtype)
+        yield Step("prompt", 1, 2048, 2048, kv_dtype)
 
 
 def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
@@ -236,32 +246,42 @@ def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]
         )
 
 
+@dataclass(frozen=True)
+class _Layers:
+    """The attention of some layers, each with a cache; its queries are the step's hidden states."""
+
+    caches: Sequence[KVCache]
+
+    def __call__(
+        self,
+        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
+        step: StepInput[ValueT, AttentionMetadata],
+    ) -> ValueT:
+        assert step.hidden is not None
+        outs = [
+            ops.attention(step.hidden, cache, step.plan, scale=_HEAD_DIM**-0.5, window=None)
+            for cache in self.caches
+        ]
+        return outs[-1]
+
+
 def _attention_seconds(ops: CpuBackend, step: Step) -> float:
-    """Seconds of one layer, whose cache was not read lately: layers take turns."""
+    """Seconds of one layer, whose cache was not read lately: layers follow one another, as in a worker's step."""
     num_layers = 2 if step.num_new > 1 else max(1, _STREAMED_BYTES // step.kv_bytes)
-    blocks_each = -(-step.context // _BLOCK_SIZE)
-    caches = [
-        _filled(
-            ops.allocate_kv_cache(
-                step.num_requests * blocks_each,
-                _BLOCK_SIZE,
-                _KV_HEADS,
-                _HEAD_DIM,
-                step.dtype,
-                step.kv_dtype,
-            )
-        )
-        for _ in range(num_layers)
-    ]
-    plan = ops.attention_metadata(_batch(step, blocks_each), _HEADS, caches[0])
+    shape = (step.num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, step.dtype, step.kv_dtype)
+    caches = [_filled(ops.allocate_kv_cache(*shape)) for _ in range(num_layers)]
+
+    width = _HEADS * _HEAD_DIM
+    forward = ops.compile(_Layers(caches), width)
     num_tokens = step.num_requests * step.num_new
-    queries = torch.randn(num_tokens, _HEADS, _HEAD_DIM)
-
-    def attend() -> list[Tensor]:
-        scale = _HEAD_DIM**-0.5
-        return [ops.attention(queries, cache, plan, scale=scale, window=None) for cache in caches]
-
-    (seconds,) = median_seconds(attend)
+    empty = torch.empty(num_tokens, _HEAD_DIM // 2)
+    inputs = StepInput(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        rotary_table=(empty, empty),
+        plan=ops.attention_metadata(_batch(step), _HEADS, caches[0]),
+        hidden=torch.randn(num_tokens, width),
+    )
+    (seconds,) = median_seconds(lambda: forward(inputs))
     return seconds / num_layers
 
 
@@ -277,17 +297,20 @@ def _filled(cache: KVCache) -> KVCache:
     return cache
 
 
-def _batch(step: Step, blocks_each: int) -> TokenBatch:
+def _batch(step: Step) -> TokenBatch:
     lens = torch.full((step.num_requests,), step.num_new)
     num_tokens = step.num_requests * step.num_new
     positions = torch.arange(step.context - step.num_new, step.context)
+    blocks, num_shared = torch.randperm(step.num_blocks), step.shared // _BLOCK_SIZE
+    shared, own = blocks[:num_shared], blocks[num_shared:]
+    prefix = shared.expand(step.num_requests, -1)
     return TokenBatch(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64),
         positions=positions.repeat(step.num_requests),
         sequence_ids=torch.repeat_interleave(lens),
         query_lens=lens,
         context_lens=torch.full_like(lens, step.context),
-        block_tables=torch.randperm(step.num_requests * blocks_each).view(-1, blocks_each),
+        block_tables=torch.cat((prefix, own.view(step.num_requests, -1)), dim=1),
     )
 
 

@@ -1,5 +1,7 @@
 """A worker's steps without the engine: prompts of 256 tokens, then one token for each of 1, 4 and 16 requests.
 
+Then one for each of 16 in a step with a prompt, and for each of 16 whose prompts begin with the same 2,048 tokens.
+
 `python -m benchmarks.cpu.steps [--model qwen3-0.6b] [--dtype bfloat16] [--quantization int8]`. Beside each is the
 share of the machine's limit, measured in the same minute: memory for decoding (weights and cached keys and values,
 read once), bf16 products of matrices for prompts.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # Read when torch is loaded: threads wait as they do in a worker.
 from pagoda.telemetry.tracer import Tracer
@@ -37,6 +39,7 @@ from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner, StageRunner
 
 _PROMPT, _BLOCK_SIZE, _BLOCKS = 256, 16, 24
+_SHARED = 2048
 _DECODE_STEPS = 24
 _app = App()
 
@@ -62,9 +65,9 @@ def main(
         load_format="dummy",
         dtype=dtype,
         quantization=quantization,
-        max_model_len=_BLOCKS * _BLOCK_SIZE,
+        max_model_len=_BLOCKS * _BLOCK_SIZE + _SHARED,
         max_num_seqs=17,
-        num_blocks=17 * _BLOCKS,
+        num_blocks=17 * _BLOCKS + _SHARED // _BLOCK_SIZE,
         num_threads=threads or available_cores(),
     )
     began = time.perf_counter()
@@ -78,7 +81,6 @@ def main(
     # Memory of the cache is taken when it is first written; that is not part of a step.
     for slot in range(16):
         steps.prefill(slot)
-    steps.free(range(16))
     seconds = statistics.median(steps.prefill(slot) for slot in range(16))
     console.print(
         f"prompt of {_PROMPT}: {seconds * 1e3:.1f} ms, {_PROMPT / seconds:.0f} tokens/s, "
@@ -91,6 +93,17 @@ def main(
             f"decode of {count}: {seconds * 1e3:.1f} ms, {count / seconds:.1f} tokens/s, "
             f"{moved / seconds / limits.bytes_per_s:.0%} of the bandwidth"
         )
+    rounds = [
+        (steps.decode(16), steps.prefill(16), steps.mixed()) for _ in range(_DECODE_STEPS // 3)
+    ]
+    decode, prefill, mixed = (statistics.median(column) for column in zip(*rounds, strict=True))
+    console.print(
+        f"decode of 16 and prompt of {_PROMPT}: {mixed * 1e3:.1f} ms in one step, "
+        f"{(decode + prefill) * 1e3:.1f} ms in two"
+    )
+    steps.share_prefix()
+    seconds = statistics.median(steps.decode(16) for _ in range(_DECODE_STEPS))
+    console.print(f"decode of 16 that share {_SHARED} tokens: {seconds * 1e3:.1f} ms")
 
 
 class _Cost:
@@ -113,26 +126,59 @@ class _Steps:
         self._runner = runner
         self._step = 0
         self._decoded: list[int] = [0] * 16
+        self._used: set[int] = set()
 
     def prefill(self, slot: int) -> float:
-        start = SlotStart(
+        """Frees the slot, computes a new prompt in it and returns the seconds of that step."""
+        self._free_used([slot])
+        return self._run([self._start(slot, _PROMPT)], [slot], [_PROMPT])
+
+    def mixed(self) -> float:
+        """A token for each of 16, and a prompt in the slot behind them."""
+        self._free_used([16])
+        for slot in range(16):
+            self._decoded[slot] += 1
+        return self._run([self._start(16, _PROMPT)], list(range(17)), [*[1] * 16, _PROMPT])
+
+    def share_prefix(self) -> None:
+        """Computes a prompt of `_SHARED` tokens, and `_PROMPT` more for each of 16 that begin with it."""
+        self._free_used(range(17))
+        prefix = torch.randint(1000, (_SHARED,)).tolist()
+        blocks = list(range(17 * _BLOCKS, 17 * _BLOCKS + _SHARED // _BLOCK_SIZE))
+        for first in range(0, _SHARED, 512):
+            start = self._start(16, 0, prefix, blocks)
+            self._run([start] if first == 0 else [], [16], [512])
+        for slot in range(16):
+            self._run([self._start(slot, _PROMPT, prefix, blocks, _SHARED)], [slot], [_PROMPT])
+
+    def _start(
+        self,
+        slot: int,
+        num_new: int,
+        prefix: Sequence[int] = (),
+        prefix_blocks: Sequence[int] = (),
+        num_computed: int = 0,
+    ) -> SlotStart:
+        self._used.add(slot)
+        return SlotStart(
             slot=slot,
             request_id=str(slot),
-            token_ids=torch.randint(1000, (_PROMPT,)).tolist(),
-            num_prompt_tokens=_PROMPT,
-            num_computed_tokens=0,
-            block_ids=list(range(slot * _BLOCKS, (slot + 1) * _BLOCKS)),
+            token_ids=[*prefix, *torch.randint(1000, (num_new,)).tolist()],
+            num_prompt_tokens=len(prefix) + num_new,
+            num_computed_tokens=num_computed,
+            block_ids=[*prefix_blocks, *range(slot * _BLOCKS, (slot + 1) * _BLOCKS)],
             sampling=SamplingParams(temperature=0, seed=0, max_tokens=10_000),
         )
-        return self._run([start], [slot], [_PROMPT])
 
     def decode(self, count: int) -> float:
         for slot in range(count):
             self._decoded[slot] += 1
         return self._run([], list(range(count)), [1] * count)
 
-    def free(self, slots: Iterable[int]) -> None:
-        self._run([], [], [], freed=list(slots))
+    def _free_used(self, slots: Iterable[int]) -> None:
+        freed = sorted(self._used.intersection(slots))
+        self._used.difference_update(freed)
+        self._run([], [], [], freed=freed)
 
     def context(self, count: int) -> float:
         """Tokens of a request behind the last step, on average over the first `count`."""

@@ -229,6 +229,19 @@ constexpr int columns_beside(int rows) {
     return rows * 8 <= sums ? 8 : rows * 4 <= sums ? 4 : 2;
 }
 
+// Rows of a tile up to which its keys and values are read once and no more: they need not stay in the second cache.
+constexpr int kStreamedRows = 6;
+
+// Brings a line of the next tile closer.
+template <int Rows>
+PAGODA_INLINE void prefetch_line(const void* line) {
+    if constexpr (Rows <= kStreamedRows) {
+        _mm_prefetch(line, _MM_HINT_NTA);
+    } else {
+        _mm_prefetch(line, _MM_HINT_T1);
+    }
+}
+
 template <class M, int Rows, int Cols, class Cell>
 PAGODA_INLINE void score_columns(const typename M::Lane* queries, int query_stride, int64_t lanes,
                                  const Groups<Cell>& keys, int column, float* scores) {
@@ -249,7 +262,7 @@ PAGODA_INLINE void score_columns(const typename M::Lane* queries, int query_stri
         for (int j = 0; j < Cols; ++j) {
             // Of two groups or two lanes in one cache line, one sees to it.
             if (j * kWidth % kGroup == 0 && (sizeof(Cell) == 4 || (i + j * kWidth / kGroup) % 2 == 0)) {
-                _mm_prefetch(soon[j] + i * keys.stride, _MM_HINT_T1);
+                prefetch_line<Rows>(soon[j] + i * keys.stride);
             }
             columns[j] = M::columns(now[j] + i * keys.stride);
         }
@@ -292,7 +305,7 @@ PAGODA_INLINE void add_columns(const float* weights, const Groups<Cell>& values,
 #pragma GCC unroll 8
             for (int j = 0; j < Cols; ++j) {
                 if (j * kWidth * sizeof(Cell) % 64 == 0) {
-                    _mm_prefetch(soon + i * values.stride + j * kWidth, _MM_HINT_T1);
+                    prefetch_line<Rows>(soon + i * values.stride + j * kWidth);
                 }
                 columns[j] = M::columns(now + i * values.stride + j * kWidth);
             }

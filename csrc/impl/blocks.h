@@ -1,5 +1,6 @@
 // Rows times one panel of a weight in ggml's blocks; see BlockFormat in kernels.h. As everywhere, sums of products are
-// of integers and exact, group by group, and only scales and minima round.
+// of integers and exact, and only scales and minima round. Activations have a scale for every 16 inputs: with one for 32
+// their rounding takes twice as much from a model's closeness.
 //
 // Codes of any width become codes of 8 bits on their way: in registers where there are few rows, and for many rows in a
 // piece of scratch memory that stays in the first cache. Both add up in one order.
@@ -13,6 +14,9 @@ using pagoda::kUnitInputs;
 
 constexpr int kQuads = kUnitInputs / 4;
 constexpr int kRowBytes = 4 * kPanel;  // four inputs of a panel in 8 bits
+constexpr int kRowGroup = pagoda::kBlockRowGroup;
+constexpr int kHalves = kUnitInputs / kRowGroup;  // of a unit
+static_assert(kHalves == 2);
 
 template <int Bits, bool Codebook, bool Integers, bool Minima, int Group>
 struct Blocks {
@@ -82,8 +86,8 @@ PAGODA_INLINE void take_plane(ints word, ints* quads) {
 // Codes of 32 inputs of a vector of outputs, whose words begin at `unit`.
 template <class B>
 PAGODA_INLINE void unpack_unit(const uint8_t* unit, ints (&quads)[kQuads]) {
-    constexpr int low = B::bits >= 4 ? 4 : 2, rows = kQuads * low / 8;
-#pragma GCC unroll 4
+    constexpr int low = B::bits == 8 ? 8 : B::bits >= 4 ? 4 : 2, rows = kQuads * low / 8;
+#pragma GCC unroll 8
     for (int i = 0; i < rows; ++i) take_plane<low, 0>(load_ints(unit + i * kRowBytes), quads + i * (8 / low));
     if constexpr (B::bits == 6) {
 #pragma GCC unroll 2
@@ -126,11 +130,21 @@ PAGODA_INLINE GroupScales group_scales(const QuantizedFormat& format, const uint
     return result;
 }
 
-// What a group adds to a result.
-template <bool Minima>
-PAGODA_INLINE vec add_group(vec result, ints sums, const GroupScales& scales, float row_scale, float row_total) {
-    result = fma(to_floats(sums), mul(scales.scale, broadcast(row_scale)), result);
-    if constexpr (Minima) result = fma(scales.minimum, broadcast(row_total), result);
+// What the halves of a unit add to a result; `row` and `totals` are the scales and totals of the row's groups.
+template <class B>
+PAGODA_INLINE vec add_unit(vec result, const ints (&sums)[kHalves], const GroupScales (&scales)[kHalves], const float* row,
+                           const float* totals) {
+    const vec first = to_floats(sums[0]), second = to_floats(sums[1]);
+    if constexpr (B::group == kUnitInputs) {
+        const vec both = fma(second, broadcast(row[1]), mul(first, broadcast(row[0])));
+        result = fma(both, scales[0].scale, result);
+        if constexpr (B::minima) result = fma(scales[0].minimum, broadcast(totals[0] + totals[1]), result);
+    } else {
+        result = fma(first, mul(scales[0].scale, broadcast(row[0])), result);
+        if constexpr (B::minima) result = fma(scales[0].minimum, broadcast(totals[0]), result);
+        result = fma(second, mul(scales[1].scale, broadcast(row[1])), result);
+        if constexpr (B::minima) result = fma(scales[1].minimum, broadcast(totals[1]), result);
+    }
     return result;
 }
 
@@ -145,45 +159,44 @@ PAGODA_INLINE void direct_tile(const QuantizedFormat& format, const uint8_t* pan
     constexpr int cols = kRegisterCols;
     for (int column = 0; column < kPanel; column += cols * kWidth) {
         const Code* x = static_cast<const Code*>(row.codes);
-        int64_t group = 0, lines = 0;
+        int64_t at = 0, lines = 0;  // `at` is the row's group
         vec results[Rows][cols];
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) {
             for (int j = 0; j < cols; ++j) results[r][j] = zero();
         }
-        for (const uint8_t* block = panel; group < format.groups; block += format.block_bytes()) {
+        for (const uint8_t* block = panel; at < format.groups; block += format.block_bytes()) {
             const uint8_t* unit = block + header + 4 * column;
-            const int64_t first = group;
-            for (int64_t u = 0; u < units; ++u, unit += B::bits * kRowBytes, x += kUnitInputs, group += B::groups_of_unit) {
-#pragma GCC unroll 6
+            for (int64_t u = 0; u < units; ++u, unit += B::bits * kRowBytes, x += kUnitInputs, at += kHalves) {
+#pragma GCC unroll 8
                 for (int i = 0; i < B::bits; ++i) fetch_ahead(ahead, lines++);
 #pragma GCC unroll 2
                 for (int j = 0; j < cols; ++j) {
-                    ints quads[kQuads];
+                    ints quads[kQuads], sums[Rows][kHalves];
                     unpack_unit<B>(unit + j * kVectorBytes, quads);
-#pragma GCC unroll 2
-                    for (int part = 0; part < B::groups_of_unit; ++part) {
-                        const int64_t g = group + part;
-                        ints sums[Rows];
 #pragma GCC unroll 4
-                        for (int r = 0; r < Rows; ++r) {
-                            sums[r] = broadcast_ints(B::minima ? 0 : row.starts[r * meta + g]);
+                    for (int r = 0; r < Rows; ++r) {
+                        for (int half = 0; half < kHalves; ++half) {
+                            sums[r][half] = broadcast_ints(B::minima ? 0 : row.starts[r * meta + at + half]);
                         }
+                    }
 #pragma GCC unroll 8
-                        for (int q = 0; q < B::group / 4; ++q) {
-                            const int quad = part * (B::group / 4) + q;
-                            const WeightQuads weights = weight_quads(quads[quad]);
-#pragma GCC unroll 4
-                            for (int r = 0; r < Rows; ++r) {
-                                sums[r] = add_products(sums[r], weights, row_quad(x + r * stride + 4 * quad));
-                            }
-                        }
-                        const auto scales = group_scales<B>(format, block, g - first, column + j * kWidth);
+                    for (int q = 0; q < kQuads; ++q) {
+                        const WeightQuads weights = weight_quads(quads[q]);
 #pragma GCC unroll 4
                         for (int r = 0; r < Rows; ++r) {
-                            results[r][j] = add_group<B::minima>(results[r][j], sums[r], scales,
-                                                                 row.scales[r * meta + g], row.totals[r * meta + g]);
+                            ints& sum = sums[r][q / (kQuads / kHalves)];
+                            sum = add_products(sum, weights, row_quad(x + r * stride + 4 * q));
                         }
+                    }
+                    GroupScales scales[kHalves];
+                    for (int g = 0; g < B::groups_of_unit; ++g) {
+                        scales[g] = group_scales<B>(format, block, u * B::groups_of_unit + g, column + j * kWidth);
+                    }
+#pragma GCC unroll 4
+                    for (int r = 0; r < Rows; ++r) {
+                        results[r][j] = add_unit<B>(results[r][j], sums[r], scales, row.scales + r * meta + at,
+                                                    row.totals + r * meta + at);
                     }
                 }
             }
@@ -240,57 +253,67 @@ struct FetchLines {
     int64_t begin = 0, end = 0, unit_bytes = 0;
 };
 
-// c [Rows, kPanel] += a piece from `column` on times rows; `group` is the first of the piece.
+// c [Rows, kPanel] += a piece from `column` on times rows, whose group `at` is the first of the piece.
 template <int Group, bool Minima, int Rows, int Cols>
 PAGODA_INLINE void piece_tile(const Piece& piece, int units, int column, const QuantizedRow& row, int64_t row_bytes,
-                              int64_t group, const FetchLines& ahead, float* c) {
+                              int64_t at, const FetchLines& ahead, float* c) {
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
-    const Code* x = static_cast<const Code*>(row.codes) + group * Group;
+    const Code* x = static_cast<const Code*>(row.codes) + at * kRowGroup;
     const uint8_t* codes = piece.codes + 4 * column;
-    vec results[Rows][Cols];
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-        for (int j = 0; j < Cols; ++j) results[r][j] = load(c + r * kPanel + column + j * kWidth);
-    }
-    constexpr int groups_of_unit = kUnitInputs / Group;
-    for (int g = 0; g < units * groups_of_unit; ++g) {
-        if (g % groups_of_unit == 0) {
-            const char* from = ahead.from + g / groups_of_unit * ahead.unit_bytes;
-            for (int64_t line = ahead.begin; line < ahead.end; ++line) _mm_prefetch(from + 64 * line, _MM_HINT_T1);
-        }
-        ints sums[Rows][Cols];
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-            for (int j = 0; j < Cols; ++j) sums[r][j] = broadcast_ints(Minima ? 0 : row.starts[r * meta + group + g]);
-        }
-#pragma GCC unroll 8
-        for (int q = 0; q < Group / 4; ++q, codes += kRowBytes, x += 4) {
-            ints quads[Cols];
-            for (int j = 0; j < Cols; ++j) quads[j] = load_ints(codes + j * kVectorBytes);
-            add_quads<Rows, Cols>(quads, x, stride, sums);
-        }
+    const float *scales = piece.scales + column, *minima = piece.minima + column;
+    for (int u = 0; u < units; ++u, at += kHalves) {
+        const char* from = ahead.from + u * ahead.unit_bytes;
+        for (int64_t line = ahead.begin; line < ahead.end; ++line) _mm_prefetch(from + 64 * line, _MM_HINT_T1);
+        vec first[Rows][Cols];
 #pragma GCC unroll 2
-        for (int j = 0; j < Cols; ++j) {
-            const int from = g * kPanel + column + j * kWidth;
-            const GroupScales scales{load(piece.scales + from), Minima ? load(piece.minima + from) : zero()};
+        for (int half = 0; half < kHalves; ++half) {
+            ints sums[Rows][Cols];
 #pragma GCC unroll 8
             for (int r = 0; r < Rows; ++r) {
-                results[r][j] = add_group<Minima>(results[r][j], sums[r][j], scales, row.scales[r * meta + group + g],
-                                                  row.totals[r * meta + group + g]);
+                for (int j = 0; j < Cols; ++j) sums[r][j] = broadcast_ints(Minima ? 0 : row.starts[r * meta + at + half]);
             }
-        }
-    }
+#pragma GCC unroll 4
+            for (int q = 0; q < kRowGroup / 4; ++q, codes += kRowBytes, x += 4) {
+                ints quads[Cols];
+                for (int j = 0; j < Cols; ++j) quads[j] = load_ints(codes + j * kVectorBytes);
+                add_quads<Rows, Cols>(quads, x, stride, sums);
+            }
+            // The same operations in the same order as add_unit. Results stay in the cache: registers hold two sums each.
+            const bool whole = Group == kUnitInputs;
+#pragma GCC unroll 2
+            for (int j = 0; j < Cols; ++j) {
+                const vec scale = load(scales + j * kWidth);
+                const vec minimum = Minima ? load(minima + j * kWidth) : zero();
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-        for (int j = 0; j < Cols; ++j) store(c + r * kPanel + column + j * kWidth, results[r][j]);
+                for (int r = 0; r < Rows; ++r) {
+                    const vec products = to_floats(sums[r][j]), own = broadcast(row.scales[r * meta + at + half]);
+                    if (whole && half == 0) {
+                        first[r][j] = mul(products, own);
+                        continue;
+                    }
+                    float* to = c + r * kPanel + column + j * kWidth;
+                    const float* totals = row.totals + r * meta + at;
+                    vec result = load(to);
+                    if (whole) {
+                        result = fma(fma(products, own, first[r][j]), scale, result);
+                        if (Minima) result = fma(minimum, broadcast(totals[0] + totals[1]), result);
+                    } else {
+                        result = fma(products, mul(scale, own), result);
+                        if (Minima) result = fma(minimum, broadcast(totals[half]), result);
+                    }
+                    store(to, result);
+                }
+            }
+            if (!whole || half == 1) scales += kPanel, minima += kPanel;
+        }
     }
 }
 
 template <int Group, bool Minima, int Rows>
-void piece_tiles(const Piece& piece, int units, const QuantizedRow& row, int64_t row_bytes, int64_t group,
-                 FetchLines ahead, float* c) {
+void piece_tiles(const Piece& piece, int units, const QuantizedRow& row, int64_t row_bytes, int64_t at, FetchLines ahead,
+                 float* c) {
     for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {
-        piece_tile<Group, Minima, Rows, kRegisterCols>(piece, units, column, row, row_bytes, group, ahead, c);
+        piece_tile<Group, Minima, Rows, kRegisterCols>(piece, units, column, row, row_bytes, at, ahead, c);
         ahead.end = 0;
     }
 }
@@ -317,8 +340,7 @@ void pieces(const QuantizedFormat& format, const uint8_t* panel, char* rows, int
             }
             with_count<kGroupedRows>(count, [&](auto known) {
                 piece_tiles<B::group, B::minima, decltype(known)::value>(piece, units, row, row_bytes,
-                                                                         first * B::groups_of_unit, ahead,
-                                                                         c + begin * kPanel);
+                                                                         first * kHalves, ahead, c + begin * kPanel);
             });
         }
     }
@@ -353,7 +375,7 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
     }
 }
 
-// Calls f(Blocks<...>{}) for a format of blocks: those of IQ4_XS and IQ4_NL; Q2_K to Q6_K; Q4_1, Q5_0 and Q5_1.
+// Calls f(Blocks<...>{}) for a format of blocks: those of IQ4_XS and IQ4_NL; Q2_K to Q6_K; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0.
 template <class F>
 PAGODA_INLINE void with_blocks(const QuantizedFormat& format, F f) {
     const bool integers = format.blocks.integer_scales, minima = format.offsets;
@@ -361,11 +383,14 @@ PAGODA_INLINE void with_blocks(const QuantizedFormat& format, F f) {
     switch (format.bits) {
         case 2: return f(Blocks<2, false, true, true, 16>{});
         case 3: return f(Blocks<3, false, true, false, 16>{});
-        case 4: return integers ? f(Blocks<4, false, true, true, 32>{}) : f(Blocks<4, false, false, true, 32>{});
+        case 4:
+            if (integers) return f(Blocks<4, false, true, true, 32>{});
+            return minima ? f(Blocks<4, false, false, true, 32>{}) : f(Blocks<4, false, false, false, 32>{});
         case 5:
             if (integers) return f(Blocks<5, false, true, true, 32>{});
             return minima ? f(Blocks<5, false, false, true, 32>{}) : f(Blocks<5, false, false, false, 32>{});
         case 6: return f(Blocks<6, false, true, false, 16>{});
+        case 8: return f(Blocks<8, false, false, false, 32>{});
     }
 }
 

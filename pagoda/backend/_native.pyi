@@ -24,9 +24,30 @@ class QuantizedShape:
     def grouped(
         outputs: int, inputs: int, bits: int, group_size: int, offsets: bool
     ) -> QuantizedShape: ...
+    @staticmethod
+    def in_blocks(
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        bits: int,
+        group_size: int,
+        block_size: int,
+        integer_scales: bool,
+        minima: bool,
+        codebook: bool,
+    ) -> QuantizedShape: ...
     @property
     def bytes(self) -> int: ...
 
+def pack_blocks(
+    shape: QuantizedShape,
+    codes: int,
+    scales: int,
+    minima: int,
+    block_scales: int,
+    block_minima: int,
+    packed: int,
+) -> None: ...
 def advise_large_pages(memory: int, size: int) -> None: ...
 
 class Populator:

@@ -76,13 +76,17 @@ class GroupedWeight:
     """[in] int64: the map's input `i` is the activation's element `act_order[i]` (GPTQ's act-order)."""
 
 
+BLOCK_INPUT_GROUP = 16
+"""Inputs of a `BlockWeight` that share a scale."""
+
+
 @dataclass(frozen=True)
 class BlockWeight:
     """Blocks of ggml with their own codes, scales and minima.
 
     Weight `[o, i]` is `scale * number + minimum`. The number is the code minus `held_as.zero`, or what the
     codebook has for the code. Scale and minimum are those of the group `i // group_size`: floats, or integers
-    times the float of the block `i // block_size`. Inputs have a scale for each group too.
+    times the float of the block `i // block_size`. Inputs have a scale for each 16, whatever the group size.
     """
 
     held_as: BlockFormat

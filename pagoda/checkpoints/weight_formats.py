@@ -43,7 +43,7 @@ class BlockFormat:
     """A `BlockWeight`: numbers in the blocks of ggml."""
 
     bits: int
-    """Bits of a code, 2 to 6."""
+    """Bits of a code, 2 to 6 or 8."""
     group_size: int
     """Inputs that share a scale, 16 or 32."""
     block_size: int

@@ -13,11 +13,10 @@ from torch import Tensor
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
-    GroupedWeight,
     LinearWeight,
     dequantize,
 )
-from pagoda.checkpoints.gguf.config import BLOCKS, DENSE, GROUP_SIZE
+from pagoda.checkpoints.gguf.config import BLOCKS, DENSE
 from pagoda.checkpoints.gguf.reader import BlockType
 
 _DTYPES = dict(zip(DENSE, (torch.float32, torch.float16, torch.bfloat16), strict=True))
@@ -28,8 +27,6 @@ def linear_weight(rows: Tensor, block: BlockType, dtype: torch.dtype) -> LinearW
     if block.name in DENSE:
         return DenseWeight(rows.view(_DTYPES[block.name]).to(dtype))
     blocks, num_rows = rows.reshape(-1, block.num_bytes), rows.shape[0]
-    if block.name in _GROUPED:
-        return _GROUPED[block.name](blocks, num_rows)
     codes, scales, minima, block_scales, block_minima = (
         None if part is None else part.reshape(num_rows, -1) for part in _PARTS[block.name](blocks)
     )
@@ -57,32 +54,19 @@ def _nibbles(packed: Tensor, run: int) -> Tensor:
     return codes.view(packed.shape[0], -1)
 
 
-# ---- groups of `GroupedWeight`
-
-
-def _q8_0(blocks: Tensor, num_rows: int) -> GroupedWeight:
-    """Scale, 32 signed bytes."""
-    return _grouped(blocks[:, 2:] ^ 128, _halves(blocks, 0), 8, num_rows)
-
-
-def _q4_0(blocks: Tensor, num_rows: int) -> GroupedWeight:
-    """Scale, 32 halves of bytes from which 8 is taken."""
-    return _grouped(_nibbles(blocks[:, 2:], 16), _halves(blocks, 0), 4, num_rows)
-
-
-def _grouped(codes: Tensor, scales: Tensor, bits: int, num_rows: int) -> GroupedWeight:
-    return GroupedWeight(
-        codes=codes.view(num_rows, -1),
-        scales=scales.view(num_rows, -1),
-        offsets=None,
-        bits=bits,
-        group_size=GROUP_SIZE,
-    )
-
-
 # ---- codes, scales and minima of groups, and scales and minima of blocks
 
 _Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _q8_0(blocks: Tensor) -> _Parts:
+    """Scale, 32 signed bytes."""
+    return blocks[:, 2:] ^ 128, _halves(blocks, 0), None, None, None
+
+
+def _q4_0(blocks: Tensor) -> _Parts:
+    """Scale, 32 halves of bytes."""
+    return _nibbles(blocks[:, 2:], 16), _halves(blocks, 0), None, None, None
 
 
 def _q4_1(blocks: Tensor) -> _Parts:
@@ -117,12 +101,12 @@ def _iq4_xs(blocks: Tensor) -> _Parts:
 
 def _q4_k(blocks: Tensor) -> _Parts:
     """Scales and minima of eight groups, 256 halves of bytes."""
-    return _nibbles(blocks[:, 16:], GROUP_SIZE), *_scales_and_minima(blocks)
+    return _nibbles(blocks[:, 16:], 32), *_scales_and_minima(blocks)
 
 
 def _q5_k(blocks: Tensor) -> _Parts:
     """Scales and minima of eight groups, 256 fifth bits, 256 halves of bytes."""
-    codes = _nibbles(blocks[:, 48:], GROUP_SIZE)
+    codes = _nibbles(blocks[:, 48:], 32)
     codes |= _bits_of_octets(blocks[:, 16:48]) << 4
     return codes, *_scales_and_minima(blocks)
 
@@ -190,8 +174,9 @@ def _less_32(six_bits: Tensor) -> Tensor:
     return _signed(six_bits) - 32
 
 
-_GROUPED: dict[str, Callable[[Tensor, int], GroupedWeight]] = {"Q8_0": _q8_0, "Q4_0": _q4_0}
 _PARTS: dict[str, Callable[[Tensor], _Parts]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,

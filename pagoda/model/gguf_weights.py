@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import BlockWeight, GroupedWeight, LinearWeight
+from pagoda.backend.weights import BlockWeight, LinearWeight
 from pagoda.checkpoints.gguf.config import checked_tensor
 from pagoda.checkpoints.gguf.reader import GgufFile, GgufTensor
 from pagoda.checkpoints.model_config import LinearSpec, ModelConfig
@@ -36,8 +36,6 @@ class GgufWeights:
         tensor = checked_tensor(self._file, f"{linear.name}.weight", shape)
         rows = self._half_split(linear.name, self._rows(tensor))
         weight = linear_weight(rows, tensor.type, dtype)
-        if isinstance(weight, GroupedWeight):
-            _check_finite(tensor, weight.scales)
         if isinstance(weight, BlockWeight):
             for numbers in (weight.group_scales(), weight.group_minima()):
                 _check_finite(tensor, numbers)

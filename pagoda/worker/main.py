@@ -178,7 +178,7 @@ def _load(
 
     def populator(loaded: LoadedWorker) -> KVPopulator:
         with free_threads(cores):
-            return KVPopulator(loaded.caches, config.workers_on_host)
+            return KVPopulator(loaded.caches, loaded.ready.block_size, config.workers_on_host)
 
     tracer.span("import torch", began)
     plan = plan_worker(config)

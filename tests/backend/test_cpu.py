@@ -34,7 +34,14 @@ from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
 from pagoda.backend.cpu.native import load_native
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8, rounded_rows
-from pagoda.backend.weights import BlockWeight, DenseWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.backend.weights import (
+    BLOCK_INPUT_GROUP,
+    BlockWeight,
+    DenseWeight,
+    Int8Weight,
+    LinearWeight,
+    dequantize,
+)
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
 from pagoda.checkpoints.weight_formats import BLOCK_SIZES, BlockFormat, format_bytes
@@ -165,12 +172,10 @@ def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
         result *= scales.double() * weight.scales.double()
         return result, result.abs()
     if isinstance(weight, BlockWeight):
-        size, own = weight.held_as.group_size, weight.numbers().long()
-        own_scales, offsets = weight.group_scales(), weight.group_minima()
-    else:
-        x = x if weight.act_order is None else x[:, weight.act_order]
-        size, own = weight.group_size, weight.codes.long() - 2 ** (weight.bits - 1)
-        own_scales, offsets = weight.scales, weight.offsets
+        return _exact_blocks(x, weight)
+    x = x if weight.act_order is None else x[:, weight.act_order]
+    size, own = weight.group_size, weight.codes.long() - 2 ** (weight.bits - 1)
+    own_scales, offsets = weight.scales, weight.offsets
     codes, scales = _quantized(x.unflatten(1, (-1, size)))
     sums = torch.einsum("ngi,ogi->nog", codes, own.unflatten(1, (-1, size))).double()
     terms = sums * scales.double()[:, None] * own_scales.double()
@@ -178,6 +183,21 @@ def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
     if offsets is not None:
         of_offsets = (codes.sum(-1).double() * scales.double())[:, None] * offsets.double()
         terms, magnitudes = terms + of_offsets, magnitudes + of_offsets.abs()
+    return terms.sum(-1), magnitudes.sum(-1)
+
+
+def _exact_blocks(x: Tensor, weight: BlockWeight) -> tuple[Tensor, Tensor]:
+    codes, scales = _quantized(x.unflatten(1, (-1, BLOCK_INPUT_GROUP)))
+    size = weight.held_as.group_size
+    own = weight.numbers().double() * weight.group_scales().double().repeat_interleave(size, 1)
+    rows = codes.double() * scales.double()[..., None]
+    own = own.unflatten(1, (-1, BLOCK_INPUT_GROUP))
+    terms = torch.einsum("ngi,ogi->nog", rows, own)
+    magnitudes = terms.abs()
+    if (minima := weight.group_minima()) is not None:
+        minima = minima.repeat_interleave(size // BLOCK_INPUT_GROUP, 1)
+        of_minima = rows.sum(-1)[:, None] * minima.double()
+        terms, magnitudes = terms + of_minima, magnitudes + of_minima.abs()
     return terms.sum(-1), magnitudes.sum(-1)
 
 

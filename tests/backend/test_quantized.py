@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pagoda.backend.reference.quantized import LANES, NARROW_LANE
 from pagoda.backend.weights import (
+    BLOCK_INPUT_GROUP,
     BlockWeight,
     DenseWeight,
     GroupedWeight,
     Int8Weight,
     LinearWeight,
     dequantize,
-    weight_format,
     weight_shape,
 )
 
@@ -39,8 +39,10 @@ def test_products_are_those_of_rounded_inputs(kind: str) -> None:
     order = getattr(weight, "act_order", None)
     mapped = x if order is None else x[:, order]
     for row in range(3):
-        if isinstance(weight, GroupedWeight | BlockWeight):
-            rounded = _rounded(mapped[row], weight_format(weight).group_size)
+        if isinstance(weight, GroupedWeight):
+            rounded = _rounded(mapped[row], weight.group_size)
+        elif isinstance(weight, BlockWeight):
+            rounded = _rounded(mapped[row], BLOCK_INPUT_GROUP)
         else:
             rounded = _rounded_whole(mapped[row])
         for output in range(0, len(matrix), 13):

@@ -18,7 +18,7 @@ from pagoda.worker.kv import populating
 from pagoda.worker.kv.populating import KVPopulator
 
 PAGE = mmap.PAGESIZE
-NUM_BLOCKS = 32
+NUM_BLOCKS, BLOCK_SIZE = 32, 16
 BLOCK_BYTES = 3 * PAGE
 
 
@@ -60,8 +60,8 @@ class Cache:
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight blocks of two layers are kept ready."""
-    monkeypatch.setattr(populating, "AHEAD_BYTES", 8 * 4 * BLOCK_BYTES)
+    """Eight blocks are kept ready."""
+    monkeypatch.setattr(populating, "AHEAD_TOKENS", 8 * BLOCK_SIZE)
 
 
 def _plan(*block_ids: int, new: tuple[int, ...] = ()) -> StepPlan:
@@ -72,7 +72,7 @@ def _plan(*block_ids: int, new: tuple[int, ...] = ()) -> StepPlan:
 @pytest.mark.usefixtures("ahead")
 def test_blocks_are_ready_before_they_are_used() -> None:
     cache = Cache()
-    populator = KVPopulator(cache.caches, available_bytes=lambda: 2**40)
+    populator = KVPopulator(cache.caches, BLOCK_SIZE, available_bytes=lambda: 2**40)
     assert cache.present() == [0, 0, 0, 0]
     populator.keep_ready_behind(-1)
     populator.wait()
@@ -94,7 +94,7 @@ def test_blocks_are_ready_before_they_are_used() -> None:
 def test_a_cache_that_no_longer_fits_into_memory_is_left_alone() -> None:
     cache = Cache()
     free = 2 * 4 * NUM_BLOCKS * BLOCK_BYTES
-    populator = KVPopulator(cache.caches, 2, available_bytes=lambda: free)
+    populator = KVPopulator(cache.caches, BLOCK_SIZE, 2, available_bytes=lambda: free)
     free -= 1
     populator.keep_ready_behind(-1)
     populator.wait()
@@ -119,7 +119,9 @@ def test_contents_stay_whoever_writes_meanwhile() -> None:
 
     counting = threading.Thread(target=count)
     counting.start()
-    populators = [KVPopulator(cache.caches, available_bytes=lambda: 2**40) for _ in range(20)]
+    populators = [
+        KVPopulator(cache.caches, BLOCK_SIZE, available_bytes=lambda: 2**40) for _ in range(20)
+    ]
     for populator in populators:
         populator.keep_ready_behind(NUM_BLOCKS)
     for populator in populators:
@@ -131,7 +133,7 @@ def test_contents_stay_whoever_writes_meanwhile() -> None:
 def test_a_populator_that_goes_away_stops() -> None:
     cache = Cache()
     names = Path("/proc/self/task")
-    populator = KVPopulator(cache.caches, available_bytes=lambda: 2**40)
+    populator = KVPopulator(cache.caches, BLOCK_SIZE, available_bytes=lambda: 2**40)
     populator.keep_ready_behind(-1)
     populator.wait()
 

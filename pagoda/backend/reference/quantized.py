@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import BlockWeight, GroupedWeight, Int8Weight, dequantize
+from pagoda.backend.weights import (
+    BLOCK_INPUT_GROUP,
+    BlockWeight,
+    GroupedWeight,
+    Int8Weight,
+    dequantize,
+)
 
 LANES = 32
 NARROW_LANE = 22
@@ -59,7 +65,7 @@ class PackedBlocks:
     weight: BlockWeight
     """The weight, with the codes of `planes` left out."""
     planes: tuple[Tensor, ...]
-    """Bits of the codes, the lowest first: 4, 2 or 1 of each code, as many codes in a byte as fit."""
+    """Bits of the codes, the lowest first: 8, 4, 2 or 1 of each code, as many codes in a byte as fit."""
 
     @classmethod
     def of(cls, weight: BlockWeight) -> PackedBlocks:
@@ -88,7 +94,7 @@ class PackedBlocks:
 
 
 def _plane_widths(bits: int) -> list[int]:
-    return [width for width in (4, 2, 1) if bits & width]
+    return [width for width in (8, 4, 2, 1) if bits & width]
 
 
 Quantized = Int8Weight | PackedGroups | PackedBlocks
@@ -114,7 +120,7 @@ def quantized_product(x: Tensor, weight: Quantized) -> Tensor:
         rounded, scales = rounded_rows(x)
         products = [_int8_product(rounded, scales, weight.rows(some)) for some in pieces]
     elif isinstance(weight, PackedBlocks):
-        rounded, scales = _rounded(x.view(len(x), -1, weight.weight.held_as.group_size))
+        rounded, scales = _rounded(x.view(len(x), -1, BLOCK_INPUT_GROUP))
         products = [_block_product(rounded, scales, weight.rows(some)) for some in pieces]
     else:
         order, group_size = weight.weight.act_order, weight.weight.group_size
@@ -163,33 +169,37 @@ def _int8_product(rounded: Tensor, scales: Tensor, weight: Int8Weight) -> Tensor
 
 
 def _grouped_product(rounded: Tensor, scales: Tensor, weight: GroupedWeight) -> Tensor:
-    integers = weight.codes.float() - 2 ** (weight.bits - 1)
-    offsets = None if weight.offsets is None else weight.offsets.float()
-    return _product_of_groups(rounded, scales, integers, weight.scales.float(), offsets)
+    """Product of integers [n, groups, group_size] with scales [n, groups, 1]; groups are added up in order."""
+    total = torch.zeros(len(rounded), len(weight.codes))
+    for group in range(rounded.shape[1]):
+        inputs = slice(group * weight.group_size, (group + 1) * weight.group_size)
+        integers = weight.codes[:, inputs].float() - 2 ** (weight.bits - 1)
+        products = rounded[:, group] @ integers.t()
+        total += products * (scales[:, group] * weight.scales[:, group].float())
+        if weight.offsets is not None:
+            row_sums = rounded[:, group].sum(-1, keepdim=True) * scales[:, group]
+            total += row_sums * weight.offsets[:, group].float()
+    return total
 
 
 def _block_product(rounded: Tensor, scales: Tensor, weight: BlockWeight) -> Tensor:
-    return _product_of_groups(
-        rounded, scales, weight.numbers(), weight.group_scales(), weight.group_minima()
-    )
+    """Product of integers [n, groups of inputs, 16] with scales [n, groups of inputs, 1].
 
-
-def _product_of_groups(
-    rounded: Tensor, scales: Tensor, integers: Tensor, weight_scales: Tensor, offsets: Tensor | None
-) -> Tensor:
-    """Product of integers [n, groups, group_size] with scales [n, groups, 1] and integers [out, in].
-
-    The latter have scales and offsets [out, groups]. Groups are added up in order.
+    The weight's groups are added up in order, in each the one or two groups of inputs.
     """
-    group_size = rounded.shape[2]
-    total = torch.zeros(len(rounded), len(integers))
-    for group in range(rounded.shape[1]):
-        inputs = slice(group * group_size, (group + 1) * group_size)
-        products = rounded[:, group] @ integers[:, inputs].t()
-        total += products * (scales[:, group] * weight_scales[:, group])
-        if offsets is not None:
-            row_sums = rounded[:, group].sum(-1, keepdim=True) * scales[:, group]
-            total += row_sums * offsets[:, group]
+    numbers, minima = weight.numbers(), weight.group_minima()
+    weight_scales = weight.group_scales()
+    parts = weight.held_as.group_size // BLOCK_INPUT_GROUP
+    total = torch.zeros(len(rounded), len(numbers))
+    for group in range(weight_scales.shape[1]):
+        products, row_sums = torch.zeros_like(total), torch.zeros(len(rounded), 1)
+        for part in range(group * parts, (group + 1) * parts):
+            inputs = slice(part * BLOCK_INPUT_GROUP, (part + 1) * BLOCK_INPUT_GROUP)
+            products += rounded[:, part] @ numbers[:, inputs].t() * scales[:, part]
+            row_sums += rounded[:, part].sum(-1, keepdim=True) * scales[:, part]
+        total += products * weight_scales[:, group]
+        if minima is not None:
+            total += row_sums * minima[:, group]
     return total
 
 

@@ -17,7 +17,6 @@ from pagoda.checkpoints.rope import FrequencyFactors
 from pagoda.checkpoints.weight_formats import (
     BlockFormat,
     DenseFormat,
-    GroupedFormat,
     WeightFormat,
 )
 from pagoda.errors import ConfigError
@@ -26,11 +25,9 @@ DTYPE = "bfloat16"
 """Type of activations unless the operator says otherwise: a GGUF file does not name the type of training."""
 DENSE = ("F32", "F16", "BF16")
 """Types whose tensors hold plain numbers."""
-GROUP_SIZE = 32
-"""Inputs that share a scale in all types but some of 256-weight blocks."""
-_IN_GROUPS = {"Q4_0": 4, "Q8_0": 8}
-"""Bits of types that are plain groups with a float16 scale each."""
 BLOCKS = {
+    "Q4_0": BlockFormat(4, 32, 32, integer_scales=False, minima=False),
+    "Q8_0": BlockFormat(8, 32, 32, integer_scales=False, minima=False),
     "Q4_1": BlockFormat(4, 32, 32, integer_scales=False, minima=True),
     "Q5_0": BlockFormat(5, 32, 32, integer_scales=False, minima=False),
     "Q5_1": BlockFormat(5, 32, 32, integer_scales=False, minima=True),
@@ -42,7 +39,7 @@ BLOCKS = {
     "Q5_K": BlockFormat(5, 32, 256, integer_scales=True, minima=True),
     "Q6_K": BlockFormat(6, 16, 256, integer_scales=True, minima=False),
 }
-"""Types whose blocks stay as they are."""
+"""Formats in memory of quantized types."""
 
 EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
 FREQUENCY_FACTORS = "rope_freqs.weight"
@@ -139,9 +136,7 @@ def held_as(block: BlockType) -> WeightFormat:
     """Format in memory of a matrix that a file holds in blocks of one type."""
     if block.name in DENSE:
         return DenseFormat()
-    if block.name in BLOCKS:
-        return BLOCKS[block.name]
-    return GroupedFormat(_IN_GROUPS[block.name], GROUP_SIZE, offsets=False, act_order=False)
+    return BLOCKS[block.name]
 
 
 def checked_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTensor:

@@ -22,8 +22,10 @@ from pagoda.worker.kv.memory import host_tensors
 if TYPE_CHECKING:
     from pagoda.backend._native import Populator
 
-AHEAD_BYTES = 2**30
-"""Bytes that are kept ready: some thousand tokens, which arrive faster than pages can be taken."""
+AHEAD_TOKENS = 2**13
+"""Tokens whose pages are kept ready: prompts come in faster than pages can be taken."""
+_AHEAD_BYTES = 2**30
+"""Most bytes that are kept ready."""
 _REFILLS = 8
 """Parts of it: as soon as one is used up, the next is ordered."""
 
@@ -34,10 +36,14 @@ class KVPopulator:
     def __init__(
         self,
         caches: Sequence[KVCache],
+        block_size: int,
         workers_on_host: int = 1,
         available_bytes: Callable[[], int] = available_memory_bytes,
     ) -> None:
-        """Raises ValueError if a tensor is not in this process's memory or not contiguous."""
+        """`block_size` is in tokens.
+
+        Raises ValueError if a tensor is not in this process's memory or not contiguous.
+        """
         tensors = [tensor for cache in caches for tensor in host_tensors(cache).values()]
         self._caches = caches  # whose memory is touched as long as this lives
         self._num_blocks = len(tensors[0])
@@ -45,7 +51,7 @@ class KVPopulator:
         self._block_bytes = sum(sizes)
         self._workers_on_host = workers_on_host
         self._available_bytes = available_bytes
-        self._ahead = max(1, AHEAD_BYTES // self._block_bytes)
+        self._ahead = max(1, min(AHEAD_TOKENS // block_size, _AHEAD_BYTES // self._block_bytes))
         self._ordered = 0
         self._next_look = 0
         """The first block whose use is a reason to look whether more should be ordered."""
