@@ -45,14 +45,14 @@ FORMATS = {
         max_weight_bits=4.9,
     ),
     "Q4_1 file": Format(
-        (0.0025, 0.0035, 0.006, 0.00395), (0.96, 0.96, 0.92, 0.945), from_gguf=True
+        (0.00204, 0.0028, 0.00353, 0.00395), (0.965, 0.965, 0.96, 0.965), from_gguf=True
     ),
     "int8 KV": Format(
         (0.001, 0.0012, 0.0012, 0.0012), (0.98, 0.97, 0.96, 0.98), {"kv_cache_dtype": "int8"}
     ),
 }
-"""Bounds a little above what is measured. llama.cpp has 0.0029, 0.0039, 0.0062 and 0.0054 with Q8_0, 0.00204,
-0.00280, 0.00353 and 0.00395 with Q4_1."""
+"""Bounds are a little above what is measured; those of the file are llama.cpp's, which has 0.0029, 0.0039, 0.0062 and
+0.0054 with Q8_0."""
 
 
 @pytest.fixture(scope="module")
