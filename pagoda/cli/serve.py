@@ -274,7 +274,7 @@ def _facts(
 
 def curl_line(url: str, model: str, *, asks_for_key: bool) -> str:
     """A command that asks the server one question."""
-    question = "What is 17 + 25?" if model == EMBEDDED_MODEL else "What is the capital of France?"
+    question = "What is 17 + 25?" if model == EMBEDDED_MODEL else "What is the capital of Japan?"
     body = {"model": model, "messages": [{"role": "user", "content": question}]}
     key = ' -H "Authorization: Bearer $PAGODA_API_KEY"' if asks_for_key else ""
     data = shlex.quote(json.dumps(body))

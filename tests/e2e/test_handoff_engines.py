@@ -315,7 +315,10 @@ async def test_a_death_on_either_side_changes_no_token(
         asking = asyncio.create_task(
             ask_all(pod.dispatcher, asked, f"{process} of {name} at {share}")
         )
-        while (await fetched(engines["D"])).num_loaded < before + wanted:
+        while (loaded := await fetched(engines["D"])).num_loaded < before + wanted:
+            assert not asking.done(), (
+                f"answered with {loaded}, of {before} before and {wanted} more"
+            )
             await asyncio.sleep(0.001)
         assert not asking.done()
         victim = (engine_pid if process == "engine" else worker_pid)(engines[name])

@@ -45,3 +45,13 @@ def reference_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
         ]
     )
     return tokenizer
+
+
+def all_ids(oracle: Oracle) -> list[int]:
+    """Token ids of the licence and of all texts, one behind the other, the texts more than once."""
+    licence = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    texts = [oracle.ids(name) for name in LANGUAGES]
+    return [
+        *oracle.tokenizer(licence)["input_ids"],
+        *(i for _ in range(3) for text in texts for i in text),
+    ]

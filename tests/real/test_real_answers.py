@@ -1,17 +1,21 @@
-"""Greedy answers in float32 are those of transformers on the same weights."""
+"""Greedy answers in float32 are those of transformers on the same weights, at any length of the prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from real_model import LANGUAGES, Oracle
+import torch
+from real_model import LANGUAGES, Oracle, all_ids
+from torch import Tensor
 
 from pagoda import LLM, SamplingParams
 
 NUM_PROMPTS, LENGTH = 100, 48
 NEAR_TIE = 2e-3
 """Logits that lie closer than this may change places: sums in float32 differ by some 1e-4 with their order."""
+LONG = (1023, 2049, 4096, 6000, 8144)
+"""Tokens of prompts; the last leaves room for `LENGTH` tokens up to the model's 8,192."""
 
 
 def _prompts(oracle: Oracle) -> list[list[int]]:
@@ -30,9 +34,11 @@ def _prompts(oracle: Oracle) -> list[list[int]]:
 def _near_ties(oracle: Oracle, prompt: list[int], answer: list[int]) -> list[float]:
     """Margins by which transformers finds another token more likely, where it does."""
     places = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
-    logits = oracle.logits(prompt + answer, list(places))
-    chosen = logits.gather(1, logits.new_tensor(answer).long()[:, None])[:, 0]
-    margins = logits.max(1).values - chosen
+    return _margins(oracle.logits(prompt + answer, list(places)), answer)
+
+
+def _margins(logits: Tensor, chosen: list[int]) -> list[float]:
+    margins = logits.max(1).values - logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]
     return [margin for margin in margins.tolist() if margin > 0]
 
 
@@ -53,3 +59,23 @@ def test_greedy_answers_are_those_of_transformers(llm: LLM, oracle: Oracle) -> N
         ties += _near_ties(oracle, prompt, list(answer))
     assert max(ties, default=0) < NEAR_TIE
     assert len(ties) <= NUM_PROMPTS * LENGTH // 1000
+
+
+def test_long_prompts(llm: LLM, oracle: Oracle) -> None:
+    """Chunks, prefix cache and rotary angles up to the last position are those of one pass of transformers."""
+    ids = all_ids(oracle)[: LONG[-1]]
+    greedy = SamplingParams(temperature=0, max_tokens=LENGTH, logprobs=20, ignore_eos=True)
+    [longest] = llm.generate([ids], greedy, use_tqdm=False)
+    answer = list(longest.outputs[0].token_ids)
+    assert len(ids) + len(answer) == 8192
+    places = [length - 1 for length in LONG[:-1]]
+    last = range(len(ids) - 1, len(ids) + LENGTH - 1)
+    logits = oracle.logits(ids + answer, [*places, *last])
+    assert max(_margins(logits[len(places) :], answer), default=0) < NEAR_TIE
+    first = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    shorter = llm.generate([ids[:length] for length in LONG[:-1]], first, use_tqdm=False)
+    for row, output in zip(logits.log_softmax(1), [*shorter, longest], strict=False):
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        for token_id, it in logprobs[0].items():
+            assert abs(it.logprob - row[token_id].item()) < NEAR_TIE

@@ -50,7 +50,7 @@ def meetings(tmp_path: Path) -> Iterator[Meetings]:
             config = WorkerConfig(
                 model="m", parallel=parallel, place=place, curve=keys, bind_host=host
             )
-            made.append(Rendezvous(config, contexts[-1], address, **sizes, dtype=torch.float32))
+            made.append(Rendezvous(config, contexts[-1], address, **sizes))
         return made
 
     yield make
