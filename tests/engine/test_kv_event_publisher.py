@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import zmq
-from kv_subscriber import BatchOnTheWire, Subscriber, free_ports
+from kv_subscriber import BatchOnTheWire, Subscriber
+from ports import free_ports
 
 from pagoda.engine import kv_events
 from pagoda.engine.config import KVEventsConfig
@@ -34,7 +35,7 @@ class Stage:
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         """Context of the clients."""
-        self.port = free_ports(2)
+        self.port = free_ports(2)[0]
         self.subscribers: list[Subscriber] = []
         self._start()
 
