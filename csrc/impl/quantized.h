@@ -243,15 +243,15 @@ PAGODA_INLINE float wide_step(const vec (&highest)[kLaneVectors], int64_t n) {
 PAGODA_INLINE void quantize_wide(const float* x, int64_t n, const QuantizedRow& row) {
     vec highest_seen[kLaneVectors], poison = zero();
     for (vec& highest : highest_seen) highest = zero();
+    // As bits, where what is not finite is higher than all numbers.
     for (int64_t i = 0; i < n; i += kLanes) {
         for (int j = 0; j < kLaneVectors; ++j) {
             const int64_t first = i + j * kWidth;
             if (first >= n) break;
-            const vec v = load_up_to(x + first, n - first);
-            highest_seen[j] = max(magnitude(v), highest_seen[j]);
-            poison = fma(v, zero(), poison);
+            highest_seen[j] = max_bits(highest_seen[j], magnitude(load_up_to(x + first, n - first)));
         }
     }
+    for (const vec& highest : highest_seen) poison = fma(highest, zero(), poison);
     const float step = wide_step(highest_seen, n);
     float inverse = 1.0f / step;
     // So small that the inverse is infinite, it is as good as zero.
@@ -358,6 +358,7 @@ PAGODA_INLINE void add_wide(const QuantizedFormat& format, const uint8_t* panel,
             counts[r] = first + r < Rows ? *of_row(row.num_wide, first + r) : 0;
             most = counts[r] > most ? counts[r] : most;
         }
+        if (most == 0) continue;
         for (int k = 0; k < most; k += at_once) {
 #pragma GCC unroll 4
             for (int r = 0; r < most_rows; ++r) {

@@ -136,8 +136,8 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     In a transformer a few channels are many times larger than the others, and were they to decide the scale, the
     others would become small integers. So inputs are dealt out to `LANES` lanes, and the scale makes 127 of
-    `NARROW_SPAN` times the highest magnitude of the lane of rank `TYPICAL_LANE`: what is higher becomes an integer of
-    up to `LARGEST_INTEGER`. Of numbers from a normal distribution hardly any are.
+    `NARROW_SPAN` times the highest magnitude of the lane of rank `TYPICAL_LANE`: what is higher becomes an
+    integer of up to `LARGEST_INTEGER`. Of numbers from a normal distribution hardly any are.
     """
     dealt = torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % LANES)).view(len(x), -1, LANES)
     highest = dealt.amax(1)
