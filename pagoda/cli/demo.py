@@ -48,7 +48,7 @@ def demo(model: str | None = None, *, general: GeneralOptions = GeneralOptions()
     """
     general.apply()
     console = output.stdout()
-    resolve_model(model)  # or the server would say what is wrong, and this command that it did not start
+    resolve_model(model)  # whose mistakes would be told by the server, and its end by this command
     questions = demo_questions(model)
     arguments = [] if model is None else [model]
     start = time.perf_counter()
