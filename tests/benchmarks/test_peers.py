@@ -33,7 +33,7 @@ def test_a_server_is_timed_weighed_and_stopped(tmp_path: Path) -> None:
     )
     with running(server, tmp_path / "log") as process:
         assert process.ready_s > 0
-        assert 2**20 < resident_bytes(process.pid) < 2**28
+        assert 2**20 < sum(resident_bytes(process.pid)) < 2**28
         with pytest.raises(NotThereError, match="another server answers"):
             running(server, tmp_path / "log2").__enter__()
     assert not psutil.pid_exists(process.pid)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from driver import Driver, load
+from gguf_models import save_gguf
 from tiny_models import make_model, save_model
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, dequantize
@@ -148,6 +149,9 @@ def test_a_model_that_does_not_take_the_format_is_refused(tmp_path: Path) -> Non
     save_model("qwen3", tmp_path / "dense")
     with pytest.raises(ConfigError, match="has 64 inputs, which groups of 128 do not divide; take"):
         _quantize(tmp_path / "dense", tmp_path / "out", group_size=128)
+    save_gguf(make_model("llama"), tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match="is a GGUF file; --format w4a16 takes a directory of"):
+        _quantize(tmp_path / "model.gguf", tmp_path / "of-gguf")
     _quantize(tmp_path / "dense", tmp_path / "once", format="w8a8")
     with pytest.raises(ConfigError, match="is quantized already \\(compressed-tensors int8"):
         _quantize(tmp_path / "once", tmp_path / "twice")
