@@ -71,7 +71,11 @@ void pack_header(const QuantizedFormat& format, const OutputTensors& from, int64
 }
 
 // The formats of with_blocks in impl/blocks.h.
-bool known(int bits, int64_t group_size, bool integer_scales, bool minima, bool codebook) {
+bool known(int bits, int64_t group_size, bool integer_scales, bool minima, bool codebook, bool whole_rows) {
+    if (whole_rows) {
+        return integer_scales && minima && !codebook &&
+               (bits == 8 ? group_size == 64 : (bits == 4 || bits == 5) && group_size == 32);
+    }
     if (codebook) return bits == 4 && group_size == 32 && !minima;
     if (!integer_scales) return group_size == 32 && (bits == 4 || bits == 5 || (bits == 8 && !minima));
     if (bits == 4 || bits == 5) return group_size == 32 && minima;
@@ -81,14 +85,17 @@ bool known(int bits, int64_t group_size, bool integer_scales, bool minima, bool 
 }  // namespace
 
 QuantizedShape QuantizedShape::in_blocks(int64_t outputs, int64_t inputs, int bits, int64_t group_size,
-                                         int64_t block_size, bool integer_scales, bool minima, bool codebook) {
-    if (!known(bits, group_size, integer_scales, minima, codebook) || block_size % kUnitInputs != 0 || block_size <= 0 ||
-        inputs % block_size != 0 || (!integer_scales && block_size != group_size)) {
+                                         int64_t block_size, bool integer_scales, bool minima, bool codebook,
+                                         bool whole_rows) {
+    if (!known(bits, group_size, integer_scales, minima, codebook, whole_rows) || block_size % kUnitInputs != 0 ||
+        block_size <= 0 || block_size % group_size != 0 || inputs % block_size != 0 ||
+        (!integer_scales && block_size != group_size) || (whole_rows && block_size != inputs)) {
         throw std::invalid_argument("there are no such blocks");
     }
+    const int64_t row_group = whole_rows ? group_size : kBlockRowGroup;
     return {inputs, outputs,
-            {bits, true, minima, inputs / kBlockRowGroup, kBlockRowGroup,
-             {block_size / group_size, group_size, integer_scales, codebook}}};
+            {bits, true, minima, inputs / row_group, row_group,
+             {block_size / group_size, group_size, integer_scales, codebook, whole_rows}}};
 }
 
 void pack_blocks(const QuantizedShape& shape, const BlockTensors& tensors, void* packed) {

@@ -100,6 +100,7 @@ struct BlockFormat {
     int64_t group_inputs = 0;  // that share a scale; those of a row's groups are fewer
     bool integer_scales = false;
     bool codebook = false;  // codes stand for the numbers of IQ4_NL
+    bool whole_rows = false;  // a block is a row of inputs, and a row of activations has one scale
 };
 
 // The numbers of ggml's IQ4_NL, and 128.
@@ -115,6 +116,9 @@ struct QuantizedFormat {
     int64_t groups;
     int64_t group_inputs;  // a multiple of four; codes of inputs that are not there count for nothing
     BlockFormat blocks = {};
+
+    // A row of activations has one scale, and codes of more than eight bits.
+    bool has_row_scale() const { return !grouped || blocks.whole_rows; }
 
     // The code that counts for nothing.
     int zero() const {
@@ -165,14 +169,15 @@ constexpr float kNarrowSpan = 1.75f;
 constexpr float kLargestCode = 127 * kWideUnit, kLargestSum = 1 << 23;
 
 // A row of activations as the products of integers take it: codes, and for each group the integer that its sum
-// starts at so that the codes' zero counts for nothing, the scale, and the scale times the sum of codes. Where all
-// inputs are one group codes are of more than eight bits: those that do not fit theirs come again as wide quads.
+// starts at so that the codes' zero counts for nothing, the scale, and the scale times the sum of codes. Where a row has
+// one scale, the first, codes are of more than eight bits: those that do not fit theirs come again as wide quads, and
+// totals are sums of codes. In blocks, starts are the numbers of the groups' first wide quads.
 struct QuantizedRow {
     void* codes;
     int32_t* starts;
     float* scales;
     float* totals;
-    int32_t* sum;  // of codes; this and what follows only where all inputs are one group
+    int32_t* sum;  // of codes; this and what follows only where a row has one scale
     int32_t* num_wide;
     WideQuad* wide;
 
@@ -185,6 +190,21 @@ struct QuantizedRow {
         wide = reinterpret_cast<WideQuad*>(num_wide + 1);
     }
 
+    // The row that lies so many bytes later.
+    QuantizedRow from(int64_t bytes) const {
+        const auto later = [bytes](auto* part) { return reinterpret_cast<decltype(part)>(reinterpret_cast<char*>(part) + bytes); };
+        QuantizedRow row = *this;
+        row.codes = later(static_cast<char*>(codes));
+        row.starts = later(starts), row.scales = later(scales), row.totals = later(totals);
+        row.sum = later(sum), row.num_wide = later(num_wide), row.wide = later(wide);
+        return row;
+    }
+
+    // The number behind the last wide quad of a group, in blocks.
+    int32_t end_of_wide(const QuantizedFormat& format, int64_t group) const {
+        return group + 1 < format.groups ? starts[group + 1] : *num_wide;
+    }
+
     // Whole vectors.
     static int64_t codes_bytes(const QuantizedFormat& format, int64_t code_size) {
         return (format.groups * format.group_inputs + 15) / 16 * 16 * code_size;
@@ -192,7 +212,8 @@ struct QuantizedRow {
     // An odd number of cache lines, so that rows do not displace each other.
     static int64_t bytes(const QuantizedFormat& format, int64_t code_size) {
         // More quads than there may be: one behind the last counts for nothing, and whole vectors are written.
-        const int64_t wide = format.grouped ? 0 : 8 + (code_size == 1 ? (format.group_inputs / 4 + 4) * 8 : 0);
+        const int64_t quads = code_size == 1 ? format.groups * format.group_inputs / 4 + 4 : 0;
+        const int64_t wide = format.has_row_scale() ? 8 + quads * 8 : 0;
         return ((codes_bytes(format, code_size) + 12 * format.groups + wide + 63) / 64 | 1) * 64;
     }
 };

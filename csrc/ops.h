@@ -48,7 +48,7 @@ struct QuantizedShape {
     }
     // Blocks of so many inputs; see BlockFormat.
     static QuantizedShape in_blocks(int64_t outputs, int64_t inputs, int bits, int64_t group_size,
-                                    int64_t block_size, bool integer_scales, bool minima, bool codebook);
+                                    int64_t block_size, bool integer_scales, bool minima, bool codebook, bool whole_rows);
 };
 
 // Calls `body` in all threads, or in this one alone if the work is not worth waking others.

@@ -9,6 +9,12 @@ from pagoda.backend.weights import BlockWeight
 from pagoda.checkpoints.weight_formats import BlockFormat
 
 
+def whole_rows(bits: int, inputs: int) -> BlockFormat:
+    """The format of weights that are quantized when they are loaded."""
+    size = 64 if bits == 8 else 32
+    return BlockFormat(bits, size, inputs, integer_scales=True, minima=True, whole_rows=True)
+
+
 def make_blocks(held_as: BlockFormat, outputs: int, inputs: int, seed: int) -> BlockWeight:
     """A weight of random codes, scales and minima."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
 // Rows times one panel of a weight in ggml's blocks; see BlockFormat in kernels.h. As everywhere, sums of products are
 // of integers and exact, and only scales and minima round. Activations have a scale for every 16 inputs: with one for 32
-// their rounding takes twice as much from a model's closeness.
+// their rounding takes twice as much from a model's closeness. Where blocks are whole rows see whole_rows.h.
 //
 // Codes of any width become codes of 8 bits on their way: in registers where there are few rows, and for many rows in a
 // piece of scratch memory that stays in the first cache. Both add up in one order.
@@ -18,11 +18,12 @@ constexpr int kRowGroup = pagoda::kBlockRowGroup;
 constexpr int kHalves = kUnitInputs / kRowGroup;  // of a unit
 static_assert(kHalves == 2);
 
-template <int Bits, bool Codebook, bool Integers, bool Minima, int Group>
+template <int Bits, bool Codebook, bool Integers, bool Minima, int Group, bool Whole = false>
 struct Blocks {
     static constexpr int bits = Bits, group = Group;
-    static constexpr bool codebook = Codebook, integers = Integers, minima = Minima;
-    static constexpr int groups_of_unit = kUnitInputs / Group;
+    static constexpr bool codebook = Codebook, integers = Integers, minima = Minima, whole = Whole;
+    static constexpr int groups_of_unit = Group < kUnitInputs ? kUnitInputs / Group : 1;
+    static constexpr int units_of_group = Group < kUnitInputs ? 1 : Group / kUnitInputs;
 };
 
 // ---- codes
@@ -223,6 +224,13 @@ constexpr int kPieceUnits = 8;
 // Rows that go by one piece after the other; their sums and the piece stay in the first cache.
 constexpr int64_t kPieceRows = 96;
 
+// Rows of a tile whose weights come in 8 bits one after the other.
+#ifdef __AVX512F__
+constexpr int kDirectRows = 4;
+#else
+constexpr int kDirectRows = 2;
+#endif
+
 // Some inputs of a panel in 8 bits.
 struct Piece {
     alignas(64) uint8_t codes[kPieceUnits * kQuads * kRowBytes];
@@ -356,13 +364,13 @@ void pieces(const QuantizedFormat& format, const uint8_t* panel, char* rows, int
     }
 }
 
-// ---- panels
+}  // namespace
 
-#ifdef __AVX512F__
-constexpr int kDirectRows = 4;
-#else
-constexpr int kDirectRows = 2;
-#endif
+#include "whole_rows.h"
+
+namespace {
+
+// ---- panels
 
 template <class B>
 void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows, int64_t row_bytes, int64_t n,
@@ -375,11 +383,18 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
             const QuantizedRow row(format, sizeof(Code), own);
             const auto ahead = Prefetch::share(next, format.panel_bytes(), 0, 1);
             with_count<kDirectRows>(static_cast<int>(count), [&](auto known) {
-                direct_tile<B, decltype(known)::value>(format, panel, row, row_bytes, ahead, c);
+                if constexpr (B::whole) {
+                    whole_direct_tile<B, decltype(known)::value>(format, panel, row, row_bytes, ahead, c);
+                } else {
+                    direct_tile<B, decltype(known)::value>(format, panel, row, row_bytes, ahead, c);
+                }
             });
+        } else if constexpr (B::whole) {
+            whole_pieces<B>(format, panel, own, row_bytes, count, next, c);
         } else {
             pieces<B>(format, panel, own, row_bytes, count, next, c);
         }
+        if constexpr (B::whole) scale_rows(format, own, row_bytes, count, c);
         next = nullptr;
         store_outputs(c, static_cast<int>(count), bias, out + first * out_stride, out_stride, cols);
     }
@@ -389,6 +404,11 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
 template <class F>
 PAGODA_INLINE void with_blocks(const QuantizedFormat& format, F f) {
     const bool integers = format.blocks.integer_scales, minima = format.offsets;
+    if (format.blocks.whole_rows) {
+        if (format.bits == 8) return f(Blocks<8, false, true, true, 64, true>{});
+        if (format.bits == 5) return f(Blocks<5, false, true, true, 32, true>{});
+        return f(Blocks<4, false, true, true, 32, true>{});
+    }
     if (format.blocks.codebook) return integers ? f(Blocks<4, true, true, false, 32>{}) : f(Blocks<4, true, false, false, 32>{});
     switch (format.bits) {
         case 2: return f(Blocks<2, false, true, true, 16>{});
@@ -435,14 +455,15 @@ void dequantize_row_of(const QuantizedFormat& format, const void* panel_, int la
             const auto of_block = block_scales<B>(format, block, column);
             float scales[groups][kWidth], minima[groups][kWidth];
             for (int g = 0; g < groups; ++g) {
-                const auto loaded = group_scales<B>(format, block, of_block, within * groups + g, column);
+                const auto loaded =
+                    group_scales<B>(format, block, of_block, within * groups / B::units_of_group + g, column);
                 store(scales[g], loaded.scale);
                 store(minima[g], loaded.minimum);
             }
             for (int i = 0; i < kUnitInputs; ++i) {
                 const int number = codes[i / 4][4 * (lane - column) + i % 4] - format.zero();
-                const float value = static_cast<float>(number) * scales[i / B::group][lane - column] +
-                                    minima[i / B::group][lane - column];
+                const float value = static_cast<float>(number) * scales[i / B::group % groups][lane - column] +
+                                    minima[i / B::group % groups][lane - column];
                 out[unit * kUnitInputs + i] = value;
             }
         }

@@ -240,7 +240,7 @@ PAGODA_INLINE float wide_step(const vec (&highest)[kLaneVectors], int64_t n) {
 }
 
 // All inputs of a row, as codes of up to 15 bits. Inputs that are not finite make the scale NaN.
-PAGODA_INLINE void quantize_wide(const float* x, int64_t n, const QuantizedRow& row) {
+PAGODA_INLINE void quantize_wide(const QuantizedFormat& format, const float* x, int64_t n, const QuantizedRow& row) {
     vec highest_seen[kLaneVectors], poison = zero();
     for (vec& highest : highest_seen) highest = zero();
     // As bits, where what is not finite is higher than all numbers.
@@ -258,30 +258,37 @@ PAGODA_INLINE void quantize_wide(const float* x, int64_t n, const QuantizedRow& 
     const bool vanishes = !(inverse <= std::numeric_limits<float>::max());
     if (vanishes) inverse = 0.0f;
     auto* codes = static_cast<Code*>(row.codes);
-    ints total = broadcast_ints(0);
     int wide = 0;
-    for (int64_t i = 0; i < n; i += kWidth) {
-        const ints rounded = to_ints(mul(load_up_to(x + i, n - i), broadcast(inverse)));
+    int32_t total = 0;
+    for (int64_t g = 0; g < format.groups; ++g) {
+        const int64_t end = g + 1 < format.groups ? (g + 1) * format.group_inputs : n;
+        ints of_group = broadcast_ints(0);
+        row.starts[g] = wide;
+        for (int64_t i = g * format.group_inputs; i < end; i += kWidth) {
+            const ints rounded = to_ints(mul(load_up_to(x + i, end - i), broadcast(inverse)));
 #ifdef __AVX512VNNI__
-        wide += store_wide_codes(codes + i, i, rounded, row.wide + wide);
+            wide += store_wide_codes(codes + i, i, rounded, row.wide + wide);
 #else
-        store_codes(codes + i, rounded);
+            store_codes(codes + i, rounded);
 #endif
-        total = add_ints(total, rounded);
+            of_group = add_ints(of_group, rounded);
+        }
+        total = sum(of_group);
+        row.totals[g] = static_cast<float>(total);
     }
 #ifdef __AVX512VNNI__
     row.wide[wide] = {0, 0};
 #endif
     *row.num_wide = wide;
-    *row.sum = sum(total);
-    *row.starts = static_cast<int32_t>(-128u * static_cast<uint32_t>(*row.sum));
     *row.scales = (vanishes ? 0.0f : step) + sum(poison);
-    *row.totals = 0.0f;
+    if (format.grouped) return;
+    *row.sum = total;
+    *row.starts = static_cast<int32_t>(-128u * static_cast<uint32_t>(total));
 }
 
 void quantize_row(const QuantizedFormat& format, const float* x, int64_t inputs, void* packed) {
     const QuantizedRow row(format, sizeof(Code), packed);
-    if (!format.grouped) return quantize_wide(x, inputs, row);
+    if (format.has_row_scale()) return quantize_wide(format, x, inputs, row);
     for (int64_t g = 0; g < format.groups; ++g) {
         const int64_t first = g * format.group_inputs;
         const int64_t n = inputs - first < format.group_inputs ? inputs - first : format.group_inputs;

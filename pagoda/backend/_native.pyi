@@ -34,6 +34,7 @@ class QuantizedShape:
         integer_scales: bool,
         minima: bool,
         codebook: bool,
+        whole_rows: bool,
     ) -> QuantizedShape: ...
     @property
     def bytes(self) -> int: ...

@@ -6,6 +6,8 @@ that groups divide has few bits for scales.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,10 +22,11 @@ _LARGEST = 127
 def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
     """Codes of a weight [out, in] in blocks of whole rows: a group's lowest and highest become the extreme codes.
 
-    Block scales are not finite where weights are not.
+    In 8 bits minima are rounded down and scales up, so that no weight is beyond the extreme codes. Block scales
+    are not finite where weights are not.
     """
     outputs, inputs = values.shape
-    if held_as.block_size != inputs or not (held_as.integer_scales and held_as.minima):
+    if held_as.block_size != inputs or not held_as.whole_rows:
         raise ValueError(f"Rows of {inputs} are not held as {held_as}.")
     codes = torch.empty((outputs, inputs), dtype=torch.uint8)
     scales, minima = (
@@ -34,22 +37,26 @@ def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
     for rows in row_slices(values):
         block = values[rows].float()
         groups = block.view(len(block), -1, held_as.group_size)
-        lowest = groups.amin(-1).clamp_(max=0)
-        widths = (groups.amax(-1) - lowest) / top
-        scales[rows], of_scales[rows] = _integers(widths, lowest=1)
-        minima[rows], of_minima[rows] = _integers(lowest, lowest=-_LARGEST)
+        lowest, highest = groups.amin(-1).clamp_(max=0), groups.amax(-1)
+        covers = held_as.bits == 8
+        down, up = (torch.floor, torch.ceil) if covers else (torch.round, torch.round)
+        minima[rows], of_minima[rows] = _integers(lowest, -_LARGEST, down)
         base = minima[rows].float() * of_minima[rows].float()
+        widths = (highest - (base if covers else lowest)) / top
+        scales[rows], of_scales[rows] = _integers(widths, 1, up)
         steps = scales[rows].float() * of_scales[rows].float()
         offsets = (groups - base[..., None]) / divisors(steps)[..., None]
         codes[rows] = offsets.round_().clamp_(0, top).flatten(1)
     return BlockWeight(held_as, codes, scales, minima, of_scales, of_minima)
 
 
-def _integers(numbers: Tensor, lowest: int) -> tuple[Tensor, Tensor]:
-    """Integers [out, groups] from `lowest` on and float16 [out, 1] whose products are nearest to the numbers."""
+def _integers(
+    numbers: Tensor, lowest: int, rounded: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Integers [out, groups] from `lowest` on and float16 [out, 1] whose products are near to the numbers."""
     wanted = numbers.abs().amax(1, keepdim=True) / _LARGEST
     units = wanted.half()
     # Rounded up, as integers end at the largest, and float16 has few digits for small numbers.
     units = (units.view(torch.int16) + (units.float() < wanted)).to(torch.int16).view(torch.float16)
-    integers = (numbers / divisors(units.float())).round_().clamp_(lowest, _LARGEST)
+    integers = rounded(numbers / divisors(units.float())).clamp_(lowest, _LARGEST)
     return integers.nan_to_num_(0).to(torch.int8), units

@@ -77,7 +77,7 @@ class GroupedWeight:
 
 
 BLOCK_INPUT_GROUP = 16
-"""Inputs of a `BlockWeight` that share a scale."""
+"""Inputs of a `BlockWeight` that share a scale, where blocks are no whole rows."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class BlockWeight:
 
     Weight `[o, i]` is `scale * number + minimum`. The number is the code minus `held_as.zero`, or what the
     codebook has for the code. Scale and minimum are those of the group `i // group_size`: floats, or integers
-    times the float of the block `i // block_size`. Inputs have a scale for each 16, whatever the group size.
+    times the float of the block `i // block_size`. Inputs have a scale for each 16, whatever the group size, or
+    one for a row if `held_as.whole_rows`.
     """
 
     held_as: BlockFormat

@@ -45,7 +45,7 @@ class BlockFormat:
     bits: int
     """Bits of a code, 2 to 6 or 8."""
     group_size: int
-    """Inputs that share a scale, 16 or 32."""
+    """Inputs that share a scale, 16 or 32, or 64 of whole rows in 8 bits."""
     block_size: int
     """Inputs of a block; one group where scales are no integers."""
     integer_scales: bool
@@ -54,6 +54,8 @@ class BlockFormat:
     """True if a number is added to the codes of each group; then no code means zero by itself."""
     codebook: bool = False
     """True if codes are places in `IQ4_CODEBOOK` instead of integers."""
+    whole_rows: bool = False
+    """True if a block is a row of inputs, and a row of activations has one scale."""
 
     @property
     def zero(self) -> int:
@@ -109,7 +111,7 @@ def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFo
     """Returns the format of the inputs `part` of a map of `num_inputs` held as `held_as`; None if there is none.
 
     Where groups are cut they become smaller ones of the same scale. Ordered groups, over which a rank's inputs lie
-    scattered, become plain numbers.
+    scattered, become plain numbers; groups of 8 bits in whole rows become one.
     """
     if len(part) == num_inputs:
         return held_as
@@ -126,14 +128,14 @@ def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFo
     return None
 
 
-def _part_of_blocks(held_as: BlockFormat, part: range) -> BlockFormat | None:
+def _part_of_blocks(held_as: BlockFormat, part: range) -> BlockFormat | Int8Format | None:
+    if held_as.whole_rows:
+        if part.start % held_as.group_size == part.stop % held_as.group_size == 0:
+            return replace(held_as, block_size=len(part))
+        return Int8Format(zero_points=True) if held_as.bits == 8 else None
     if not held_as.integer_scales:
         size = held_as.block_size
         return held_as if part.start % size == part.stop % size == 0 else None
-    smallest = BLOCK_SIZES[-1]
-    if held_as.block_size not in BLOCK_SIZES:  # a block is a whole row
-        fits = part.start % smallest == part.stop % smallest == 0
-        return replace(held_as, block_size=len(part)) if fits else None
     for size in BLOCK_SIZES:
         if size <= held_as.block_size and part.start % size == part.stop % size == 0:
             return replace(held_as, block_size=size)

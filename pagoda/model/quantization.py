@@ -1,9 +1,10 @@
 """Dense weights are quantized as they are read, one linear layer after the other.
 
-int8 has a scale and a zero point for each output. int4 has a scale and a minimum for each group of 32 inputs, in
-integers of 8 bits; heads and embedding tables, which are read row by row and suffer most from rounding, have codes
-of 5 bits. Larger groups have a float16 scale and no minimum, and leave heads and tables in int8. Routers of
-experts, small as they are, stay dense.
+int8 has a scale and a zero point for each output. Heads, embedding tables and the last maps of MLPs, from whose
+rounding a model suffers most, have a scale and a minimum for each group of 64 inputs, in integers of 8 bits, where
+such groups divide the inputs. int4 has them for each group of 32 inputs, and codes of 5 bits in heads and tables.
+Larger groups of int4 have a float16 scale and no minimum, and leave heads and tables in int8. Routers of experts,
+small as they are, stay dense.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ QUANTIZATIONS = ("none", "int8", "int4")
 _BLOCK_GROUP_SIZE = 32
 """Groups of int4 that have integer scales and minima."""
 _TABLE_BITS = 5
+_INT8_GROUP_SIZE = 64
+_TABLES = (Role.EMBEDDING, Role.HEAD)
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class QuantizationOnLoad:
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         if linear.role is Role.ROUTER:
             return DenseFormat()
-        is_table = linear.role in (Role.EMBEDDING, Role.HEAD)
+        is_table = linear.role in _TABLES
         if self.group_size is None or (is_table and self.group_size != _BLOCK_GROUP_SIZE):
-            return Int8Format(zero_points=True)
+            return _int8_format(linear)
         if linear.inputs % self.group_size:
             raise ConfigError(
                 f"{linear.name}.weight has {linear.inputs} inputs, which groups of {self.group_size} do not "
@@ -56,9 +59,7 @@ class QuantizationOnLoad:
             )
         if self.group_size == _BLOCK_GROUP_SIZE:
             bits = _TABLE_BITS if is_table else 4
-            return BlockFormat(
-                bits, self.group_size, linear.inputs, integer_scales=True, minima=True
-            )
+            return _whole_rows(bits, self.group_size, linear.inputs)
         return GroupedFormat(
             bits=4, group_size=self.group_size, offsets=False, act_order=False, can_regroup=False
         )
@@ -89,6 +90,16 @@ class QuantizationOnLoad:
                 "serve it without --quantization."
             )
         return quantized
+
+
+def _int8_format(linear: LinearSpec) -> WeightFormat:
+    if linear.role in (*_TABLES, Role.MLP_OUT) and linear.inputs % _INT8_GROUP_SIZE == 0:
+        return _whole_rows(8, _INT8_GROUP_SIZE, linear.inputs)
+    return Int8Format(zero_points=True)
+
+
+def _whole_rows(bits: int, group_size: int, inputs: int) -> BlockFormat:
+    return BlockFormat(bits, group_size, inputs, integer_scales=True, minima=True, whole_rows=True)
 
 
 def quantization_on_load(wanted: str, group_size: int) -> QuantizationOnLoad | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_weights import make_blocks
+from block_weights import make_blocks, whole_rows
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -238,4 +238,5 @@ QUANTIZED: dict[str, LinearWeight] = {
     "int4-order": make_weight(Format(4, 64, offsets=True, ordered=True), 70, 192, 1),
     "int8-groups": make_weight(Format(8, 128, offsets=True, ordered=True), 333, 256, 1),
     **{name: make_blocks(held_as, 70, 512, 1) for name, held_as in BLOCKS.items()},
+    **{f"int{b}-rows": make_blocks(whole_rows(b, 576), 70, 576, 1) for b in (4, 5, 8)},
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_weights import make_blocks
+from block_weights import make_blocks, whole_rows
 from cpu_cases import (
     DENSE,
     INT8,
@@ -48,6 +48,7 @@ from pagoda.checkpoints.weight_formats import BLOCK_SIZES, BlockFormat, format_b
 from pagoda.errors import ConfigError
 
 pytestmark = needs_kernels
+_WHOLE_ROWS = {f"rows{bits}": whole_rows(bits, 256) for bits in (4, 5, 8)}
 
 
 @given(
@@ -187,7 +188,12 @@ def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
 
 
 def _exact_blocks(x: Tensor, weight: BlockWeight) -> tuple[Tensor, Tensor]:
-    codes, scales = _quantized(x.unflatten(1, (-1, BLOCK_INPUT_GROUP)))
+    if weight.held_as.whole_rows:
+        rounded, of_rows = rounded_rows(x)
+        codes = rounded.unflatten(1, (-1, BLOCK_INPUT_GROUP))
+        scales = of_rows.expand(-1, codes.shape[1])
+    else:
+        codes, scales = _quantized(x.unflatten(1, (-1, BLOCK_INPUT_GROUP)))
     size = weight.held_as.group_size
     own = weight.numbers().double() * weight.group_scales().double().repeat_interleave(size, 1)
     rows = codes.double() * scales.double()[..., None]
@@ -240,8 +246,9 @@ def test_one_format(
 
 
 @given(
-    sets, dtypes, threads, seeds, st.integers(1, 10) | st.integers(90, 200), st.sampled_from(list(BLOCKS)),
-    st.integers(1, 5), st.integers(1, 150), st.booleans(), st.integers(0, 3),
+    sets, dtypes, threads, seeds, st.integers(1, 10) | st.integers(90, 200),
+    st.sampled_from([*BLOCKS, *_WHOLE_ROWS]), st.integers(1, 5), st.integers(1, 150), st.booleans(),
+    st.integers(0, 3),
 )  # fmt: skip
 @settings(examples, max_examples=120)
 def test_blocks(
@@ -249,8 +256,11 @@ def test_blocks(
     outputs: int, biased: bool, gap: int,
 ) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
-    held_as = BLOCKS[kind]
-    if held_as.integer_scales:
+    held_as = (BLOCKS | _WHOLE_ROWS)[kind]
+    if held_as.whole_rows:
+        held_as = whole_rows(held_as.bits, 64 * blocks)
+        blocks = 1
+    elif held_as.integer_scales:
         held_as = replace(held_as, block_size=BLOCK_SIZES[seed % len(BLOCK_SIZES)])
     inputs = blocks * held_as.block_size
     x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
@@ -283,7 +293,7 @@ def test_blocks_that_kernels_do_not_know_are_refused() -> None:
         (3, 16, 256, True, False, True),
     ):
         with pytest.raises(ValueError, match="there are no such blocks"):
-            shapes.in_blocks(32, 256, bits, group, block, integers, minima, codebook)
+            shapes.in_blocks(32, 256, bits, group, block, integers, minima, codebook, False)
 
 
 @given(
@@ -310,7 +320,9 @@ def test_parts_of_one_format_become_one_map() -> None:
 
 
 @pytest.mark.parametrize(
-    "held_as", [INT8, Format(4, 32, True), Format(8, 128), *BLOCKS.values()], ids=str
+    "held_as",
+    [INT8, Format(4, 32, True), Format(8, 128), *BLOCKS.values(), *_WHOLE_ROWS.values()],
+    ids=str,
 )
 @pytest.mark.parametrize("rows", [1, 33])
 def test_instruction_sets_agree_in_every_bit(held_as: Format | BlockFormat, rows: int) -> None:

@@ -15,18 +15,18 @@ from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
+    BlockWeight,
     DenseWeight,
     GroupedWeight,
-    Int8Weight,
     LinearWeight,
     dequantize,
     weight_format,
 )
 from pagoda.checkpoints.model_config import LinearSpec, Role
-from pagoda.checkpoints.weight_formats import GROUP_SIZES, BlockFormat
+from pagoda.checkpoints.weight_formats import GROUP_SIZES, BlockFormat, Int8Format
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad, quantization_on_load
-from pagoda.model.sharding import Part
+from pagoda.model.sharding import Part, format_of_part
 
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -134,8 +134,8 @@ def test_weights_that_cannot_be_quantized_are_named(bad: float) -> None:
     ("role", "kind"),
     [
         (Role.MLP_IN, GroupedWeight),
-        (Role.HEAD, Int8Weight),
-        (Role.EMBEDDING, Int8Weight),
+        (Role.HEAD, BlockWeight),
+        (Role.EMBEDDING, BlockWeight),
         (Role.ROUTER, DenseWeight),
     ],
 )
@@ -148,27 +148,32 @@ def test_with_larger_groups_heads_and_tables_are_int8(role: Role, kind: type[Lin
 def test_groups_of_32_are_blocks_of_rows(role: Role, bits: int) -> None:
     values = torch.randn(8, 96, generator=torch.Generator().manual_seed(1))
     weight = _quantized(QuantizationOnLoad(32), _spec(8, 96, role), values)
-    assert weight_format(weight) == BlockFormat(bits, 32, 96, integer_scales=True, minima=True)
+    assert weight_format(weight) == _whole_rows(bits, 32, 96)
     router = _quantized(QuantizationOnLoad(32), _spec(8, 96, Role.ROUTER), values)
     assert isinstance(router, DenseWeight)
 
 
 @settings(deadline=None, max_examples=50)
-@given(seeds, dtypes, st.integers(1, 9), st.integers(1, 30), st.sampled_from([4, 5]))
+@given(seeds, dtypes, st.integers(1, 9), st.integers(1, 30), st.sampled_from([4, 5, 8]))
 def test_blocks(seed: int, dtype: torch.dtype, outputs: int, num_groups: int, bits: int) -> None:
-    inputs = 32 * num_groups
+    size = 64 if bits == 8 else 32
+    inputs = size * num_groups
     values = _weight(seed, outputs, inputs, torch.float32).to(dtype)
-    held_as = BlockFormat(bits, 32, inputs, integer_scales=True, minima=True)
+    held_as = _whole_rows(bits, size, inputs)
     weight = quantize_blocks(values, held_as)
     rows = quantize_blocks(values[-1:], held_as)
     assert torch.equal(weight.codes[-1:], rows.codes)
-    groups = values.float().unflatten(1, (-1, 32))
+    groups = values.float().unflatten(1, (-1, size))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1)
     steps = (high - low) / (2**bits - 1)
     # Half a step, half a unit of the minimum, and as many halves of a unit of the scale as there are steps.
     units = 2**bits / 2 * steps.amax(1, keepdim=True) + low.abs().amax(1, keepdim=True) / 2
     allowed = 0.5 * steps + 1.02 / 127 * units + 2**-19
-    errors = (dequantize(weight) - values.float()).abs().unflatten(1, (-1, 32)).amax(-1)
+    if bits == 8:
+        # Half a step that is a unit of the scale and one of the minimum wider.
+        units = steps.amax(1, keepdim=True) + low.abs().amax(1, keepdim=True) / 255
+        allowed = 0.5 * (steps + 1.02 / 127 * (steps.amax(1, keepdim=True) + units)) + 2**-19
+    errors = (dequantize(weight) - values.float()).abs().unflatten(1, (-1, size)).amax(-1)
     assert bool((errors <= 1.01 * allowed).all())
     assert not dequantize(weight)[(values == 0).all(1)].any()
 
@@ -179,8 +184,24 @@ def test_a_grid_of_16_numbers_is_found_again() -> None:
     codes[..., 0], codes[..., 1] = 0, 15
     steps = 0.01 + 0.01 * torch.rand(64, 18, 1, generator=generator)
     values = ((codes - 7) * steps).flatten(1)
-    held_as = BlockFormat(4, 32, 576, integer_scales=True, minima=True)
+    held_as = _whole_rows(4, 32, 576)
     assert torch.equal(quantize_blocks(values, held_as).codes, codes.flatten(1).byte())
+
+
+@pytest.mark.parametrize("role", [Role.MLP_OUT, Role.HEAD, Role.EMBEDDING])
+def test_sensitive_maps_of_int8_have_groups_of_64(role: Role) -> None:
+    quantization = QuantizationOnLoad(None)
+    assert quantization.format_of(_spec(8, 192, role)) == _whole_rows(8, 64, 192)
+    assert quantization.format_of(_spec(8, 96, role)) == Int8Format(zero_points=True)
+    assert quantization.format_of(_spec(8, 192, Role.MLP_IN)) == Int8Format(zero_points=True)
+    part = format_of_part(
+        _spec(8, 192, role), quantization.format_of(_spec(8, 192, role)), range(96)
+    )
+    assert part == Int8Format(zero_points=True)
+
+
+def _whole_rows(bits: int, group_size: int, inputs: int) -> BlockFormat:
+    return BlockFormat(bits, group_size, inputs, integer_scales=True, minima=True, whole_rows=True)
 
 
 def test_groups_that_do_not_divide_the_inputs() -> None:

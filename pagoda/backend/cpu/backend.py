@@ -201,6 +201,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             held.integer_scales,
             held.minima,
             held.codebook,
+            held.whole_rows,
         )
         tensors = [
             None if getattr(parts[0], field) is None else _join(parts, field)

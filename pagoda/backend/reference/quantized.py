@@ -112,6 +112,9 @@ def quantized_product(x: Tensor, weight: Quantized) -> Tensor:
     if isinstance(weight, Int8Weight):
         rounded, scales = rounded_rows(x)
         products = [_int8_product(rounded, scales, weight.rows(some)) for some in pieces]
+    elif isinstance(weight, PackedBlocks) and weight.weight.held_as.whole_rows:
+        rounded, scales = rounded_rows(x)
+        products = [_whole_product(rounded, scales, weight.rows(some)) for some in pieces]
     elif isinstance(weight, PackedBlocks):
         rounded, scales = _rounded(x.view(len(x), -1, BLOCK_INPUT_GROUP))
         products = [_block_product(rounded, scales, weight.rows(some)) for some in pieces]
@@ -195,6 +198,20 @@ def _block_product(rounded: Tensor, scales: Tensor, weight: BlockWeight) -> Tens
         if minima is not None:
             total += row_sums * minima[:, group]
     return total
+
+
+def _whole_product(rounded: Tensor, scales: Tensor, weight: BlockWeight) -> Tensor:
+    """Product of integers [n, in] with scales [n, 1] and blocks of whole rows; groups are added up in order."""
+    codes, minima = weight.codes.double(), weight.group_minima()
+    assert minima is not None
+    weight_scales, size = weight.group_scales(), weight.held_as.group_size
+    total = torch.zeros(len(rounded), len(codes))
+    for group in range(weight_scales.shape[1]):
+        inputs = slice(group * size, (group + 1) * size)
+        integers = rounded[:, inputs].double()
+        total += (integers @ codes[:, inputs].t()).float() * weight_scales[:, group]
+        total += integers.sum(-1, keepdim=True).float() * minima[:, group]
+    return total * scales
 
 
 def _unpacked(codes: Tensor, bits: int) -> Tensor:
