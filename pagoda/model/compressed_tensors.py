@@ -71,7 +71,7 @@ class Scheme:
         """
         rounded: StoredGrids
         if self.group_size is None:
-            rounded = backend.quantize_int8(values)
+            rounded = backend.quantize_int8(values, symmetric=True)
         elif self.symmetric:
             rounded = round_symmetric(values, self.bits, self.group_size, self.scale_dtype)
         else:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from pagoda.backend.rounding import divisors
 from pagoda.backend.weights import BlockWeight, GroupedWeight, Int8Weight
 from pagoda.model.rounding import ZeroPointGroups
 
@@ -135,7 +136,7 @@ def round_by_outputs(values: Tensor, grid: Grid, inputs: InputProducts) -> Tenso
             errors = torch.empty_like(block)
             for place, group in enumerate(group_of[first:last].tolist()):
                 step, base = steps[group], bases[group]
-                code = ((block[place] - base) / _divisors(step)).round_()
+                code = ((block[place] - base) / divisors(step)).round_()
                 code.clamp_(grid.lowest, grid.highest)
                 found[first + place] = code
                 own = factor[place, first + place : last]
@@ -147,10 +148,6 @@ def round_by_outputs(values: Tensor, grid: Grid, inputs: InputProducts) -> Tenso
         back[inputs.order] = found
         codes[rows] = back.t()
     return codes
-
-
-def _divisors(steps: Tensor) -> Tensor:
-    return steps.masked_fill(steps == 0, torch.inf)
 
 
 def _outputs_at_once(outputs: int) -> Iterator[slice]:

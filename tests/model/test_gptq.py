@@ -24,7 +24,7 @@ from pagoda.model.rounding import ZeroPointGroups, round_asymmetric, round_symme
 
 OUTPUTS, INPUTS = 40, 96
 KINDS: dict[str, Callable[[Tensor], Rounded]] = {
-    "int8": quantize_int8,
+    "int8": lambda values: quantize_int8(values, symmetric=True),
     "int8 with zero points": lambda values: quantize_int8(values, symmetric=False),
     "int4": lambda values: quantize_int4(values, 32),
     "blocks": lambda values: quantize_blocks(
