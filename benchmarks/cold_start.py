@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 from cyclopts import App
 
+from benchmarks.cpu.processes import resident_bytes
 from benchmarks.figure import Figure
 from pagoda.checkpoints.checkpoint import weight_files
 from pagoda.cli.openai_client import OpenAIClient
@@ -74,7 +74,7 @@ def _measure(model: Path, starts: int, streams: int, num_kv_blocks: int) -> Iter
             command,
         )
         asyncio.run(_ask(server, streams, 2 * streams, _OUTPUT_TOKENS))
-        shares = [_proportional_bytes(process) for process in _processes(server)]
+        shares = resident_bytes(server.pid)
     yield Figure(
         f"proportional set size after {streams} streams",
         f"{format_bytes(sum(shares))} ({' + '.join(map(format_bytes, shares))})",
@@ -122,16 +122,6 @@ async def _ask(
 
         await asyncio.gather(*(stream() for _ in range(streams)))
     return seconds
-
-
-def _processes(server: ServerProcess) -> list[psutil.Process]:
-    frontend = psutil.Process(server.pid)
-    return [frontend, *frontend.children(recursive=True)]
-
-
-def _proportional_bytes(process: psutil.Process) -> int:
-    """Resident bytes of a process, with its share of pages that several map."""
-    return int(process.memory_full_info().pss)
 
 
 if __name__ == "__main__":

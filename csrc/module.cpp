@@ -61,6 +61,21 @@ std::vector<std::string> available_instruction_sets() {
     return names;
 }
 
+// The rows of a step that are sampled, in order.
+struct SamplingBatch {
+    std::vector<SamplingRow> rows;
+
+    void add(bool greedy, float scale, float lowest_power, int64_t top_k, uint64_t top_p, uint64_t typical_p,
+             uint64_t seed, uint64_t position, int64_t logprobs, Address allowed, Address stops, int64_t num_stops,
+             Address bias_ids, Address biases, int64_t num_biases, Address seen, Address counts, int64_t num_seen,
+             float repetition, float frequency, float presence) {
+        rows.push_back({nullptr, greedy, scale, lowest_power, top_k, top_p, typical_p, seed, position, logprobs,
+                        to<uint32_t>(allowed), to<int64_t>(stops), num_stops, to<int64_t>(bias_ids),
+                        to<float>(biases), num_biases, to<int64_t>(seen), to<float>(counts), num_seen, repetition,
+                        frequency, presence});
+    }
+};
+
 // The kernels of one instruction set, and memory that they use from call to call: for one caller at a time.
 class Kernels {
    public:
@@ -75,8 +90,8 @@ class Kernels {
         pagoda::pack_weight({Dtype(dtype), inputs, outputs}, to(weight), to(packed));
     }
 
-    void embedding(int dtype, int64_t outputs, int64_t inputs, Address packed, int64_t first_id,
-                     Address ids, int64_t n, Address out) const {
+    void embedding(int dtype, int64_t outputs, int64_t inputs, Address packed, int64_t first_id, Address ids, int64_t n,
+                   Address out) const {
         in_team(n * inputs > kWorthThreads, [&] {
             pagoda::embedding(*table_, {Dtype(dtype), inputs, outputs}, to(packed), first_id, to<int64_t>(ids), n,
                               to<float>(out));
@@ -106,7 +121,7 @@ class Kernels {
     }
 
     void quantized_embedding(const QuantizedShape& shape, Address packed, Address order, int64_t first_id, Address ids,
-                        int64_t n, Address out) const {
+                             int64_t n, Address out) const {
         in_team(n * shape.inputs > kWorthThreads, [&] {
             pagoda::quantized_embedding(*table_, shape, to(packed), to<int64_t>(order), first_id, to<int64_t>(ids), n,
                                         to<float>(out));
@@ -123,23 +138,22 @@ class Kernels {
     }
 
     void linear_argmax(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
-                        int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
+                       int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
         const PanelShape shape{Dtype(dtype), inputs, outputs};
         argmax(n, inputs * outputs, linear_scratch(*table_, shape, n), columns, values, finite,
-                [&](const Outputs& seen, void* scratch) {
-                    pagoda::linear(*table_, shape, to(packed), to<float>(bias), to<float>(x), row_stride, n,
-                                   seen, scratch);
-                });
+               [&](const Outputs& seen, void* scratch) {
+                   pagoda::linear(*table_, shape, to(packed), to<float>(bias), to<float>(x), row_stride, n, seen,
+                                  scratch);
+               });
     }
 
     void quantized_argmax(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
-                           int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
-        argmax(n, shape.inputs * shape.outputs,
-                quantized_scratch(*table_, shape, to<int64_t>(order), n), columns, values, finite,
-                [&](const Outputs& seen, void* scratch) {
-                    pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias),
-                                             to<float>(x), row_stride, n, seen, scratch);
-                });
+                          int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
+        argmax(n, shape.inputs * shape.outputs, quantized_scratch(*table_, shape, to<int64_t>(order), n), columns,
+               values, finite, [&](const Outputs& seen, void* scratch) {
+                   pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias),
+                                            to<float>(x), row_stride, n, seen, scratch);
+               });
     }
 
     void add(Address x, Address delta, int64_t n, int64_t d, Address out) const {
@@ -190,12 +204,12 @@ class Kernels {
         });
     }
 
-    void sample(std::vector<SamplingRow>& rows, Address logits, int64_t row_stride, int64_t vocab, int64_t most,
-                Address numbers, Address logprobs) {
+    void sample(SamplingBatch& batch, Address logits, int64_t row_stride, int64_t vocab, int64_t most, Address numbers,
+                Address logprobs) {
         const nb::gil_scoped_release released;
-        for (size_t i = 0; i < rows.size(); ++i) rows[i].logits = to<float>(logits) + static_cast<int64_t>(i) * row_stride;
-        pagoda::sample(*table_, rows.data(), static_cast<int64_t>(rows.size()), vocab,
-                       {to<int64_t>(numbers), to<float>(logprobs), most}, buffer_);
+        const auto n = static_cast<int64_t>(batch.rows.size());
+        for (int64_t i = 0; i < n; ++i) batch.rows[static_cast<size_t>(i)].logits = to<float>(logits) + i * row_stride;
+        pagoda::sample(*table_, batch.rows.data(), n, vocab, {to<int64_t>(numbers), to<float>(logprobs), most}, buffer_);
     }
 
     const KernelTable& table() const { return *table_; }
@@ -203,8 +217,8 @@ class Kernels {
    private:
     // Of a linear layer of n rows; `multiply` computes it.
     template <class Multiply>
-    void argmax(int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address values,
-                 Address finite, Multiply multiply) {
+    void argmax(int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address values, Address finite,
+                Multiply multiply) {
         scratch_bytes = (scratch_bytes + 63) / 64 * 64;
         auto* scratch = static_cast<char*>(buffer_.take(scratch_bytes + Outputs::argmax_scratch(n)));
         const Outputs seen = Outputs::argmax(scratch + scratch_bytes, n);
@@ -222,21 +236,6 @@ class Kernels {
 
     const KernelTable* table_ = nullptr;
     Buffer buffer_;
-};
-
-// The rows of a step that are sampled, in order.
-struct SamplingBatch {
-    std::vector<SamplingRow> rows;
-
-    void add(bool greedy, float scale, float lowest_power, int64_t top_k, uint64_t top_p, uint64_t typical_p,
-             uint64_t seed, uint64_t position, int64_t logprobs, Address allowed, Address stops, int64_t num_stops,
-             Address bias_ids, Address biases, int64_t num_biases, Address seen, Address counts, int64_t num_seen,
-             float repetition, float frequency, float presence) {
-        rows.push_back({nullptr, greedy, scale, lowest_power, top_k, top_p, typical_p, seed, position, logprobs,
-                        to<uint32_t>(allowed), to<int64_t>(stops), num_stops, to<int64_t>(bias_ids),
-                        to<float>(biases), num_biases, to<int64_t>(seen), to<float>(counts), num_seen, repetition,
-                        frequency, presence});
-    }
 };
 
 void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x, int64_t count) {
@@ -268,20 +267,9 @@ NB_MODULE(_native, m) {
         pack_quantized(shape, to(codes), to(scales), to(offsets), to(packed));
     });
     nb::class_<QuantizedShape>(m, "QuantizedShape")
-        .def_static("int8",
-                    [](int64_t outputs, int64_t inputs, bool zero_points) {
-                        return QuantizedShape::int8(outputs, inputs, zero_points);
-                    })
-        .def_static("grouped",
-                    [](int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {
-                        return QuantizedShape::grouped(outputs, inputs, bits, group_size, offsets);
-                    })
-        .def_static("in_blocks",
-                    [](int64_t outputs, int64_t inputs, int bits, int64_t group_size, int64_t block_size,
-                       bool integer_scales, bool minima, bool codebook) {
-                        return QuantizedShape::in_blocks(outputs, inputs, bits, group_size, block_size,
-                                                         integer_scales, minima, codebook);
-                    })
+        .def_static("int8", &QuantizedShape::int8)
+        .def_static("grouped", &QuantizedShape::grouped)
+        .def_static("in_blocks", &QuantizedShape::in_blocks)
         .def_prop_ro("bytes", &QuantizedShape::bytes);
     m.def("pack_blocks", [](const QuantizedShape& shape, Address codes, Address scales, Address minima,
                             Address block_scales, Address block_minima, Address packed) {
@@ -301,8 +289,8 @@ NB_MODULE(_native, m) {
             [](AttentionMetadata* self, int num_heads, int num_kv_heads, int head_dim, int block_size, int64_t n,
                Address query_lens, Address context_lens, Address block_tables, int64_t width) {
                 new (self) AttentionMetadata({num_heads, num_kv_heads, head_dim, block_size}, n,
-                                         to<int64_t>(query_lens), to<int64_t>(context_lens),
-                                         to<int64_t>(block_tables), width);
+                                             to<int64_t>(query_lens), to<int64_t>(context_lens),
+                                             to<int64_t>(block_tables), width);
             })
         .def_ro("num_tokens", &AttentionMetadata::num_tokens)
         .def("num_tokens_read", &AttentionMetadata::num_tokens_read);
@@ -325,10 +313,7 @@ NB_MODULE(_native, m) {
         .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention)
-        .def("sample", [](Kernels& self, SamplingBatch& batch, Address logits, int64_t row_stride, int64_t vocab,
-                          int64_t most, Address numbers, Address logprobs) {
-            self.sample(batch.rows, logits, row_stride, vocab, most, numbers, logprobs);
-        });
+        .def("sample", &Kernels::sample);
     nb::class_<SamplingBatch>(m, "SamplingBatch").def(nb::init<>()).def("add", &SamplingBatch::add);
     nb::class_<PackedLinear>(m, "PackedLinear")
         .def_static("dense",

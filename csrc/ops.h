@@ -89,7 +89,7 @@ void pack_blocks(const QuantizedShape& shape, const BlockTensors& tensors, void*
 
 // The same of a quantized weight, as numbers. With `order`, the map's input `i` is the activation's element order[i].
 void quantized_embedding(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, float* out);
+                         const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, float* out);
 
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n);
 void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,

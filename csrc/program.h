@@ -41,7 +41,7 @@ class Program {
     // Rows of a weight for the step's tokens, of which there are `num_ids`; the weight has those from `first_id` on.
     void embedding(Value out, const PanelShape& shape, const void* packed, int64_t first_id, int64_t num_ids);
     void quantized_embedding(Value out, const QuantizedShape& shape, const void* packed, const int64_t* order,
-                        int64_t first_id, int64_t num_ids);
+                             int64_t first_id, int64_t num_ids);
 
     // To the columns of `out` from `column` on.
     void linear(Value x, Value out, int64_t column, const PanelShape& shape, const void* packed,

@@ -110,7 +110,7 @@ void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t gr
 }
 
 void quantized_embedding(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, float* out) {
+                         const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, float* out) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
         const int64_t row = ids[i] - first_id;

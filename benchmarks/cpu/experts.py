@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from cyclopts import App
 from torch import Tensor
 
+from benchmarks.cpu.held_weights import held_weight
 from benchmarks.cpu.limits import Limits, median_seconds, start
 from pagoda.backend.base import ExpertRouting, Experts
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import PackedLinear
-from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.cli import output
 
 _HIDDEN, _INNER = 2048, 768
@@ -94,13 +94,11 @@ def _rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
 def _prepared(
     ops: CpuBackend, gate_up: Tensor, down: Tensor, quantization: str
 ) -> Experts[PackedLinear]:
-    def weight(values: Tensor) -> LinearWeight:
-        if quantization == "int8":
-            return ops.quantize_int8(values)
-        return ops.quantize_int4(values, 32) if quantization == "int4" else DenseWeight(values)
-
     def prepared(maps: Tensor) -> tuple[PackedLinear, ...]:
-        return tuple(ops.prepare_linear([weight(m)], None, torch.bfloat16) for m in maps)
+        return tuple(
+            ops.prepare_linear([held_weight(ops, m, quantization)], None, torch.bfloat16)
+            for m in maps
+        )
 
     counts = torch.zeros(_ROUTING.num_experts, dtype=torch.int64)
     gates, ups = (prepared(part) for part in gate_up.chunk(2, dim=1))

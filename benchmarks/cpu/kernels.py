@@ -23,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from cyclopts import App
 
+from benchmarks.cpu.held_weights import held_weight
 from benchmarks.cpu.limits import Limits, median_seconds, start
 from pagoda.backend.base import HeadNorms, KVCache, Operations, StepInput, TokenBatch
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
-from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.cli import output
 
 _STREAMED_BYTES = 2**28
@@ -98,7 +99,7 @@ def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
 
 def _quantized_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
     for outputs, inputs in _SHAPES:
-        held_as = _random_weights(outputs, inputs)
+        held_as = _random_weights(ops, outputs, inputs)
         packed = {name: _streamed(ops, weight) for name, weight in held_as.items()}
         for rows in _ROWS:
             x = torch.randn(rows, inputs)
@@ -124,18 +125,15 @@ def _quantized_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]
                 )
 
 
-def _random_weights(outputs: int, inputs: int) -> dict[str, LinearWeight]:
-    """bfloat16 and the quantized formats."""
-    int8 = torch.randint(-127, 128, (outputs, inputs)).to(torch.int8)
-    codes = torch.randint(0, 16, (outputs, inputs)).to(torch.uint8)
-    weights: dict[str, LinearWeight] = {
-        "bfloat16": DenseWeight(torch.randn(outputs, inputs).bfloat16()),
-        "int8": Int8Weight(int8, torch.rand(outputs)),
+def _random_weights(ops: CpuBackend, outputs: int, inputs: int) -> dict[str, LinearWeight]:
+    """bfloat16 and what `--quantization` makes of it."""
+    values = torch.randn(outputs, inputs)
+    return {
+        "bfloat16": held_weight(ops, values, "none"),
+        "int8": held_weight(ops, values, "int8"),
+        "int4, groups of 128": held_weight(ops, values, "int4", 128),
+        "int4": held_weight(ops, values, "int4"),
     }
-    for size in (128, 32):
-        scales = torch.rand(outputs, inputs // size).half()
-        weights[f"int4, groups of {size}"] = GroupedWeight(codes, scales, None, 4, size)
-    return weights
 
 
 def _streamed(ops: CpuBackend, weight: LinearWeight) -> list[PackedLinear]:

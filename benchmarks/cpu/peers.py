@@ -226,7 +226,7 @@ def _measure_server(
     with running(server, log) as process:
         figures = {READY: process.ready_s}
         figures |= asyncio.run(_ask(server.base_url, setting.load, samples))
-        resident = resident_bytes(process.pid)
+        resident = sum(resident_bytes(process.pid))
     return figures | _memory(resident, model_bytes(log.read_text(errors="replace")))
 
 

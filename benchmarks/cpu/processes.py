@@ -113,15 +113,15 @@ def _last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
 
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and all its descendants; pages they share count once (PSS).
+def resident_bytes(pid: int) -> list[int]:
+    """Resident memory of a process and of each of its descendants; of pages that several share, a part each (PSS).
 
     Raises:
         NotThereError: one of them has ended.
     """
     try:
         root = psutil.Process(pid)
-        return sum(map(_proportional_bytes, [root, *root.children(recursive=True)]))
+        return [_proportional_bytes(process) for process in (root, *root.children(recursive=True))]
     except (psutil.Error, OSError) as error:
         raise NotThereError("it ended while it was measured") from error
 

@@ -12,7 +12,6 @@ import statistics
 import time
 
 # Read when torch is loaded: threads wait as they do in a worker.
-from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.pinning import SPIN_COUNT
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -22,12 +21,10 @@ import torch
 from cyclopts import App
 from rich.table import Table
 
+from benchmarks.cpu.dummy_runner import load_dummy
 from pagoda.cli import output
-from pagoda.ipc.machine import available_cores
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
-from pagoda.messages.worker_config import WorkerConfig
-from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
 SETTINGS = {
@@ -65,17 +62,15 @@ def main(
         peaked: Raise some logits far above the others.
         threads: By default all usable cores.
     """
-    config = WorkerConfig(
-        model=model,
-        load_format="dummy",
-        dtype=dtype,
-        quantization=quantization,
+    runner, ready, *_ = load_dummy(
+        model,
+        dtype,
+        quantization,
+        threads,
         max_model_len=_BLOCKS * _BLOCK_SIZE,
         max_num_seqs=max(counts),
         num_blocks=max(counts) * _BLOCKS,
-        num_threads=threads or available_cores(),
     )
-    runner, ready, *_ = load_runner(plan_worker(config), Tracer("worker"))
     assert isinstance(runner, Runner)
     if peaked:
         _raise_some_logits(runner)

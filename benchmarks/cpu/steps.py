@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Sequence
 
 # Read when torch is loaded: threads wait as they do in a worker.
-from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.pinning import SPIN_COUNT
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -24,6 +23,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 import torch
 from cyclopts import App
 
+from benchmarks.cpu.dummy_runner import load_dummy
 from benchmarks.cpu.limits import measure_limits
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.native import choose_instruction_set
@@ -31,11 +31,8 @@ from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import output
 from pagoda.cli.weight_traffic import weight_traffic
-from pagoda.ipc.machine import available_cores
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
-from pagoda.messages.worker_config import WorkerConfig
-from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner, StageRunner
 
 _PROMPT, _BLOCK_SIZE, _BLOCKS = 256, 16, 24
@@ -60,18 +57,16 @@ def main(
         quantization: Of weights: none, int8 or int4.
         threads: By default all usable cores.
     """
-    config = WorkerConfig(
-        model=model,
-        load_format="dummy",
-        dtype=dtype,
-        quantization=quantization,
+    began = time.perf_counter()
+    runner, ready, *_ = load_dummy(
+        model,
+        dtype,
+        quantization,
+        threads,
         max_model_len=_BLOCKS * _BLOCK_SIZE + _SHARED,
         max_num_seqs=17,
         num_blocks=17 * _BLOCKS + _SHARED // _BLOCK_SIZE,
-        num_threads=threads or available_cores(),
     )
-    began = time.perf_counter()
-    runner, ready, *_ = load_runner(plan_worker(config), Tracer("worker"))
     console = output.stdout()
     console.print(f"{ready.summary}; loaded in {time.perf_counter() - began:.1f} s")
     with torch.inference_mode():

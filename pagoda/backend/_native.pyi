@@ -26,7 +26,6 @@ class QuantizedShape:
     ) -> QuantizedShape: ...
     @staticmethod
     def in_blocks(
-        dtype: int,
         outputs: int,
         inputs: int,
         bits: int,

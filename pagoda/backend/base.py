@@ -272,10 +272,10 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
         With int8, a token's K and its V have one scale per head, symmetric about 0.
         """
 
-    def quantize_int8(self, values: Tensor, *, symmetric: bool = True) -> Int8Weight:
-        """Quantizes a weight [out, in], as `rounding` says; scales are not finite where weights are not.
+    def quantize_int8(self, values: Tensor, *, symmetric: bool) -> Int8Weight:
+        """Quantizes a weight [out, in]; scales are not finite where weights are not.
 
-        It has zero points unless it is `symmetric`, as some file formats want it.
+        A `symmetric` weight, which some file formats want, has no zero points.
         """
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pagoda.backend.rounding import divisors, row_slices
 from pagoda.backend.weights import BlockWeight
 from pagoda.checkpoints.weight_formats import BlockFormat
 
-_WEIGHTS_AT_ONCE = 2**18
-"""Weights that are rounded together; their float32 values stay in the processor's cache."""
 _LARGEST = 127
 """The largest integer of a scale or minimum."""
 
@@ -32,9 +31,7 @@ def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
     )
     of_scales, of_minima = (torch.empty((outputs, 1), dtype=torch.float16) for _ in range(2))
     top = 2**held_as.bits - 1
-    step = max(1, _WEIGHTS_AT_ONCE // inputs)
-    for first in range(0, outputs, step):
-        rows = slice(first, first + step)
+    for rows in row_slices(values):
         block = values[rows].float()
         groups = block.view(len(block), -1, held_as.group_size)
         lowest = groups.amin(-1).clamp_(max=0)
@@ -43,7 +40,7 @@ def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
         minima[rows], of_minima[rows] = _integers(lowest, lowest=-_LARGEST)
         base = minima[rows].float() * of_minima[rows].float()
         steps = scales[rows].float() * of_scales[rows].float()
-        offsets = (groups - base[..., None]) / _divisors(steps)[..., None]
+        offsets = (groups - base[..., None]) / divisors(steps)[..., None]
         codes[rows] = offsets.round_().clamp_(0, top).flatten(1)
     return BlockWeight(held_as, codes, scales, minima, of_scales, of_minima)
 
@@ -54,9 +51,5 @@ def _integers(numbers: Tensor, lowest: int) -> tuple[Tensor, Tensor]:
     units = wanted.half()
     # Rounded up, as integers end at the largest, and float16 has few digits for small numbers.
     units = (units.view(torch.int16) + (units.float() < wanted)).to(torch.int16).view(torch.float16)
-    integers = (numbers / _divisors(units.float())).round_().clamp_(lowest, _LARGEST)
+    integers = (numbers / divisors(units.float())).round_().clamp_(lowest, _LARGEST)
     return integers.nan_to_num_(0).to(torch.int8), units
-
-
-def _divisors(scales: Tensor) -> Tensor:
-    return scales.masked_fill(scales == 0, torch.inf)

@@ -70,13 +70,6 @@ class HostBackend(Backend[LinearT, MetadataT]):
     def advise(self, *cached: Tensor) -> None:
         """Tells the machine how the memory of K and V will be used; by default nothing."""
 
-    def gated_linear(self, x: Tensor, weight: LinearT) -> Tensor:
-        return self.silu_and_mul(self.linear(x, weight))
-
-    @abstractmethod
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(left half) times right half of [n, 2 d]: [n, d]."""
-
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(x) if len(x) else x
 

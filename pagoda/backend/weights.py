@@ -101,6 +101,21 @@ class BlockWeight:
     block_minima: Tensor | None
     """The same of minima, below zero where ggml takes them away."""
 
+    def rows(self, chosen: slice | Tensor) -> BlockWeight:
+        """Some outputs of it."""
+        minima, block_scales, block_minima = (
+            None if part is None else part[chosen]
+            for part in (self.minima, self.block_scales, self.block_minima)
+        )
+        return BlockWeight(
+            self.held_as,
+            self.codes[chosen],
+            self.scales[chosen],
+            minima,
+            block_scales,
+            block_minima,
+        )
+
     def group_scales(self) -> Tensor:
         """[out, in / group_size] float32, exact."""
         return self._of_groups(self.scales, self.block_scales)

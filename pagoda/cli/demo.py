@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from rich.style import Style
 
-from pagoda.checkpoints.resolve import EMBEDDED_MODEL
+from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.cli import output
 from pagoda.cli.answer import AnswerPrinter, Outcome, ask
 from pagoda.cli.bench.questions import Question, load_questions
@@ -48,6 +48,7 @@ def demo(model: str | None = None, *, general: GeneralOptions = GeneralOptions()
     """
     general.apply()
     console = output.stdout()
+    resolve_model(model)  # whose mistakes would be told by the server, and its end by this command
     questions = demo_questions(model)
     arguments = [] if model is None else [model]
     start = time.perf_counter()

@@ -105,18 +105,26 @@ def _appearing(out: Path) -> Iterator[Path]:
     if os.path.lexists(out):
         raise ConfigError(f"OUT {str(out)!r} exists already; name a directory that does not.")
     parent = Path(os.path.abspath(out)).parent
-    with _sigterm_as_interrupt():
-        try:
-            with tempfile.TemporaryDirectory(
+    with _sigterm_as_interrupt(), contextlib.ExitStack() as made:
+        with _refusals_of_the_system(out):
+            beside = tempfile.TemporaryDirectory(
                 dir=parent, prefix=f".{out.name}.", suffix=".partial", ignore_cleanup_errors=True
-            ) as made:
-                directory = Path(made) / out.name
-                directory.mkdir()
-                yield directory
-                _set_modes(directory)
-                directory.rename(out)
-        except OSError as error:
-            raise ConfigError(f"OUT {str(out)!r} cannot be made: {error.strerror}.") from error
+            )
+            directory = Path(made.enter_context(beside)) / out.name
+            directory.mkdir()
+        yield directory
+        with _refusals_of_the_system(out):
+            _set_modes(directory)
+            directory.rename(out)
+
+
+@contextlib.contextmanager
+def _refusals_of_the_system(out: Path) -> Iterator[None]:
+    """Raises ConfigError where the system raises an error of its own."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"OUT {str(out)!r} cannot be made: {error.strerror}.") from error
 
 
 @contextlib.contextmanager

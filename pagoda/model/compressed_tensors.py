@@ -68,7 +68,7 @@ class Scheme:
         Raises ConfigError: the weight holds numbers that are not finite or too large.
         """
         if self.group_size is None:
-            int8 = backend.quantize_int8(values)
+            int8 = backend.quantize_int8(values, symmetric=True)
             stored = {"weight": int8.values, "weight_scale": int8.scales[:, None]}
         else:
             if self.symmetric:

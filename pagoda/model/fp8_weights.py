@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pagoda.backend.rounding import row_slices
 from pagoda.checkpoints.fp8_config import Fp8Scheme
 
-_PIECE = 2**20
-"""Weights converted at a time: what they are in float32 stays in the processor's cache."""
 _E4M3_IN_HALF = 2.0**8
 """Half precision has eight more exponents below one than E4M3 has."""
 
@@ -26,10 +25,8 @@ def convert_fp8(values: Tensor, scales: Tensor, scheme: Fp8Scheme, dtype: torch.
     if scheme.inputs is not None:
         by_input = by_input.repeat_interleave(scheme.inputs, dim=1)[:, :inputs]
     block_of = torch.arange(outputs) // (scheme.outputs or outputs)
-    rows = max(1, _PIECE // inputs)
-    for first in range(0, outputs, rows):
-        piece = slice(first, first + rows)
-        out[piece] = _halves(values[piece]).float().mul_(by_input[block_of[piece]])
+    for rows in row_slices(values):
+        out[rows] = _halves(values[rows]).float().mul_(by_input[block_of[rows]])
     return out
 
 

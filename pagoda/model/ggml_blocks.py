@@ -10,12 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import (
-    BlockWeight,
-    DenseWeight,
-    LinearWeight,
-    dequantize,
-)
+from pagoda.backend.weights import BlockWeight, DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.gguf.config import BLOCKS, DENSE
 from pagoda.checkpoints.gguf.reader import BlockType
 
@@ -27,12 +22,18 @@ def linear_weight(rows: Tensor, block: BlockType, dtype: torch.dtype) -> LinearW
     if block.name in DENSE:
         return DenseWeight(rows.view(_DTYPES[block.name]).to(dtype))
     blocks, num_rows = rows.reshape(-1, block.num_bytes), rows.shape[0]
-    codes, scales, minima, block_scales, block_minima = (
-        None if part is None else part.reshape(num_rows, -1) for part in _PARTS[block.name](blocks)
+    codes, scales, *others = _PARTS[block.name](blocks)
+    minima, block_scales, block_minima = (
+        None if part is None else part.reshape(num_rows, -1) for part in others
     )
-    assert codes is not None
-    assert scales is not None
-    return BlockWeight(BLOCKS[block.name], codes, scales, minima, block_scales, block_minima)
+    return BlockWeight(
+        BLOCKS[block.name],
+        codes.reshape(num_rows, -1),
+        scales.reshape(num_rows, -1),
+        minima,
+        block_scales,
+        block_minima,
+    )
 
 
 def floats(rows: Tensor, block: BlockType) -> Tensor:

@@ -7,16 +7,17 @@ is nearest to the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pagoda.backend.rounding import divisors, row_slices
+
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
 """Parts of a group's range that are tried; what lies outside is clamped."""
 _WEIGHTS_AT_ONCE = 2**16
-"""Weights that are rounded together; their float32 values stay in the processor's cache."""
+"""Weights that are rounded together; the search keeps several values of each in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ def round_symmetric(
     """Rounds a weight [out, in]; each group's highest magnitude becomes the highest code or its mirror image."""
     top = 2 ** (bits - 1) - 1
     codes, scales = _empty(values, group_size, scale_dtype)
-    for rows in _rows_at_once(values):
+    for rows in row_slices(values, _WEIGHTS_AT_ONCE):
         groups = _grouped(values[rows], group_size)
         scale = _exact(groups.abs().amax(-1) / top, scale_dtype)
         scales[rows] = scale
-        steps = (groups / _divisors(scale)[..., None]).round_().clamp_(-top, top)
+        steps = (groups / divisors(scale)[..., None]).round_().clamp_(-top, top)
         codes[rows] = (steps + 2 ** (bits - 1)).flatten(1)
     return ZeroPointGroups(codes, scales, None, bits)
 
@@ -59,7 +60,7 @@ def round_asymmetric(
     codes, scales = _empty(values, group_size, scale_dtype)
     zeros = torch.empty(scales.shape, dtype=torch.uint8)
     weigh = None if importance is None else importance.float().view(1, -1, group_size)
-    for rows in _rows_at_once(values):
+    for rows in row_slices(values, _WEIGHTS_AT_ONCE):
         found = _search(_grouped(values[rows], group_size), bits, scale_dtype, weigh)
         codes[rows], scales[rows], zeros[rows] = found[0].flatten(1), found[1], found[2]
     return ZeroPointGroups(codes, scales, zeros, bits)
@@ -87,7 +88,7 @@ def _search(
 
     for shrink in _SHRINKS:
         scale = _exact((high - low) * (shrink / top), scale_dtype)
-        try_out(scale, (-low * shrink / _divisors(scale)).round_().clamp_(0, top))
+        try_out(scale, (-low * shrink / divisors(scale)).round_().clamp_(0, top))
     middle = zeros
     for shift in (0, -1, 1):
         zero, scale = (middle + shift).clamp_(0, top), scales
@@ -100,7 +101,7 @@ def _search(
 
 def _integers(groups: Tensor, scale: Tensor, zero: Tensor, top: int) -> Tensor:
     """Codes less the zero point, as floats."""
-    steps = (groups / _divisors(scale)[..., None]).round_()
+    steps = (groups / divisors(scale)[..., None]).round_()
     return torch.clamp(steps, min=-zero[..., None], max=top - zero[..., None])
 
 
@@ -125,13 +126,3 @@ def _empty(values: Tensor, group_size: int, scale_dtype: torch.dtype) -> tuple[T
 
 def _grouped(rows: Tensor, group_size: int) -> Tensor:
     return rows.float().view(len(rows), -1, group_size)
-
-
-def _divisors(scales: Tensor) -> Tensor:
-    return scales.masked_fill(scales == 0, torch.inf)
-
-
-def _rows_at_once(values: Tensor) -> Iterator[slice]:
-    step = max(1, _WEIGHTS_AT_ONCE // values.shape[1])
-    for start in range(0, len(values), step):
-        yield slice(start, start + step)

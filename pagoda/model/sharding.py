@@ -329,24 +329,27 @@ def _part_of_blocks(linear: LinearSpec, weight: BlockWeight, part: Part) -> Bloc
     held_as = format_of_part(linear, whole, part.inputs)
     if not isinstance(held_as, BlockFormat):
         raise TypeError(f"{linear.name} cannot be held as {held_as}.")
-    outputs = _slice(part.outputs)
+    own, inputs = weight.rows(_slice(part.outputs)), part.inputs
 
-    def share(numbers: Tensor | None, inputs: int, smaller: int) -> Tensor | None:
-        """This part's of numbers that so many inputs share; in memory only `smaller` do."""
+    def of_groups(numbers: Tensor) -> Tensor:
+        size = whole.group_size
+        return _copied(numbers[:, inputs.start // size : inputs.stop // size])
+
+    def of_blocks(numbers: Tensor | None) -> Tensor | None:
+        """This part's of the numbers of blocks, of which several smaller ones may hold the same."""
         if numbers is None:
             return None
-        repeated = numbers[outputs].repeat_interleave(inputs // smaller, dim=1)
-        return _copied(repeated[:, part.inputs.start // smaller : part.inputs.stop // smaller])
+        size = held_as.block_size
+        repeated = numbers.repeat_interleave(whole.block_size // size, dim=1)
+        return _copied(repeated[:, inputs.start // size : inputs.stop // size])
 
-    scales = share(weight.scales, whole.group_size, held_as.group_size)
-    assert scales is not None
     return BlockWeight(
         held_as,
-        _copied(weight.codes[outputs, _slice(part.inputs)]),
-        scales,
-        share(weight.minima, whole.group_size, held_as.group_size),
-        share(weight.block_scales, whole.block_size, held_as.block_size),
-        share(weight.block_minima, whole.block_size, held_as.block_size),
+        _copied(own.codes[:, _slice(inputs)]),
+        of_groups(own.scales),
+        None if own.minima is None else of_groups(own.minima),
+        of_blocks(own.block_scales),
+        of_blocks(own.block_minima),
     )
 
 

@@ -101,8 +101,7 @@ class CheckpointWeights:
                     f"{path}: tensor {name} has shape {list(stored_shape)}, "
                     f"config.json calls for {list(shape)}."
                 )
-            stored: Tensor = self._handle(path).get_tensor(name)
-            return stored
+        return self.stored(name)
 
     def stored_dtype(self, name: str) -> str:
         """Number format of the tensor `name` in its file, such as `BF16`. Raises ConfigError if there is none."""
@@ -123,8 +122,8 @@ class CheckpointWeights:
         """The tensor `name` as it is stored. Raises ConfigError if there is no such tensor."""
         path = self.path_of(name)
         with _readable(path):
-            tensor: Tensor = self._handle(path).get_tensor(name)
-        return tensor
+            stored: Tensor = self._handle(path).get_tensor(name)
+            return stored
 
     def has(self, name: str) -> bool:
         return name in self._files

@@ -38,6 +38,7 @@ MISTAKES = [
     ("bench serve --goodput fast", "--goodput takes limits"),
     ("bench serve --config no-such-file", "cannot read no-such-file"),
     ("bench serve --base-url ftp://x", "--base-url must begin with http"),
+    ("demo nowhere", "there is no model directory 'nowhere'"),
     ("bench serve --top-p 0.9", "--top-p needs --temperature above 0"),
     ("bench serve --temperature nan", r"--temperature must be in \[0.0, 100.0\], got nan"),
     ("bench offline --repetition-penalty 0", "--repetition-penalty must be in"),

@@ -93,9 +93,7 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gguf_file_and_a_quantized_model_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quantized_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     once = tmp_path / "once"
     assert main(["quantize", TINY, str(once), "--format", "w8a8"]) == 0
     assert main(["quantize", str(once), str(tmp_path / "twice"), "--format", "w8a8"]) == EXIT_USAGE

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
+from ports import free_ports
 
 import pagoda
 
@@ -80,7 +80,7 @@ class RayCluster:
         self._directory = directory
         self._num_nodes = 0
         self._nodes: list[RayNode] = []
-        self.address = f"{head_address}:{_free_port()}"
+        self.address = f"{head_address}:{free_ports(1, '')[0]}"
         self._add(
             "--head",
             f"--node-ip-address={head_address}",
@@ -119,8 +119,3 @@ def ray_cluster(
         if cluster is not None:
             cluster.close()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])

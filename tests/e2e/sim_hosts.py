@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -34,15 +33,6 @@ def write_key(directory: Path) -> Path:
     key = directory / "key"
     key.write_text(secrets.token_hex())
     return key
-
-
-def free_addresses(count: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [f"127.0.0.1:{free.getsockname()[1]}" for free in sockets]
-    finally:
-        for free in sockets:
-            free.close()
 
 
 def join_config(join: str, key_file: Path, tracker: RequestTracker | None = None) -> JoinConfig:

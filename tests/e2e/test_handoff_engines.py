@@ -327,4 +327,6 @@ async def test_a_death_on_either_side_changes_no_token(
         assert await asking == expected
         while engines[name].state is not ReplicaState.READY:
             await asyncio.sleep(0.01)
+    # An engine is ready while its worker starts again, and answers when that has ended.
+    await ask_all(engines[name], asked[:1], f"{process} of {name} after {share}")
     await until_free(members)

@@ -8,8 +8,9 @@ import signal
 from pathlib import Path
 
 import aiohttp
-from kv_subscriber import ClearedOnTheWire, StoredOnTheWire, Subscriber, free_ports
+from kv_subscriber import ClearedOnTheWire, StoredOnTheWire, Subscriber
 from metrics_text import value
+from ports import free_ports
 from streams import bodies, children, stream_all
 from tiers import ask_all, figures, flags, objects, some_questions
 
@@ -27,7 +28,7 @@ async def num_cached(base_url: str) -> int:
 
 
 async def test_a_lost_worker_clears_all_that_was_cached() -> None:
-    port = free_ports(2)
+    port = free_ports(2)[0]
     requests = bodies(4, max_tokens=40)
     subscriber = Subscriber(port, port + 1)
     try:
@@ -58,7 +59,7 @@ async def until_told(subscriber: Subscriber, directory: Path) -> None:
 
 
 async def test_events_name_the_tier_and_a_disk_outlives_the_worker(tmp_path: Path) -> None:
-    port, directory = free_ports(2), tmp_path / "kv"
+    port, directory = free_ports(2)[0], tmp_path / "kv"
     questions = some_questions(long=3, short=0)
     subscriber = Subscriber(port, port + 1)
     view = subscriber.view

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
+from ports import free_ports
 from sim_hosts import (
     NUM_BLOCKS,
     ask,
     expected,
-    free_addresses,
     router_process,
     sim_hosts,
     until_hosts,
@@ -31,7 +31,7 @@ async def test_two_levels_answer_as_one_host_also_when_a_router_between_is_kille
 ) -> None:
     key_file = write_key(tmp_path)
     key = ("--cluster-key-file", str(key_file))
-    top, *middle = free_addresses(1 + NUM_LOWER)
+    top, *middle = (f"127.0.0.1:{port}" for port in free_ports(1 + NUM_LOWER))
     async with (
         AsyncExitStack() as stack,
         sim_hosts(middle * (NUM_HOSTS // NUM_LOWER), key_file, step_s=0.02) as hosts,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import aiohttp
 from fragment_files import assert_nested, fragments_of, read_fragments
+from ports import free_ports
 from sim_hosts import (
     VOCAB_SIZE,
     ask,
     expected,
-    free_addresses,
     join_config,
     router_process,
     write_key,
@@ -27,7 +27,7 @@ from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path: Path) -> None:
     key, tracer = write_key(tmp_path), Tracer("frontend")
-    [join] = free_addresses(1)
+    join = f"127.0.0.1:{free_ports(1)[0]}"
     tracker = RequestTracker()
     sim = SimConfig(base_s=0.002, vocab_size=VOCAB_SIZE)
     engine = EngineConfig(worker=WorkerConfig(model="sim"), executor="sim", sim=sim)

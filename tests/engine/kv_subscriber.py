@@ -128,23 +128,3 @@ class Subscriber:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on."""
-    context = zmq.Context()
-    try:
-        while True:
-            sockets = [context.socket(zmq.PUB) for _ in range(count)]
-            try:
-                first = sockets[0].bind_to_random_port("tcp://127.0.0.1", 20_000, 30_000)
-                for offset, socket in enumerate(sockets[1:], start=1):
-                    socket.bind(f"tcp://127.0.0.1:{first + offset}")
-                return first
-            except zmq.ZMQError:
-                continue
-            finally:
-                for socket in sockets:
-                    socket.close(linger=0)
-    finally:
-        context.term()

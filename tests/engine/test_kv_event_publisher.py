@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import zmq
-from kv_subscriber import BatchOnTheWire, Subscriber, free_ports
+from kv_subscriber import BatchOnTheWire, Subscriber
+from ports import free_ports
 
 from pagoda.engine import kv_events
 from pagoda.engine.config import KVEventsConfig
@@ -34,7 +35,7 @@ class Stage:
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         """Context of the clients."""
-        self.port = free_ports(2)
+        self.port = free_ports(2)[0]
         self.subscribers: list[Subscriber] = []
         self._start()
 
@@ -193,8 +194,8 @@ def test_only_the_last_batches_are_kept(stage: Stage, monkeypatch: pytest.Monkey
 
 def test_a_req_socket_gets_the_first_batch_that_it_misses(stage: Stage) -> None:
     stage.publisher.publish([stored(1)])
-    with stage.socket(zmq.REQ) as client:
-        for _ in range(2):
+    for _ in range(2):  # one socket could take the rest of its first answer for the second
+        with stage.socket(zmq.REQ) as client:
             client.send(bytes(8))
             stage.turn()
             assert client.poll(5000)

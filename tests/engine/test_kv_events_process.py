@@ -17,8 +17,8 @@ from kv_subscriber import (
     RemovedOnTheWire,
     StoredOnTheWire,
     Subscriber,
-    free_ports,
 )
+from ports import free_ports
 
 from pagoda.engine.config import EngineConfig, KVEventsConfig, SimConfig
 from pagoda.errors import ConfigError
@@ -69,7 +69,7 @@ def subscribe() -> Iterator[Subscribe]:
 @pytest.fixture
 def port() -> int:
     """The first of two free ports."""
-    return free_ports(2)
+    return free_ports(2)[0]
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ async def test_the_next_engine_begins_with_nothing_cached(
 
 
 async def test_every_replica_has_ports_of_its_own(subscribe: Subscribe) -> None:
-    port = free_ports(4)
+    port = free_ports(4)[0]
     async with running(port, num_replicas=2) as dispatcher:
         for index in range(2):
             await answer(dispatcher, f"r{index}", [index, *PROMPT])

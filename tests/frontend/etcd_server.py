@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
 from pathlib import Path
 
 from debian_programs import debian_program
+from ports import free_ports
 
 _START_TIMEOUT_S = 20.0
 
@@ -21,7 +21,7 @@ class EtcdServer:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        ports = _free_ports(2)
+        ports = free_ports(2)
         self.address, self._peer = (f"127.0.0.1:{port}" for port in ports)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -72,12 +72,3 @@ def _environment() -> dict[str, str]:
         return dict(os.environ)
     names = {"aarch64": "arm64"}
     return {**os.environ, "ETCD_UNSUPPORTED_ARCH": names.get(machine, machine)}
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [free.getsockname()[1] for free in sockets]
-    finally:
-        for free in sockets:
-            free.close()

@@ -45,7 +45,7 @@ def _weight(seed: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
 @given(seeds, dtypes, st.integers(1, 9), st.integers(1, 5000))
 def test_int8(seed: int, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     values = _weight(seed, outputs, inputs, dtype)
-    weight = quantize_int8(values)
+    weight = quantize_int8(values, symmetric=True)
     exact = values.double().numpy()
     highest = np.abs(exact).max(1).astype(np.float32)
     assert np.array_equal(weight.scales.numpy(), highest / np.float32(127))
@@ -107,7 +107,8 @@ def test_pieces_of_large_weights_are_quantized_alike() -> None:
     values = torch.randn(700, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole, rows = quantize_int4(values, 32), quantize_int4(values[300:301], 32)
     assert torch.equal(whole.codes[300:301], rows.codes)
-    assert torch.equal(quantize_int8(values).values[300:301], quantize_int8(values[300:301]).values)
+    whole, row = (quantize_int8(part, symmetric=True) for part in (values, values[300:301]))
+    assert torch.equal(whole.values[300:301], row.values)
 
 
 def _spec(outputs: int, inputs: int, role: Role = Role.MLP_IN) -> LinearSpec:

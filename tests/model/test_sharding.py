@@ -177,7 +177,7 @@ def _weights() -> dict[str, LinearWeight]:
     offsets = torch.randn(grouped.scales.shape).half()
     return {
         "dense": DenseWeight(values),
-        "int8": ops.quantize_int8(values),
+        "int8": ops.quantize_int8(values, symmetric=True),
         "int4": grouped,
         "offsets": GroupedWeight(grouped.codes, grouped.scales, offsets, 4, 64),
         "ordered": GroupedWeight(grouped.codes, grouped.scales, offsets, 4, 64, order),

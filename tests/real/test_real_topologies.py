@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
+from ports import free_ports
 from real_model import LANGUAGES, TEXTS, Oracle
 
 from pagoda import LLM, SamplingParams
@@ -91,12 +91,6 @@ def test_two_ranks_cannot_share_nine_heads(gguf: Path) -> None:
         LLM(str(gguf), tensor_parallel_size=2)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 class Pod(NamedTuple):
     router_url: str
     decode_url: str
@@ -107,7 +101,7 @@ def pod(tmp_path: Path, oracle: Oracle, dtype: str) -> Iterator[Pod]:
     """A host that computes prompts, one that generates, and a router that one of them has joined."""
     key = tmp_path / "cluster.key"
     key.write_text(secrets.token_hex(32), encoding="utf-8")
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     common = [str(oracle.directory), "--cluster-key-file", str(key), "--log-level", "warning"]
     host = [
         "--join",

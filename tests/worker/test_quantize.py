@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from driver import Driver, load
+from gguf_models import save_gguf
 from tiny_models import make_model, save_model
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, dequantize
@@ -62,7 +63,7 @@ def test_a_quantized_model_is_the_model_rounded(
             assert torch.equal(before.stored(name), after.stored(name)), "copied as it is"
 
 
-def test_w8a8_has_the_grid_of_quantization_on_load(tmp_path: Path) -> None:
+def test_w8a8_holds_the_symmetric_codes_of_the_backend(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path / "dense")
     _quantize(tmp_path / "dense", tmp_path / "out", format="w8a8")
     shape = read_model_config(tmp_path / "out")
@@ -72,7 +73,7 @@ def test_w8a8_has_the_grid_of_quantization_on_load(tmp_path: Path) -> None:
         for linear in quantized_linears(shape):
             values = before.stored(f"{linear.name}.weight")
             read = QuantizedCheckpoint(after, shape.quantization).linear(linear, torch.float32)
-            expected = backend.quantize_int8(values)
+            expected = backend.quantize_int8(values, symmetric=True)
             assert isinstance(read, Int8Weight)
             assert torch.equal(read.values, expected.values)
             assert torch.equal(read.scales, expected.scales)
@@ -148,6 +149,9 @@ def test_a_model_that_does_not_take_the_format_is_refused(tmp_path: Path) -> Non
     save_model("qwen3", tmp_path / "dense")
     with pytest.raises(ConfigError, match="has 64 inputs, which groups of 128 do not divide; take"):
         _quantize(tmp_path / "dense", tmp_path / "out", group_size=128)
+    save_gguf(make_model("llama"), tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match="is a GGUF file; --format w4a16 takes a directory of"):
+        _quantize(tmp_path / "model.gguf", tmp_path / "of-gguf")
     _quantize(tmp_path / "dense", tmp_path / "once", format="w8a8")
     with pytest.raises(ConfigError, match="is quantized already \\(compressed-tensors int8"):
         _quantize(tmp_path / "once", tmp_path / "twice")

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
-from pagoda.backend.reference.sampling import uniform_bits
+from pagoda.backend.reference.sampling import kept_weights, uniform_bits
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 from pagoda.worker.sampler import NOT_FINITE, NOTHING_ALLOWED, OVERFLOWN, Sampled, Sampler
+from pagoda.worker.sampling_state import SamplingState
 
 VOCAB = 50
 REFERENCE = ReferenceBackend()
@@ -157,10 +158,11 @@ def test_nucleus_equals_a_full_sort() -> None:
     for scale in (0.1, 1.0, 5.0):
         logits = torch.randn(1, 300, generator=generator) * scale
         for top_p in (0.05, 0.5, 0.9, 0.999):
-            ordered, order = logits[0].softmax(0).sort(descending=True)
-            before = ordered.double().cumsum(0) - ordered
-            nucleus = set(order[before < top_p].tolist())
-            assert _kept(logits, top_p=top_p) <= nucleus
+            ordered, order = logits[0].double().softmax(0).sort(descending=True)
+            nucleus = order[ordered.cumsum(0) - ordered < top_p]
+            state = SamplingState(_start(temperature=1.0, top_p=top_p), logits.shape[1])
+            kept = kept_weights(logits[0], state.row()).nonzero()[:, 0]
+            assert kept.tolist() == nucleus.sort().values.tolist()
 
 
 # ---- drawing

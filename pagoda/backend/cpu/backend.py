@@ -52,6 +52,7 @@ from pagoda.backend.weights import (
     weight_format,
     weight_shape,
 )
+from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.errors import ConfigError
 from pagoda.parallel.collectives import Collectives
 
@@ -108,7 +109,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     # ---- token by token
 
-    def quantize_int8(self, values: Tensor, *, symmetric: bool = True) -> Int8Weight:
+    def quantize_int8(self, values: Tensor, *, symmetric: bool) -> Int8Weight:
         dtype, values = DTYPES[values.dtype], values.contiguous()
         outputs, inputs = values.shape
         codes = torch.empty((outputs, inputs), dtype=torch.int8)
@@ -163,7 +164,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             self._kernels.pack_weight(number, outputs, inputs, weight.data_ptr(), panels.data_ptr())
             return Segment(panels, bias, outputs, (number, outputs, inputs))
         if isinstance(first, BlockWeight):
-            return self._pack_blocks(parts, bias)
+            return self._pack_blocks(first.held_as, parts, bias)
         shapes, scales = self._native.QuantizedShape, _join(parts, "scales")
         if isinstance(first, Int8Weight):
             if inputs > MAX_INT8_INPUTS:
@@ -186,10 +187,11 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         )
         return Segment(panels, bias, outputs, shape, order)
 
-    def _pack_blocks(self, parts: Sequence[LinearWeight], bias: Tensor | None) -> Segment:
-        first, outputs, inputs = parts[0], total_outputs(parts), weight_shape(parts[0])[1]
-        assert isinstance(first, BlockWeight)
-        held = first.held_as
+    def _pack_blocks(
+        self, held: BlockFormat, parts: Sequence[LinearWeight], bias: Tensor | None
+    ) -> Segment:
+        """Blocks of one format."""
+        outputs, inputs = total_outputs(parts), weight_shape(parts[0])[1]
         shape = self._native.QuantizedShape.in_blocks(
             outputs,
             inputs,
@@ -201,7 +203,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             held.codebook,
         )
         tensors = [
-            None if getattr(first, field) is None else _join(parts, field)
+            None if getattr(parts[0], field) is None else _join(parts, field)
             for field in ("codes", "scales", "minima", "block_scales", "block_minima")
         ]
         panels = self._memory.take(shape.bytes)
@@ -295,6 +297,9 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         sums = 0 if delta is None else total.data_ptr()
         self._kernels.add_rms_norm(x.data_ptr(), address(delta), *norm, sums, out.data_ptr())
         return total, out
+
+    def gated_linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        return self.silu_and_mul(self.linear(x, weight))
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = _checked(gate_up).contiguous()

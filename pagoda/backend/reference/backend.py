@@ -115,7 +115,7 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
 
     # ---- token by token
 
-    def quantize_int8(self, values: Tensor, *, symmetric: bool = True) -> Int8Weight:
+    def quantize_int8(self, values: Tensor, *, symmetric: bool) -> Int8Weight:
         return quantize_int8(values, symmetric=symmetric)
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
@@ -183,6 +183,9 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
         cos, sin = (part[:, None, :] for part in table)
         left, right = x.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+    def gated_linear(self, x: Tensor, weight: Linear) -> Tensor:
+        return self.silu_and_mul(self.linear(x, weight))
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -7,12 +7,12 @@ every row whatever else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from pagoda.backend.rounding import divisors, row_slices
 from pagoda.backend.weights import (
     BLOCK_INPUT_GROUP,
     BlockWeight,
@@ -22,15 +22,13 @@ from pagoda.backend.weights import (
 )
 
 LANES = 32
-NARROW_LANE = 22
-"""Rank of the lane whose highest magnitude becomes 127; see `rounded_rows`."""
+TYPICAL_LANE, NARROW_SPAN = 4, 1.75
+"""Rank of a lane, and the multiple of its highest magnitude that becomes 127; see `rounded_rows`."""
 LARGEST_INTEGER = 127 * 128
 LARGEST_SUM = 2**23
 """Magnitudes of a row's integers add up to less, so that products with weights' 255 fit into 32 bits."""
 _OUTPUTS_AT_ONCE = 16384
 """Outputs whose weights are widened at once; the head of a large vocabulary has ten times as many."""
-_WEIGHTS_AT_ONCE = 2**18
-"""Weights that are rounded together; their float32 values stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,7 @@ class PackedBlocks:
             parts = plane[chosen][..., None] >> shifts & 2**width - 1
             codes = codes | parts.flatten(1) << taken
             taken += width
-        scales, minima, block_scales, block_minima = (
-            None if part is None else part[chosen]
-            for part in (weight.scales, weight.minima, weight.block_scales, weight.block_minima)
-        )
-        assert scales is not None
-        return BlockWeight(weight.held_as, codes, scales, minima, block_scales, block_minima)
+        return replace(weight.rows(chosen), codes=codes)
 
 
 def _plane_widths(bits: int) -> list[int]:
@@ -134,7 +127,7 @@ def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers from -127 to 127, in float32, and what each row of the last dimension is to be multiplied by."""
     scales = x.abs().amax(-1, keepdim=True) / 127
     # A row of zeros stays one; NaN stays NaN, so that a request whose numbers broke is seen to have broken.
-    steps = x / scales.masked_fill(scales == 0, torch.inf)
+    steps = x / divisors(scales)
     return steps.round_().clamp_(-127, 127), scales
 
 
@@ -142,9 +135,9 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers of rows [n, in], in float32, and scales [n, 1] that they are to be multiplied by.
 
     In a transformer a few channels are many times larger than the others, and were they to decide the scale, the
-    others would become small integers. So inputs are dealt out to `LANES` lanes, and the scale makes 127 of the
-    highest magnitude of the lane of rank `NARROW_LANE`: what is higher becomes an integer of up to
-    `LARGEST_INTEGER`.
+    others would become small integers. So inputs are dealt out to `LANES` lanes, and the scale makes 127 of
+    `NARROW_SPAN` times the highest magnitude of the lane of rank `TYPICAL_LANE`: what is higher becomes an
+    integer of up to `LARGEST_INTEGER`. Of numbers from a normal distribution hardly any are.
     """
     dealt = torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % LANES)).view(len(x), -1, LANES)
     highest = dealt.amax(1)
@@ -152,8 +145,9 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     while folded.shape[1] > 1:
         half = folded.shape[1] // 2
         folded = folded[:, :half] + folded[:, half:]
-    narrow = highest.sort(1).values[:, NARROW_LANE, None] / 127
-    scales = torch.maximum(narrow, highest.amax(1, keepdim=True) / LARGEST_INTEGER)
+    top = highest.amax(1, keepdim=True)
+    span = NARROW_SPAN * highest.sort(1).values[:, TYPICAL_LANE, None]
+    scales = torch.maximum(torch.minimum(span, top) / 127, top / LARGEST_INTEGER)
     scales = torch.maximum(scales, folded)
     # Rows of zeros, and of what is as good as that, stay zeros; NaN stays NaN.
     inverse = 1 / scales
@@ -215,7 +209,7 @@ def _pieces(outputs: int) -> list[slice]:
 # ---- dense weights to quantized ones: the specification of every backend's `quantize_...`
 
 
-def quantize_int8(values: Tensor, *, symmetric: bool = True) -> Int8Weight:
+def quantize_int8(values: Tensor, *, symmetric: bool) -> Int8Weight:
     """Int8 codes of a weight [out, in]: each output's highest magnitude becomes 127 or -127, ties go to even.
 
     With zero points, where the weight need not be symmetric, the lowest and the highest become -128 and 127.
@@ -224,20 +218,20 @@ def quantize_int8(values: Tensor, *, symmetric: bool = True) -> Int8Weight:
     scales = torch.empty(len(values))
     if not symmetric:
         zero_points = torch.empty(len(values), dtype=torch.int32)
-        for rows in _rows_at_once(values):
+        for rows in row_slices(values):
             block = values[rows].float()
             low, high = block.amin(dim=1).clamp(max=0), block.amax(dim=1).clamp(min=0)
             scales[rows] = (high - low) / 255
-            divisors = _divisors(scales[rows])
-            zero_points[rows] = (-128 - (low / divisors).round_()).nan_to_num(0).int()
-            zero_points[rows] *= divisors.isfinite()
-            steps = (block / divisors[:, None]).round_() + zero_points[rows, None]
-            codes[rows] = steps.clamp_(-128, 127)
+            steps = divisors(scales[rows])
+            zero_points[rows] = (-128 - (low / steps).round_()).nan_to_num(0).int()
+            zero_points[rows] *= steps.isfinite()
+            integers = (block / steps[:, None]).round_() + zero_points[rows, None]
+            codes[rows] = integers.clamp_(-128, 127)
         return Int8Weight(codes, scales, zero_points)
-    for rows in _rows_at_once(values):
+    for rows in row_slices(values):
         block = values[rows].float()
         scales[rows] = block.abs().amax(dim=1) / 127
-        codes[rows] = (block / _divisors(scales[rows])[:, None]).round_().clamp_(-127, 127)
+        codes[rows] = (block / divisors(scales[rows])[:, None]).round_().clamp_(-127, 127)
     return Int8Weight(codes, scales)
 
 
@@ -250,10 +244,10 @@ def quantize_int4(values: Tensor, group_size: int) -> GroupedWeight:
     # From floats to signed bytes is the quicker conversion, and codes are the same in both.
     codes = torch.empty((outputs, inputs), dtype=torch.int8)
     scales = torch.empty((outputs, inputs // group_size), dtype=torch.float16)
-    for rows in _rows_at_once(values):
+    for rows in row_slices(values):
         groups = values[rows].float().view(-1, inputs // group_size, group_size)
         scales[rows] = _signed_peaks(groups) / -8
-        steps = groups / _divisors(scales[rows].float())[..., None]
+        steps = groups / divisors(scales[rows].float())[..., None]
         codes[rows] = steps.round_().add_(8).clamp_(0, 15).flatten(1)
     return GroupedWeight(codes.view(torch.uint8), scales, None, bits=4, group_size=group_size)
 
@@ -266,15 +260,3 @@ def _signed_peaks(groups: Tensor) -> Tensor:
     first = groups[tied].abs().argmax(dim=-1, keepdim=True)
     peaks[tied] = groups[tied].gather(-1, first).squeeze(-1)
     return peaks
-
-
-def _divisors(scales: Tensor) -> Tensor:
-    """Scales as divisors; a scale of zero becomes infinity, so that all codes are that of zero."""
-    return scales.masked_fill(scales == 0, torch.inf)
-
-
-def _rows_at_once(values: Tensor) -> Iterator[slice]:
-    outputs, inputs = values.shape
-    step = max(1, _WEIGHTS_AT_ONCE // inputs)
-    for start in range(0, outputs, step):
-        yield slice(start, start + step)
