@@ -163,7 +163,7 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
         """The sum of x [n, d] over the ranks of the group; the same bits on all of them. x is not used after."""
 
     def select_rows(self, x: ValueT, rows: ValueT) -> ValueT:
-        """Rows of x [n, ...] by `StepInput.rows`: [m, d]. What is computed of them has as many rows, maybe none."""
+        """Rows of x [n, ...] by `StepInput.rows`: [m, d]. What is computed of them has as many, maybe none."""
 
     def add(self, x: ValueT, delta: ValueT) -> ValueT:
         """x + delta [n, d]: what `add_rms_norm` gives first."""

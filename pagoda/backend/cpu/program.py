@@ -288,7 +288,9 @@ class CompiledForward:
         if not self._selects:
             return None
         if rows is None or rows.dtype != torch.int64:
-            raise ValueError("A step of a pass that selects rows needs their numbers, of torch.int64.")
+            raise ValueError(
+                "A step of a pass that selects rows needs their numbers, of torch.int64."
+            )
         return rows.contiguous()
 
     def _checked_hidden(self, hidden: Tensor | None, num_tokens: int) -> Tensor | None:
