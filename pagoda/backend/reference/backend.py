@@ -132,6 +132,8 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         x = x.flatten(1)
+        if not len(x):
+            return x.new_empty((0, sum(map(num_rows, weight.parts))))
         products = [
             _dense_product(x, part) if isinstance(part, Tensor) else quantized_product(x, part)
             for part in weight.parts
