@@ -96,7 +96,7 @@ def dequantized(grid: Grid, codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class InputProducts:
-    """What rounding needs to know of a map's inputs."""
+    """Mean products of the inputs of a map, prepared for rounding."""
 
     mean_squares: Tensor
     """[in] float32."""
