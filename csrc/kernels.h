@@ -158,8 +158,9 @@ struct WideQuad {
 constexpr int kWideUnit = 128;
 
 // Activations that are rounded together: lane i has those whose number is i in remainder. Nearly all of them are codes
-// of eight bits: as many as the highest of this lane allows, the lanes being sorted by their highest.
-constexpr int kLanes = 32, kNarrowLane = 22;
+// of eight bits: those up to so many times the highest of a lane that is typical, the lanes being sorted by their highest.
+constexpr int kLanes = 32, kTypicalLane = 4;
+constexpr float kNarrowSpan = 1.75f;
 // The largest code that has eight bits of units; sums of codes' magnitudes times 255 fit 32 bits up to the other one.
 constexpr float kLargestCode = 127 * kWideUnit, kLargestSum = 1 << 23;
 

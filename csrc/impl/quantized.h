@@ -31,12 +31,13 @@ PAGODA_INLINE int32_t sum(ints x) {
     return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
 }
 PAGODA_INLINE vec magnitude(vec x) { return _mm512_abs_ps(x); }
-// x where it is below a number, else zero.
-PAGODA_INLINE vec where_below(vec x, float number) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, broadcast(number), _CMP_LT_OQ), x);
+// Negative x where x is above a number, else minus infinity.
+PAGODA_INLINE vec negative_above(vec x, float number) {
+    const __mmask16 above = _mm512_cmp_ps_mask(x, broadcast(number), _CMP_GT_OQ);
+    return _mm512_mask_sub_ps(broadcast(-INFINITY), above, zero(), x);
 }
-PAGODA_INLINE int count_from(vec x, float lowest) {
-    return __builtin_popcount(_mm512_cmp_ps_mask(x, broadcast(lowest), _CMP_GE_OQ));
+PAGODA_INLINE int count_up_to(vec x, float highest) {
+    return __builtin_popcount(_mm512_cmp_ps_mask(x, broadcast(highest), _CMP_LE_OQ));
 }
 
 #else
@@ -60,12 +61,13 @@ PAGODA_INLINE int32_t sum(ints x) {
     return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
 }
 PAGODA_INLINE vec magnitude(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-// x where it is below a number, else zero.
-PAGODA_INLINE vec where_below(vec x, float number) {
-    return _mm256_and_ps(_mm256_cmp_ps(x, broadcast(number), _CMP_LT_OQ), x);
+// Negative x where x is above a number, else minus infinity.
+PAGODA_INLINE vec negative_above(vec x, float number) {
+    const vec above = _mm256_cmp_ps(x, broadcast(number), _CMP_GT_OQ);
+    return _mm256_blendv_ps(broadcast(-INFINITY), sub(zero(), x), above);
 }
-PAGODA_INLINE int count_from(vec x, float lowest) {
-    return __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(x, broadcast(lowest), _CMP_GE_OQ)));
+PAGODA_INLINE int count_up_to(vec x, float highest) {
+    return __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(x, broadcast(highest), _CMP_LE_OQ)));
 }
 
 #endif
@@ -207,21 +209,21 @@ using pagoda::kLanes;
 
 constexpr int kLaneVectors = kLanes / kWidth;
 
-// Of numbers that are not below zero, the one that so many others are as high as or higher.
-PAGODA_INLINE float highest_but(const vec (&x)[kLaneVectors], int others) {
-    float highest = INFINITY;
-    for (int reached = 0; reached <= others;) {
-        vec rest = zero();
-        for (const vec& v : x) rest = max(rest, where_below(v, highest));
-        highest = reduce_max(rest);
+// Of numbers that are not below zero, the lowest that more than so many are as low as or lower; infinite if NaN leaves no
+// such number.
+PAGODA_INLINE float lowest_but(const vec (&x)[kLaneVectors], int others) {
+    float lowest = -1.0f;
+    for (int reached = 0; reached <= others && lowest < INFINITY;) {
+        vec rest = broadcast(-INFINITY);
+        for (const vec& v : x) rest = max(rest, negative_above(v, lowest));
+        lowest = -reduce_max(rest);
         reached = 0;
-        for (const vec& v : x) reached += count_from(v, highest);
+        for (const vec& v : x) reached += count_up_to(v, lowest);
     }
-    return highest;
+    return lowest;
 }
 
-// The step that makes 127 of the lane whose highest all narrow codes stay within, and keeps the codes of all within
-// bounds: see rounded_rows in pagoda/backend/reference/quantized.py.
+// The step that makes 127 of what narrow codes stay within, and keeps the codes of all within bounds: see rounded_rows in pagoda/backend/reference/quantized.py.
 PAGODA_INLINE float wide_step(const vec (&highest)[kLaneVectors], int64_t n) {
     const float share = static_cast<float>((n + kLanes - 1) / kLanes) / pagoda::kLargestSum;
     vec folded[kLaneVectors], top = zero();
@@ -232,23 +234,24 @@ PAGODA_INLINE float wide_step(const vec (&highest)[kLaneVectors], int64_t n) {
     for (int width = kLaneVectors / 2; width > 0; width /= 2) {
         for (int i = 0; i < width; ++i) folded[i] = add(folded[i], folded[i + width]);
     }
-    const float narrow = highest_but(highest, kLanes - 1 - pagoda::kNarrowLane);
-    return std::max({narrow / 127.0f, reduce_max(top) / pagoda::kLargestCode, sum(folded[0])});
+    const float highest_of_all = reduce_max(top);
+    const float narrow = std::min(pagoda::kNarrowSpan * lowest_but(highest, pagoda::kTypicalLane), highest_of_all);
+    return std::max({narrow / 127.0f, highest_of_all / pagoda::kLargestCode, sum(folded[0])});
 }
 
 // All inputs of a row, as codes of up to 15 bits. Inputs that are not finite make the scale NaN.
 PAGODA_INLINE void quantize_wide(const float* x, int64_t n, const QuantizedRow& row) {
     vec highest_seen[kLaneVectors], poison = zero();
     for (vec& highest : highest_seen) highest = zero();
+    // As bits, where what is not finite is higher than all numbers.
     for (int64_t i = 0; i < n; i += kLanes) {
         for (int j = 0; j < kLaneVectors; ++j) {
             const int64_t first = i + j * kWidth;
             if (first >= n) break;
-            const vec v = load_up_to(x + first, n - first);
-            highest_seen[j] = max(magnitude(v), highest_seen[j]);
-            poison = fma(v, zero(), poison);
+            highest_seen[j] = max_bits(highest_seen[j], magnitude(load_up_to(x + first, n - first)));
         }
     }
+    for (const vec& highest : highest_seen) poison = fma(highest, zero(), poison);
     const float step = wide_step(highest_seen, n);
     float inverse = 1.0f / step;
     // So small that the inverse is infinite, it is as good as zero.
@@ -355,6 +358,7 @@ PAGODA_INLINE void add_wide(const QuantizedFormat& format, const uint8_t* panel,
             counts[r] = first + r < Rows ? *of_row(row.num_wide, first + r) : 0;
             most = counts[r] > most ? counts[r] : most;
         }
+        if (most == 0) continue;
         for (int k = 0; k < most; k += at_once) {
 #pragma GCC unroll 4
             for (int r = 0; r < most_rows; ++r) {

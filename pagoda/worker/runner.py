@@ -156,14 +156,11 @@ class Runner:
         batch = self.batch
         tokens = batch.prepare(list(counts), list(counts.values()))
         self._clock.ended("prepare")
-        hidden = self.model.forward(tokens, hidden)
+        last_tokens = dict(zip(counts, (tokens.query_lens.cumsum(0) - 1).tolist(), strict=True))
+        sampling = [slot for slot, count in counts.items() if batch.will_sample(slot, count)]
+        hidden = self.model.forward(tokens, hidden, [last_tokens[slot] for slot in sampling])
         self._clock.ended("forward")
-        last_tokens = (tokens.query_lens.cumsum(0) - 1).tolist()
-        rows = {
-            slot: last
-            for (slot, count), last in zip(counts.items(), last_tokens, strict=True)
-            if batch.will_sample(slot, count)
-        }
+        rows = {slot: row for row, slot in enumerate(sampling)}
         sampled = self._sampler.sample(self.model, hidden, rows) if rows else Sampled()
         return sampled, self.model.take_expert_tokens()
 

@@ -10,7 +10,7 @@ import torch
 from cpu_cases import DTYPES, QUANTIZED, REFERENCE, random_tensor
 from torch import Tensor
 
-from pagoda.backend.reference.quantized import LANES, NARROW_LANE
+from pagoda.backend.reference.quantized import LANES, NARROW_SPAN, TYPICAL_LANE
 from pagoda.backend.weights import (
     BLOCK_INPUT_GROUP,
     BlockWeight,
@@ -81,7 +81,7 @@ def _rounded(row: Tensor, group: int) -> list[Fraction]:
 def _rounded_whole(row: Tensor) -> list[Fraction]:
     """A row of ordinary numbers, none of which bounds of sums and of integers touch."""
     lanes = sorted(max(map(abs, row[lane::LANES].tolist())) for lane in range(LANES))
-    scale = torch.tensor(lanes[NARROW_LANE]) / 127
+    scale = torch.tensor(min(NARROW_SPAN * lanes[TYPICAL_LANE], lanes[-1])) / 127
     if scale == 0:
         return [Fraction(0)] * len(row)
     return [

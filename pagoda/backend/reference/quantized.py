@@ -22,8 +22,8 @@ from pagoda.backend.weights import (
 )
 
 LANES = 32
-NARROW_LANE = 22
-"""Rank of the lane whose highest magnitude becomes 127; see `rounded_rows`."""
+TYPICAL_LANE, NARROW_SPAN = 4, 1.75
+"""Rank of a lane, and the multiple of its highest magnitude that becomes 127; see `rounded_rows`."""
 LARGEST_INTEGER = 127 * 128
 LARGEST_SUM = 2**23
 """Magnitudes of a row's integers add up to less, so that products with weights' 255 fit into 32 bits."""
@@ -135,9 +135,9 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers of rows [n, in], in float32, and scales [n, 1] that they are to be multiplied by.
 
     In a transformer a few channels are many times larger than the others, and were they to decide the scale, the
-    others would become small integers. So inputs are dealt out to `LANES` lanes, and the scale makes 127 of the
-    highest magnitude of the lane of rank `NARROW_LANE`: what is higher becomes an integer of up to
-    `LARGEST_INTEGER`.
+    others would become small integers. So inputs are dealt out to `LANES` lanes, and the scale makes 127 of
+    `NARROW_SPAN` times the highest magnitude of the lane of rank `TYPICAL_LANE`: what is higher becomes an
+    integer of up to `LARGEST_INTEGER`. Of numbers from a normal distribution hardly any are.
     """
     dealt = torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % LANES)).view(len(x), -1, LANES)
     highest = dealt.amax(1)
@@ -145,8 +145,9 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     while folded.shape[1] > 1:
         half = folded.shape[1] // 2
         folded = folded[:, :half] + folded[:, half:]
-    narrow = highest.sort(1).values[:, NARROW_LANE, None] / 127
-    scales = torch.maximum(narrow, highest.amax(1, keepdim=True) / LARGEST_INTEGER)
+    top = highest.amax(1, keepdim=True)
+    span = NARROW_SPAN * highest.sort(1).values[:, TYPICAL_LANE, None]
+    scales = torch.maximum(torch.minimum(span, top) / 127, top / LARGEST_INTEGER)
     scales = torch.maximum(scales, folded)
     # Rows of zeros, and of what is as good as that, stay zeros; NaN stays NaN.
     inverse = 1 / scales
