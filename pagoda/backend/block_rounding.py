@@ -15,10 +15,17 @@ from pagoda.checkpoints.weight_formats import BlockFormat
 
 _LARGEST = 127
 """The largest integer of a scale or minimum."""
+_SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
+"""Parts of a group's range that are tried where inputs differ in importance."""
 
 
-def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
+def quantize_blocks(
+    values: Tensor, held_as: BlockFormat, importance: Tensor | None = None
+) -> BlockWeight:
     """Codes of a weight [out, in] in blocks of whole rows: a group's lowest and highest become the extreme codes.
+
+    With the `importance` [in] of inputs, scales and minima are searched for that have the least sum of squared
+    errors, weighed by it.
 
     Block scales are not finite where weights are not.
     """
@@ -36,6 +43,9 @@ def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
         groups = block.view(len(block), -1, held_as.group_size)
         lowest = groups.amin(-1).clamp_(max=0)
         widths = (groups.amax(-1) - lowest) / top
+        if importance is not None:
+            weigh = importance.float().view(1, -1, held_as.group_size)
+            widths, lowest = _searched(groups, widths, lowest, top, weigh)
         scales[rows], of_scales[rows] = _integers(widths, lowest=1)
         minima[rows], of_minima[rows] = _integers(lowest, lowest=-_LARGEST)
         base = minima[rows].float() * of_minima[rows].float()
@@ -43,6 +53,32 @@ def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
         offsets = (groups - base[..., None]) / divisors(steps)[..., None]
         codes[rows] = offsets.round_().clamp_(0, top).flatten(1)
     return BlockWeight(held_as, codes, scales, minima, of_scales, of_minima)
+
+
+def _searched(
+    groups: Tensor, widths: Tensor, lowest: Tensor, top: int, weigh: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Steps and minima [out, n] of groups [out, n, size]: narrower ranges are tried, and fitted to their codes."""
+    total = weigh.sum(-1).clamp_(min=torch.finfo(torch.float32).tiny)
+    mean = (groups * weigh).sum(-1) / total
+    best, steps, minima = torch.full_like(widths, torch.inf), widths, lowest
+    for shrink in _SHRINKS:
+        step, base = widths * shrink, lowest + widths * top * (1 - shrink) / 2
+        for fitted in (False, True):
+            offsets = (groups - base[..., None]) / divisors(step)[..., None]
+            codes = offsets.round_().clamp_(0, top)
+            if not fitted:  # by least squares
+                own = (codes * weigh).sum(-1) / total
+                spread = codes - own[..., None]
+                slope = (spread * weigh * groups).sum(-1) / (spread.square() * weigh).sum(-1)
+                step = torch.where(slope > 0, slope, step)  # NaN where all codes are the same
+                base = mean - step * own
+            errors = (groups - codes * step[..., None] - base[..., None]).square_()
+            error = errors.mul_(weigh).sum(-1)
+            better = error < best
+            best = torch.where(better, error, best)
+            steps, minima = torch.where(better, step, steps), torch.where(better, base, minima)
+    return steps, minima
 
 
 def _integers(numbers: Tensor, lowest: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from pagoda.engine.config import (
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import read_cluster_secret
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
+from pagoda.frontend.text_files import calibration_windows
 from pagoda.ipc.curve import keys_of
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.disk_policy import check_quota
@@ -44,6 +45,8 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 AtLeastOne = Annotated[float, Meta(ge=1)]
+
+_CALIBRATION = "--quantization-calibration"
 
 T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions", "HandoffOptions")
 
@@ -68,6 +71,8 @@ class EngineOptions:
     """Round dense weights as they are loaded; checkpoints that are quantized already need no flag."""
     quantization_group_size: Literal[32, 64, 128] | None = None
     """Inputs that share a scale in int4, 32 by default; more take less memory and are less exact."""
+    quantization_calibration: Annotated[str | None, Parameter(metavar="FILE")] = None
+    """A text by whose inputs weights are rounded: closer to the model, but every start takes a minute or two."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
     backend: BackendName = "auto"
@@ -138,6 +143,11 @@ class EngineOptions:
             "num_blocks": options.num_kv_blocks,
             "num_threads": options.threads,
         }
+        if options.quantization_calibration is not None:
+            files = resolve_model(model, load_format=options.load_format)
+            worker["calibration_windows"] = calibration_windows(
+                Path(options.quantization_calibration).expanduser(), files, _CALIBRATION
+            )
         address = options.kv_events
         events = None if address is None else KVEventsConfig.parse(address)
         return EngineConfig(
@@ -158,6 +168,11 @@ class EngineOptions:
         _require(
             self,
             ("quantization_group_size", "--quantization int4", self.quantization == "int4"),
+            (
+                "quantization_calibration",
+                "--quantization int8 or int4",
+                self.quantization in ("int8", "int4"),
+            ),
             ("kv_disk_path", "--kv-disk-bytes, such as 100GiB", self.kv_disk_bytes is not None),
             ("kv_disk_bytes", "--kv-disk-path", has_disk),
             ("kv_disk_min_touches", "--kv-disk-path", has_disk),
@@ -170,6 +185,19 @@ class EngineOptions:
         )
         if role is not Role.NONE and not has_cache:
             raise ConfigError(f"--role {role.value} needs {cache}.")
+        if role is not Role.NONE:
+            self.check_calibrates_alone(f"--role {role.value}")
+
+    def check_calibrates_alone(self, other: str) -> None:
+        """Refuses a calibration where several workers would each make weights of their own.
+
+        `other` is the flag that asks for several. Raises ConfigError if there is a calibration.
+        """
+        if self.quantization_calibration is not None:
+            raise ConfigError(
+                f"{_CALIBRATION} does not go with {other}, as it rounds for one worker; round once with "
+                f"pagoda quantize MODEL OUT {_CALIBRATION} {self.quantization_calibration}, and serve OUT."
+            )
 
 
 @Parameter(name="*", group=Group("Parallelism", sort_key=15))
@@ -224,7 +252,8 @@ _UNUSED = {
     "local": (),
     "ray": ("pin_threads", "devices"),  # Ray chooses the cores of a rank, and counts them only
     "sim": (
-        *("dtype", "quantization", "quantization_group_size", "kv_cache_dtype", "backend"),
+        *("dtype", "quantization", "quantization_group_size", "quantization_calibration"),
+        *("kv_cache_dtype", "backend"),
         *("kv_cache_memory_bytes", "memory_utilization", "threads", "pin_threads"),
         *("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "kv_disk_min_touches"),
         *("tensor_parallel_size", "devices"),
@@ -303,6 +332,8 @@ class ExecutorOptions:
         _checked(self)
         _checked(engine)
         parallel.config()
+        if parallel.config().num_ranks > 1 or parallel.data_parallel_size > 1:
+            engine.check_calibrates_alone("several devices or replicas")
         for name in (*_given(engine), *_given(parallel)):
             if name in _UNUSED[self.executor]:
                 raise ConfigError(f"{_flag(name)} has no effect with --executor {self.executor}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import Group, Parameter
@@ -14,14 +14,14 @@ from rich.table import Table
 
 from pagoda.checkpoints.resolve import ModelFiles, load_model_config, resolve_model
 from pagoda.cli import output
-from pagoda.cli.files import read_file, write_json
+from pagoda.cli.files import write_json
 from pagoda.cli.options import GeneralOptions
 from pagoda.devices import BackendName
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
 from pagoda.frontend.engine_options import Count, EngineOptions
 from pagoda.frontend.model_text import load_text
-from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.frontend.text_files import Tokenized, read_text, tokenize
 from pagoda.messages.jobs import Closeness, QualityConfig, QualityResult
 
 _JOB = "pagoda.worker.quality"
@@ -42,6 +42,8 @@ class ModelOptions:
     """Round dense weights as they are loaded."""
     quantization_group_size: Literal[32, 64, 128] | None = None
     """Inputs that share a scale in int4, 32 by default."""
+    quantization_calibration: Annotated[str | None, Parameter(metavar="FILE")] = None
+    """A text by which weights are rounded; takes a minute or two."""
     kv_cache_dtype: KVDtype = "auto"
     """Number format of the KV cache; auto takes that of activations."""
     backend: BackendName = "auto"
@@ -79,12 +81,6 @@ class ReferenceOptions:
         )
 
 
-class Tokenized(NamedTuple):
-    prefix: list[int]
-    """Token ids that the tokenizer puts in front of a text."""
-    ids: list[int]
-
-
 def quality(
     model: str | None = None,
     *,
@@ -110,7 +106,7 @@ def quality(
     reference_files = resolve_model(model if reference.reference is None else reference.reference)
     for it in (files, reference_files):
         _check_context(it, context_len)
-    texts = [_read_text(path) for path in text]
+    texts = [read_text(path, "--text") for path in text]
     tokenized = _tokenize(files, reference_files, text, texts)
     prefix = tokenized[0].prefix
     if context_len < len(prefix) + 2:
@@ -191,18 +187,6 @@ def _check_context(files: ModelFiles, context_len: int) -> None:
         )
 
 
-def _read_text(path: Path) -> str:
-    try:
-        text = read_file(path, "--text").decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--text: {path} is not UTF-8 text: byte {error.start} is no part of a character."
-        ) from None
-    if not text.strip():
-        raise ConfigError(f"--text: {path} holds no text.")
-    return text
-
-
 def _tokenize(
     model: ModelFiles, reference: ModelFiles, paths: Sequence[Path], texts: Sequence[str]
 ) -> list[Tokenized]:
@@ -213,7 +197,7 @@ def _tokenize(
     ]
     result = []
     for path, text in zip(paths, texts, strict=True):
-        tokenized, *others = [_tokens(tokenizer, text) for tokenizer in tokenizers]
+        tokenized, *others = [tokenize(tokenizer, text) for tokenizer in tokenizers]
         if any(other.ids != tokenized.ids for other in others):
             raise ConfigError(
                 f"{model.served_name} and {reference.served_name} make different tokens of {path}; only models of "
@@ -223,11 +207,3 @@ def _tokenize(
             raise ConfigError(f"--text: {path} has one token; at least two are needed.")
         result.append(tokenized)
     return result
-
-
-def _tokens(tokenizer: Tokenizer, text: str) -> Tokenized:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    around = tokenizer.encode(text, add_special_tokens=True)
-    return Tokenized(
-        around[: max(0, len(around) - len(ids))] if around[-len(ids) :] == ids else [], ids
-    )
