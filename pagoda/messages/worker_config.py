@@ -67,6 +67,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs that share a scale in `int4`: 32, 64 or 128."""
     calibration_windows: list[list[int]] = []
     """Token ids of a text's windows by whose inputs weights are rounded; none rounds each to the nearest."""
+    dequantizes: bool = False
+    """Quantized weights of the checkpoint become plain numbers in `dtype`, with which no inputs are rounded."""
     kv_cache_dtype: str = "auto"
     """`auto` takes that of activations; else `float32`, `bfloat16`, `float16`, `int8`."""
     seed: int = 0

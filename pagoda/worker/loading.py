@@ -34,7 +34,7 @@ from pagoda.model.loader import WeightLoader
 from pagoda.model.quantization import QUANTIZATIONS, QuantizationOnLoad, quantization_on_load
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.sharding import Shard, check_quantized_parts, shard_of, whole_part
-from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
+from pagoda.model.weights import DequantizedWeights, DummyWeights, WeightSource, open_checkpoint
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.backends import choose_backend
@@ -194,6 +194,8 @@ def load_runner(
         loading_weights(config.place, plan.weight_bytes, on_progress) as on_loaded,
         _weights(plan) as source,
     ):
+        if config.dequantizes:
+            source = DequantizedWeights(source)
         on_load = plan.quantization if isinstance(plan.quantization, QuantizationOnLoad) else None
         if on_load is not None and config.calibration_windows:
             source, on_load = _calibrated(plan, on_load, source, backend, on_progress), None
@@ -346,13 +348,14 @@ def _quantization(
             f"{config.model}/config.json: there are no dummy weights for its quantization_config; "
             "take that out and add --quantization int8 or int4."
         )
-    if is_dense_once_loaded(stored):
+    is_dense = is_dense_once_loaded(stored)
+    if is_dense or config.dequantizes:
         if wanted != "none" and wanted not in capabilities.weight_formats:
             raise ConfigError(f"this backend does not compute with {wanted} weights.")
         on_load = quantization_on_load(
             wanted, config.quantization_group_size, config.calibration_windows
         )
-        return on_load or stored
+        return on_load or (stored if is_dense else None)
     if stored is not None and wanted != "none":
         raise ConfigError(
             f"{config.model} is quantized already ({stored.summary}); leave out --quantization."

@@ -30,6 +30,7 @@ from pagoda.frontend.engine_options import (
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.text_files import Tokenized, read_text, tokenize
 from pagoda.messages.jobs import Closeness, QualityConfig, QualityResult
+from pagoda.messages.worker_config import WorkerConfig
 
 _JOB = "pagoda.worker.quality"
 
@@ -64,7 +65,7 @@ class ReferenceOptions:
     """The model that is taken as right, and its number formats."""
 
     reference: str | None = None
-    """A model directory, GGUF file or hub id; by default MODEL itself, with the formats named here."""
+    """A model directory, GGUF file or hub id, by default MODEL; quantized weights become plain numbers."""
     reference_dtype: Dtype = "float32"
     """Number format of weights and activations of the reference."""
     reference_quantization: QuantizationName = "none"
@@ -116,9 +117,9 @@ def quality(
         raise ConfigError(f"--context-len must be at least {len(prefix) + 2}, got {context_len}.")
     config = QualityConfig(
         model=options.engine_options().engine_config(files.model).worker,
-        reference=reference.engine_options(options.threads)
-        .engine_config(reference_files.model)
-        .worker,
+        reference=_exact(
+            reference.engine_options(options.threads).engine_config(reference_files.model).worker
+        ),
         texts=[it.ids[:max_tokens] for it in tokenized],
         prefix=prefix,
         context_len=context_len,
@@ -139,6 +140,11 @@ def quality(
     if output_file is not None:
         write_json(output_file, _record(files, reference_files, config, text, result))
     return 0
+
+
+def _exact(worker: WorkerConfig) -> WorkerConfig:
+    """The same with the numbers that quantized weights stand for, and inputs as they are."""
+    return msgspec.structs.replace(worker, dequantizes=True)
 
 
 def quality_table(paths: Sequence[Path], result: QualityResult) -> Table:
