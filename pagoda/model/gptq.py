@@ -8,14 +8,13 @@ inputs are shrunk towards zero (Ledoit and Wolf 2004): those of a text are large
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.rounding import divisors
+from pagoda.backend.rounding import divisors, slices
 from pagoda.backend.weights import BlockWeight, GroupedWeight, Int8Weight
 from pagoda.model.rounding import ZeroPointGroups
 
@@ -77,11 +76,6 @@ def grid_of(rounded: Rounded) -> Grid:
     return Grid(steps, bases, 0, 2**rounded.bits - 1)
 
 
-def codes_of(rounded: Rounded) -> Tensor:
-    """[out, in] of integers."""
-    return rounded.values if isinstance(rounded, Int8Weight) else rounded.codes
-
-
 def with_codes(rounded: RoundedT, codes: Tensor) -> RoundedT:
     """The same grids with other codes [out, in]."""
     if isinstance(rounded, Int8Weight):
@@ -141,7 +135,7 @@ def round_by_outputs(values: Tensor, grid: Grid, inputs: InputProducts) -> Tenso
     codes = torch.empty(values.shape)
     group_size = values.shape[1] // grid.steps.shape[1]
     group_of = inputs.order // group_size
-    for rows in _outputs_at_once(len(values)):
+    for rows in slices(len(values), _OUTPUTS_AT_ONCE):
         # Inputs are rows here, so that those of all outputs lie side by side.
         remaining = values[rows].float().t()[inputs.order]
         steps, bases = grid.steps[rows].t(), grid.bases[rows].t()
@@ -164,8 +158,3 @@ def round_by_outputs(values: Tensor, grid: Grid, inputs: InputProducts) -> Tenso
         back[inputs.order] = found
         codes[rows] = back.t()
     return codes
-
-
-def _outputs_at_once(outputs: int) -> Iterator[slice]:
-    for start in range(0, outputs, _OUTPUTS_AT_ONCE):
-        yield slice(start, start + _OUTPUTS_AT_ONCE)
