@@ -9,14 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagoda.backend.rounding import divisors, row_slices
+from pagoda.backend.rounding import RANGE_SHRINKS, divisors, row_slices
 from pagoda.backend.weights import BlockWeight
 from pagoda.checkpoints.weight_formats import BlockFormat
 
 _LARGEST = 127
 """The largest integer of a scale or minimum."""
-_SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
-"""Parts of a group's range that are tried where inputs differ in importance."""
 
 
 def quantize_blocks(
@@ -62,7 +60,7 @@ def _searched(
     total = weigh.sum(-1).clamp_(min=torch.finfo(torch.float32).tiny)
     mean = (groups * weigh).sum(-1) / total
     best, steps, minima = torch.full_like(widths, torch.inf), widths, lowest
-    for shrink in _SHRINKS:
+    for shrink in RANGE_SHRINKS:
         step, base = widths * shrink, lowest + widths * top * (1 - shrink) / 2
         for fitted in (False, True):
             offsets = (groups - base[..., None]) / divisors(step)[..., None]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
@@ -20,7 +20,7 @@ from pagoda.cli.options import Count, GeneralOptions
 from pagoda.devices import BackendName
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
-from pagoda.frontend.engine_options import parse_bytes
+from pagoda.frontend.engine_options import GroupSize, parse_bytes
 from pagoda.frontend.text_files import calibration_windows
 from pagoda.ipc.machine import format_bytes
 from pagoda.messages.jobs import QuantizeConfig, QuantizeFormat, QuantizeResult
@@ -34,7 +34,7 @@ def quantize(
     out: Path,
     *,
     format: QuantizeFormat,  # noqa: A002 - the name of the flag
-    group_size: Literal[32, 64, 128] | None = None,
+    group_size: GroupSize | None = None,
     max_shard_size: Annotated[str, Parameter(metavar="SIZE")] = "2GiB",
     backend: BackendName = "auto",
     threads: Count | None = None,

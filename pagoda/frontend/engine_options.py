@@ -39,6 +39,10 @@ from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport.choose import TRANSPORTS
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+QuantizationName = Literal["none", "int8", "int4"]
+GroupSize = Literal[32, 64, 128]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -65,15 +69,15 @@ class EngineOptions:
 
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads safetensors or a GGUF file; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
-    quantization: Literal["none", "int8", "int4"] | None = "none"
+    quantization: QuantizationName | None = "none"
     """Round dense weights as they are loaded; checkpoints that are quantized already need no flag."""
-    quantization_group_size: Literal[32, 64, 128] | None = None
+    quantization_group_size: GroupSize | None = None
     """Inputs that share a scale in int4, 32 by default; more take less memory and are less exact."""
     quantization_calibration: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A text by whose inputs weights are rounded: closer to the model, but every start takes a minute or two."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    kv_cache_dtype: KVDtype = "auto"
     """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
     backend: BackendName = "auto"
     """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
@@ -194,9 +198,11 @@ class EngineOptions:
         `other` is the flag that asks for several. Raises ConfigError if there is a calibration.
         """
         if self.quantization_calibration is not None:
+            file_format = "w8a8" if self.quantization == "int8" else "w4a16"
             raise ConfigError(
                 f"{_CALIBRATION} does not go with {other}, as it rounds for one worker; round once with "
-                f"pagoda quantize MODEL OUT {_CALIBRATION} {self.quantization_calibration}, and serve OUT."
+                f"pagoda quantize MODEL OUT --format {file_format} {_CALIBRATION} "
+                f"{self.quantization_calibration}, and serve OUT."
             )
 
 

@@ -8,14 +8,13 @@ inputs are shrunk towards zero (Ledoit and Wolf 2004): those of a text are large
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.rounding import divisors
+from pagoda.backend.rounding import divisors, slices
 from pagoda.backend.weights import BlockWeight, GroupedWeight, Int8Weight
 from pagoda.model.rounding import ZeroPointGroups
 
@@ -35,6 +34,8 @@ _DAMPING = 0.01
 """Part of the mean of all inputs' mean squares that is added to each (Frantar et al. 2022)."""
 _INPUTS_AT_ONCE = 32
 """Inputs whose errors are spread among each other one by one, and over all later ones together."""
+_SOLVED_AT_ONCE = 256
+"""Rows of a triangular matrix that is inverted in one piece."""
 _OUTPUTS_AT_ONCE = 4096
 """Outputs that are rounded together; their float32 values of `_INPUTS_AT_ONCE` stay in the processor's cache."""
 
@@ -75,11 +76,6 @@ def grid_of(rounded: Rounded) -> Grid:
     return Grid(steps, bases, 0, 2**rounded.bits - 1)
 
 
-def codes_of(rounded: Rounded) -> Tensor:
-    """[out, in] of integers."""
-    return rounded.values if isinstance(rounded, Int8Weight) else rounded.codes
-
-
 def with_codes(rounded: RoundedT, codes: Tensor) -> RoundedT:
     """The same grids with other codes [out, in]."""
     if isinstance(rounded, Int8Weight):
@@ -116,8 +112,22 @@ class InputProducts:
         # An upper triangular root R of the ordered products, R @ R.T: the lower one of the reversed, reversed.
         backwards = order.flip(0)
         root = torch.linalg.cholesky(products[backwards][:, backwards]).flip(0, 1)
-        identity = torch.eye(len(root))
-        return cls(mean_squares, order, torch.linalg.solve_triangular(root, identity, upper=True))
+        return cls(mean_squares, order, _inverse(root))
+
+
+def _inverse(upper: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix, half by half, which spares products with its zeros."""
+    size = len(upper)
+    if size <= _SOLVED_AT_ONCE:
+        solved: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size), upper=True)
+        return solved
+    half = size // 2
+    inverse = torch.zeros_like(upper)
+    inverse[:half, :half] = _inverse(upper[:half, :half])
+    inverse[half:, half:] = _inverse(upper[half:, half:])
+    corner = inverse[:half, :half] @ upper[:half, half:] @ inverse[half:, half:]
+    inverse[:half, half:] = corner.neg_()
+    return inverse
 
 
 def round_by_outputs(values: Tensor, grid: Grid, inputs: InputProducts) -> Tensor:
@@ -125,7 +135,7 @@ def round_by_outputs(values: Tensor, grid: Grid, inputs: InputProducts) -> Tenso
     codes = torch.empty(values.shape)
     group_size = values.shape[1] // grid.steps.shape[1]
     group_of = inputs.order // group_size
-    for rows in _outputs_at_once(len(values)):
+    for rows in slices(len(values), _OUTPUTS_AT_ONCE):
         # Inputs are rows here, so that those of all outputs lie side by side.
         remaining = values[rows].float().t()[inputs.order]
         steps, bases = grid.steps[rows].t(), grid.bases[rows].t()
@@ -148,8 +158,3 @@ def round_by_outputs(values: Tensor, grid: Grid, inputs: InputProducts) -> Tenso
         back[inputs.order] = found
         codes[rows] = back.t()
     return codes
-
-
-def _outputs_at_once(outputs: int) -> Iterator[slice]:
-    for start in range(0, outputs, _OUTPUTS_AT_ONCE):
-        yield slice(start, start + _OUTPUTS_AT_ONCE)

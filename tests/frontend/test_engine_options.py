@@ -159,7 +159,7 @@ TIER = "--kv-host-bytes, --kv-disk-path, or --role decode or both"
                 "local",
                 {"quantization": "int4", "quantization_calibration": "t", size: 2},
                 f"{CALIBRATION} does not go with several devices or replicas, as it rounds for one worker; "
-                f"round once with pagoda quantize MODEL OUT {CALIBRATION} t, and serve OUT.",
+                f"round once with pagoda quantize MODEL OUT --format w4a16 {CALIBRATION} t, and serve OUT.",
             )
             for size in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
         ),

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.weights import GroupedWeight, LinearWeight, dequantize
+from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight, dequantize
 from pagoda.checkpoints.weight_formats import BlockFormat
 from pagoda.model import gptq
 from pagoda.model.gptq import (
     InputProducts,
     Rounded,
-    codes_of,
     dequantized,
     grid_of,
     round_by_outputs,
@@ -55,8 +54,12 @@ def _products(x: Tensor) -> Tensor:
     return x.t() @ x / len(x)
 
 
+def _codes(rounded: Rounded) -> Tensor:
+    return rounded.values if isinstance(rounded, Int8Weight) else rounded.codes
+
+
 def _values(rounded: Rounded) -> Tensor:
-    return dequantized(grid_of(rounded), codes_of(rounded))
+    return dequantized(grid_of(rounded), _codes(rounded))
 
 
 def _as_linear(rounded: Rounded) -> LinearWeight:
@@ -72,13 +75,13 @@ def _as_linear(rounded: Rounded) -> LinearWeight:
 def test_a_grid_with_its_codes_is_the_weight(kind: str) -> None:
     rounded = KINDS[kind](_weights())
     grid = grid_of(rounded)
-    assert codes_of(rounded).min() >= grid.lowest
-    assert codes_of(rounded).max() <= grid.highest
+    assert _codes(rounded).min() >= grid.lowest
+    assert _codes(rounded).max() <= grid.highest
     expected = dequantize(_as_linear(rounded))
     torch.testing.assert_close(_values(rounded), expected, rtol=1e-3, atol=1e-4)
-    again = with_codes(rounded, codes_of(rounded).float())
-    assert codes_of(again).dtype == codes_of(rounded).dtype
-    assert torch.equal(codes_of(again), codes_of(rounded))
+    again = with_codes(rounded, _codes(rounded).float())
+    assert _codes(again).dtype == _codes(rounded).dtype
+    assert torch.equal(_codes(again), _codes(rounded))
 
 
 @kinds
@@ -135,5 +138,5 @@ def test_inputs_that_are_always_zero_do_no_harm() -> None:
     x[:, 32:64] = 0
     rounded = round_asymmetric(values, 4, 32, torch.float16)
     codes = round_by_outputs(values, grid_of(rounded), InputProducts.of(_products(x)))
-    assert torch.equal(codes[:, 32:64], codes_of(rounded)[:, 32:64].float())
+    assert torch.equal(codes[:, 32:64], _codes(rounded)[:, 32:64].float())
     assert InputProducts.of(torch.zeros(4, 4)).factor.isfinite().all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from cyclopts import Group, Parameter
@@ -19,16 +19,19 @@ from pagoda.cli.options import GeneralOptions
 from pagoda.devices import BackendName
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
-from pagoda.frontend.engine_options import Count, EngineOptions
+from pagoda.frontend.engine_options import (
+    Count,
+    Dtype,
+    EngineOptions,
+    GroupSize,
+    KVDtype,
+    QuantizationName,
+)
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.text_files import Tokenized, read_text, tokenize
 from pagoda.messages.jobs import Closeness, QualityConfig, QualityResult
 
 _JOB = "pagoda.worker.quality"
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-Quantization = Literal["none", "int8", "int4"]
 
 
 @Parameter(name="*", group=Group("Model", sort_key=10))
@@ -38,9 +41,9 @@ class ModelOptions:
 
     dtype: Dtype = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
-    quantization: Quantization = "none"
+    quantization: QuantizationName = "none"
     """Round dense weights as they are loaded."""
-    quantization_group_size: Literal[32, 64, 128] | None = None
+    quantization_group_size: GroupSize | None = None
     """Inputs that share a scale in int4, 32 by default."""
     quantization_calibration: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A text by which weights are rounded; takes a minute or two."""
@@ -64,7 +67,7 @@ class ReferenceOptions:
     """A model directory, GGUF file or hub id; by default MODEL itself, with the formats named here."""
     reference_dtype: Dtype = "float32"
     """Number format of weights and activations of the reference."""
-    reference_quantization: Quantization = "none"
+    reference_quantization: QuantizationName = "none"
     """Round dense weights of the reference too."""
     reference_kv_cache_dtype: KVDtype = "auto"
     """Number format of the KV cache of the reference; auto takes that of activations."""
