@@ -237,7 +237,7 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
         """The map as it is after rounding, prepared; its inputs are x [n, in]."""
         parts = [self._read(linear) for linear in weight.linears]
         if all(map(self._rounds, weight.linears)):
-            products = (x.t() @ x).div_(len(x))
+            products = self._products(x)
             if not bool(products.isfinite().all()):
                 raise ConfigError(
                     f"the inputs of {weight.linears[0].name} are not finite on the calibration text; "
@@ -246,6 +246,13 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
             parts = self._rounded_parts(weight.linears, parts, InputProducts.of(products))
         dense = [DenseWeight(part.to(self._dtype)) for part in parts]
         return self._inner.prepare_linear(dense, weight.bias, self._dtype)
+
+    def _products(self, x: Tensor) -> Tensor:
+        """Mean products [in, in] of elements of rows x [n, in]."""
+        columns = x.t().contiguous()
+        weight = DenseWeight(columns.to(self._dtype))
+        prepared = self._inner.prepare_linear([weight], None, self._dtype)
+        return self._inner.linear(columns, prepared).div_(len(x))
 
     def _rounded_parts(
         self, linears: Sequence[LinearSpec], values: Sequence[Tensor], inputs: InputProducts

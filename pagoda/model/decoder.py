@@ -107,7 +107,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         Experts of other ranks count as well; empty for a model that has none.
         """
         taken: list[int] = self._expert_counts.tolist()
-        self._expert_counts.zero_()
+        if taken:
+            self._expert_counts.zero_()
         return taken
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ _DAMPING = 0.01
 """Part of the mean of all inputs' mean squares that is added to each (Frantar et al. 2022)."""
 _INPUTS_AT_ONCE = 32
 """Inputs whose errors are spread among each other one by one, and over all later ones together."""
+_SOLVED_AT_ONCE = 256
+"""Rows of a triangular matrix that is inverted in one piece."""
 _OUTPUTS_AT_ONCE = 4096
 """Outputs that are rounded together; their float32 values of `_INPUTS_AT_ONCE` stay in the processor's cache."""
 
@@ -110,8 +112,22 @@ class InputProducts:
         # An upper triangular root R of the ordered products, R @ R.T: the lower one of the reversed, reversed.
         backwards = order.flip(0)
         root = torch.linalg.cholesky(products[backwards][:, backwards]).flip(0, 1)
-        identity = torch.eye(len(root))
-        return cls(mean_squares, order, torch.linalg.solve_triangular(root, identity, upper=True))
+        return cls(mean_squares, order, _inverse(root))
+
+
+def _inverse(upper: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix, half by half, which spares products with its zeros."""
+    size = len(upper)
+    if size <= _SOLVED_AT_ONCE:
+        solved: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size), upper=True)
+        return solved
+    half = size // 2
+    inverse = torch.zeros_like(upper)
+    inverse[:half, :half] = _inverse(upper[:half, :half])
+    inverse[half:, half:] = _inverse(upper[half:, half:])
+    corner = inverse[:half, :half] @ upper[:half, half:] @ inverse[half:, half:]
+    inverse[:half, half:] = corner.neg_()
+    return inverse
 
 
 def round_by_outputs(values: Tensor, grid: Grid, inputs: InputProducts) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Set
 from functools import reduce
+from itertools import accumulate
 from operator import add
 from typing import Any
 
@@ -156,11 +157,11 @@ class Runner:
         batch = self.batch
         tokens = batch.prepare(list(counts), list(counts.values()))
         self._clock.ended("prepare")
-        last_tokens = dict(zip(counts, (tokens.query_lens.cumsum(0) - 1).tolist(), strict=True))
-        sampling = [slot for slot, count in counts.items() if batch.will_sample(slot, count)]
-        hidden = self.model.forward(tokens, hidden, [last_tokens[slot] for slot in sampling])
+        ends = zip(counts.items(), accumulate(counts.values()), strict=True)
+        last = {slot: end - 1 for (slot, n), end in ends if batch.will_sample(slot, n)}
+        hidden = self.model.forward(tokens, hidden, list(last.values()))
         self._clock.ended("forward")
-        rows = {slot: row for row, slot in enumerate(sampling)}
+        rows = {slot: row for row, slot in enumerate(last)}
         sampled = self._sampler.sample(self.model, hidden, rows) if rows else Sampled()
         return sampled, self.model.take_expert_tokens()
 
