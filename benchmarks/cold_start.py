@@ -47,6 +47,7 @@ def main(model: Path, *, starts: int = 3, streams: int = 16, num_kv_blocks: int 
 def _measure(model: Path, starts: int, streams: int, num_kv_blocks: int) -> Iterator[Figure]:
     command = f"python -m benchmarks.cold_start {model}"
     arguments = [str(model), "--max-model-len", "2048", "--num-kv-blocks", str(num_kv_blocks)]
+    arguments += ["--log-level", "warning"]
     _drop(model)
     rate = _read(model)
     yield Figure("disk", f"{rate / 1e6:,.0f} MB/s", "-", command)
@@ -64,7 +65,7 @@ def _measure(model: Path, starts: int, streams: int, num_kv_blocks: int) -> Iter
         command,
     )
     with server_process(arguments) as server:
-        first = asyncio.run(_ask(server, 1, _FIRST_REQUESTS, 2))
+        first = asyncio.run(_ask(server, 1, _FIRST_REQUESTS, 2, seed=0))
         listed = ", ".join(f"{1e3 * each:.0f}" for each in first)
         median = 1e3 * statistics.median(first)
         yield Figure(
@@ -73,7 +74,7 @@ def _measure(model: Path, starts: int, streams: int, num_kv_blocks: int) -> Iter
             "-",
             command,
         )
-        asyncio.run(_ask(server, streams, 2 * streams, _OUTPUT_TOKENS))
+        asyncio.run(_ask(server, streams, 2 * streams, _OUTPUT_TOKENS, seed=1))
         shares = resident_bytes(server.pid)
     yield Figure(
         f"proportional set size after {streams} streams",
@@ -101,10 +102,10 @@ def _read(model: Path) -> float:
 
 
 async def _ask(
-    server: ServerProcess, streams: int, requests: int, output_tokens: int
+    server: ServerProcess, streams: int, requests: int, output_tokens: int, seed: int
 ) -> list[float]:
     """Seconds to the first token of each request, in the order in which they were answered."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     prompts = [[rng.randrange(3, 250) for _ in range(_PROMPT_TOKENS)] for _ in range(requests)]
     seconds: list[float] = []
     async with OpenAIClient(server.base_url) as client:

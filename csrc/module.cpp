@@ -245,9 +245,10 @@ void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x
 }
 
 void run(Program& program, int64_t num_tokens, const AttentionMetadata& metadata, Address token_ids, Address hidden,
-         Address cosines, Address sines, Address out, Address times) {
+         Address cosines, Address sines, Address rows, int64_t num_rows, Address out, Address times) {
     nb::gil_scoped_release released;
-    program.run({num_tokens, &metadata, to<int64_t>(token_ids), to<float>(hidden), to<float>(cosines), to<float>(sines)},
+    program.run({num_tokens, &metadata, to<int64_t>(token_ids), to<float>(hidden), to<float>(cosines), to<float>(sines),
+                 to<int64_t>(rows), num_rows},
                 to<float>(out), to<int64_t>(times));
 }
 
@@ -372,6 +373,7 @@ NB_MODULE(_native, m) {
              })
         .def("all_reduce", &Program::all_reduce)
         .def("add", &Program::add)
+        .def("select_rows", &Program::select_rows)
         .def("linear",
              [](Program& self, int x, int out, int64_t column, int dtype, int64_t outputs, int64_t inputs,
                 Address packed, Address bias) {

@@ -96,6 +96,9 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
                       const int64_t* order, const float* bias, const float* x, int64_t row_stride, int64_t n,
                       const Outputs& out, void* scratch);
 
+// The rows of x [.., d] with these numbers.
+void copy_rows(const float* x, int64_t d, const int64_t* rows, int64_t n, float* out);
+
 // out = x + delta.
 void add(const KernelTable& table, const float* x, const float* delta, int64_t n, int64_t d, float* out);
 

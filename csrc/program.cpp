@@ -34,12 +34,15 @@ Program::Value Program::value(int64_t width) {
 void Program::record(const std::vector<Value>& uses, int64_t work,
                      std::function<void(const Step&, void*)> run, std::function<size_t(const Step&)> scratch) {
     if (result_ >= 0) throw std::logic_error("the program is finished");
+    const bool selected = info(uses.at(0)).selected;
     for (const Value used : uses) {
         ValueInfo& value = values_.at(static_cast<size_t>(used));
+        if (value.first_use == SIZE_MAX && used != input_) value.selected = selected;
+        if (value.selected != selected) throw std::logic_error("values of an operation have the same rows");
         value.first_use = std::min(value.first_use, operations_.size());
         value.last_use = operations_.size();
     }
-    operations_.push_back({std::move(run), std::move(scratch), work});
+    operations_.push_back({uses[0], std::move(run), std::move(scratch), work});
     token_work_ += work;
 }
 
@@ -71,10 +74,10 @@ void Program::linear(Value x, Value out, int64_t column, const PanelShape& shape
     record(
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
-            pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, step.num_tokens,
+            pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, num_rows(x, step),
                            Outputs(written(out, step, column), info(out).width), scratch);
         },
-        [=, this](const Step& step) { return linear_scratch(table_, shape, step.num_tokens); });
+        [=, this](const Step& step) { return linear_scratch(table_, shape, num_rows(x, step)); });
 }
 
 void Program::quantized_linear(Value x, Value out, int64_t column, const QuantizedShape& shape,
@@ -83,19 +86,19 @@ void Program::quantized_linear(Value x, Value out, int64_t column, const Quantiz
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::quantized_linear(table_, shape, packed, order, bias, address(x, step), info(x).width,
-                                     step.num_tokens, Outputs(written(out, step, column), info(out).width), scratch);
+                                     num_rows(x, step), Outputs(written(out, step, column), info(out).width), scratch);
         },
-        [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
+        [=, this](const Step& step) { return quantized_scratch(table_, shape, order, num_rows(x, step)); });
 }
 
 void Program::gated_linear(Value x, Value out, const PanelShape& shape, const void* packed, const float* bias) {
     record(
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
-            pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, step.num_tokens,
+            pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, num_rows(x, step),
                            Outputs::gated(written(out, step), info(out).width), scratch);
         },
-        [=, this](const Step& step) { return linear_scratch(table_, shape, step.num_tokens); });
+        [=, this](const Step& step) { return linear_scratch(table_, shape, num_rows(x, step)); });
 }
 
 void Program::quantized_gated_linear(Value x, Value out, const QuantizedShape& shape, const void* packed,
@@ -104,15 +107,15 @@ void Program::quantized_gated_linear(Value x, Value out, const QuantizedShape& s
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::quantized_linear(table_, shape, packed, order, bias, address(x, step), info(x).width,
-                                     step.num_tokens, Outputs::gated(written(out, step), info(out).width), scratch);
+                                     num_rows(x, step), Outputs::gated(written(out, step), info(out).width), scratch);
         },
-        [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
+        [=, this](const Step& step) { return quantized_scratch(table_, shape, order, num_rows(x, step)); });
 }
 
 void Program::all_reduce(Value x, Collectives& group) {
     if (x == input_) throw std::logic_error("the input stays as it is");
     record({x}, info(x).width, [=, this, &group](const Step& step, void*) {
-        group.all_reduce(table_, Dtype::f32, written(x, step), step.num_tokens * info(x).width);
+        group.all_reduce(table_, Dtype::f32, written(x, step), num_rows(x, step) * info(x).width);
     });
 }
 
@@ -120,9 +123,22 @@ Program::Value Program::add(Value x, Value delta) {
     const int64_t width = info(x).width;
     const Value out = value(width);
     record({x, delta, out}, width, [=, this](const Step& step, void*) {
-        pagoda::add(table_, address(x, step), address(delta, step), step.num_tokens, width,
+        pagoda::add(table_, address(x, step), address(delta, step), num_rows(x, step), width,
                     written(out, step));
     });
+    return out;
+}
+
+Program::Value Program::select_rows(Value x) {
+    const int64_t width = info(x).width;
+    if (info(x).selected) throw std::logic_error("rows are selected once");
+    const Value out = value(width);
+    record({x}, width, [=, this](const Step& step, void*) {
+        pagoda::copy_rows(address(x, step), width, step.rows, step.num_rows, written(out, step));
+    });
+    ValueInfo& selected = values_[static_cast<size_t>(out)];
+    selected.selected = true;
+    selected.first_use = selected.last_use = operations_.size() - 1;
     return out;
 }
 
@@ -130,7 +146,7 @@ Program::Value Program::rms_norm(Value x, const float* weight, float eps) {
     const int64_t width = info(x).width;
     const Value out = value(width);
     record({x, out}, width, [=, this](const Step& step, void*) {
-        pagoda::add_rms_norm(table_, address(x, step), nullptr, weight, eps, step.num_tokens, width,
+        pagoda::add_rms_norm(table_, address(x, step), nullptr, weight, eps, num_rows(x, step), width,
                              nullptr, written(out, step));
     });
     return out;
@@ -142,7 +158,7 @@ std::pair<Program::Value, Program::Value> Program::add_rms_norm(Value x, Value d
     const Value sum = value(width), out = value(width);
     record({x, delta, sum, out}, width, [=, this](const Step& step, void*) {
         pagoda::add_rms_norm(table_, address(x, step), address(delta, step), weight, eps,
-                             step.num_tokens, width, written(sum, step), written(out, step));
+                             num_rows(x, step), width, written(sum, step), written(out, step));
     });
     return {sum, out};
 }
@@ -151,7 +167,7 @@ Program::Value Program::silu_and_mul(Value gate_up) {
     const int64_t width = info(gate_up).width / 2;
     const Value out = value(width);
     record({gate_up, out}, width, [=, this](const Step& step, void*) {
-        pagoda::silu_and_mul(table_, address(gate_up, step), step.num_tokens, width,
+        pagoda::silu_and_mul(table_, address(gate_up, step), num_rows(gate_up, step), width,
                              written(out, step));
     });
     return out;
@@ -163,10 +179,10 @@ Program::Value Program::experts(Value x, Value logits, const Experts& experts) {
     record(
         {x, logits, out}, experts.work(),
         [=, this](const Step& step, void* scratch) {
-            compute_experts(*kept, address(x, step), info(x).width, address(logits, step), step.num_tokens,
+            compute_experts(*kept, address(x, step), info(x).width, address(logits, step), num_rows(x, step),
                             written(out, step), scratch);
         },
-        [=](const Step& step) { return experts_scratch(*kept, step.num_tokens); });
+        [=, this](const Step& step) { return experts_scratch(*kept, num_rows(x, step)); });
     return out;
 }
 
@@ -237,6 +253,12 @@ void Program::run(const Step& step, float* out, int64_t* times) {
             throw std::out_of_range("A token id is not from 0 to " + std::to_string(num_ids_ - 1) + ".");
         }
     }
+    for (int64_t i = 0; i < step.num_rows; ++i) {
+        if (step.rows[i] < 0 || step.rows[i] >= step.num_tokens) {
+            throw std::out_of_range("A wanted row is not one of the step's " + std::to_string(step.num_tokens) + ".");
+        }
+    }
+    if (step.num_rows > step.num_tokens) throw std::out_of_range("More rows are wanted than there are.");
     out_ = out;
     size_t scratch_bytes = 0;
     for (const Operation& operation : operations_) {
@@ -246,7 +268,7 @@ void Program::run(const Step& step, float* out, int64_t* times) {
     void* scratch = scratch_.take(scratch_bytes);
     in_team(token_work_ * step.num_tokens > kWorthThreads, [&] {
         if (times != nullptr) return run_timed(step, scratch, times);
-        for (const Operation& operation : operations_) operation.run(step, scratch);
+        for (const Operation& operation : operations_) this->run(operation, step, scratch);
     });
 }
 
@@ -255,7 +277,7 @@ void Program::run_timed(const Step& step, void* scratch, int64_t* times) const {
     const bool measures = omp_get_thread_num() == 0;
     int64_t before = measures ? now_ns() : 0;
     for (size_t i = 0; i < operations_.size(); ++i) {
-        operations_[i].run(step, scratch);
+        run(operations_[i], step, scratch);
         if (!measures) continue;
         const int64_t now = now_ns();
         times[i] = now - before;

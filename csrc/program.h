@@ -21,11 +21,14 @@ struct Step {
     const float* hidden;       // rows of the program's input, if it has one
     const float* cosines;      // [num_tokens, head_dim / 2]
     const float* sines;
+    const int64_t* rows = nullptr;  // [num_rows], tokens whose results are wanted
+    int64_t num_rows = 0;
 };
 
 class Program {
    public:
-    // A value has a row of floats for each token; it is known by the number that operations return and take.
+    // A value has a row of floats for each token, or behind `select_rows` for each wanted one; it is known by the number
+    // that operations return and take.
     using Value = int;
 
     explicit Program(const KernelTable& table) : table_(table) {}
@@ -54,6 +57,8 @@ class Program {
     // Makes x the sum of the x of all ranks.
     void all_reduce(Value x, Collectives& group);
     Value add(Value x, Value delta);
+    // The rows of x that are wanted; what is computed of them has as many.
+    Value select_rows(Value x);
     Value rms_norm(Value x, const float* weight, float eps);
     // x + delta, and its norm.
     std::pair<Value, Value> add_rms_norm(Value x, Value delta, const float* weight, float eps);
@@ -76,19 +81,27 @@ class Program {
    private:
     struct ValueInfo {
         int64_t width;
+        bool selected = false;
         size_t first_use = SIZE_MAX, last_use = 0;  // operations
-        int64_t offset = 0;          // in the arena, in bytes for each token
+        int64_t offset = 0;          // in the arena, in bytes for each token of the step
         int64_t row_bytes() const { return width * size_of(Dtype::f32); }
         int64_t row_space() const { return (row_bytes() + 63) / 64 * 64; }
     };
     struct Operation {
+        Value first;  // which it has to compute rows of
         std::function<void(const Step&, void* scratch)> run;
         std::function<size_t(const Step&)> scratch;  // bytes; may be empty
         int64_t work;                                // multiplications for each token
     };
 
     void run_timed(const Step& step, void* scratch, int64_t* times) const;
-    // An operation on these values.
+    void run(const Operation& operation, const Step& step, void* scratch) const {
+        if (num_rows(operation.first, step) > 0) operation.run(step, scratch);
+    }
+    int64_t num_rows(Value value, const Step& step) const {
+        return info(value).selected ? step.num_rows : step.num_tokens;
+    }
+    // An operation on these values, which all have the rows of the first one.
     void record(const std::vector<Value>& uses, int64_t work, std::function<void(const Step&, void*)> run,
                 std::function<size_t(const Step&)> scratch = {});
     void place_values();

@@ -1,6 +1,13 @@
+#include <algorithm>
+
 #include "ops.h"
 
 namespace pagoda {
+
+void copy_rows(const float* x, int64_t d, const int64_t* rows, int64_t n, float* out) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < n; ++i) std::copy_n(x + rows[i] * d, d, out + i * d);
+}
 
 void add(const KernelTable& table, const float* x, const float* delta, int64_t n, int64_t d, float* out) {
 #pragma omp for schedule(static)

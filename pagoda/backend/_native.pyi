@@ -224,6 +224,9 @@ class Program:
         """In place."""
 
     def add(self, x: int, delta: int) -> int: ...
+    def select_rows(self, x: int) -> int:
+        """The rows that `run` is told; what is computed of them has as many."""
+
     def linear(self, *arguments: int) -> None: ...
     def quantized_linear(self, *arguments: int | QuantizedShape) -> None: ...
     def gated_linear(self, *arguments: int) -> None: ...
@@ -255,9 +258,11 @@ class Program:
         hidden: int,
         cosines: int,
         sines: int,
+        rows: int,
+        num_rows: int,
         out: int,
         times: int,
     ) -> None:
         """To `times` [size] int64, unless it is 0, goes how many nanoseconds each operation took.
 
-        Raises IndexError when a token id is not in the embedding."""
+        Raises IndexError when a token id is not in the embedding, or one of `rows` is not of the step."""

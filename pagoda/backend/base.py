@@ -129,6 +129,8 @@ class StepInput(Generic[ValueT, MetadataT]):
     plan: MetadataT
     hidden: ValueT | None = None
     """[n, hidden] float32, what the pipeline stage before computed; None on the first stage."""
+    rows: ValueT | None = None
+    """[m] int64, the tokens whose hidden states are wanted, each once; for passes that select rows."""
 
 
 class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
@@ -159,6 +161,9 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
 
     def all_reduce(self, x: ValueT) -> ValueT:
         """The sum of x [n, d] over the ranks of the group; the same bits on all of them. x is not used after."""
+
+    def select_rows(self, x: ValueT, rows: ValueT) -> ValueT:
+        """Rows of x [n, ...] by `StepInput.rows`: [m, d]. What is computed of them has as many, maybe none."""
 
     def add(self, x: ValueT, delta: ValueT) -> ValueT:
         """x + delta [n, d]: what `add_rms_norm` gives first."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagoda.backend.rounding import divisors, row_slices
+from pagoda.backend.rounding import RANGE_SHRINKS, divisors, row_slices
 from pagoda.backend.weights import BlockWeight
 from pagoda.checkpoints.weight_formats import BlockFormat
 
@@ -19,11 +19,16 @@ _LARGEST = 127
 """The largest integer of a scale or minimum."""
 
 
-def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
+def quantize_blocks(
+    values: Tensor, held_as: BlockFormat, importance: Tensor | None = None
+) -> BlockWeight:
     """Codes of a weight [out, in] in blocks of whole rows: a group's lowest and highest become the extreme codes.
 
-    In 8 bits minima are rounded down and scales up, so that no weight is beyond the extreme codes. Block scales
-    are not finite where weights are not.
+    In 8 bits minima are rounded down and scales up, so that no weight is beyond the extreme codes. With fewer, and the
+    `importance` [in] of inputs, scales and minima are searched for that have the least sum of squared errors,
+    weighed by it.
+
+    Block scales are not finite where weights are not.
     """
     outputs, inputs = values.shape
     if held_as.block_size != inputs or not held_as.whole_rows:
@@ -38,16 +43,47 @@ def quantize_blocks(values: Tensor, held_as: BlockFormat) -> BlockWeight:
         block = values[rows].float()
         groups = block.view(len(block), -1, held_as.group_size)
         lowest, highest = groups.amin(-1).clamp_(max=0), groups.amax(-1)
+        widths = (highest - lowest) / top
         covers = held_as.bits == 8
+        if importance is not None and not covers:
+            weigh = importance.float().view(1, -1, held_as.group_size)
+            widths, lowest = _searched(groups, widths, lowest, top, weigh)
         down, up = (torch.floor, torch.ceil) if covers else (torch.round, torch.round)
         minima[rows], of_minima[rows] = _integers(lowest, -_LARGEST, down)
         base = minima[rows].float() * of_minima[rows].float()
-        widths = (highest - (base if covers else lowest)) / top
+        if covers:
+            widths = (highest - base) / top
         scales[rows], of_scales[rows] = _integers(widths, 1, up)
         steps = scales[rows].float() * of_scales[rows].float()
         offsets = (groups - base[..., None]) / divisors(steps)[..., None]
         codes[rows] = offsets.round_().clamp_(0, top).flatten(1)
     return BlockWeight(held_as, codes, scales, minima, of_scales, of_minima)
+
+
+def _searched(
+    groups: Tensor, widths: Tensor, lowest: Tensor, top: int, weigh: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Steps and minima [out, n] of groups [out, n, size]: narrower ranges are tried, and fitted to their codes."""
+    total = weigh.sum(-1).clamp_(min=torch.finfo(torch.float32).tiny)
+    mean = (groups * weigh).sum(-1) / total
+    best, steps, minima = torch.full_like(widths, torch.inf), widths, lowest
+    for shrink in RANGE_SHRINKS:
+        step, base = widths * shrink, lowest + widths * top * (1 - shrink) / 2
+        for fitted in (False, True):
+            offsets = (groups - base[..., None]) / divisors(step)[..., None]
+            codes = offsets.round_().clamp_(0, top)
+            if not fitted:  # by least squares
+                own = (codes * weigh).sum(-1) / total
+                spread = codes - own[..., None]
+                slope = (spread * weigh * groups).sum(-1) / (spread.square() * weigh).sum(-1)
+                step = torch.where(slope > 0, slope, step)  # NaN where all codes are the same
+                base = mean - step * own
+            errors = (groups - codes * step[..., None] - base[..., None]).square_()
+            error = errors.mul_(weigh).sum(-1)
+            better = error < best
+            best = torch.where(better, error, best)
+            steps, minima = torch.where(better, step, steps), torch.where(better, base, minima)
+    return steps, minima
 
 
 def _integers(

@@ -71,7 +71,10 @@ class HostBackend(Backend[LinearT, MetadataT]):
         """Tells the machine how the memory of K and V will be used; by default nothing."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(x)
+        return self.group.all_reduce(x) if len(x) else x
+
+    def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x[rows].flatten(1)
 
     def rotary_table(
         self, positions: Tensor, frequencies: Tensor, scale: float
@@ -115,6 +118,7 @@ _OPERATIONS: Mapping[str, tuple[Kind, int | None]] = {
     "linear": ("linear", 1),
     "embedding": ("embedding", 1),
     "all_reduce": ("all_reduce", None),
+    "select_rows": ("select", None),
     "add": ("add", None),
     "rms_norm": ("norm", 1),
     "add_rms_norm": ("norm", 2),

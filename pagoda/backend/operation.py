@@ -16,6 +16,7 @@ Kind = Literal[
     "activation",
     "experts",
     "add",
+    "select",
     "all_reduce",
 ]
 

@@ -7,12 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+RANGE_SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
+"""Parts of a group's range that searches for scales try; what lies outside is clamped."""
+
+
+def slices(count: int, at_once: int) -> Iterator[slice]:
+    for start in range(0, count, at_once):
+        yield slice(start, start + at_once)
+
 
 def row_slices(values: Tensor, weights_at_once: int = 2**18) -> Iterator[slice]:
     """Slices of the rows of a weight [out, in], whose float32 values stay in the processor's cache."""
-    step = max(1, weights_at_once // values.shape[1])
-    for start in range(0, len(values), step):
-        yield slice(start, start + step)
+    return slices(len(values), max(1, weights_at_once // values.shape[1]))
 
 
 def divisors(scales: Tensor) -> Tensor:

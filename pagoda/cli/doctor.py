@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
@@ -18,6 +17,7 @@ from pagoda.cli import machine_facts, output
 from pagoda.cli.machine_facts import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.weight_traffic import WeightTraffic, gguf_traffic, stored_traffic, weight_traffic
+from pagoda.frontend.engine_options import Dtype, QuantizationName
 from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
 from pagoda.version import __version__
 
@@ -25,8 +25,8 @@ from pagoda.version import __version__
 def doctor(
     model: str | None = None,
     *,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    quantization: Literal["none", "int8", "int4"] = "none",
+    dtype: Dtype = "auto",
+    quantization: QuantizationName = "none",
     threads: Count | None = None,
     general: GeneralOptions = GeneralOptions(),
 ) -> int:

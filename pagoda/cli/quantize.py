@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
@@ -20,7 +20,8 @@ from pagoda.cli.options import Count, GeneralOptions
 from pagoda.devices import BackendName
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
-from pagoda.frontend.engine_options import parse_bytes
+from pagoda.frontend.engine_options import GroupSize, parse_bytes
+from pagoda.frontend.text_files import calibration_windows
 from pagoda.ipc.machine import format_bytes
 from pagoda.messages.jobs import QuantizeConfig, QuantizeFormat, QuantizeResult
 
@@ -33,10 +34,11 @@ def quantize(
     out: Path,
     *,
     format: QuantizeFormat,  # noqa: A002 - the name of the flag
-    group_size: Literal[32, 64, 128] | None = None,
+    group_size: GroupSize | None = None,
     max_shard_size: Annotated[str, Parameter(metavar="SIZE")] = "2GiB",
     backend: BackendName = "auto",
     threads: Count | None = None,
+    quantization_calibration: Annotated[Path | None, Parameter(metavar="FILE")] = None,
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Write a model with quantized weights as a directory that Pagoda, vLLM and transformers read.
@@ -50,6 +52,8 @@ def quantize(
         max_shard_size: The most that one file of weights takes, such as 2GiB.
         backend: The backend whose rounding w8a8 takes; auto takes cpu where it is available.
         threads: Layers that are rounded at a time; by default the cores that this process may use.
+        quantization_calibration: A text by whose inputs weights are rounded: closer to the model, but it takes a
+            minute or two for each billion weights.
     """
     general.apply()
     if group_size is not None and format == "w8a8":
@@ -61,6 +65,9 @@ def quantize(
     except ValueError as error:
         raise ConfigError(f"--max-shard-size {error}, got {max_shard_size!r}.") from None
     files = resolve_model(model)
+    windows: list[list[int]] = []
+    if quantization_calibration is not None:
+        windows = calibration_windows(quantization_calibration, files, "--quantization-calibration")
     began = time.perf_counter()
     with _appearing(out) as directory:
         config = QuantizeConfig(
@@ -71,6 +78,7 @@ def quantize(
             max_shard_bytes=max_shard_bytes,
             backend=backend,
             num_threads=threads,
+            calibration_windows=windows,
         )
         with output.job_progress("tensors") as on_progress:
             result = run_job(_JOB, config, QuantizeResult, on_progress)
@@ -92,6 +100,9 @@ def _rows(
         "weights",
         f"{format_bytes(before)} before, {format_bytes(after)} now in {files}: {bits:.2f} bits a weight in all",
     )
+    if config.calibration_windows:
+        tokens = sum(map(len, config.calibration_windows))
+        yield "rounded by", f"{tokens:,} tokens of a calibration text"
     yield "time", f"{seconds:.1f} s"
     yield "serve it", f"pagoda serve {out}"
 

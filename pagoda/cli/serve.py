@@ -41,6 +41,7 @@ from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.request_tracker import RequestTracker
+from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import format_bytes
 from pagoda.messages.frontend import EngineReady
@@ -227,6 +228,7 @@ def run_server(
         curl = curl_line(url, name, asks_for_key=bool(server.api_key))
         console.print(f"\n{curl}\n", soft_wrap=True)
         sys.stdout.flush()
+        settle_heap()
 
     event_loop.run(
         serve_api(

@@ -6,7 +6,6 @@ One synchronous loop, which sleeps in one poll over all its sockets, its workers
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -29,6 +28,7 @@ from pagoda.executor.launcher import Launcher, LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
+from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import memory_of
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
@@ -238,8 +238,7 @@ class EngineProcess:
         for frontend in self._newcomers:
             self._send(frontend, ready)
         self._newcomers.clear()
-        gc.collect()
-        gc.freeze()  # a pass over a large block pool would take longer than many steps
+        settle_heap()
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
         routed = self._routes.add(frontend, request)

@@ -31,6 +31,7 @@ from pagoda.engine.config import (
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import read_cluster_secret
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
+from pagoda.frontend.text_files import calibration_windows
 from pagoda.ipc.curve import keys_of
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.disk_policy import check_quota
@@ -38,12 +39,18 @@ from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport.choose import TRANSPORTS
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+QuantizationName = Literal["none", "int8", "int4"]
+GroupSize = Literal[32, 64, 128]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 AtLeastOne = Annotated[float, Meta(ge=1)]
+
+_CALIBRATION = "--quantization-calibration"
 
 T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions", "HandoffOptions")
 
@@ -62,13 +69,15 @@ class EngineOptions:
 
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads safetensors or a GGUF file; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
-    quantization: Literal["none", "int8", "int4"] | None = "none"
+    quantization: QuantizationName | None = "none"
     """Round dense weights as they are loaded; checkpoints that are quantized already need no flag."""
-    quantization_group_size: Literal[32, 64, 128] | None = None
+    quantization_group_size: GroupSize | None = None
     """Inputs that share a scale in int4, 32 by default; more take less memory and are less exact."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    quantization_calibration: Annotated[str | None, Parameter(metavar="FILE")] = None
+    """A text by whose inputs weights are rounded: closer to the model, but every start takes a minute or two."""
+    kv_cache_dtype: KVDtype = "auto"
     """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
     backend: BackendName = "auto"
     """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
@@ -138,6 +147,11 @@ class EngineOptions:
             "num_blocks": options.num_kv_blocks,
             "num_threads": options.threads,
         }
+        if options.quantization_calibration is not None:
+            files = resolve_model(model, load_format=options.load_format)
+            worker["calibration_windows"] = calibration_windows(
+                Path(options.quantization_calibration).expanduser(), files, _CALIBRATION
+            )
         address = options.kv_events
         events = None if address is None else KVEventsConfig.parse(address)
         return EngineConfig(
@@ -158,6 +172,11 @@ class EngineOptions:
         _require(
             self,
             ("quantization_group_size", "--quantization int4", self.quantization == "int4"),
+            (
+                "quantization_calibration",
+                "--quantization int8 or int4",
+                self.quantization in ("int8", "int4"),
+            ),
             ("kv_disk_path", "--kv-disk-bytes, such as 100GiB", self.kv_disk_bytes is not None),
             ("kv_disk_bytes", "--kv-disk-path", has_disk),
             ("kv_disk_min_touches", "--kv-disk-path", has_disk),
@@ -170,6 +189,21 @@ class EngineOptions:
         )
         if role is not Role.NONE and not has_cache:
             raise ConfigError(f"--role {role.value} needs {cache}.")
+        if role is not Role.NONE:
+            self.check_calibrates_alone(f"--role {role.value}")
+
+    def check_calibrates_alone(self, other: str) -> None:
+        """Refuses a calibration where several workers would each make weights of their own.
+
+        `other` is the flag that asks for several. Raises ConfigError if there is a calibration.
+        """
+        if self.quantization_calibration is not None:
+            file_format = "w8a8" if self.quantization == "int8" else "w4a16"
+            raise ConfigError(
+                f"{_CALIBRATION} does not go with {other}, as it rounds for one worker; round once with "
+                f"pagoda quantize MODEL OUT --format {file_format} {_CALIBRATION} "
+                f"{self.quantization_calibration}, and serve OUT."
+            )
 
 
 @Parameter(name="*", group=Group("Parallelism", sort_key=15))
@@ -224,7 +258,8 @@ _UNUSED = {
     "local": (),
     "ray": ("pin_threads", "devices"),  # Ray chooses the cores of a rank, and counts them only
     "sim": (
-        *("dtype", "quantization", "quantization_group_size", "kv_cache_dtype", "backend"),
+        *("dtype", "quantization", "quantization_group_size", "quantization_calibration"),
+        *("kv_cache_dtype", "backend"),
         *("kv_cache_memory_bytes", "memory_utilization", "threads", "pin_threads"),
         *("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "kv_disk_min_touches"),
         *("tensor_parallel_size", "devices"),
@@ -303,6 +338,8 @@ class ExecutorOptions:
         _checked(self)
         _checked(engine)
         parallel.config()
+        if parallel.config().num_ranks > 1 or parallel.data_parallel_size > 1:
+            engine.check_calibrates_alone("several devices or replicas")
         for name in (*_given(engine), *_given(parallel)):
             if name in _UNUSED[self.executor]:
                 raise ConfigError(f"{_flag(name)} has no effect with --executor {self.executor}.")

@@ -78,6 +78,8 @@ class QuantizeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_shard_bytes: int
     backend: str = "auto"
     num_threads: int | None = None
+    calibration_windows: list[list[int]] = []
+    """Token ids of a text's windows by whose inputs weights are rounded; none rounds each to the nearest."""
 
 
 class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True, tag="quantized"):

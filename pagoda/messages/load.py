@@ -194,7 +194,9 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     expert_tokens: Annotated[
         list[int],
         counter(
-            "expert_tokens_total", "Tokens given to an expert, over all layers.", label="expert"
+            "expert_tokens_total",
+            "Tokens given to an expert, over all layers; of a prompt, the last layer takes the last token.",
+            label="expert",
         ),
     ] = []
     expert_rank_tokens: Annotated[

@@ -65,6 +65,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Format to which dense weights are quantized as they are loaded: `none`, `int8` or `int4`."""
     quantization_group_size: int = 32
     """Inputs that share a scale in `int4`: 32, 64 or 128."""
+    calibration_windows: list[list[int]] = []
+    """Token ids of a text's windows by whose inputs weights are rounded; none rounds each to the nearest."""
+    dequantizes: bool = False
+    """Quantized weights of the checkpoint become plain numbers in `dtype`, with which no inputs are rounded."""
     kv_cache_dtype: str = "auto"
     """`auto` takes that of activations; else `float32`, `bfloat16`, `float16`, `int8`."""
     seed: int = 0

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend
+from pagoda.backend.weights import Int8Weight
 from pagoda.checkpoints.model_config import LinearSpec, ModelConfig, Role
 from pagoda.errors import ConfigError
 from pagoda.messages.jobs import QuantizeFormat
+from pagoda.model.gptq import StoredGrids
 from pagoda.model.rounding import ZeroPointGroups, round_asymmetric, round_symmetric
 
 _DENSE = frozenset({Role.EMBEDDING, Role.HEAD, Role.ROUTER})
@@ -54,34 +56,40 @@ class Scheme:
     def layout(self) -> str:
         return "int-quantized" if self.group_size is None else "pack-quantized"
 
-    def tensors(
+    def round(
         self,
         linear: LinearSpec,
         values: Tensor,
         backend: Backend[Any, Any],
         importance: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Tensors of a linear layer by their names, from its weight [out, in].
+    ) -> StoredGrids:
+        """The weight [out, in] of a linear layer, rounded.
 
         `importance` [in] weighs rounding errors, see `round_asymmetric`.
 
         Raises ConfigError: the weight holds numbers that are not finite or too large.
         """
+        rounded: StoredGrids
         if self.group_size is None:
-            int8 = backend.quantize_int8(values, symmetric=True)
-            stored = {"weight": int8.values, "weight_scale": int8.scales[:, None]}
+            rounded = backend.quantize_int8(values, symmetric=True)
+        elif self.symmetric:
+            rounded = round_symmetric(values, self.bits, self.group_size, self.scale_dtype)
         else:
-            if self.symmetric:
-                groups = round_symmetric(values, self.bits, self.group_size, self.scale_dtype)
-            else:
-                groups = round_asymmetric(
-                    values, self.bits, self.group_size, self.scale_dtype, importance
-                )
-            stored = _packed_groups(groups)
-        if not (bool(values.isfinite().all()) and bool(stored["weight_scale"].isfinite().all())):
+            rounded = round_asymmetric(
+                values, self.bits, self.group_size, self.scale_dtype, importance
+            )
+        if not (bool(values.isfinite().all()) and bool(rounded.scales.isfinite().all())):
             raise ConfigError(
                 f"{linear.name}.weight holds numbers that are infinite, NaN or too large to quantize."
             )
+        return rounded
+
+    def tensors(self, linear: LinearSpec, rounded: StoredGrids) -> dict[str, Tensor]:
+        """Tensors of a linear layer by their names."""
+        if isinstance(rounded, Int8Weight):
+            stored = {"weight": rounded.values, "weight_scale": rounded.scales[:, None]}
+        else:
+            stored = _packed_groups(rounded)
         return {f"{linear.name}.{end}": tensor for end, tensor in stored.items()}
 
     def quantization_config(self, config: ModelConfig) -> dict[str, object]:

@@ -64,16 +64,23 @@ class Decoder(Generic[LinearT, MetadataT]):
         )
         tracer.span("compile", began)
 
-    def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
+    def forward(
+        self, batch: TokenBatch, hidden: Tensor | None, rows: Sequence[int] | None = None
+    ) -> Tensor:
         """Hidden states behind the stage's last layer, [n, hidden]; those of the last stage are normed.
 
-        `hidden` [n, hidden] float32 is what the stage before this one gave, None for the first stage.
+        `hidden` [n, hidden] float32 is what the stage before this one gave, None for the first stage. The last
+        stage gives those of the tokens `rows` only, [m, hidden], by default of all; in its last layer, others are
+        computed as far as their keys and values need it.
         """
         backend, tracer = self.backend, self._tracer
         began = tracer.e2e()
         plan = backend.attention_metadata(batch, len(self._shard.heads), self.caches[0])
         table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
-        step = StepInput(batch.token_ids, table, plan, hidden)
+        wanted = None
+        if self._shard.is_last:
+            wanted = torch.tensor(range(len(batch.token_ids)) if rows is None else rows).long()
+        step = StepInput(batch.token_ids, table, plan, hidden, wanted)
         planned = tracer.kernel()
         if not planned:
             computed = self._compiled(step)
@@ -100,7 +107,8 @@ class Decoder(Generic[LinearT, MetadataT]):
         Experts of other ranks count as well; empty for a model that has none.
         """
         taken: list[int] = self._expert_counts.tolist()
-        self._expert_counts.zero_()
+        if taken:
+            self._expert_counts.zero_()
         return taken
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -152,7 +160,11 @@ class Decoder(Generic[LinearT, MetadataT]):
         # The norm in front of a layer is taken together with the sum behind the one before.
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
         for layer, cache, next_norm in zip(self._layers, self.caches, norms, strict=True):
-            attended = ops.all_reduce(self._attention(ops, step, layer, cache, h))
+            attended = self._attention(ops, step, layer, cache, h)
+            if layer is self._layers[-1] and self._shard.is_last and step.rows is not None:
+                # Only what is wanted goes on from here: of a prompt, the last token.
+                attended, x = ops.select_rows(attended, step.rows), ops.select_rows(x, step.rows)
+            attended = ops.all_reduce(ops.linear(attended, layer.attention_out))
             x, h = ops.add_rms_norm(x, attended, layer.mlp_norm, eps)
             mixed = ops.all_reduce(self._mlp(ops, layer, h))
             if next_norm is None:
@@ -190,5 +202,4 @@ class Decoder(Generic[LinearT, MetadataT]):
         qkv = ops.linear(h, layer.qkv)
         queries = ops.rotate_and_cache(qkv, cache, step.plan, step.rotary_table, layer.head_norms)
         scale = self._shard.config.head_dim**-0.5
-        attended = ops.attention(queries, cache, step.plan, scale=scale, window=layer.window)
-        return ops.linear(attended, layer.attention_out)
+        return ops.attention(queries, cache, step.plan, scale=scale, window=layer.window)

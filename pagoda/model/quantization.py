@@ -9,8 +9,13 @@ small as they are, stay dense.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
+from torch import Tensor
 
 from pagoda.backend.base import Backend
 from pagoda.backend.block_rounding import quantize_blocks
@@ -39,12 +44,15 @@ _TABLES = (Role.EMBEDDING, Role.HEAD)
 class QuantizationOnLoad:
     group_size: int | None
     """Inputs that share a scale of int4; None for int8."""
+    calibration: str | None = None
+    """Digest of the text by which weights are rounded; None where each is rounded to the nearest."""
 
     @property
     def summary(self) -> str:
+        by = "" if self.calibration is None else f" rounded by text {self.calibration}"
         if self.group_size is None:
-            return "int8 weights"
-        return f"int4 weights (groups of {self.group_size})"
+            return f"int8 weights{by}"
+        return f"int4 weights (groups of {self.group_size}){by}"
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         if linear.role is Role.ROUTER:
@@ -65,9 +73,17 @@ class QuantizationOnLoad:
         )
 
     def quantize(
-        self, linear: LinearSpec, part: Part, weight: LinearWeight, backend: Backend[Any, Any]
+        self,
+        linear: LinearSpec,
+        part: Part,
+        weight: LinearWeight,
+        backend: Backend[Any, Any],
+        importance: Tensor | None = None,
     ) -> LinearWeight:
         """The weight of a part of a linear layer, quantized by the backend.
+
+        `importance` [in] weighs the squared errors of the weights of each input, where scales are searched for.
+
         Raises ConfigError: it holds numbers that are not finite or too large."""
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{linear.name} is quantized already.")
@@ -76,7 +92,7 @@ class QuantizationOnLoad:
             return weight
         quantized: Int8Weight | GroupedWeight | BlockWeight
         if isinstance(held_as, BlockFormat):
-            quantized = quantize_blocks(weight.values, held_as)
+            quantized = quantize_blocks(weight.values, held_as, importance)
             scales = quantized.block_scales
         elif isinstance(held_as, GroupedFormat):
             quantized = backend.quantize_int4(weight.values, held_as.group_size)
@@ -102,11 +118,16 @@ def _whole_rows(bits: int, group_size: int, inputs: int) -> BlockFormat:
     return BlockFormat(bits, group_size, inputs, integer_scales=True, minima=True, whole_rows=True)
 
 
-def quantization_on_load(wanted: str, group_size: int) -> QuantizationOnLoad | None:
+def quantization_on_load(
+    wanted: str, group_size: int, calibration_windows: Sequence[Sequence[int]] = ()
+) -> QuantizationOnLoad | None:
     """Quantization by name, one of `QUANTIZATIONS`; the group size is that of int4."""
     if group_size not in GROUP_SIZES:
         known = ", ".join(str(size) for size in GROUP_SIZES)
         raise ConfigError(f"--quantization-group-size must be one of {known}, got {group_size}.")
     if wanted == "none":
         return None
-    return QuantizationOnLoad(group_size if wanted == "int4" else None)
+    digest = None
+    if calibration_windows:
+        digest = hashlib.sha256(msgspec.json.encode(calibration_windows)).hexdigest()[:16]
+    return QuantizationOnLoad(group_size if wanted == "int4" else None, digest)

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagoda.backend.rounding import divisors, row_slices
+from pagoda.backend.rounding import RANGE_SHRINKS, divisors, row_slices
 
-_SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
-"""Parts of a group's range that are tried; what lies outside is clamped."""
 _WEIGHTS_AT_ONCE = 2**16
 """Weights that are rounded together; the search keeps several values of each in the processor's cache."""
 
@@ -86,7 +84,7 @@ def _search(
         scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
         return integers
 
-    for shrink in _SHRINKS:
+    for shrink in RANGE_SHRINKS:
         scale = _exact((high - low) * (shrink / top), scale_dtype)
         try_out(scale, (-low * shrink / divisors(scale)).round_().clamp_(0, top))
     middle = zeros

@@ -195,6 +195,11 @@ def whole(config: ModelConfig) -> Shard:
     return Shard(config, range(config.num_layers))
 
 
+def whole_part(linear: LinearSpec) -> Part:
+    """All of a linear layer."""
+    return Part(range(linear.outputs), range(linear.inputs))
+
+
 def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) -> Shard:
     """The shard of the rank at `place`. Raises ConfigError if the model cannot be split so."""
     check_shares("the model", config, parallel)

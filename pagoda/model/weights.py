@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagoda.backend.weights import DenseWeight, LinearWeight
+from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.model_config import LinearSpec
 from pagoda.errors import ConfigError
@@ -34,6 +35,22 @@ class WeightSource(Protocol):
 
         A dense weight comes in `dtype`, and may lie in a mapped file: a backend copies what it keeps.
         Raises ConfigError: there is no such layer of this shape."""
+
+
+@dataclass(frozen=True)
+class DequantizedWeights:
+    """The numbers that the weights of a source stand for; no product with them rounds its inputs to integers."""
+
+    source: WeightSource
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        self.source.read_into(name, out)
+
+    def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
+        weight = self.source.linear(linear, dtype)
+        if isinstance(weight, DenseWeight):
+            return weight
+        return DenseWeight(dequantize(weight).to(dtype))
 
 
 class DummyWeights:

@@ -103,7 +103,9 @@ class GroupSampler:
 
     def _computed(self, name: str, compute: Callable[[Tensor], T], hidden: Tensor, rows: Rows) -> T:
         began = self._tracer.kernel()
-        computed = compute(hidden[list(rows.values())])
+        wanted = list(rows.values())
+        # Mostly all requests are sampled in one way.
+        computed = compute(hidden if wanted == list(range(len(hidden))) else hidden[wanted])
         if began:
             self._tracer.span(name, began, {"rows": len(rows)})
         return computed

@@ -84,22 +84,19 @@ class InputBatch:
     def prepare(self, slots: list[int], num_tokens: list[int]) -> TokenBatch:
         """The next `num_tokens[i]` tokens of each slot."""
         computed = [self._checked(s, n) for s, n in zip(slots, num_tokens, strict=True)]
-        rows = torch.tensor(slots)
-        query_lens = torch.tensor(num_tokens)
-        computed_lens = torch.tensor(computed)
-        context_lens = computed_lens + query_lens
-        sequence_ids = torch.repeat_interleave(query_lens)
-        first_token = query_lens.cumsum(0) - query_lens
-        index_in_chunk = torch.arange(len(sequence_ids)) - first_token[sequence_ids]
-        positions = computed_lens[sequence_ids] + index_in_chunk
-        max_blocks = -(-int(context_lens.max()) // self._block_size)
+        # In Python: a step of a few tokens would take longer in calls of torch than in these loops.
+        parts = list(zip(slots, computed, num_tokens, strict=True))
+        positions = torch.tensor([i for _, start, n in parts for i in range(start, start + n)])
+        rows = torch.tensor([slot for slot, _, n in parts for _ in range(n)])
+        context_lens = [start + n for _, start, n in parts]
+        max_blocks = -(-max(context_lens) // self._block_size)
         return TokenBatch(
-            token_ids=self._token_ids[rows[sequence_ids], positions].long(),
+            token_ids=self._token_ids[rows, positions].long(),
             positions=positions,
-            sequence_ids=sequence_ids,
-            query_lens=query_lens,
-            context_lens=context_lens,
-            block_tables=self._block_tables[rows, :max_blocks].long(),
+            sequence_ids=torch.tensor([i for i, n in enumerate(num_tokens) for _ in range(n)]),
+            query_lens=torch.tensor(num_tokens),
+            context_lens=torch.tensor(context_lens),
+            block_tables=self._block_tables[slots, :max_blocks].long(),
         )
 
     def will_sample(self, slot: int, num_tokens: int) -> bool:

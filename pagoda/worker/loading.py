@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from pagoda.backend.base import KVCache, new_tensor
+from pagoda.backend.base import Backend, KVCache, new_tensor
 from pagoda.backend.operation import Operation
+from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
-from pagoda.checkpoints.model_config import ModelConfig
+from pagoda.checkpoints.model_config import LinearSpec, ModelConfig
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.resolve import load_model_config
-from pagoda.checkpoints.weight_formats import Quantization
+from pagoda.checkpoints.weight_formats import DenseFormat, Quantization
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.model.calibration import CalibratedWeights, calibrate
 from pagoda.model.decoder import Decoder
 from pagoda.model.gguf_weights import GgufWeights
+from pagoda.model.gptq import LoadedGrids
 from pagoda.model.loader import WeightLoader
 from pagoda.model.quantization import QUANTIZATIONS, QuantizationOnLoad, quantization_on_load
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
-from pagoda.model.sharding import Shard, check_quantized_parts, shard_of
-from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
+from pagoda.model.sharding import Shard, check_quantized_parts, shard_of, whole_part
+from pagoda.model.weights import DequantizedWeights, DummyWeights, WeightSource, open_checkpoint
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.backends import choose_backend
@@ -47,6 +53,8 @@ from pagoda.worker.sampler import Sampler
 
 _TENSORS_PER_LAYER = 4
 """Tensors of a layer's KV cache, at most."""
+
+_log = logging.getLogger("pagoda.worker")
 
 
 @dataclass(frozen=True)
@@ -186,7 +194,11 @@ def load_runner(
         loading_weights(config.place, plan.weight_bytes, on_progress) as on_loaded,
         _weights(plan) as source,
     ):
+        if config.dequantizes:
+            source = DequantizedWeights(source)
         on_load = plan.quantization if isinstance(plan.quantization, QuantizationOnLoad) else None
+        if on_load is not None and config.calibration_windows:
+            source, on_load = _calibrated(plan, on_load, source, backend, on_progress), None
         loader = WeightLoader(shard, backend, source, on_load, plan.dtype, tracer, on_loaded)
         model = Decoder(loader, backend, caches)
     ready = WorkerReady(
@@ -208,6 +220,58 @@ def load_runner(
     else:
         runner = StageRunner(model, batch, tracer)
     return LoadedWorker(runner, ready, caches, description, shared)
+
+
+def _calibrated(
+    plan: WorkerPlan,
+    on_load: QuantizationOnLoad,
+    source: WeightSource,
+    backend: Backend[Any, Any],
+    on_progress: Callable[[], None],
+) -> CalibratedWeights:
+    """The model's weights, rounded by the inputs that they have on the calibration text."""
+    config, rounded = plan.shard.config, dict[str, LinearWeight]()
+    began = time.monotonic()
+
+    def read(linear: LinearSpec) -> Tensor:
+        weight = source.linear(linear, plan.dtype)
+        if not isinstance(weight, DenseWeight):
+            raise TypeError(f"{linear.name} is quantized already.")
+        return weight.values
+
+    def round_to_grids(linear: LinearSpec, values: Tensor, importance: Tensor) -> LoadedGrids:
+        part, weight = whole_part(linear), DenseWeight(values)
+        quantized = on_load.quantize(linear, part, weight, backend, importance)
+        if isinstance(quantized, DenseWeight):
+            raise TypeError(f"{linear.name} is not quantized.")
+        return quantized
+
+    def keep(linear: LinearSpec, weight: LoadedGrids) -> None:
+        rounded[linear.name] = weight
+        on_progress()
+
+    windows = plan.config.calibration_windows
+    calibrate(
+        config,
+        source,
+        backend,
+        plan.dtype,
+        windows,
+        read=read,
+        rounds=lambda linear: not isinstance(on_load.format_of(linear), DenseFormat),
+        round_to_grids=round_to_grids,
+        on_rounded=keep,
+    )
+    _log.info(
+        "rounded weights by %d tokens of a calibration text in %.1f s",
+        sum(map(len, windows)),
+        time.monotonic() - began,
+    )
+    return CalibratedWeights(
+        source,
+        rounded,
+        lambda linear, weight: on_load.quantize(linear, whole_part(linear), weight, backend),
+    )
 
 
 def _description(
@@ -284,10 +348,14 @@ def _quantization(
             f"{config.model}/config.json: there are no dummy weights for its quantization_config; "
             "take that out and add --quantization int8 or int4."
         )
-    if is_dense_once_loaded(stored):
+    is_dense = is_dense_once_loaded(stored)
+    if is_dense or config.dequantizes:
         if wanted != "none" and wanted not in capabilities.weight_formats:
             raise ConfigError(f"this backend does not compute with {wanted} weights.")
-        return quantization_on_load(wanted, config.quantization_group_size) or stored
+        on_load = quantization_on_load(
+            wanted, config.quantization_group_size, config.calibration_windows
+        )
+        return on_load or (stored if is_dense else None)
     if stored is not None and wanted != "none":
         raise ConfigError(
             f"{config.model} is quantized already ({stored.summary}); leave out --quantization."

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from pagoda.checkpoints.read_ahead import read_ahead
 from pagoda.errors import ConfigError
+from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker import StepPlan, StepResult, WorkerFailed, WorkerReady
@@ -58,7 +58,7 @@ class _Worker:
 
 def main() -> NoReturn:
     hold_lifeline()
-    gc.disable()  # of a fifth of the time that imports take; `freeze_objects` turns it on again
+    gc.disable()  # of a fifth of the time that imports take; `settle_heap` turns it on again
     (address,) = sys.argv[1:]
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
     configure_logging(place=str(config.place) if config.parallel.num_ranks > 1 else None)
@@ -73,7 +73,7 @@ def main() -> NoReturn:
         engine.send(worker)
     else:
         worker.loaded.describe(tracer)
-        freeze_objects()
+        settle_heap()
         engine.send(worker.ready)
         worker.populator.keep_ready_behind(-1)
         try:
@@ -86,13 +86,6 @@ def main() -> NoReturn:
     context.destroy()  # waits until the engine has fetched the last message
     # Without taking libraries down: their threads may still be at work on connections to ranks that are gone.
     os._exit(1)
-
-
-def freeze_objects() -> None:
-    """Exempts all that is loaded from garbage collection: a full pass would take longer than many steps."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
 
 
 def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
@@ -170,8 +163,6 @@ def _load(
     tracer: Tracer,
 ) -> _Worker:
     """The rank, which meets its peers first where there are any; threads that move KV may use all of `cores`."""
-    if config.load_format == "auto":
-        read_ahead(config.model)
     began = tracer.e2e()
     from pagoda.worker.kv.populating import KVPopulator
     from pagoda.worker.loading import load_runner, plan_worker

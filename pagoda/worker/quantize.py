@@ -1,6 +1,7 @@
 """Quantization of a whole checkpoint: the process `python -m pagoda.worker.quantize`, a job.
 
 Linear layers of the model's layers are rounded one after the other; every other tensor is copied as it is stored.
+By a calibration text they are rounded in the order in which the model computes, and kept in memory until all are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from pagoda.worker import job
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pagoda.checkpoints.model_config import LinearSpec
+    from pagoda.model.gptq import StoredGrids
+
 CONFIG_FILE = "config.json"
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _AHEAD = 2
@@ -45,6 +49,7 @@ def quantize(config: QuantizeConfig, on_progress: job.OnProgress) -> QuantizeRes
     """
     import torch
 
+    from pagoda.model.calibration import calibrate
     from pagoda.model.compressed_tensors import Scheme, quantized_linears
     from pagoda.model.shard_writer import ShardWriter
     from pagoda.model.weights import READABLE, open_checkpoint
@@ -69,24 +74,54 @@ def quantize(config: QuantizeConfig, on_progress: job.OnProgress) -> QuantizeRes
         names = checkpoint.names()
         for name in linears:
             checkpoint.path_of(name)
+        calibrated: dict[str, dict[str, Tensor]] = {}
+        total = len(names) + (len(linears) if config.calibration_windows else 0)
+
+        def read(linear: LinearSpec) -> Tensor:
+            shape = (linear.outputs, linear.inputs)
+            return checkpoint.tensor(f"{linear.name}.weight", shape, READABLE)
+
+        def round_to_grids(linear: LinearSpec, values: Tensor, importance: Tensor) -> StoredGrids:
+            return scheme.round(linear, values, backend, importance)
+
+        def keep(linear: LinearSpec, rounded: StoredGrids) -> None:
+            calibrated[f"{linear.name}.weight"] = scheme.tensors(linear, rounded)
+            on_progress(len(calibrated), total)
+
+        if config.calibration_windows:
+            torch.set_num_threads(num_threads)
+            calibrate(
+                shape,
+                checkpoint,
+                backend,
+                getattr(torch, shape.dtype),
+                config.calibration_windows,
+                read=read,
+                rounds=lambda linear: f"{linear.name}.weight" in linears,
+                round_to_grids=round_to_grids,
+                on_rounded=keep,
+            )
+            torch.set_num_threads(1)
 
         def convert(name: str) -> _Piece:
             stored = checkpoint.stored(name)
             linear = linears.get(name)
             if linear is None:
                 return _Piece(stored.nbytes, stored.numel(), {name: stored})
-            values = checkpoint.tensor(name, (linear.outputs, linear.inputs), READABLE)
-            tensors = scheme.tensors(linear, values, backend)
+            tensors = calibrated.pop(name, None)
+            if tensors is None:
+                tensors = scheme.tensors(linear, scheme.round(linear, read(linear), backend))
             return _Piece(stored.nbytes, stored.numel(), tensors)
 
         writer = ShardWriter(target, config.max_shard_bytes)
         source_bytes = num_weights = 0
+        before = total - len(names)
         with ThreadPoolExecutor(num_threads) as pool:
             for done, piece in enumerate(_in_order(pool, convert, names, num_threads), 1):
                 writer.add(piece.tensors.items())
                 source_bytes += piece.source_bytes
                 num_weights += piece.num_weights
-                on_progress(done, len(names))
+                on_progress(before + done, total)
         num_files = writer.finish()
     _copy_files(source, target)
     contents = json.loads((source / CONFIG_FILE).read_bytes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Set
 from functools import reduce
+from itertools import accumulate
 from operator import add
 from typing import Any
 
@@ -156,14 +157,11 @@ class Runner:
         batch = self.batch
         tokens = batch.prepare(list(counts), list(counts.values()))
         self._clock.ended("prepare")
-        hidden = self.model.forward(tokens, hidden)
+        ends = zip(counts.items(), accumulate(counts.values()), strict=True)
+        last = {slot: end - 1 for (slot, n), end in ends if batch.will_sample(slot, n)}
+        hidden = self.model.forward(tokens, hidden, list(last.values()))
         self._clock.ended("forward")
-        last_tokens = (tokens.query_lens.cumsum(0) - 1).tolist()
-        rows = {
-            slot: last
-            for (slot, count), last in zip(counts.items(), last_tokens, strict=True)
-            if batch.will_sample(slot, count)
-        }
+        rows = {slot: row for row, slot in enumerate(last)}
         sampled = self._sampler.sample(self.model, hidden, rows) if rows else Sampled()
         return sampled, self.model.take_expert_tokens()
 

@@ -68,6 +68,30 @@ class _Layer:
 
 
 @dataclasses.dataclass
+class _LastLayer:
+    """The same layer as a model's last one: behind attention, only wanted rows go on."""
+
+    layer: _Layer
+
+    def __call__(
+        self,
+        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
+        step: StepInput[ValueT, AttentionMetadata],
+    ) -> ValueT:
+        assert step.rows is not None
+        layer = self.layer
+        x = ops.embedding(step.token_ids, layer.embedding)
+        qkv = ops.linear(ops.rms_norm(x, layer.norm, 1e-6), layer.qkv)
+        cache, table = layer.cache, step.rotary_table
+        queries = ops.rotate_and_cache(qkv, cache, step.plan, table, layer.head_norms)
+        attended = ops.attention(queries, cache, step.plan, scale=0.2, window=None)
+        attended, x = ops.select_rows(attended, step.rows), ops.select_rows(x, step.rows)
+        x, h = ops.add_rms_norm(x, ops.linear(attended, layer.out), layer.norm, 1e-6)
+        mixed = ops.linear(ops.gated_linear(h, layer.gate_up), layer.down)
+        return ops.add_rms_norm(x, mixed, layer.norm, 1e-6)[1]
+
+
+@dataclasses.dataclass
 class _Stage:
     """The same layer as the last of two pipeline stages."""
 
@@ -130,6 +154,43 @@ def test_a_program_gives_the_bits_of_its_operations(
         assert len(times) == len(compiled.operations)
         assert all(each > 0 for each in times)
         assert sum(times) <= elapsed
+
+
+@given(
+    sets, st.sampled_from(["dense", "int8", "int4", "mixed"]),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4), threads, st.data(),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_only_wanted_rows_go_on(
+    name: str, kind: str, lengths: list[int], num_threads: int, data: st.DataObject
+) -> None:
+    """In any order, and maybe none; with the bits that they have among all rows."""
+    torch.set_num_threads(num_threads)
+    layer = _layer(name, kind, DTYPE)
+    selecting = _LastLayer(layer)
+    compiled = layer.ops.compile(selecting)
+    assert [each.kind for each in compiled.operations].count("select") == 2
+    step = _step(layer.ops, layer.cache, lengths, [i % VOCAB for i in range(sum(lengths))])
+    whole = layer(layer.ops, step)
+    for _ in range(2):
+        rows = data.draw(st.lists(st.integers(0, sum(lengths) - 1), unique=True))
+        wanted = dataclasses.replace(step, rows=torch.tensor(rows, dtype=torch.int64))
+        expected = whole[rows] if rows else whole[:0]
+        assert torch.equal(compiled(wanted), expected)
+        assert torch.equal(selecting(layer.ops, wanted), expected)
+
+
+def test_rows_must_be_of_the_step() -> None:
+    layer = _layer(SETS[-1], "dense", DTYPE)
+    compiled = layer.ops.compile(_LastLayer(layer))
+    step = _step(layer.ops, layer.cache, [3], [1, 2, 3])
+    with pytest.raises(ValueError, match="needs their numbers"):
+        compiled(step)
+    for rows in ([3], [-1]):
+        with pytest.raises(IndexError, match="not one of the step's 3"):
+            compiled(dataclasses.replace(step, rows=torch.tensor(rows)))
+    with pytest.raises(IndexError, match="More rows are wanted"):
+        compiled(dataclasses.replace(step, rows=torch.tensor([0, 1, 2, 0])))
 
 
 @dataclasses.dataclass

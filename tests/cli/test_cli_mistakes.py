@@ -52,6 +52,15 @@ MISTAKES = [
     ("serve no-such-model", "no-such-model"),
     ("serve --dtype int3", "--dtype"),
     ("serve --kv-cache-memory-bytes lots", "such as 2GiB"),
+    ("serve --quantization-calibration t", "-calibration needs --quantization int8 or int4.$"),
+    (
+        "serve --quantization int4 --quantization-calibration no-such-text",
+        "--quantization-calibration: cannot read no-such-text: No such file or directory.$",
+    ),
+    (
+        "serve --quantization int4 --quantization-calibration t --tensor-parallel-size 2",
+        "-calibration does not go with several devices or replicas, .* serve OUT.$",
+    ),
     *(
         (f"serve --kv-events={it}", "--kv-events must be tcp://HOST:PORT, such as .*, got '")
         for it in NOT_ADDRESSES

@@ -81,6 +81,10 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path: Path) -
         ("TINY OUT --format w8a8 --group-size 64", "--group-size needs --format w8a16 or w4a16"),
         ("TINY OUT --format w4a16 --group-size 7", "--group-size"),
         ("TINY OUT --format w4a16 --max-shard-size big", "--max-shard-size takes an amount of"),
+        (
+            "TINY OUT --format w4a16 --quantization-calibration nowhere",
+            "--quantization-calibration: cannot read nowhere: No such file or directory.",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_and_writes_nothing(
@@ -91,6 +95,18 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(
     [line] = capsys.readouterr().err.splitlines()
     assert sentence in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_rounds_weights_and_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.write_text("".join(f"What is {number} plus 1? " for number in range(200)))
+    flags = ["--format", "w4a16", "--quantization-calibration", str(text), "--threads", "1"]
+    assert main(["quantize", TINY, str(out), *flags]) == 0
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    [row] = [line for line in said if line.startswith("rounded by ")]
+    assert row.endswith(" tokens of a calibration text")
 
 
 def test_a_quantized_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,7 @@ def test_the_cluster_is_told_to_the_engine() -> None:
 
 # ---- what is refused
 
+CALIBRATION = "--quantization-calibration"
 TIER = "--kv-host-bytes, --kv-disk-path, or --role decode or both"
 
 
@@ -152,6 +153,16 @@ TIER = "--kv-host-bytes, --kv-disk-path, or --role decode or both"
     [
         ("local", {"dtype": "int3"}, "--dtype must be one of auto, float32, bfloat16, float16, got 'int3'."),
         ("local", {"quantization_group_size": 64}, "--quantization-group-size needs --quantization int4."),
+        ("local", {"quantization_calibration": "t"}, f"{CALIBRATION} needs --quantization int8 or int4."),
+        *(
+            (
+                "local",
+                {"quantization": "int4", "quantization_calibration": "t", size: 2},
+                f"{CALIBRATION} does not go with several devices or replicas, as it rounds for one worker; "
+                f"round once with pagoda quantize MODEL OUT --format w4a16 {CALIBRATION} t, and serve OUT.",
+            )
+            for size in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        ),
         *(
             (
                 "sim",

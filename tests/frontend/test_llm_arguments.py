@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ def test_every_flag_is_an_argument(field: str) -> None:
         "dtype": "float16",
         "quantization": "int8",
         "quantization_group_size": 64,
+        "quantization_calibration": str(Path(__file__)),
         "kv_cache_dtype": "int8",
         "backend": "reference",
         "kv_cache_memory_bytes": "2GiB",
@@ -41,6 +43,7 @@ def test_every_flag_is_an_argument(field: str) -> None:
     disk = {"kv_disk_path": "kv", "kv_disk_bytes": "1MiB"}
     others: dict[str, dict[str, Any]] = {
         "quantization_group_size": {"quantization": "int4"},
+        "quantization_calibration": {"quantization": "int8"},
         "kv_disk_path": disk,
         "kv_disk_bytes": disk,
         "kv_disk_min_touches": disk,

@@ -28,15 +28,12 @@ from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model, save_m
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
-    GroupedWeight,
     dequantize,
-    weight_format,
 )
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.gguf.config import gguf_model_config, held_as
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES, read_gguf
 from pagoda.checkpoints.model_config import LinearSpec, Role
-from pagoda.checkpoints.weight_formats import BlockFormat, GroupedFormat
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.ggml_blocks import linear_weight
@@ -71,11 +68,9 @@ def test_quantized_weights_are_those_of_the_package(kind: Kind, tmp_path: Path) 
     weight = _weights(path).linear(
         LinearSpec("blk.0.ffn_down", 256, 512, Role.MLP_OUT), torch.bfloat16
     )
-    assert isinstance(weight, GroupedWeight | BlockWeight)
-    held = weight_format(weight)
-    assert held == held_as(BLOCK_TYPES[kind])
-    assert isinstance(held, GroupedFormat | BlockFormat)
-    assert int(weight.codes.max()) < 2**held.bits
+    assert isinstance(weight, BlockWeight)
+    assert weight.held_as == held_as(BLOCK_TYPES[kind])
+    assert int(weight.codes.max()) < 2**weight.held_as.bits
     np.testing.assert_array_equal(dequantize(weight).numpy(), expected)
 
 

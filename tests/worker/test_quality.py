@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+import transformers
+from quantized_models import packed_format, save_quantized
 from tiny_models import make_model, save_model
 
 from pagoda.errors import ConfigError
@@ -30,6 +33,15 @@ def _config(model: Path, *texts: list[int], **changes: object) -> QualityConfig:
         prefix=[1],
         context_len=CONTEXT,
     )
+
+
+def _perplexity(oracle: transformers.PreTrainedModel, text: list[int]) -> float:
+    losses = []
+    for window in windows(text, [1], CONTEXT):
+        with torch.no_grad():
+            logits = oracle(torch.tensor([window])).logits[0].log_softmax(-1)
+        losses += [-logits[i, token].item() for i, token in enumerate(window[1:])]
+    return math.exp(sum(losses) / len(losses))
 
 
 def test_windows_begin_with_the_prefix_and_hold_the_whole_text() -> None:
@@ -79,13 +91,8 @@ def test_a_model_equals_itself_and_has_the_perplexity_of_transformers(tmp_path: 
     reports: list[tuple[int, int]] = []
     result = compare(_config(tmp_path, *texts), lambda done, total: reports.append((done, total)))
     for text, found in zip(texts, result.texts, strict=True):
-        losses = []
-        for window in windows(text, [1], CONTEXT):
-            with torch.no_grad():
-                logits = oracle(torch.tensor([window])).logits[0].log_softmax(-1)
-            losses += [-logits[i, token].item() for i, token in enumerate(window[1:])]
-        assert found.positions == len(losses) == len(text)
-        assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+        assert found.positions == len(text)
+        assert found.perplexity == pytest.approx(_perplexity(oracle, text), rel=1e-4)
         assert (found.kl_mean, found.kl_max, found.same_top_token) == (0.0, 0.0, 1.0)
     assert result.overall.positions == 102
     assert reports == [(39, 102), (78, 102), (95, 102), (102, 102)]
@@ -102,6 +109,19 @@ def test_rounding_shows_and_does_not_depend_on_how_a_text_is_cut_into_steps(
     for name, count in (("TOKENS_AT_ONCE", 7), ("ROWS_AT_ONCE", 3)):
         monkeypatch.setattr(f"pagoda.worker.quality.{name}", count)
     assert compare(config, lambda *_: None).overall == whole.overall
+
+
+def test_a_reference_has_the_numbers_that_quantized_weights_stand_for(tmp_path: Path) -> None:
+    """Inputs that are rounded where the model computes with integers are not rounded there."""
+    oracle, _ = save_quantized(tmp_path, packed_format(4, 64, symmetric=False))
+    text = _text(60)
+    config = _config(tmp_path, text)
+    reference = msgspec.structs.replace(config.reference, dequantizes=True)
+    found = compare(msgspec.structs.replace(config, reference=reference), lambda *_: None).overall
+    expected = _perplexity(oracle, text)
+    assert found.reference_perplexity == pytest.approx(expected, rel=1e-5)
+    assert found.perplexity != pytest.approx(expected, rel=1e-5)
+    assert 0 < found.kl_mean < 0.01
 
 
 def test_models_of_other_vocabularies_do_not_compare(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -33,7 +32,6 @@ from pagoda.messages.worker import (
 )
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
-from pagoda.worker.main import freeze_objects
 from pagoda.worker.pinning import part_of_cores
 
 EMBEDDED = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
@@ -78,17 +76,6 @@ class _Worker:
     def close(self) -> None:
         self.child.close()
         self._context.destroy()
-
-
-def test_what_is_loaded_is_exempt_from_garbage_collection() -> None:
-    gc.disable()
-    try:
-        freeze_objects()
-        assert gc.get_freeze_count() > 1000
-        assert gc.isenabled()
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 Start = Callable[..., _Worker]

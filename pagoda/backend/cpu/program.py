@@ -30,6 +30,7 @@ class Value:
 _TOKEN_IDS = Value(-1, 1)
 _COSINES = Value(-2, 0)
 _SINES = Value(-3, 0)
+_ROWS = Value(-4, 1)
 
 
 class _Recorder:
@@ -50,6 +51,8 @@ class _Recorder:
         """One for each of the program's."""
         self.kept: list[object] = []
         """Objects that the program has only addresses of."""
+        self.selects = False
+        """True where the result has the rows of `StepInput.rows` only."""
 
     def input(self, width: int) -> Value:
         return Value(self._program.input(width), width)
@@ -94,6 +97,14 @@ class _Recorder:
             self._note("all_reduce")
             self.kept.append(self._group)
         return x
+
+    def select_rows(self, x: Value, rows: Value) -> Value:
+        if rows != _ROWS:
+            raise ValueError("Rows are selected by those of the step only.")
+        index = self._program.select_rows(x.index)
+        self.selects = True
+        self._note("select")
+        return Value(index, x.width)
 
     def add(self, x: Value, delta: Value) -> Value:
         _expect(delta, x.width)
@@ -228,10 +239,11 @@ class CompiledForward:
         recorder = _Recorder(ops, program, group, names)
         self._hidden = None if hidden is None else recorder.input(hidden)
         no_plan = cast("AttentionMetadata", None)
-        step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden)
+        step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden, _ROWS)
         self._result = forward(recorder, step)
         self._kept = recorder.kept
         program.finish(self._result.index)
+        self._selects = recorder.selects
         self.operations: Sequence[Operation] = recorder.operations
         self._times = torch.empty(program.size, dtype=torch.int64)
 
@@ -254,7 +266,9 @@ class CompiledForward:
             raise ValueError(f"{num_tokens} tokens do not fit the plan or the rotary table.")
         token_ids = step.token_ids.contiguous()
         hidden = self._checked_hidden(step.hidden, num_tokens)
-        out = torch.empty((num_tokens, self._result.width))
+        rows = self._checked_rows(step.rows)
+        num_results = num_tokens if rows is None else len(rows)
+        out = torch.empty((num_results, self._result.width))
         self._program.run(
             num_tokens,
             step.plan.native,
@@ -262,10 +276,22 @@ class CompiledForward:
             address(hidden),
             cosines.data_ptr(),
             sines.data_ptr(),
+            address(rows),
+            0 if rows is None else num_results,
             out.data_ptr(),
             address(times),
         )
         return out
+
+    def _checked_rows(self, rows: Tensor | None) -> Tensor | None:
+        """Numbers of the wanted rows as the program reads them; None where it gives all rows."""
+        if not self._selects:
+            return None
+        if rows is None or rows.dtype != torch.int64:
+            raise ValueError(
+                "A step of a pass that selects rows needs their numbers, of torch.int64."
+            )
+        return rows.contiguous()
 
     def _checked_hidden(self, hidden: Tensor | None, num_tokens: int) -> Tensor | None:
         """Hidden states as the program reads them."""

@@ -132,6 +132,8 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         x = x.flatten(1)
+        if not len(x):
+            return x.new_empty((0, sum(map(num_rows, weight.parts))))
         products = [
             _dense_product(x, part) if isinstance(part, Tensor) else quantized_product(x, part)
             for part in weight.parts
@@ -191,7 +193,7 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
         return gate / (1 + torch.exp(-gate)) * up
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts[Linear]) -> Tensor:
-        chosen, weights = _routed(logits, experts.routing)
+        chosen, weights = routed(logits, experts.routing)
         experts.counts.add_(torch.bincount(chosen.flatten(), minlength=experts.routing.num_experts))
         total = torch.zeros(x.shape)
         for index, (gate, up, down) in enumerate(
@@ -329,7 +331,7 @@ def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Quantized:
     return part if isinstance(part, Int8Weight) else PackedGroups.of(part)
 
 
-def _routed(logits: Tensor, routing: ExpertRouting) -> tuple[Tensor, Tensor]:
+def routed(logits: Tensor, routing: ExpertRouting) -> tuple[Tensor, Tensor]:
     """Numbers of each token's experts, ascending, and their weights: two of [n, experts_per_token]."""
     # By logits: two that differ may have the same probability.
     ranked = logits.sort(dim=1, descending=True, stable=True).indices

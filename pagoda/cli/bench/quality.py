@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated
 
 import msgspec
 from cyclopts import Group, Parameter
@@ -14,21 +14,25 @@ from rich.table import Table
 
 from pagoda.checkpoints.resolve import ModelFiles, load_model_config, resolve_model
 from pagoda.cli import output
-from pagoda.cli.files import read_file, write_json
+from pagoda.cli.files import write_json
 from pagoda.cli.options import GeneralOptions
 from pagoda.devices import BackendName
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
-from pagoda.frontend.engine_options import Count, EngineOptions
+from pagoda.frontend.engine_options import (
+    Count,
+    Dtype,
+    EngineOptions,
+    GroupSize,
+    KVDtype,
+    QuantizationName,
+)
 from pagoda.frontend.model_text import load_text
-from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.frontend.text_files import Tokenized, read_text, tokenize
 from pagoda.messages.jobs import Closeness, QualityConfig, QualityResult
+from pagoda.messages.worker_config import WorkerConfig
 
 _JOB = "pagoda.worker.quality"
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-Quantization = Literal["none", "int8", "int4"]
 
 
 @Parameter(name="*", group=Group("Model", sort_key=10))
@@ -38,10 +42,12 @@ class ModelOptions:
 
     dtype: Dtype = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
-    quantization: Quantization = "none"
+    quantization: QuantizationName = "none"
     """Round dense weights as they are loaded."""
-    quantization_group_size: Literal[32, 64, 128] | None = None
+    quantization_group_size: GroupSize | None = None
     """Inputs that share a scale in int4, 32 by default."""
+    quantization_calibration: Annotated[str | None, Parameter(metavar="FILE")] = None
+    """A text by which weights are rounded; takes a minute or two."""
     kv_cache_dtype: KVDtype = "auto"
     """Number format of the KV cache; auto takes that of activations."""
     backend: BackendName = "auto"
@@ -59,10 +65,10 @@ class ReferenceOptions:
     """The model that is taken as right, and its number formats."""
 
     reference: str | None = None
-    """A model directory, GGUF file or hub id; by default MODEL itself, with the formats named here."""
+    """A model directory, GGUF file or hub id, by default MODEL; quantized weights become plain numbers."""
     reference_dtype: Dtype = "float32"
     """Number format of weights and activations of the reference."""
-    reference_quantization: Quantization = "none"
+    reference_quantization: QuantizationName = "none"
     """Round dense weights of the reference too."""
     reference_kv_cache_dtype: KVDtype = "auto"
     """Number format of the KV cache of the reference; auto takes that of activations."""
@@ -77,12 +83,6 @@ class ReferenceOptions:
             backend=self.reference_backend,
             threads=threads,
         )
-
-
-class Tokenized(NamedTuple):
-    prefix: list[int]
-    """Token ids that the tokenizer puts in front of a text."""
-    ids: list[int]
 
 
 def quality(
@@ -110,16 +110,16 @@ def quality(
     reference_files = resolve_model(model if reference.reference is None else reference.reference)
     for it in (files, reference_files):
         _check_context(it, context_len)
-    texts = [_read_text(path) for path in text]
+    texts = [read_text(path, "--text") for path in text]
     tokenized = _tokenize(files, reference_files, text, texts)
     prefix = tokenized[0].prefix
     if context_len < len(prefix) + 2:
         raise ConfigError(f"--context-len must be at least {len(prefix) + 2}, got {context_len}.")
     config = QualityConfig(
         model=options.engine_options().engine_config(files.model).worker,
-        reference=reference.engine_options(options.threads)
-        .engine_config(reference_files.model)
-        .worker,
+        reference=_exact(
+            reference.engine_options(options.threads).engine_config(reference_files.model).worker
+        ),
         texts=[it.ids[:max_tokens] for it in tokenized],
         prefix=prefix,
         context_len=context_len,
@@ -140,6 +140,11 @@ def quality(
     if output_file is not None:
         write_json(output_file, _record(files, reference_files, config, text, result))
     return 0
+
+
+def _exact(worker: WorkerConfig) -> WorkerConfig:
+    """The same with the numbers that quantized weights stand for, and inputs as they are."""
+    return msgspec.structs.replace(worker, dequantizes=True)
 
 
 def quality_table(paths: Sequence[Path], result: QualityResult) -> Table:
@@ -191,18 +196,6 @@ def _check_context(files: ModelFiles, context_len: int) -> None:
         )
 
 
-def _read_text(path: Path) -> str:
-    try:
-        text = read_file(path, "--text").decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--text: {path} is not UTF-8 text: byte {error.start} is no part of a character."
-        ) from None
-    if not text.strip():
-        raise ConfigError(f"--text: {path} holds no text.")
-    return text
-
-
 def _tokenize(
     model: ModelFiles, reference: ModelFiles, paths: Sequence[Path], texts: Sequence[str]
 ) -> list[Tokenized]:
@@ -213,7 +206,7 @@ def _tokenize(
     ]
     result = []
     for path, text in zip(paths, texts, strict=True):
-        tokenized, *others = [_tokens(tokenizer, text) for tokenizer in tokenizers]
+        tokenized, *others = [tokenize(tokenizer, text) for tokenizer in tokenizers]
         if any(other.ids != tokenized.ids for other in others):
             raise ConfigError(
                 f"{model.served_name} and {reference.served_name} make different tokens of {path}; only models of "
@@ -223,11 +216,3 @@ def _tokenize(
             raise ConfigError(f"--text: {path} has one token; at least two are needed.")
         result.append(tokenized)
     return result
-
-
-def _tokens(tokenizer: Tokenizer, text: str) -> Tokenized:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    around = tokenizer.encode(text, add_special_tokens=True)
-    return Tokenized(
-        around[: max(0, len(around) - len(ids))] if around[-len(ids) :] == ids else [], ids
-    )

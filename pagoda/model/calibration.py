@@ -1,0 +1,286 @@
+"""Rounding of a whole model by the inputs that its maps have on a text.
+
+The windows of the text go through the model once, all together. A map is read and rounded when its inputs arrive,
+and is computed with what it became, so that the maps behind it see the inputs that they will have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Generic, cast
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import (
+    UNNAMED,
+    Backend,
+    Compiled,
+    Experts,
+    ForwardPass,
+    LinearT,
+    MetadataT,
+    TokenBatch,
+)
+from pagoda.backend.host import DirectForward
+from pagoda.backend.operation import WeightNames
+from pagoda.backend.reference.backend import routed
+from pagoda.backend.weights import DenseWeight, LinearWeight
+from pagoda.checkpoints.model_config import LinearSpec, ModelConfig
+from pagoda.errors import ConfigError
+from pagoda.model.decoder import Decoder
+from pagoda.model.gptq import (
+    Grid,
+    InputProducts,
+    Rounded,
+    RoundedT,
+    dequantized,
+    grid_of,
+    round_by_outputs,
+    with_codes,
+)
+from pagoda.model.loader import WeightLoader
+from pagoda.model.sharding import whole
+from pagoda.model.weights import WeightSource
+from pagoda.telemetry.tracer import Tracer
+
+LEAST_EXPERT_TOKENS = 256
+"""An expert that gets fewer tokens of the text is rounded by all tokens that reach its layer."""
+_BLOCK_SIZE = 16
+"""Tokens of a block of the KV cache."""
+
+ReadValues = Callable[[LinearSpec], Tensor]
+"""Gives the numbers [out, in] of a linear layer."""
+RoundToGrids = Callable[[LinearSpec, Tensor, Tensor], RoundedT]
+"""Rounds numbers [out, in] to grids of their own, weighing inputs by their mean squares [in]."""
+OnRounded = Callable[[LinearSpec, RoundedT], None]
+"""Takes each linear layer that was rounded."""
+
+
+@dataclass(frozen=True)
+class CalibratedWeights:
+    """Weights that were rounded by a text; all others are as `others` has them, rounded without one."""
+
+    others: WeightSource
+    rounded: Mapping[str, LinearWeight]
+    """Weights by the names of their layers."""
+    round_other: Callable[[LinearSpec, LinearWeight], LinearWeight]
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        self.others.read_into(name, out)
+
+    def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
+        rounded = self.rounded.get(linear.name)
+        if rounded is not None:
+            return rounded
+        return self.round_other(linear, self.others.linear(linear, dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class _Unread:
+    """Linear layers of the same inputs, which are read and rounded when their inputs are known."""
+
+    linears: tuple[LinearSpec, ...]
+    bias: Tensor | None
+
+
+def calibrate(
+    config: ModelConfig,
+    source: WeightSource,
+    backend: Backend[Any, Any],
+    dtype: torch.dtype,
+    windows: Sequence[Sequence[int]],
+    *,
+    read: ReadValues,
+    rounds: Callable[[LinearSpec], bool],
+    round_to_grids: RoundToGrids[RoundedT],
+    on_rounded: OnRounded[RoundedT],
+) -> None:
+    """Rounds the linear layers of a whole model, but for head and embedding table.
+
+    `source` gives norms and biases, `read` linear layers. The model computes in `dtype`. Layers stay dense that
+    `rounds` says no to.
+
+    Raises ConfigError: the windows have tokens that the model lacks, or activations are not finite.
+    """
+    vocab_size = config.vocab_size
+    if max(map(max, windows)) >= vocab_size:
+        raise ConfigError(
+            f"the calibration text has tokens beyond the model's vocabulary of {vocab_size}."
+        )
+    batch = _as_batch(windows)
+    rounding = _RoundingBackend(backend, dtype, read, rounds, round_to_grids, on_rounded)
+    loader = WeightLoader(
+        whole(config),
+        cast("Backend[_Unread, Any]", rounding),
+        _Placeholders(source, rounding),
+        None,
+        dtype,
+        Tracer("calibrate"),
+        lambda _: None,
+    )
+    # Every layer writes the keys and values of all tokens before it reads them, so one cache does for all.
+    cache = backend.allocate_kv_cache(
+        int(batch.block_tables.max()) + 1, _BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype
+    )
+    Decoder(loader, rounding, [cache] * config.num_layers).forward(batch, None)
+
+
+def _as_batch(windows: Sequence[Sequence[int]]) -> TokenBatch:
+    """All windows in one step, each from an empty context."""
+    lens = torch.tensor([len(window) for window in windows])
+    blocks = -(-lens // _BLOCK_SIZE)
+    first_blocks = blocks.cumsum(0) - blocks
+    return TokenBatch(
+        token_ids=torch.tensor([token for window in windows for token in window]),
+        positions=torch.cat([torch.arange(int(n)) for n in lens]),
+        sequence_ids=torch.arange(len(windows)).repeat_interleave(lens),
+        query_lens=lens,
+        context_lens=lens,
+        block_tables=(first_blocks[:, None] + torch.arange(int(blocks.max()))).clamp_(
+            max=int(blocks.sum()) - 1
+        ),
+    )
+
+
+class _Placeholders:
+    """A source whose linear layers have a shape only; the backend learns their names."""
+
+    def __init__(self, source: WeightSource, rounding: _RoundingBackend[Any, Any, Any]) -> None:
+        self._source = source
+        self._rounding = rounding
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        self._source.read_into(name, out)
+
+    def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
+        shape = (linear.outputs, linear.inputs)
+        weight = DenseWeight(torch.empty(shape, dtype=dtype, device="meta"))
+        self._rounding.linears[id(weight)] = linear
+        return weight
+
+
+class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
+    """A backend that rounds a linear layer when it first computes with it."""
+
+    def __init__(
+        self,
+        inner: Backend[LinearT, MetadataT],
+        dtype: torch.dtype,
+        read: ReadValues,
+        rounds: Callable[[LinearSpec], bool],
+        round_to_grids: RoundToGrids[RoundedT],
+        on_rounded: OnRounded[RoundedT],
+    ) -> None:
+        self._inner = inner
+        self._dtype = dtype
+        self._read = read
+        self._rounds = rounds
+        self._round_to_grids = round_to_grids
+        self._on_rounded = on_rounded
+        self.linears: dict[int, LinearSpec] = {}
+        """Linear layers by the identities of their placeholders."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def prepare_linear(
+        self,
+        parts: Sequence[LinearWeight],
+        bias: Tensor | None,
+        dtype: torch.dtype,  # noqa: ARG002 - that of the placeholders
+    ) -> _Unread:
+        return _Unread(tuple(self.linears.pop(id(part)) for part in parts), bias)
+
+    def compile(
+        self,
+        forward: ForwardPass[_Unread, MetadataT],
+        hidden: int | None = None,  # noqa: ARG002 - the pass starts from tokens
+        names: WeightNames = UNNAMED,
+    ) -> Compiled[MetadataT]:
+        return DirectForward(cast("Backend[_Unread, MetadataT]", self), forward, names)
+
+    def embedding(
+        self,
+        token_ids: Tensor,
+        weight: _Unread,
+        first_id: int = 0,  # noqa: ARG002 - the table is whole
+        vocab_size: int | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        return self._read(weight.linears[0])[token_ids].float()
+
+    def linear(self, x: Tensor, weight: _Unread) -> Tensor:
+        x = x.flatten(1)
+        return self._inner.linear(x, self._rounded(weight, x))
+
+    def gated_linear(self, x: Tensor, weight: _Unread) -> Tensor:
+        return self._inner.gated_linear(x, self._rounded(weight, x))
+
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts[_Unread]) -> Tensor:
+        chosen, shares = routed(logits, experts.routing)
+        total = torch.zeros_like(x)
+        for index, (gate, up, down) in enumerate(
+            zip(experts.gate, experts.up, experts.down, strict=True)
+        ):
+            tokens, places = (chosen == index).nonzero(as_tuple=True)
+            own = x[tokens] if len(tokens) >= LEAST_EXPERT_TOKENS else x
+            inner = self.gated_linear(own, _Unread(gate.linears + up.linears, None))
+            out = self.linear(inner, down)
+            if own is x:
+                out = out[tokens]
+            total[tokens] += out * shares[tokens, places, None]
+        return total
+
+    def _rounded(self, weight: _Unread, x: Tensor) -> LinearT:
+        """The map as it is after rounding, prepared; its inputs are x [n, in]."""
+        parts = [self._read(linear) for linear in weight.linears]
+        if all(map(self._rounds, weight.linears)):
+            products = self._products(x)
+            if not bool(products.isfinite().all()):
+                raise ConfigError(
+                    f"the inputs of {weight.linears[0].name} are not finite on the calibration text; "
+                    "take another --dtype."
+                )
+            parts = self._rounded_parts(weight.linears, parts, InputProducts.of(products))
+        dense = [DenseWeight(part.to(self._dtype)) for part in parts]
+        return self._inner.prepare_linear(dense, weight.bias, self._dtype)
+
+    def _products(self, x: Tensor) -> Tensor:
+        """Mean products [in, in] of elements of rows x [n, in]."""
+        columns = x.t().contiguous()
+        weight = DenseWeight(columns.to(self._dtype))
+        prepared = self._inner.prepare_linear([weight], None, self._dtype)
+        return self._inner.linear(columns, prepared).div_(len(x))
+
+    def _rounded_parts(
+        self, linears: Sequence[LinearSpec], values: Sequence[Tensor], inputs: InputProducts
+    ) -> list[Tensor]:
+        """Numbers [out, in] of layers after rounding; those with grids of one shape are rounded together."""
+        rounded = [
+            (linear, own, self._round_to_grids(linear, own, inputs.mean_squares))
+            for linear, own in zip(linears, values, strict=True)
+        ]
+        parts = []
+        for (_, lowest, highest), run in groupby(rounded, lambda it: _shape_of_grid(it[2])):
+            alike = [*run]
+            grids = [grid_of(it) for _, _, it in alike]
+            joined = Grid(
+                torch.cat([grid.steps for grid in grids]),
+                torch.cat([grid.bases for grid in grids]),
+                lowest,
+                highest,
+            )
+            codes = round_by_outputs(torch.cat([own for _, own, _ in alike]), joined, inputs)
+            sizes = [len(own) for _, own, _ in alike]
+            for (linear, _, it), its in zip(alike, torch.split(codes, sizes), strict=True):
+                self._on_rounded(linear, with_codes(it, its))
+            parts.append(dequantized(joined, codes))
+        return parts
+
+
+def _shape_of_grid(rounded: Rounded) -> tuple[int, int, int]:
+    """Groups, lowest and highest code."""
+    grid = grid_of(rounded)
+    return grid.steps.shape[1], grid.lowest, grid.highest
