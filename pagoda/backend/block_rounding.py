@@ -24,8 +24,8 @@ def quantize_blocks(
 ) -> BlockWeight:
     """Codes of a weight [out, in] in blocks of whole rows: a group's lowest and highest become the extreme codes.
 
-    In 8 bits minima are rounded down and scales up, so that no weight is beyond the extreme codes. With fewer, and the
-    `importance` [in] of inputs, scales and minima are searched for that have the least sum of squared errors,
+    In 8 bits minima are rounded down and scales up, so that no weight is beyond the extreme codes. With fewer, and
+    the `importance` [in] of inputs, scales and minima are searched for that have the least sum of squared errors,
     weighed by it.
 
     Block scales are not finite where weights are not.
