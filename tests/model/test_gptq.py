@@ -27,7 +27,7 @@ KINDS: dict[str, Callable[[Tensor], Rounded]] = {
     "int8 with zero points": lambda values: quantize_int8(values, symmetric=False),
     "int4": lambda values: quantize_int4(values, 32),
     "blocks": lambda values: quantize_blocks(
-        values, BlockFormat(4, 32, INPUTS, integer_scales=True, minima=True)
+        values, BlockFormat(4, 32, INPUTS, integer_scales=True, minima=True, whole_rows=True)
     ),
     "w8a16": lambda values: round_symmetric(values, 8, 32, torch.float16),
     "w4a16": lambda values: round_asymmetric(values, 4, 32, torch.float16),
