@@ -8,8 +8,9 @@ inputs are shrunk towards zero (Ledoit and Wolf 2004): those of a text are large
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,6 +82,17 @@ def with_codes(rounded: RoundedT, codes: Tensor) -> RoundedT:
     if isinstance(rounded, Int8Weight):
         return replace(rounded, values=codes.to(rounded.values.dtype))
     return replace(rounded, codes=codes.to(rounded.codes.dtype))
+
+
+def one_above_the_other(parts: Sequence[RoundedT]) -> RoundedT:
+    """Weights of the same inputs and one kind, as one."""
+    first = parts[0]
+    tensors: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name, value in vars(first).items()
+        if isinstance(value, Tensor)
+    }
+    return replace(first, **tensors)
 
 
 def dequantized(grid: Grid, codes: Tensor) -> Tensor:
