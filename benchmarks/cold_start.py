@@ -47,6 +47,7 @@ def main(model: Path, *, starts: int = 3, streams: int = 16, num_kv_blocks: int 
 def _measure(model: Path, starts: int, streams: int, num_kv_blocks: int) -> Iterator[Figure]:
     command = f"python -m benchmarks.cold_start {model}"
     arguments = [str(model), "--max-model-len", "2048", "--num-kv-blocks", str(num_kv_blocks)]
+    arguments += ["--log-level", "warning"]
     _drop(model)
     rate = _read(model)
     yield Figure("disk", f"{rate / 1e6:,.0f} MB/s", "-", command)

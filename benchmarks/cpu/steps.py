@@ -79,7 +79,7 @@ def main(
     seconds = statistics.median(steps.prefill(slot) for slot in range(16))
     console.print(
         f"prompt of {_PROMPT}: {seconds * 1e3:.1f} ms, {_PROMPT / seconds:.0f} tokens/s, "
-        f"{_PROMPT * cost.flops_per_token / seconds / limits.flops:.0%} of the arithmetic"
+        f"{cost.prompt_flops / seconds / limits.flops:.0%} of the arithmetic"
     )
     for count in (1, 4, 16):
         seconds = statistics.median(steps.decode(count) for _ in range(_DECODE_STEPS))
@@ -112,8 +112,14 @@ class _Cost:
             2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
         )
         dense = weight_traffic(shape, dtype).num_bytes // itemsize
-        # The head is for the last token of a prompt only.
-        self.flops_per_token = 2 * (dense - shape.vocab_size * shape.hidden_size)
+        # Only the last token of a prompt goes through the head and what is behind the last layer's attention.
+        last = shape.num_layers - 1
+        behind = [shape.attention_linears(last).out]
+        if shape.expert_linears(last) is None:
+            mlp = shape.mlp_linears(last)
+            behind += [mlp.gate, mlp.up, mlp.down]
+        spared = shape.vocab_size * shape.hidden_size + sum(e.outputs * e.inputs for e in behind)
+        self.prompt_flops = 2 * (_PROMPT * (dense - spared) + spared)
 
 
 class _Steps:
