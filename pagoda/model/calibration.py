@@ -299,7 +299,7 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
 
 @contextlib.contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as torch uses; each computes its operations alone, as this one does meanwhile."""
+    """Threads, as many as torch uses; each computes its operations alone, as this one does meanwhile."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
