@@ -6,7 +6,9 @@ and is computed with what it became, so that the maps behind it see the inputs t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Generic, cast
@@ -38,6 +40,7 @@ from pagoda.model.gptq import (
     RoundedT,
     dequantized,
     grid_of,
+    one_above_the_other,
     round_by_outputs,
     with_codes,
 )
@@ -48,6 +51,8 @@ from pagoda.telemetry.tracer import Tracer
 
 LEAST_EXPERT_TOKENS = 256
 """An expert that gets fewer tokens of the text is rounded by all tokens that reach its layer."""
+_OUTPUTS_AT_ONCE = 256
+"""Outputs of a layer whose grids a thread looks for at a time."""
 _BLOCK_SIZE = 16
 """Tokens of a block of the KV cache."""
 
@@ -258,10 +263,11 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
         self, linears: Sequence[LinearSpec], values: Sequence[Tensor], inputs: InputProducts
     ) -> list[Tensor]:
         """Numbers [out, in] of layers after rounding; those with grids of one shape are rounded together."""
-        rounded = [
-            (linear, own, self._round_to_grids(linear, own, inputs.mean_squares))
-            for linear, own in zip(linears, values, strict=True)
-        ]
+        with _threads() as pool:
+            rounded = [
+                (linear, own, self._round_in_pieces(pool, linear, own, inputs.mean_squares))
+                for linear, own in zip(linears, values, strict=True)
+            ]
         parts = []
         for (_, lowest, highest), run in groupby(rounded, lambda it: _shape_of_grid(it[2])):
             alike = [*run]
@@ -278,6 +284,29 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
                 self._on_rounded(linear, with_codes(it, its))
             parts.append(dequantized(joined, codes))
         return parts
+
+    def _round_in_pieces(
+        self, pool: ThreadPoolExecutor, linear: LinearSpec, values: Tensor, mean_squares: Tensor
+    ) -> RoundedT:
+        """The layer rounded to grids, some of its outputs by each thread."""
+
+        def round_piece(piece: Tensor) -> RoundedT:
+            return self._round_to_grids(linear, piece, mean_squares)
+
+        pieces = pool.map(round_piece, torch.split(values, _OUTPUTS_AT_ONCE))
+        return one_above_the_other([*pieces])
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads, as many as torch uses; each computes its operations alone, as this one does meanwhile."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(count)
 
 
 def _shape_of_grid(rounded: Rounded) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from pagoda.model.gptq import (
     Rounded,
     dequantized,
     grid_of,
+    one_above_the_other,
     round_by_outputs,
     with_codes,
 )
@@ -82,6 +83,14 @@ def test_a_grid_with_its_codes_is_the_weight(kind: str) -> None:
     again = with_codes(rounded, _codes(rounded).float())
     assert _codes(again).dtype == _codes(rounded).dtype
     assert torch.equal(_codes(again), _codes(rounded))
+
+
+@kinds
+def test_pieces_one_above_the_other_are_the_weight(kind: str) -> None:
+    whole = KINDS[kind](_weights())
+    joined = one_above_the_other([KINDS[kind](piece) for piece in _weights().split(16)])
+    assert torch.equal(_values(joined), _values(whole))
+    assert joined.scales.dtype == whole.scales.dtype
 
 
 @kinds
