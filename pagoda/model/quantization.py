@@ -80,14 +80,19 @@ class QuantizationOnLoad:
         backend: Backend[Any, Any],
         importance: Tensor | None = None,
     ) -> LinearWeight:
-        """The weight of a part of a linear layer, quantized by the backend.
+        """A linear layer's weight [outputs of the part, all inputs], quantized by the backend.
+
+        Its format is that of the whole layer, unless the inputs of the part can only be held in another.
 
         `importance` [in] weighs the squared errors of the weights of each input, where scales are searched for.
 
         Raises ConfigError: it holds numbers that are not finite or too large."""
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{linear.name} is quantized already.")
-        held_as = format_of_part(linear, self.format_of(linear), part.inputs)
+        held_as = self.format_of(linear)
+        of_part = format_of_part(linear, held_as, part.inputs)
+        if type(of_part) is not type(held_as):
+            held_as = of_part
         if isinstance(held_as, DenseFormat):
             return weight
         quantized: Int8Weight | GroupedWeight | BlockWeight

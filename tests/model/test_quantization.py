@@ -18,6 +18,7 @@ from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
     GroupedWeight,
+    Int8Weight,
     LinearWeight,
     dequantize,
     weight_format,
@@ -26,7 +27,7 @@ from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import GROUP_SIZES, BlockFormat, Int8Format
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad, quantization_on_load
-from pagoda.model.sharding import Part, format_of_part
+from pagoda.model.sharding import Part, format_of_part, take_part
 
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -198,6 +199,18 @@ def test_sensitive_maps_of_int8_have_groups_of_64(role: Role) -> None:
         _spec(8, 192, role), quantization.format_of(_spec(8, 192, role)), range(96)
     )
     assert part == Int8Format(zero_points=True)
+
+
+def test_a_part_that_cuts_groups_has_the_codes_of_whole_rows_in_int8() -> None:
+    ops, linear = ReferenceBackend(), _spec(8, 192, Role.MLP_OUT)
+    values = torch.randn(8, 192, generator=torch.Generator().manual_seed(4))
+    own = Part(range(8), range(96, 192))
+    weight = QuantizationOnLoad(None).quantize(linear, own, DenseWeight(values), ops)
+    taken = take_part(linear, weight, own, torch.float32)
+    whole = quantize_int8(values, symmetric=False)
+    assert isinstance(taken, Int8Weight)
+    assert torch.equal(taken.values, whole.values[:, 96:])
+    assert torch.equal(taken.scales, whole.scales)
 
 
 def _whole_rows(bits: int, group_size: int, inputs: int) -> BlockFormat:

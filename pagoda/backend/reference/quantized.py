@@ -203,14 +203,14 @@ def _block_product(rounded: Tensor, scales: Tensor, weight: BlockWeight) -> Tens
 def _whole_product(rounded: Tensor, scales: Tensor, weight: BlockWeight) -> Tensor:
     """Product of integers [n, in] with scales [n, 1] and blocks of whole rows; groups are added up in order."""
     codes, minima = weight.codes.double(), weight.group_minima()
-    assert minima is not None
     weight_scales, size = weight.group_scales(), weight.held_as.group_size
     total = torch.zeros(len(rounded), len(codes))
     for group in range(weight_scales.shape[1]):
         inputs = slice(group * size, (group + 1) * size)
         integers = rounded[:, inputs].double()
         total += (integers @ codes[:, inputs].t()).float() * weight_scales[:, group]
-        total += integers.sum(-1, keepdim=True).float() * minima[:, group]
+        if minima is not None:
+            total += integers.sum(-1, keepdim=True).float() * minima[:, group]
     return total * scales
 
 
