@@ -7,6 +7,13 @@
 
 namespace {
 
+// Rows of a register tile of 8-bit codes: sums of integers and of floats, and codes, have to fit.
+#if defined(__AVX512VNNI__)
+constexpr int kWholeRows = 5;
+#else
+constexpr int kWholeRows = kGroupedRows;
+#endif
+
 // What wide quads of some rows add to sums of a panel's columns, [Rows][Cols] for each of the groups from `first` on whose
 // bit of `wide` is set: `weights` are the panel's codes in 8 bits from the first of these groups on. Apart from the loops
 // that it would take registers from.
@@ -237,7 +244,7 @@ void whole_pieces(const QuantizedFormat& format, const uint8_t* panel, char* row
                   const void* next, float* c) {
     Piece piece;
     for (int64_t i = 0; i < n * kPanel; ++i) c[i] = 0.0f;
-    const int64_t tiles = (n + kGroupedRows - 1) / kGroupedRows, all = format.units();
+    const int64_t tiles = (n + kWholeRows - 1) / kWholeRows, all = format.units();
     const int64_t group_bytes = format.panel_bytes() / format.groups, lines = (group_bytes + 63) / 64;
     for (int64_t first = 0; first < all; first += kPieceUnits) {
         const int units = static_cast<int>(all - first < kPieceUnits ? all - first : kPieceUnits);
@@ -253,7 +260,7 @@ void whole_pieces(const QuantizedFormat& format, const uint8_t* panel, char* row
                 ahead = {static_cast<const char*>(next) + group * group_bytes, lines * tile / tiles,
                          lines * (tile + 1) / tiles, group_bytes};
             }
-            with_count<kGroupedRows>(count, [&](auto known) {
+            with_count<kWholeRows>(count, [&](auto known) {
                 constexpr int some = decltype(known)::value;
                 const uint32_t wide = wide_groups<some>(format, row, row_bytes, group, groups);
                 for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {

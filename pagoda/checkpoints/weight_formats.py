@@ -111,7 +111,7 @@ def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFo
     """Returns the format of the inputs `part` of a map of `num_inputs` held as `held_as`; None if there is none.
 
     Where groups are cut they become smaller ones of the same scale. Ordered groups, over which a rank's inputs lie
-    scattered, become plain numbers; groups of 8 bits in whole rows become one.
+    scattered, become plain numbers.
     """
     if len(part) == num_inputs:
         return held_as
@@ -128,11 +128,11 @@ def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFo
     return None
 
 
-def _part_of_blocks(held_as: BlockFormat, part: range) -> BlockFormat | Int8Format | None:
+def _part_of_blocks(held_as: BlockFormat, part: range) -> BlockFormat | None:
     if held_as.whole_rows:
-        if part.start % held_as.group_size == part.stop % held_as.group_size == 0:
-            return replace(held_as, block_size=len(part))
-        return Int8Format(zero_points=True) if held_as.bits == 8 else None
+        size = held_as.group_size
+        fits = part.start % size == part.stop % size == 0
+        return replace(held_as, block_size=len(part)) if fits else None
     if not held_as.integer_scales:
         size = held_as.block_size
         return held_as if part.start % size == part.stop % size == 0 else None

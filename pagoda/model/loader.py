@@ -120,7 +120,7 @@ class WeightLoader(Generic[LinearT]):
             # Outputs are rounded whole, so that ranks which share their inputs have the codes of one alone.
             rows = Part(part.outputs, range(linear.inputs))
             weight = take_part(linear, weight, rows, self.dtype)
-            weight = self._quantization.quantize(linear, part, weight, self.backend)
+            weight = self._quantization.quantize(linear, rows, weight, self.backend)
             part = Part(range(len(part.outputs)), part.inputs)
         return take_part(linear, weight, part, self.dtype)
 

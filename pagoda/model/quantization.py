@@ -1,8 +1,8 @@
 """Dense weights are quantized as they are read, one linear layer after the other.
 
-int8 has a scale and a zero point for each output. Heads, embedding tables and the last maps of MLPs, from whose
-rounding a model suffers most, have a scale and a minimum for each group of 64 inputs, in integers of 8 bits, where
-such groups divide the inputs. int4 has them for each group of 32 inputs, and codes of 5 bits in heads and tables.
+int8 has a scale and a zero point for each output. Heads and embedding tables, from whose rounding a model suffers
+most, have a scale and a minimum for each group of 64 inputs, in integers of 8 bits, where such groups divide the
+inputs. int4 has them for each group of 32 inputs, and codes of 5 bits in heads and tables.
 Larger groups of int4 have a float16 scale and no minimum, and leave heads and tables in int8. Routers of experts,
 small as they are, stay dense.
 """
@@ -82,17 +82,12 @@ class QuantizationOnLoad:
     ) -> LinearWeight:
         """A linear layer's weight [outputs of the part, all inputs], quantized by the backend.
 
-        Its format is that of the whole layer, unless the inputs of the part can only be held in another.
-
         `importance` [in] weighs the squared errors of the weights of each input, where scales are searched for.
 
         Raises ConfigError: it holds numbers that are not finite or too large."""
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{linear.name} is quantized already.")
-        held_as = self.format_of(linear)
-        of_part = format_of_part(linear, held_as, part.inputs)
-        if type(of_part) is not type(held_as):
-            held_as = of_part
+        held_as = format_of_part(linear, self.format_of(linear), part.inputs)
         if isinstance(held_as, DenseFormat):
             return weight
         quantized: Int8Weight | GroupedWeight | BlockWeight
@@ -114,7 +109,7 @@ class QuantizationOnLoad:
 
 
 def _int8_format(linear: LinearSpec) -> WeightFormat:
-    if linear.role in (*_TABLES, Role.MLP_OUT) and linear.inputs % _INT8_GROUP_SIZE == 0:
+    if linear.role in _TABLES and linear.inputs % _INT8_GROUP_SIZE == 0:
         return _whole_rows(8, _INT8_GROUP_SIZE, linear.inputs)
     return Int8Format(zero_points=True)
 
