@@ -23,13 +23,16 @@ NUM_STREAMS = 16
 async def test_a_trace_survives_the_death_of_a_worker_and_of_an_engine(
     plain_url: str, tmp_path: Path
 ) -> None:
-    requests = bodies(NUM_STREAMS, 120)
+    requests = bodies(NUM_STREAMS, 300)
 
     async def kill(received: Callable[[], int]) -> None:
         for module in ("pagoda.worker.main", "pagoda.engine.main"):
             await until_more(received, 6 * NUM_STREAMS)
+            (worker,) = children(server.pid, "pagoda.worker.main")
+            await until_written(tmp_path, worker, "prepare")
             (victim,) = children(server.pid, module)
-            await until_written(tmp_path, victim)
+            if victim != worker:
+                await until_written(tmp_path, victim, "recovering")
             os.kill(victim, signal.SIGKILL)
         await until_more(received, 2 * NUM_STREAMS)
 
@@ -72,11 +75,10 @@ async def test_a_trace_survives_the_death_of_a_worker_and_of_an_engine(
         assert phases_of(successor, name)[:2] == ["queued", "prefill"]
 
 
-async def until_written(directory: Path, pid: int) -> None:
-    """Waits until the process has written what it knows of a step."""
-    names = {"prepare", "step"}
+async def until_written(directory: Path, pid: int, event: str) -> None:
+    """Waits until the process has written an event of this name."""
     while not any(
-        it.header.pid == pid and any(e["name"] in names for e in it.events)
+        it.header.pid == pid and any(e["name"] == event for e in it.events)
         for it in read_fragments(directory)
     ):
         await asyncio.sleep(0.05)

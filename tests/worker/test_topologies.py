@@ -209,7 +209,7 @@ def test_ranks_answer_as_one_alone(name: str, backend: str, saved: Save) -> None
     )
     for other in others:
         apart = differences(one, other)
-        assert apart.mean() < (0.01 if name == "int4-on-load" else 0.04)
+        assert apart.mean() < 0.04
         assert apart.max() < 0.2
 
 
