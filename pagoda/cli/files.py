@@ -9,16 +9,9 @@ from typing import TypeVar
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.files import read_file
 
 T = TypeVar("T")
-
-
-def read_file(path: Path, flag: str) -> bytes:
-    """Raises ConfigError if the file cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}.") from error
 
 
 def write_file(path: Path, data: bytes, flag: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from cyclopts import App, ArgumentCollection, CycloptsError, Group
 from cyclopts.config import Dict, Env
 
-from pagoda.cli.files import read_file
 from pagoda.errors import ConfigError, EngineDeadError, PagodaError
+from pagoda.files import read_file
 from pagoda.version import __version__
 
 EXIT_FAILED = 1

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.errors import ConfigError
+from pagoda.files import read_file
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.tokenizer import Tokenizer
 
@@ -27,9 +28,7 @@ class Tokenized(NamedTuple):
 def read_text(path: Path, flag: str) -> str:
     """Raises ConfigError: the file cannot be read, or holds no UTF-8 text."""
     try:
-        text = path.read_bytes().decode()
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}.") from error
+        text = read_file(path, flag).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{flag}: {path} is not UTF-8 text: byte {error.start} is no part of a character."

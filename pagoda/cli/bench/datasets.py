@@ -13,8 +13,9 @@ from typing import Literal
 
 import msgspec
 
-from pagoda.cli.files import read_file, read_jsonl
+from pagoda.cli.files import read_jsonl
 from pagoda.errors import ConfigError
+from pagoda.files import read_file
 
 Endpoint = Literal["completions", "chat"]
 
