@@ -223,7 +223,8 @@ PAGODA_INLINE float lowest_but(const vec (&x)[kLaneVectors], int others) {
     return lowest;
 }
 
-// The step that makes 127 of what narrow codes stay within, and keeps the codes of all within bounds: see rounded_rows in pagoda/backend/reference/quantized.py.
+// The step that makes 127 of what narrow codes stay within, and keeps the codes of all within bounds: see rounded_rows
+// in pagoda/backend/reference/quantized.py.
 PAGODA_INLINE float wide_step(const vec (&highest)[kLaneVectors], int64_t n) {
     const float share = static_cast<float>((n + kLanes - 1) / kLanes) / pagoda::kLargestSum;
     vec folded[kLaneVectors], top = zero();

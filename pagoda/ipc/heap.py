@@ -7,7 +7,7 @@ import gc
 
 
 def settle_heap() -> None:
-    """Exempts all objects that are there from garbage collection, and gives freed memory back to the system.
+    """Exempts all objects that are there from garbage collection, which it turns on, and gives freed memory back.
 
     A full collection of what was loaded would take longer than many steps. The heap has gaps where weights lay on
     their way through it, hundreds of megabytes, which the C library (glibc) returns only when asked.
