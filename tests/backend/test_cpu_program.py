@@ -39,6 +39,8 @@ class _Layer:
     ops: CpuBackend
     kind: str
     cache: KVCache
+    selects: bool = False
+    """True for a model's last layer: behind attention, only wanted rows go on."""
 
     def __post_init__(self) -> None:
         ops, kind, width = self.ops, self.kind, HEADS * HEAD_DIM
@@ -62,33 +64,11 @@ class _Layer:
             qkv, self.cache, step.plan, step.rotary_table, self.head_norms
         )
         attended = ops.attention(queries, self.cache, step.plan, scale=0.2, window=None)
+        if self.selects and step.rows is not None:
+            attended, x = ops.select_rows(attended, step.rows), ops.select_rows(x, step.rows)
         x, h = ops.add_rms_norm(x, ops.linear(attended, self.out), self.norm, 1e-6)
         mixed = ops.linear(ops.gated_linear(h, self.gate_up), self.down)
         return ops.add_rms_norm(x, mixed, self.norm, 1e-6)[1]
-
-
-@dataclasses.dataclass
-class _LastLayer:
-    """The same layer as a model's last one: behind attention, only wanted rows go on."""
-
-    layer: _Layer
-
-    def __call__(
-        self,
-        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
-        step: StepInput[ValueT, AttentionMetadata],
-    ) -> ValueT:
-        assert step.rows is not None
-        layer = self.layer
-        x = ops.embedding(step.token_ids, layer.embedding)
-        qkv = ops.linear(ops.rms_norm(x, layer.norm, 1e-6), layer.qkv)
-        cache, table = layer.cache, step.rotary_table
-        queries = ops.rotate_and_cache(qkv, cache, step.plan, table, layer.head_norms)
-        attended = ops.attention(queries, cache, step.plan, scale=0.2, window=None)
-        attended, x = ops.select_rows(attended, step.rows), ops.select_rows(x, step.rows)
-        x, h = ops.add_rms_norm(x, ops.linear(attended, layer.out), layer.norm, 1e-6)
-        mixed = ops.linear(ops.gated_linear(h, layer.gate_up), layer.down)
-        return ops.add_rms_norm(x, mixed, layer.norm, 1e-6)[1]
 
 
 @dataclasses.dataclass
@@ -167,7 +147,7 @@ def test_only_wanted_rows_go_on(
     """In any order, and maybe none; with the bits that they have among all rows."""
     torch.set_num_threads(num_threads)
     layer = _layer(name, kind, DTYPE)
-    selecting = _LastLayer(layer)
+    selecting = dataclasses.replace(layer, selects=True)
     compiled = layer.ops.compile(selecting)
     assert [each.kind for each in compiled.operations].count("select") == 2
     step = _step(layer.ops, layer.cache, lengths, [i % VOCAB for i in range(sum(lengths))])
@@ -182,7 +162,7 @@ def test_only_wanted_rows_go_on(
 
 def test_rows_must_be_of_the_step() -> None:
     layer = _layer(SETS[-1], "dense", DTYPE)
-    compiled = layer.ops.compile(_LastLayer(layer))
+    compiled = layer.ops.compile(dataclasses.replace(layer, selects=True))
     step = _step(layer.ops, layer.cache, [3], [1, 2, 3])
     with pytest.raises(ValueError, match="needs their numbers"):
         compiled(step)
