@@ -9,7 +9,7 @@ from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.model.quantization import quantization_on_load
-from pagoda.model.sharding import Part
+from pagoda.model.sharding import whole_part
 
 
 def held_weight(
@@ -22,4 +22,4 @@ def held_weight(
     if on_load is None:
         return dense
     linear = LinearSpec("mlp", outputs, inputs, Role.MLP_IN)
-    return on_load.quantize(linear, Part(range(outputs), range(inputs)), dense, ops)
+    return on_load.quantize(linear, whole_part(linear), dense, ops)
