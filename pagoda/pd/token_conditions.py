@@ -1,7 +1,8 @@
 """Conditions of a first token: what two engines must have in common for one to take over what the other sampled.
 
-Proxies send two requests for one answer, and some change the first one: `min_tokens: 1` for the prefill server alone
-holds back the token that would have ended an empty answer. Such a token is no sample of the answer that was asked for.
+Proxies send two requests for one answer, and some change the first one: `min_tokens: 1` for the prefill server
+alone holds back the token that would have ended an empty answer. Such a token is no sample of the answer that was
+asked for.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def token_conditions(
 ) -> bytes:
     """A digest of all that shapes the distribution of the token at index `num_output_tokens` of an answer.
 
-    Equal where the next token may be taken over. The seed is left out: where the client gave none, both servers have
-    drawn one, and a sample under either is right. Parameters of later tokens and of text are left out, too.
+    Equal where the next token may be taken over. The seed is left out: where the client gave none, both servers
+    have drawn one, and a sample under either is right. Parameters of later tokens and of text are left out, too.
     """
     holds_back = num_output_tokens < sampling.min_tokens
     shaping = msgspec.structs.replace(
