@@ -158,6 +158,10 @@ class EngineCore:
         """Takes a request. One that returns after a restart is never refused for want of room."""
         if self.parts is None:
             return RequestRefused(request.request_id, retry_after_s=1)
+        if request.grammar is not None:
+            return RequestRefused(
+                request.request_id, error="grammars for answers are not supported yet."
+            )
         scheduler = self.parts.scheduler
         room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
         is_full = len(scheduler.requests) >= room and not request.returns

@@ -251,7 +251,7 @@ class EngineProcess:
         if isinstance(answer, RequestRefused):
             wire_id = request.wire_id or request.request_id
             self._routes.remove(frontend, wire_id)
-            self._send(frontend, RequestRefused(wire_id, answer.retry_after_s))
+            self._send(frontend, msgspec.structs.replace(answer, request_id=wire_id))
             return
         self._send_chunks(answer)
 

@@ -320,7 +320,8 @@ class HostServer:
                 self._send(router, RequestRefused(wire_id, error.retry_after_s))
             except InvalidRequestError as error:
                 record.ending = str(FinishReason.ERROR), str(error)
-                self._put(router, TokenChunk(wire_id, [], FinishReason.ERROR, error=str(error)))
+                self._flush()  # a request that has moved may have chunks on the way
+                self._send(router, RequestRefused(wire_id, error=str(error)))
             except EngineDeadError:
                 pass  # this host ends; when it has hung up, the request goes on elsewhere
             except Exception:

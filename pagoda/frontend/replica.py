@@ -312,12 +312,10 @@ class Replica:
                 answer = self._queries.get(message.query_id or PROBE)
                 if answer is not None and not answer.done():
                     answer.set_result(report)
-            case RequestRefused(wire_id, retry_after_s):
-                stream = self._forget(wire_id)
+            case RequestRefused():
+                stream = self._forget(message.request_id)
                 if stream is not None:
-                    stream.fail(
-                        OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
-                    )
+                    stream.fail(_refusal(message))
             case PrefixCacheUpdate():
                 for listener in list(self._cache_listeners):
                     listener(message)
@@ -433,3 +431,9 @@ class Replica:
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(EngineLostError(reason))
+
+
+def _refusal(message: RequestRefused) -> PagodaError:
+    if message.error:
+        return InvalidRequestError(message.error)
+    return OverloadedError("The waiting queue is full.", retry_after_s=message.retry_after_s)

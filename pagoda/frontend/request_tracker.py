@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pagoda.errors import EngineDeadError, OverloadedError
+from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 
 REFUSED = "refused"
@@ -198,7 +198,7 @@ class RequestTracker:
         except OverloadedError as refusal:
             record.ending = REFUSED, str(refusal)
             raise
-        except EngineDeadError as death:
+        except (EngineDeadError, InvalidRequestError) as death:
             record.ending = str(FinishReason.ERROR), str(death)
             raise
         finally:

@@ -27,6 +27,7 @@ from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
+    Grammar,
     KVSource,
     TokenChunk,
     TokenLogprobs,
@@ -178,13 +179,14 @@ class TextGenerator:
         session: str | None = None,
         holds_kv: bool = False,
         kv_source: KVSource | None = None,
+        grammar: Grammar | None = None,
         client_request: ClientRequest | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
         `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
         `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
-        with the same `session` may be served by one replica. `holds_kv` and `kv_source` are as in
+        with the same `session` may be served by one replica. `holds_kv`, `kv_source` and `grammar` are as in
         `GenerateRequest`. Without a `client_request` one is made here. Token ids are not copied: the caller must
         not change them.
 
@@ -217,6 +219,7 @@ class TextGenerator:
                     session=session,
                     holds_kv=holds_kv,
                     kv_source=kv_source,
+                    grammar=grammar,
                 ),
                 sampling=sampling,
                 prompt=text,

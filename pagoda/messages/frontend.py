@@ -6,6 +6,7 @@ Routers and hosts speak the same messages.
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -14,7 +15,7 @@ from pagoda.messages.sampling_params import SamplingParams, TokenId
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -41,6 +42,13 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Tensor-parallel size of that engine, for proxies that ask. Its workers say what each of them has."""
     block_ids: tuple[int, ...] = ()
     """Full blocks of the prompt, once it is computed; for proxies that pass such a list on."""
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """Language of an answer, in a dialect of llguidance: every token that is sampled stays within it."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
 
 
 class GenerateRequest(
@@ -73,6 +81,8 @@ class GenerateRequest(
     traceparent: str | None = None
     """Parent span, as `tracestate` in the form of https://www.w3.org/TR/trace-context/."""
     tracestate: str | None = None
+    grammar: Grammar | None = None
+    """Language that the answer is held to. The engine compiles it, and refuses one that is wrong or too large."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 
@@ -224,10 +234,12 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The waiting queue is full; the request was not taken."""
+    """The request was not taken: the waiting queue is full, or the request can never run."""
 
     request_id: str
-    retry_after_s: int
+    retry_after_s: int = 0
+    error: str = ""
+    """Fault of a request that can never run, in one sentence; empty if the queue is full."""
 
 
 FrontendMessage = (

@@ -102,6 +102,15 @@ async def test_a_second_request_of_an_id_is_refused_and_the_first_one_goes_on() 
 
 
 @virtual
+async def test_a_request_that_can_never_run_is_the_clients_error() -> None:
+    peer = Peer()
+    stream = peer.replica.generate(request("r"))
+    peer.replica.receive(RequestRefused("1", error="the grammar is wrong."))
+    with pytest.raises(InvalidRequestError, match="the grammar is wrong"):
+        await anext(stream)
+
+
+@virtual
 async def test_chunks_of_an_earlier_request_are_not_mistaken_for_those_of_one_with_its_id() -> None:
     peer = Peer()
     first = peer.replica.generate(request("r"))
