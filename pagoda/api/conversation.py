@@ -24,7 +24,7 @@ class MessageReader:
 
     def __init__(self, parser: OutputParser, *, is_single_call: bool) -> None:
         self.finish_reason: str | None = None
-        """As OpenAI spells it: also `tool_calls`."""
+        """Reason in the words of OpenAI, `tool_calls` among them; None while the answer grows."""
         self.is_complete = False
         """The message has all that it may have, even if the engine goes on."""
         self._parser = parser

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks for answers: all that a generation needs to know of an HTTP request, or of what stands for one."""
+    """Client of a generation: what a generation needs to know of an HTTP request, or of what stands for one."""
 
     service: Service
     client_request: ClientRequest
