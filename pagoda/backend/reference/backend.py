@@ -27,6 +27,7 @@ from pagoda.backend.base import (
     TokenBatch,
 )
 from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
+from pagoda.backend.low_rank import LowRank, LowRankMaps, LowRankPart
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.quantized import (
     PackedBlocks,
@@ -184,8 +185,48 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
         left, right = x.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
-    def gated_linear(self, x: Tensor, weight: Linear) -> Tensor:
-        return self.silu_and_mul(self.linear(x, weight))
+    def set_low_rank(
+        self, maps: LowRankMaps, adapter: int, parts: Sequence[LowRank | None]
+    ) -> None:
+        maps.check(parts)
+        maps.parts[adapter] = tuple(
+            None
+            if part is None
+            else LowRankPart(
+                len(part.down),
+                part.scale,
+                part.down.to(maps.dtype, copy=True),
+                part.up.to(maps.dtype, copy=True),
+            )
+            for part in parts
+        )
+
+    def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
+        maps.parts.pop(adapter, None)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, maps: LowRankMaps, adapters: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for adapter, parts in maps.parts.items():
+            (rows,) = (adapters == adapter).nonzero(as_tuple=True)
+            first = 0
+            for part, outputs in zip(parts, maps.outputs, strict=True):
+                if part is not None and len(rows):
+                    narrow = _dense_product(x[rows], part.down) * part.scale
+                    out[rows, first : first + outputs] += _dense_product(narrow, part.up)
+                first += outputs
+        return out
+
+    def gated_linear(
+        self,
+        x: Tensor,
+        weight: Linear,
+        maps: LowRankMaps | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        both = self.linear(x, weight)
+        if maps is not None and adapters is not None:
+            both = self.add_low_rank(both, x, maps, adapters)
+        return self.silu_and_mul(both)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
