@@ -164,9 +164,7 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
         Rows that it does not have are zeros, so that those of all ranks add up to the table's.
         Raises IndexError: a token id is not from 0 to `vocab_size - 1`."""
 
-    def add_low_rank(
-        self, out: ValueT, x: ValueT, maps: LowRankMaps, adapters: ValueT
-    ) -> ValueT:
+    def add_low_rank(self, out: ValueT, x: ValueT, maps: LowRankMaps, adapters: ValueT) -> ValueT:
         """`out` [n, out] plus what each row's adapter makes of x [n, ...]; `out` is not used after.
 
         Rows whose number in `adapters` [n] is below 0, or has no maps here, stay as they are. For maps in bfloat16,

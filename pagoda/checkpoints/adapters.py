@@ -149,7 +149,9 @@ def _read_config(directory: Path) -> Fields:
             fields.refuse(name, "is not supported; it must be absent or empty")
     initial = values.get("init_lora_weights")
     if initial is not None and initial not in _INITIAL:
-        fields.refuse("init_lora_weights", "changes the weights of the model itself, so it must be true")
+        fields.refuse(
+            "init_lora_weights", "changes the weights of the model itself, so it must be true"
+        )
     return fields
 
 
@@ -225,9 +227,7 @@ def _adapted(
     return AdaptedLinear(names["A"], names["B"], rank)
 
 
-def _check_targets(
-    fields: Fields, config: ModelConfig, known: Mapping[str, LinearSpec]
-) -> None:
+def _check_targets(fields: Fields, config: ModelConfig, known: Mapping[str, LinearSpec]) -> None:
     """Raises ConfigError: target_modules names what the model lacks or Pagoda does not adapt."""
     for target in _targets(fields):
         if any(_is_target(name, target) for name in known):

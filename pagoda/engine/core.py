@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from pagoda.engine.adapters import EngineAdapters
 from pagoda.engine.assembly import EngineParts, build_parts
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.kv_transfers import TiersBuilder
@@ -16,6 +17,7 @@ from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import KVEvent
 from pagoda.kv.tiers import build_tiers
+from pagoda.messages.adapters import AdapterLoaded
 from pagoda.messages.frontend import (
     EngineReady,
     GenerateRequest,
@@ -111,6 +113,7 @@ class EngineCore:
         self._follows_cache = False
         self.steps = StepRecorder(clock)
         self._restarts = WorkerRestarts(clock)
+        self.adapters = EngineAdapters(config.worker.adapters, executor)
         self.is_worker_ready = False
         """False while the first worker starts, and while a lost one is being replaced."""
         self._was_worker_ready = True
@@ -162,6 +165,8 @@ class EngineCore:
             return RequestRefused(
                 request.request_id, error="grammars for answers are not supported yet."
             )
+        if request.adapter and not self.adapters.has(request.adapter):
+            return RequestRefused(request.request_id, error="the adapter is not loaded here.")
         scheduler = self.parts.scheduler
         room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
         is_full = len(scheduler.requests) >= room and not request.returns
@@ -193,6 +198,8 @@ class EngineCore:
                         self.parts.scheduler.hooks.transfer_ended(event)
                 case WorkerReady():
                     self._on_worker_ready(event)
+                case AdapterLoaded():
+                    self.adapters.on_loaded(event)
                 case TraceStopped():
                     self.tracing.on_workers_stopped(event)
                 case WorkerLost():
@@ -207,6 +214,7 @@ class EngineCore:
 
     def _step_scheduler(self, scheduler: Scheduler) -> list[TokenChunk]:
         chunks = scheduler.hooks.step()
+        self.adapters.step(scheduler.requests)
         if self.is_worker_ready:
             self._submit_plans(scheduler)
         self._submit_transfers(scheduler)
@@ -288,6 +296,9 @@ class EngineCore:
         for chunk in chunks:
             _log.error("is given up: %s", chunk.error, extra={"request_id": chunk.request_id})
         return chunks
+
+    def unload_adapter(self, digest: str) -> None:
+        self.adapters.unload(digest, self.parts.scheduler.requests if self.parts else {})
 
     def start_trace(self, order: StartTrace) -> None:
         """Traces from now on, with all workers."""

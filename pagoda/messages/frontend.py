@@ -10,12 +10,13 @@ from typing import Literal
 
 import msgspec
 
+from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams, TokenId
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -83,6 +84,8 @@ class GenerateRequest(
     tracestate: str | None = None
     grammar: Grammar | None = None
     """Language that the answer is held to. The engine compiles it, and refuses one that is wrong or too large."""
+    adapter: str = ""
+    """Digest of the adapter that answers (`Adapter.digest`); empty for the model alone."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 
@@ -253,6 +256,8 @@ FrontendMessage = (
     | Shutdown
     | StartTrace
     | StopTrace
+    | LoadAdapter
+    | UnloadAdapter
 )
 EngineMessage = (
     EngineReady
@@ -263,4 +268,5 @@ EngineMessage = (
     | PrefixCacheUpdate
     | StepStatistics
     | TraceStopped
+    | AdapterLoaded
 )

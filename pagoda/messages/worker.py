@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -95,6 +96,8 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     request_id: str = ""
+    adapter: str = ""
+    """Digest of the request's adapter, which is loaded; empty for none."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
@@ -139,7 +142,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 
-WorkerOrder = StepPlan | StartTrace | StopTrace | ClockPong
+WorkerOrder = StepPlan | StartTrace | StopTrace | ClockPong | LoadAdapter | UnloadAdapter
 """Messages from an engine to a worker that knows its peers."""
 
 
@@ -153,6 +156,7 @@ WorkerMessage = (
     | WorkerReady
     | WorkerFailed
     | StepResult
+    | AdapterLoaded
     | ClockPing
     | TraceStopped
 )
