@@ -66,7 +66,7 @@ def configure_logging(
     logging.getLogger("pagoda").setLevel(name.upper())
     # No line tells of these, and looking them up costs more than the line ("Optimization" in Python's HOWTO).
     logging.logThreads = logging.logMultiprocessing = False
-    logging._srcfile = None  # type: ignore[attr-defined]
+    logging._srcfile = None
 
 
 class _TextLines(logging.Formatter):
