@@ -16,6 +16,7 @@ from pagoda.api.live_stats import live_answers
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventStream, event
 from pagoda.frontend.registry import HostReport
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.version import __version__
 
@@ -42,12 +43,20 @@ async def version(context: RequestContext) -> web.StreamResponse:
 
 
 async def models(context: RequestContext) -> web.StreamResponse:
-    return context.json({"object": "list", "data": [_model(context)]})
+    adapters = context.service.ready_generator().adapters
+    data = [_model(context), *(_adapter(context, adapter) for adapter in adapters)]
+    return context.json({"object": "list", "data": data})
 
 
 async def model(context: RequestContext) -> web.StreamResponse:
     context.service.check_model(context.path_argument)
-    return context.json(_model(context))
+    adapter = context.service.ready_generator().adapters.find(context.path_argument)
+    return context.json(_model(context) if adapter is None else _adapter(context, adapter))
+
+
+def _adapter(context: RequestContext, adapter: Adapter) -> dict[str, Any]:
+    model = _model(context)
+    return {**model, "id": adapter.name, "root": adapter.path, "parent": model["id"]}
 
 
 def _model(context: RequestContext) -> dict[str, Any]:
@@ -59,6 +68,7 @@ def _model(context: RequestContext) -> dict[str, Any]:
         "created": context.service.created,
         "owned_by": "pagoda",
         "root": name,
+        "parent": None,
         "max_model_len": limits.max_model_len,
     }
 

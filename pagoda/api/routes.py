@@ -5,6 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.adapters import (
+    LoadLoraAdapter,
+    UnloadLoraAdapter,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
 from pagoda.api.metrics import metrics
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
@@ -21,6 +27,20 @@ _models = Route(info.models, "The models that are served.")
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
+)
+_load_adapter = Route(
+    load_lora_adapter,
+    "Loads an adapter.",
+    LoadLoraAdapter,
+    content_type="text/plain",
+    statuses=(403, 404),
+)
+_unload_adapter = Route(
+    unload_lora_adapter,
+    "Unloads an adapter.",
+    UnloadLoraAdapter,
+    content_type="text/plain",
+    statuses=(403, 404),
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
 
@@ -59,6 +79,8 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/load_lora_adapter": {"POST": _load_adapter},
+    "/v1/unload_lora_adapter": {"POST": _unload_adapter},
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},

@@ -167,8 +167,8 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
     def add_low_rank(self, out: ValueT, x: ValueT, maps: LowRankMaps, adapters: ValueT) -> ValueT:
         """`out` [n, out] plus what each row's adapter makes of x [n, ...]; `out` is not used after.
 
-        Rows whose number in `adapters` [n] is below 0, or has no maps here, stay as they are. For maps in bfloat16,
-        x and the scaled product of the first matrix are rounded to bfloat16.
+        Rows whose number in `adapters` [n] is below 0, or has no maps here, stay as they are. With maps in
+        bfloat16, x and the scaled product of the first matrix are rounded to bfloat16.
         """
 
     def all_reduce(self, x: ValueT) -> ValueT:

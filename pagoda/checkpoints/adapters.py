@@ -1,7 +1,7 @@
 """Adapters as PEFT stores them: a directory with adapter_config.json and adapter_model.safetensors (LoRA).
 
 Everything is checked by the configuration and by the header of the weights, before any weight is read: what an
-adapter asks for is done or refused by name. Without torch, so that a server refuses a bad adapter before it starts.
+adapter asks for is done or refused by name. No torch is needed: a server refuses a bad adapter before it starts.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class AdapterFiles:
 def read_adapter(directory: Path, config: ModelConfig, *, max_rank: int) -> AdapterFiles:
     """The adapter in a directory, if it fits the model of `config`.
 
-    Raises ConfigError: a file is missing or damaged, the adapter is for another model, its rank is above `max_rank`,
-    or it needs what Pagoda does not compute.
+    Raises ConfigError: a file is missing or damaged, the adapter is for another model, its rank is above
+    `max_rank`, or it needs what Pagoda does not compute.
     """
     fields = _read_config(directory)
     rank = fields.positive("r")

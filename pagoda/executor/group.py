@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 import zmq
 
-from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
+from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
 from pagoda.ipc.clock import Clock

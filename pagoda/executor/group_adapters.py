@@ -10,7 +10,7 @@ from pagoda.messages.adapters import Adapter, AdapterLoaded
 class GroupAdapters:
     """Joins the answers of all ranks: an adapter is loaded when it is on every rank.
 
-    Workers that start load all adapters that are there or on the way; workers that are lost take no load with them.
+    Workers that start load all adapters that are there or on the way; a loss of workers ends no load.
     """
 
     def __init__(self, adapters: Sequence[Adapter], num_ranks: int) -> None:

@@ -31,9 +31,9 @@ class AdaptedLayer:
 class Adapters:
     """Adapters of one rank's layers, each known by a number of its own.
 
-    Of a layer whose outputs are split among ranks, a rank holds the first matrix whole and its outputs of the second;
-    of one whose inputs are split, its inputs of the first and the second whole, so that the sum over ranks that the
-    layer needs anyway completes what the adapter adds.
+    Of a layer whose outputs are split among ranks, a rank holds the first matrix whole and its outputs of the
+    second; of one whose inputs are split, its inputs of the first and the second whole, so that the sum over ranks
+    that the layer needs anyway completes what the adapter adds.
     """
 
     def __init__(self, shard: Shard, backend: Backend[Any, Any], dtype: torch.dtype) -> None:

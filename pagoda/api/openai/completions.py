@@ -40,7 +40,7 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
         add_special_tokens=body.add_special_tokens is not False,
         clamp_max_tokens=not is_bounded,
     )
-    model = caller.service.config.served_model_name
+    model = caller.service.name_of(generator)
     envelope = Envelope(body, generation, model=model, id_prefix="cmpl", kind="text_completion")
     indices = range(len(generation.requests))
     answers = [_CompletionAnswer(envelope, generation, index, body) for index in indices]

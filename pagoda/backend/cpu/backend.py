@@ -307,7 +307,9 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
     ) -> None:
         maps.check(parts)
         packed = tuple(
-            part and packed_low_rank(part, maps.dtype, self._native.LOW_RANK_BLOCK)
+            None
+            if part is None
+            else packed_low_rank(part, maps.dtype, self._native.LOW_RANK_BLOCK)
             for part in parts
         )
         self.native_maps(maps).set(

@@ -52,6 +52,8 @@ from pagoda.parallel.collectives import Collectives
 
 ROWS = 16
 """Rows of a matrix product; fewer waste less on a single sequence, more waste less on many."""
+OUTPUTS = 32
+"""Outputs of an adapter's matrices are a multiple of this."""
 KEYS = 128
 """Cached tokens of one attention tile; a multiple of every block size."""
 WIDENED_OUTPUTS = 16384
@@ -195,8 +197,8 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
             else LowRankPart(
                 len(part.down),
                 part.scale,
-                part.down.to(maps.dtype, copy=True),
-                part.up.to(maps.dtype, copy=True),
+                _padded(part.down.to(maps.dtype), 0),
+                _padded(part.up.to(maps.dtype), -len(part.down) % OUTPUTS),
             )
             for part in parts
         )
@@ -212,7 +214,7 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
             for part, outputs in zip(parts, maps.outputs, strict=True):
                 if part is not None and len(rows):
                     narrow = _dense_product(x[rows], part.down) * part.scale
-                    out[rows, first : first + outputs] += _dense_product(narrow, part.up)
+                    out[rows, first : first + outputs] += _dense_product(narrow, part.up)[:, :outputs]
                 first += outputs
         return out
 
@@ -362,6 +364,11 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
             tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, window)
         out = tiles.view(-1, head_dim).index_select(0, plan.rows)
         return out.view_as(queries)
+
+
+def _padded(matrix: Tensor, more_inputs: int) -> Tensor:
+    """A narrow matrix with outputs and inputs of zeros: of one that has few, libraries take rows another way."""
+    return F.pad(matrix, (0, more_inputs, 0, -len(matrix) % OUTPUTS))
 
 
 def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Quantized:
