@@ -14,11 +14,18 @@ constexpr int kBlockVectors = kLowRankBlock / kWidth;
 constexpr int kDownSums = kWidth == 16 ? 4 : 2;
 constexpr int kDownRows = kWidth == 16 ? 6 : 2;
 constexpr int kUpRows = kWidth == 16 ? kTileRows : 4;
+// Weights are read once by a few rows: bytes ahead of which memory is asked for them. An adapter's lie in one piece.
+constexpr int64_t kAhead = 2048;
+
+PAGODA_INLINE void fetch_weights(const void* weights) {
+    _mm_prefetch(static_cast<const char*>(weights) + kAhead, _MM_HINT_T0);
+}
 
 // Adds the products of the i-th element of inputs, a pair of them in bf16, with a block of outputs.
 template <int Rows>
 PAGODA_INLINE void add_products(const float* block, const float* x, int64_t stride, int64_t i,
                                 vec (&sums)[Rows][kBlockVectors]) {
+    fetch_weights(block + i * kLowRankBlock);
 #pragma GCC unroll 2
     for (int j = 0; j < kBlockVectors; ++j) {
         const vec weights = load(block + i * kLowRankBlock + j * kWidth);
@@ -32,6 +39,7 @@ PAGODA_INLINE void add_products(const float* block, const float* x, int64_t stri
 template <int Rows>
 PAGODA_INLINE void add_products(const bf16* block, const PackedBf16* x, int64_t stride, int64_t i,
                                 vec (&sums)[Rows][kBlockVectors]) {
+    fetch_weights(block + i * 2 * kLowRankBlock);
     const __m512i weights = _mm512_loadu_si512(block + i * 2 * kLowRankBlock);
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
@@ -46,6 +54,7 @@ PAGODA_INLINE void add_products(const bf16* block, const PackedBf16* x, int64_t 
 template <int Rows>
 PAGODA_INLINE void add_products(const bf16* block, const PackedBf16* x, int64_t stride, int64_t i,
                                 vec (&sums)[Rows][kBlockVectors]) {
+    fetch_weights(block + i * 2 * kLowRankBlock);
 #pragma GCC unroll 2
     for (int j = 0; j < kBlockVectors; ++j) {
         const bf16* pairs = block + (i * kLowRankBlock + j * kWidth) * 2;

@@ -88,6 +88,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._known_maps: WeakKeyDictionary[LowRankMaps, _native.LowRankMaps] = WeakKeyDictionary()
         self.panel_outputs = self._native.PANEL_OUTPUTS
         """Outputs of a panel of packed weights."""
+        self._adapter_memory: dict[int, WeightMemory] = {}
         self._memory = WeightMemory(self._native.advise_large_pages)
 
     def advise(self, *cached: Tensor) -> None:
@@ -306,10 +307,14 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self, maps: LowRankMaps, adapter: int, parts: Sequence[LowRank | None]
     ) -> None:
         maps.check(parts)
+        # Memory of its own, which is gone with the adapter.
+        memory = self._adapter_memory.setdefault(
+            adapter, WeightMemory(self._native.advise_large_pages)
+        )
         packed = tuple(
             None
             if part is None
-            else packed_low_rank(part, maps.dtype, self._native.LOW_RANK_BLOCK)
+            else packed_low_rank(part, maps.dtype, self._native.LOW_RANK_BLOCK, memory)
             for part in parts
         )
         self.native_maps(maps).set(
@@ -325,6 +330,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
         self.native_maps(maps).remove(adapter)
+        self._adapter_memory.pop(adapter, None)
         maps.parts.pop(adapter, None)
 
     def add_low_rank(self, out: Tensor, x: Tensor, maps: LowRankMaps, adapters: Tensor) -> Tensor:

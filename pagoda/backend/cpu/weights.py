@@ -70,7 +70,9 @@ class AttentionMetadata:
     head_dim: int
 
 
-def packed_low_rank(part: LowRank, dtype: torch.dtype, block: int) -> LowRankPart:
+def packed_low_rank(
+    part: LowRank, dtype: torch.dtype, block: int, memory: WeightMemory
+) -> LowRankPart:
     """The matrices in blocks of outputs; see csrc/low_rank.h."""
 
     def packed(matrix: Tensor) -> Tensor:
@@ -79,7 +81,8 @@ def packed_low_rank(part: LowRank, dtype: torch.dtype, block: int) -> LowRankPar
         padding = (0, -inputs % side_by_side, 0, -outputs % block)
         padded = torch.nn.functional.pad(matrix.to(dtype), padding)
         blocks = padded.view(-1, block, padded.shape[1] // side_by_side, side_by_side)
-        return blocks.transpose(1, 2).contiguous()
+        packed = memory.take(blocks.nbytes).view(dtype).view(blocks.transpose(1, 2).shape)
+        return packed.copy_(blocks.transpose(1, 2))
 
     return LowRankPart(len(part.down), part.scale, packed(part.down), packed(part.up))
 
