@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +13,56 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from pagoda.checkpoints.model_config import ModelConfig
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def save_adapter(
-    model: nn.Module,
+    model: nn.Module, directory: Path, *, targets: Sequence[str] = ALL, **options: Any
+) -> Path:
+    """Adapts all linear layers of a transformers model whose names end with one of `targets`."""
+    linears = {
+        name: (layer.weight.shape, float(layer.weight.detach().float().std()))
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and name.endswith(tuple(targets))
+    }
+    return _save(linears, directory, targets=targets, **options)
+
+
+def save_adapter_of(
+    config: ModelConfig, directory: Path, *, targets: Sequence[str] = ALL, **options: Any
+) -> Path:
+    """The same for the model of a config.json, whose weights are about `1 / sqrt(inputs)`."""
+    linears = {
+        linear.name: (torch.Size((linear.outputs, linear.inputs)), linear.inputs**-0.5)
+        for layer in range(config.num_layers)
+        for linear in (*config.attention_linears(layer), *config.mlp_linears(layer))
+        if linear.name.endswith(tuple(targets))
+    }
+    return _save(linears, directory, targets=targets, **options)
+
+
+def _save(
+    linears: Mapping[str, tuple[torch.Size, float]],
     directory: Path,
     *,
+    targets: Sequence[str],
     rank: int = 8,
     seed: int = 0,
-    targets: Sequence[str] = ALL,
     dtype: torch.dtype = torch.float32,
     size: float = 0.7,
     **fields: Any,
 ) -> Path:
-    """Adapts all linear layers of a transformers model whose names end with one of `targets`.
-
-    `fields` are other values in adapter_config.json. What the adapter adds is about `size` times as large as a
-    weight.
-    """
+    """`fields` are other values in adapter_config.json. What is added is about `size` times a weight."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name.endswith(tuple(targets)):
-            outputs, inputs = layer.weight.shape
-            std = float(layer.weight.detach().float().std())
-            down = torch.randn((rank, inputs), generator=generator)
-            up = torch.randn((outputs, rank), generator=generator) * size * std * rank**-0.5
-            tensors[f"base_model.model.{name}.lora_A.weight"] = down.to(dtype)
-            tensors[f"base_model.model.{name}.lora_B.weight"] = up.to(dtype)
+    for name, ((outputs, inputs), std) in linears.items():
+        down = torch.randn((rank, inputs), generator=generator)
+        up = torch.randn((outputs, rank), generator=generator) * size * std * rank**-0.5
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down.to(dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up.to(dtype)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

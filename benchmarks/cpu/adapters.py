@@ -1,7 +1,7 @@
 """What adapters cost: steps of one token for each of 16 requests, without and with adapters of theirs, in turn.
 
-`python -m benchmarks.cpu.adapters [--model llama-3.2-1b] [--quantization int8] [--adapters 8] [--rank 16]`. All
-seven linear layers of each layer are adapted; request `i` has adapter `i % adapters`. Figures are medians of rounds
+`python -m benchmarks.cpu.adapters [--model llama-3.2-1b] [--quantization int8] [--adapters 8] [--rank 16]`. Seven
+linear layers of each layer are adapted; request `i` has adapter `i % adapters`. Figures are medians of rounds
 in each of which both kinds of steps are taken; a step ends with greedy sampling.
 """
 

@@ -214,7 +214,9 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
             for part, outputs in zip(parts, maps.outputs, strict=True):
                 if part is not None and len(rows):
                     narrow = _dense_product(x[rows], part.down) * part.scale
-                    out[rows, first : first + outputs] += _dense_product(narrow, part.up)[:, :outputs]
+                    out[rows, first : first + outputs] += _dense_product(narrow, part.up)[
+                        :, :outputs
+                    ]
                 first += outputs
         return out
 

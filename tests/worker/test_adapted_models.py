@@ -52,13 +52,17 @@ def _adapted(directory: Path, family: str, targets: tuple[str, ...] = ALL, **siz
         save_adapter(model, directory / "one", rank=8, seed=1, targets=targets),
         save_adapter(model, directory / "two", rank=20, seed=2, targets=("q_proj", "v_proj")),
         save_adapter(
-            model, directory / "three", rank=3, seed=3, targets=targets, lora_alpha=7, use_rslora=True
+            model,
+            directory / "three",
+            rank=3,
+            seed=3,
+            targets=targets,
+            lora_alpha=7,
+            use_rslora=True,
         ),
     ]
     known = tuple(map(_adapter, adapters))
-    models = {"": model} | {
-        adapter.digest: merged(model, Path(adapter.path)) for adapter in known
-    }
+    models = {"": model} | {adapter.digest: merged(model, Path(adapter.path)) for adapter in known}
     rng = random.Random(5)
     prompts = [[rng.randrange(320) for _ in range(rng.randint(1, 60))] for _ in range(2)]
     requests, expected = [], []
