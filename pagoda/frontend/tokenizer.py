@@ -91,6 +91,11 @@ class Tokenizer:
             return bytes([piece]) if isinstance(piece, int) else piece.encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
 
+    def spec(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
