@@ -14,6 +14,7 @@ engine in this process are read as they are when the transfer ends; of one in an
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from itertools import count as count_from
@@ -167,7 +168,11 @@ class SimExecutor:
         """Executes plans in order, until one awaits its masks."""
         while self._plans and self.worker.has_masks_for(self._plans[0][1]):
             done, plan, cost = self._plans.popleft()
-            self._foresee(max(done, self._clock.now()), self.worker.execute(plan, cost))
+            now = self._clock.now()
+            if done < now:  # the masks came late
+                late = ((max(at, now) if it == plan.step else at, it) for at, it in self._steps)
+                self._steps = deque(late)
+            self._foresee(max(done, now), self.worker.execute(plan, cost))
 
     def submit_transfers(self, message: Transfers) -> None:
         self._forget_executed_steps()
@@ -205,7 +210,10 @@ class SimExecutor:
         heapq.heappush(self._events, (instant, next(self._order), event))
 
     def _forget_executed_steps(self) -> None:
-        while self._steps and self._steps[0][0] <= self._clock.now():
+        waiting = self._plans[0][1].step if self._plans else math.inf
+        while (
+            self._steps and self._steps[0][0] <= self._clock.now() and self._steps[0][1] < waiting
+        ):
             _, self._executed_step = self._steps.popleft()
             self.worker.step_done(self._executed_step)
 

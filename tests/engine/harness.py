@@ -193,8 +193,10 @@ class Harness:
         answer = self.core.add(request)
         assert isinstance(answer, list)
         self.record(answer)
-        if steps:
-            self.step()
+        if steps or request.grammar is not None:  # which is compiled at once, and then taken
+            chunks = self.step()
+            if request.grammar is not None:
+                answer += [it for it in chunks if it.request_id == request.request_id]
         return answer
 
     def step(self) -> list[TokenChunk]:

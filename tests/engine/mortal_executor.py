@@ -121,5 +121,5 @@ def random_request(rng: random.Random, index: int, max_model_len: int) -> Genera
         eos_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1, 2]))),
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "salt"]),
-        grammar=None if poison or rng.random() < 0.6 else rng.choice(GRAMMARS),
+        grammar=None if poison or index % 3 else GRAMMARS[index // 3 % len(GRAMMARS)],
     )
