@@ -89,6 +89,8 @@ class EngineOptions:
     """The most tokens in one step."""
     max_num_waiting: Count = 4096
     """The most requests that wait; more are refused with status 429."""
+    max_logprobs: Annotated[int, Parameter(validator=Number(gte=-1))] = DEFAULT_MAX_LOGPROBS
+    """The most likely tokens that a request may ask for at each position; -1 allows the whole vocabulary."""
     block_size: Count | None = None
     """Tokens in a block of the KV cache; by default what the backend prefers."""
     num_kv_blocks: Annotated[
