@@ -37,6 +37,7 @@ from pagoda.pd.connector import Arrived, Failed, RemoteKV
 from pagoda.pd.exporter import KVExporter, Unwanted
 from pagoda.pd.links import HandoffLinks
 from pagoda.pd.messages import KVPrefilled
+from pagoda.pd.token_conditions import token_conditions
 from pagoda.pd.transfer_tokens import TransferTokens
 
 TiersBuilder = Callable[..., TieredKVConnector | None]
@@ -131,7 +132,10 @@ class KVTransferHooks(KVHooks):
             return None
         key = self._kv.sequence_key(request.table, request.token_ids)
         num_cached_tokens = request.num_cached_tokens or 0
-        return self.exporter.finish(transfer_id, key, token_id, logprobs, num_cached_tokens)
+        conditions = _conditions(request)
+        return self.exporter.finish(
+            transfer_id, key, token_id, conditions, logprobs, num_cached_tokens
+        )
 
     def on_preempted(self, request: Request) -> None:
         """Lets go of held KV: two requests that hold each other's room for others would wait for ever."""
@@ -296,14 +300,16 @@ class KVTransferHooks(KVHooks):
     def _apply_first_token(self, request: Request, token: KVPrefilled) -> list[TokenChunk]:
         """Appends the token behind a request's prompt as if it had been sampled here.
 
-        The token is ignored if the request has got further, is being computed and will sample it, or asks for
-        log-probabilities that the other engine did not send.
+        The token is ignored if the request has got further, is being computed and will sample it, asks for
+        log-probabilities that the other engine did not send, or would have been sampled under other conditions.
         """
         if request.slot is not None or request.num_pending_samples:
             return []
         if request.transfer_id is not None:  # the engine that fetches from here wants the KV, too
             return []
         if self._kv.sequence_key(request.table, request.token_ids) != token.key:
+            return []
+        if token.conditions != _conditions(request):
             return []
         num_top, logprobs = request.sampling.logprobs, token.logprobs
         if num_top is None:
@@ -385,6 +391,10 @@ class KVTransferHooks(KVHooks):
         if self.exporter is not None:
             self.exporter.close()
         self.tiers.close()
+
+
+def _conditions(request: Request) -> bytes:
+    return token_conditions(request.sampling, request.end_token_ids, request.num_output_tokens)
 
 
 def attach_hooks(

@@ -121,6 +121,7 @@ class KVExporter:
         transfer_id: str,
         key: bytes,
         token_id: int,
+        conditions: bytes,
         logprobs: TokenLogprobs | None = None,
         num_cached_tokens: int = 0,
     ) -> KVSource | None:
@@ -133,7 +134,13 @@ class KVExporter:
             return None
         self._ends[transfer_id] = self._clock.now() + self._lease_s
         lease.prefilled = messages.KVPrefilled(
-            transfer_id, key, lease.num_blocks, token_id, logprobs, num_cached_tokens
+            transfer_id,
+            key,
+            lease.num_blocks,
+            token_id,
+            conditions,
+            logprobs,
+            num_cached_tokens,
         )
         if lease.asker is None:
             self._reclaimable[transfer_id] = None

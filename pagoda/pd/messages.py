@@ -23,7 +23,7 @@ from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -95,6 +95,8 @@ class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):
     """Key of all tokens before the first token (`KVManager.sequence_key`)."""
     num_blocks: int
     token_id: TokenId
+    conditions: bytes
+    """`token_conditions` of the request that sampled the token: the receiver takes a token under its own alone."""
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
     """Same as in `TokenChunk`: fetched blocks do not count as cached."""

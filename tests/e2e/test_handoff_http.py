@@ -158,6 +158,19 @@ async def test_a_proxy_gets_what_one_host_answers(pod: Pod, case: str) -> None:
     await until_free([pod.prefill, pod.decode], 1)
 
 
+async def test_an_empty_answer_stays_empty(pod: Pod) -> None:
+    """Proxies of vLLM send `min_tokens: 1` to the prefill server alone, which must not change the answer."""
+    ends_at_once = {"stop_token_ids": [50], "logit_bias": {"50": 100.0}, "temperature": 0}
+    assert await pod.alone(**ends_at_once) == [50]
+    body = salted(**ends_at_once)
+    computed = await pod.prefilled({**body, "min_tokens": 1})
+    before = await fetched(pod.decode)
+    answer = await pod.ask(pod.decode, {**computed, "min_tokens": None})
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["token_ids"], choice["stop_reason"]) == ("", [50], 50)
+    assert await fetched(pod.decode) > before
+
+
 async def test_a_stream_of_several_answers(pod: Pod) -> None:
     tokens = []
     for url in (pod.decode, pod.router):

@@ -13,6 +13,7 @@ from pagoda.executor.base import ExecutorEvent
 from pagoda.messages.frontend import FinishReason
 from pagoda.pd.connector import Arrived, Failed
 from pagoda.pd.messages import KVPrefilled
+from pagoda.pd.token_conditions import token_conditions
 
 PROMPT = [1] * 40
 
@@ -42,7 +43,8 @@ def abort(harness: Harness) -> list[FinishReason | None]:
 def last_token(harness: Harness) -> list[FinishReason | None]:
     request = harness.scheduler.requests["r"]
     key = harness.scheduler.kv.sequence_key(request.table, request.token_ids)
-    arrived = Arrived("r", KVPrefilled("t", key, 1, 7))
+    conditions = token_conditions(request.sampling, request.end_token_ids, 0)
+    arrived = Arrived("r", KVPrefilled("t", key, 1, 7, conditions))
     return [chunk.finish_reason for chunk in harness.hooks.apply_events([arrived])]
 
 

@@ -73,7 +73,7 @@ def blocks(first: int, block_ids: list[int], num_blocks: int = 8, peer_id: str =
 
 
 def prefilled(token_id: int = 7, num_blocks: int = 8) -> KVPrefilled:
-    return KVPrefilled(T, b"key", num_blocks, token_id)
+    return KVPrefilled(T, b"key", num_blocks, token_id, b"conditions")
 
 
 class Rig:
@@ -221,7 +221,7 @@ def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
         KVCheckResult(T, is_valid=False),
         KVCheckResult("unknown", is_valid=False),
         KVDropped("unknown", "why"),
-        KVPrefilled("unknown", b"", 0, 1),
+        KVPrefilled("unknown", b"", 0, 1, b""),
         KVRenewed(),
         welcome(),
     ],

@@ -83,6 +83,19 @@ def test_a_token_without_the_log_probabilities_that_are_asked_for_is_not_taken()
     assert pair.num_loaded == 10
 
 
+def test_a_token_that_was_forbidden_to_end_the_answer_is_not_taken() -> None:
+    """Proxies of vLLM send `min_tokens: 1` to the prefill host alone."""
+    pair = Pair()
+    request = make_request("r", PROMPT, eos_token_ids=[])
+    first = expected_tokens(request)[0]
+    request = msgspec.structs.replace(request, eos_token_ids=(first,))
+    pair.fetch(request, pair.hold(resampled(request, min_tokens=1)))
+    pair.finish(request)
+    assert pair.prefill.tokens["r"] != [first]
+    assert pair.decode.tokens["r"] == [first]
+    assert pair.num_loaded == 10
+
+
 @pytest.mark.parametrize("num_blocks", [18, 200])
 def test_engines_that_do_both_hand_over_to_each_other(num_blocks: int) -> None:
     """Crosswise; with room for less than two prompts on either side, each needs what the other holds for it."""

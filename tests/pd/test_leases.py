@@ -63,7 +63,7 @@ class Leases(RuleBasedStateMachine):
     def finish(self, number: int) -> None:
         transfer_id = self.pick(number)
         if transfer_id not in self.held or self.ends[transfer_id] is None:  # requests end once
-            source = self.exporter.finish(transfer_id, b"key", 1)
+            source = self.exporter.finish(transfer_id, b"key", 1, b"conditions")
             assert (source is not None) == (transfer_id in self.held)
             if source is not None:
                 self.ends[transfer_id] = self.clock.now() + LEASE_S
@@ -142,7 +142,7 @@ def exports(count: int) -> Callable[[], None]:
             listener.inbox.put((b"asker", KVSubscribe(source.transfer_id, 0, 1)), 0.0)
         exporter.step()
         for source in sources:
-            exporter.finish(source.transfer_id, b"key", 1)
+            exporter.finish(source.transfer_id, b"key", 1, b"conditions")
         for _ in range(count // 4):
             assert exporter.make_room()
             assert exporter.num_wanted == count // 2
