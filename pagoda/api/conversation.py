@@ -80,8 +80,10 @@ async def begin_conversation(caller: Caller, body: ChatRequest) -> Conversation:
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    has_new_name = body.max_completion_tokens is not None
-    with renamed({"max_tokens": "max_completion_tokens"} if has_new_name else {}):
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with renamed(names):
         generation = await prepare(
             caller,
             body,

@@ -109,10 +109,10 @@ class Scheduler:
             return f"A request with id {request.request_id} is already running."
         if request.num_prompt_tokens == 0:
             return "The prompt has no tokens."
-        if request.num_prompt_tokens >= self.limits.max_model_len:
+        if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
-                f"The prompt has {request.num_prompt_tokens} tokens, "
-                f"the context holds {self.limits.max_model_len} including at least one of the answer."
+                f"The prompt has {request.num_prompt_tokens} tokens, the context holds "
+                f"{self.limits.max_model_len} including at least one of the answer, if there is one."
             )
         return None
 

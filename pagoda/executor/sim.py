@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from pagoda.engine.config import SimConfig
 from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
-from pagoda.messages.frontend import PromptLogprobs, TokenLogprobs
+from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -434,6 +434,10 @@ class _Slot:
         self.num_told_tokens = len(start.token_ids)
         """Tokens that the stages know which do not sample."""
         self.pooling = start.pooling
+        if self.pooling is Pooling.MEAN and start.num_computed_tokens:
+            raise ValueError(
+                "A prompt of which the mean is wanted is not computed from its start on."
+            )
         self._num_scored = max(1, start.num_scored_tokens)
         self._eos_token_ids = {*start.eos_token_ids, *start.sampling.stop_token_ids}
 

@@ -171,7 +171,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
         return self.first + len(self.ranks) // 4
 
     def since(self, position: int) -> PromptLogprobs:
-        """Those from `position` on."""
+        """Log-probabilities from `position` on."""
         skipped = position - self.first
         if skipped <= 0:
             return self

@@ -1,4 +1,4 @@
-"""What requests are told of their prompts: log-probabilities of its tokens, and its hidden states as one vector.
+"""Reports on prompts: log-probabilities of their tokens, and their hidden states as one vector.
 
 The hidden state of a token scores the token behind it, so a chunk of a prompt gives the log-probabilities of the
 tokens behind its own. They are computed a few rows at a time: a row of logits is as long as the vocabulary.
@@ -28,7 +28,7 @@ ScoreRows = Callable[[Tensor, Tensor, int], ScoredRows]
 
 @dataclass(frozen=True)
 class PromptOutputs:
-    """What a step gives of prompts, by slot; None where the model produced NaN or infinite values."""
+    """Results of a step for prompts, by slot; None where the model produced NaN or infinite values."""
 
     logprobs: dict[int, PromptLogprobs | None] = field(default_factory=dict)
     embeddings: dict[int, bytes | None] = field(default_factory=dict)
@@ -103,9 +103,9 @@ class PromptReader:
         return slot not in self._without_answer
 
     def chunks(self, parts: Iterable[tuple[int, int, int, int]]) -> list[_Chunk]:
-        """What is wanted of slots that compute `count` tokens from position `first` on, in rows from `start` on.
+        """Rows that are wanted of slots that compute `count` tokens from position `first` on.
 
-        `parts` are (slot, first, count, start)."""
+        `parts` are (slot, first, count, row of the first token)."""
         if not self._prompts:
             return []
         wanted = []

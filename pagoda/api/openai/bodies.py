@@ -9,7 +9,7 @@ from msgspec import Meta
 from pagoda.api.fields import MAX_TOKEN_IDS, GenerationFields, TokenIds
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_TOOLS, Messages
-from pagoda.messages.sampling_params import MAX_LOGPROBS, TokenId
+from pagoda.messages.sampling_params import ALL_LOGPROBS, TokenId
 
 MAX_SEQUENCES_PER_BODY = 1024
 """Most answers that one body may ask for: prompts times `n`."""
@@ -29,7 +29,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     tools: Tools | None = None
     tool_choice: Annotated[Any, ("auto", "none")] = None
     parallel_tool_calls: bool | None = None
