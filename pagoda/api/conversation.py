@@ -91,6 +91,7 @@ async def begin_conversation(caller: Caller, body: ChatRequest) -> Conversation:
             [prompt],
             max_tokens=chat_max_tokens(body),
             logprobs=chat_logprobs_count(body),
+            prompt_logprobs=body.prompt_logprobs,
             add_special_tokens=bool(body.add_special_tokens),
             param="messages",
         )

@@ -191,6 +191,7 @@ class TextGenerator:
         kv_source: KVSource | None = None,
         grammar: Grammar | None = None,
         pooling: Pooling | None = None,
+        scores_once: bool = True,
         client_request: ClientRequest | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
@@ -199,7 +200,7 @@ class TextGenerator:
         `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
         with the same `session` may be served by one replica. `holds_kv`, `kv_source`, `grammar` and `pooling`
         are as in `GenerateRequest`. Without a `client_request` one is made here. Token ids are not copied: the
-        caller must not change them.
+        caller must not change them. `scores_once` leaves the log-probabilities of the prompt to the first request.
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
@@ -226,8 +227,7 @@ class TextGenerator:
                     sampling=msgspec.structs.replace(
                         resolved,
                         seed=derive_seed(base, index),
-                        # The log-probabilities of one prompt are the same for all answers.
-                        prompt_logprobs=None if index else resolved.prompt_logprobs,
+                        prompt_logprobs=None if index and scores_once else resolved.prompt_logprobs,
                     ),
                     eos_token_ids=self._eos_of(sampling),
                     priority=priority,

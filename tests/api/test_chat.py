@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from scripted_endpoint import TEXT
 
+from pagoda.executor.sim import sim_logprob
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.model_text import ModelText
 
@@ -148,6 +150,20 @@ async def test_prompts(serve_api, body: dict[str, Any], prompt: str) -> None:
     api = await serve_api("ok", text=QWEN)
     assert (await api.chat(**body)).status == 200
     assert prompt_of(api) == prompt
+
+
+@WHOLE_AND_STREAM
+async def test_log_probabilities_of_the_prompt(serve_api, stream: bool) -> None:
+    api = await serve_api("ok", text=QWEN)
+    answer = await api.chat(prompt_logprobs=1, n=2, stream=stream, return_token_ids=True)
+    body = answer.events()[0] if stream else answer.json()
+    first, *rest = body["prompt_logprobs"]
+    prompt = body["prompt_token_ids"]
+    assert first is None
+    for (before, token_id), position in zip(pairwise(prompt), rest, strict=True):
+        logprob = sim_logprob(before, token_id)
+        [(key, entry)] = position.items()
+        assert (int(key), entry["logprob"], entry["rank"]) == (token_id, logprob, 1)
 
 
 @WHOLE_AND_STREAM

@@ -74,8 +74,12 @@ def chat_logprobs_count(body: ChatRequest) -> int | None:
 
 
 def chat_max_tokens(body: ChatRequest) -> int | None:
-    """`max_completion_tokens`, or its older name. Raises InvalidRequestError: both are given and differ."""
+    """`max_completion_tokens`, or its older name. Raises InvalidRequestError: both are given and differ, or one is
+    less than 1."""
     old, new = body.max_tokens, body.max_completion_tokens
+    for name, value in (("max_tokens", old), ("max_completion_tokens", new)):
+        if value is not None and value < 1:
+            refuse(name, f"must be at least 1, got {value}")
     if old is not None and new is not None and old != new:
         refuse("max_completion_tokens", "and max_tokens are both given and differ")
     return old if new is None else new
