@@ -7,6 +7,7 @@ is null counts as left out.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -56,6 +57,18 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         _check_neutral(parsed)
     _check_duplicates(body)
     return parsed
+
+
+def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
+    """Checks a body that was put together from the body of another API.
+    Raises InvalidRequestError: a field does not fit `kind`; names the field as `kind` does."""
+    try:
+        converted = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    if isinstance(converted, msgspec.Struct):
+        _check_neutral(converted)
+    return converted
 
 
 _NOT_BRACES = bytes(byte for byte in range(256) if byte not in b"{}")
