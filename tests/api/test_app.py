@@ -5,8 +5,9 @@ import gzip
 
 import pytest
 
-from pagoda.api.app import OPEN_PATHS, ROUTES, hosts_for
+from pagoda.api.app import OPEN_PATHS, hosts_for
 from pagoda.api.keys import ApiKeys
+from pagoda.api.routes import ROUTES
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import Health
 from pagoda.version import __version__
