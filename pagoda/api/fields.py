@@ -131,7 +131,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     except InvalidRequestError as error:
         param = error.param or ""
         cuts = [len(param), *(match.start() for match in _PLACES.finditer(param))]
-        ours = next((param[:cut] for cut in sorted(cuts, reverse=True) if param[:cut] in names), None)
+        ours = next(
+            (param[:cut] for cut in sorted(cuts, reverse=True) if param[:cut] in names), None
+        )
         if ours is None:
             raise
         message = str(error).replace(ours, names[ours])
