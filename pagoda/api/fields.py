@@ -31,7 +31,7 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
 
 
 _PLACES = re.compile(r"[.\[]")
-"""Where the name of a field ends and a place within it begins."""
+"""Ends of the name of a field, and of places within it."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
