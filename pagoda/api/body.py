@@ -59,7 +59,7 @@ def parse_body(body: bytes, kind: type[T]) -> T:
     return parsed
 
 
-def convert_body(fields: Mapping[str, object], kind: type[T]) -> T:
+def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
     """The body of another API, translated to the fields of `kind`, as that struct.
     Raises InvalidRequestError: the fields are not such a body; names the field."""
     given = {name: value for name, value in fields.items() if value is not None}

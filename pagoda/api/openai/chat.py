@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -76,11 +77,16 @@ class _ChatAnswer:
         self._has_reasoning = conversation.has_reasoning and self._shows_reasoning
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
-        place = EventTemplate.PLACE
-        self._content_event = envelope.template(self._choice("delta", {"content": place}))
-        self._reasoning_event = envelope.template(
-            self._choice("delta", {"reasoning_content": place})
-        )
+
+    @cached_property
+    def _content_event(self) -> EventTemplate:
+        content = {"content": EventTemplate.PLACE}
+        return self._envelope.template(self._choice("delta", content))
+
+    @cached_property
+    def _reasoning_event(self) -> EventTemplate:
+        content = {"reasoning_content": EventTemplate.PLACE}
+        return self._envelope.template(self._choice("delta", content))
 
     @property
     def is_complete(self) -> bool:
