@@ -315,6 +315,7 @@ class TextAssembler:
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
         self._keep_stop = sampling.include_stop_str_in_output
+        self._shows_special = not sampling.skip_special_tokens
         self._unsearched_tokens = sampling.min_tokens
 
     def push(self, chunk: TokenChunk) -> TextDelta:
@@ -325,7 +326,9 @@ class TextAssembler:
             return TextDelta(text, token_ids, None, None, chunk.logprobs, chunk.num_cached_tokens)
         text = ""
         # The token that ended the answer is not part of its text, as a stop string is not.
-        silent_end = reason is FinishReason.STOP and not self._keep_stop
+        # An end token of the model is shown to those who want special tokens.
+        shows_end = self._keep_stop or (self._shows_special and chunk.stop_reason is None)
+        silent_end = reason is FinishReason.STOP and not shows_end
         for position, token_id in enumerate(token_ids, start=1):
             if silent_end and position == len(token_ids):
                 break
