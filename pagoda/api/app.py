@@ -21,14 +21,17 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from pagoda.api import info
-from pagoda.api.chat import chat_completions
-from pagoda.api.completions import completions
+from pagoda.api.dialect import OPENAI, Dialect
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.metrics import metrics
+from pagoda.api.openai.chat import chat_completions
+from pagoda.api.openai.completions import completions
 from pagoda.api.profile import start_profile, stop_profile
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.service import Service
+from pagoda.api.sse import encode_json
+from pagoda.api.tokenization import detokenize, tokenize
 from pagoda.frontend.request_tracker import ClientRequest
 
 Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
@@ -54,10 +57,13 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/chat/completions": {"POST": chat_completions},
     "/profile/start": {"POST": start_profile},
     "/profile/stop": {"POST": stop_profile},
-    "/tokenize": {"POST": info.tokenize},
-    "/detokenize": {"POST": info.detokenize},
+    "/tokenize": {"POST": tokenize},
+    "/detokenize": {"POST": detokenize},
 }
 """Handlers by path and method. A `*` at the end takes the rest of the path."""
+
+DIALECTS: dict[str, Dialect] = {}
+"""Dialects of the routes that do not write errors and streams as OpenAI does."""
 
 OPEN_PATHS = frozenset({"/", "/ui/*", "/health", "/health/live", "/health/ready"})
 """Routes that need no API key: monitoring need not be allowed to use the server, and the page asks for the key."""
@@ -146,7 +152,8 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
         tracestate=tracestate if 0 < len(tracestate) <= _MAX_TRACESTATE_CHARS else None,
         route=route,
     )
-    return RequestContext(http, service, key_name, client_request, argument)
+    dialect = DIALECTS.get(route, OPENAI)
+    return RequestContext(http, service, key_name, client_request, dialect, argument)
 
 
 async def _dispatch(context: RequestContext) -> web.StreamResponse:
@@ -317,7 +324,7 @@ class Connection(web.RequestHandler):
             error = ApiError(status, INTERNAL_ERROR)
         self._service.request_metrics.refusals[Refusal("", error.status, error.kind)] += 1
         response = web.Response(
-            body=error.encode(), status=error.status, content_type="application/json"
+            body=encode_json(error.body()), status=error.status, content_type="application/json"
         )
         response.force_close()
         return response

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError, PagodaError
 from pagoda.frontend.text_generator import PromptTooLongError
 
@@ -56,9 +54,6 @@ class ApiError(Exception):
         kind, _ = _STATUSES.get(self.status, _SERVER_ERROR)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
-
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self.body())
 
 
 def unavailable(reason: str, *, retry_after_s: int = 5) -> ApiError:

@@ -1,4 +1,4 @@
-"""The small routes: health, models, load, version, the tokenizer, hosts, running answers, and the page."""
+"""The small routes: health, models, load, version, hosts, running answers, and the page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from aiohttp import web
 
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.live_stats import live_answers
-from pagoda.api.protocol import DetokenizeRequest, TokenizeRequest
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventStream, event
-from pagoda.errors import InvalidRequestError
 from pagoda.frontend.registry import HostReport
-from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.version import __version__
 
@@ -94,50 +91,6 @@ def _replica(replica: ReplicaLoad) -> dict[str, Any]:
         "weighed_tokens": replica.weighed_tokens,
         **({} if replica.report is None else figures(replica.report)),
     }
-
-
-async def tokenize(context: RequestContext) -> web.StreamResponse:
-    body = await context.parse(TokenizeRequest)
-    context.service.check_model(body.model)
-    generator = context.service.ready_generator()
-    token_ids = await _token_ids(body, generator)
-    answer: dict[str, Any] = {
-        "count": len(token_ids),
-        "max_model_len": generator.endpoint.limits.max_model_len,
-        "tokens": token_ids,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = await generator.spell(token_ids)
-    return context.json(answer)
-
-
-async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("give either prompt or messages.", param="prompt")
-    if body.prompt is not None:
-        return await generator.encode(
-            body.prompt, add_special_tokens=body.add_special_tokens is not False
-        )
-    text = await generator.render(
-        body.messages or (),
-        tools=body.tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
-    return await generator.encode(
-        text, add_special_tokens=bool(body.add_special_tokens), param="messages"
-    )
-
-
-async def detokenize(context: RequestContext) -> web.StreamResponse:
-    body = await context.parse(DetokenizeRequest)
-    context.service.check_model(body.model)
-    generator = context.service.ready_generator()
-    vocab_size = generator.endpoint.limits.vocab_size
-    if body.tokens and max(body.tokens) >= vocab_size:
-        raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")
-    return context.json({"prompt": await generator.decode(body.tokens)})
 
 
 # ---- the hosts of a router

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, NoReturn
 
-from pagoda.api.protocol import GenerationFields, KVTransferParams
+from pagoda.api.fields import GenerationFields, KVTransferParams
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextDelta
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
 
@@ -47,9 +46,8 @@ def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -
     return Handoff(holds_kv=True) if holds else Handoff(kv_source=_source(params))
 
 
-def transfer_fields(delta: TextDelta) -> dict[str, Any]:
-    """The fields of a response for the decode server; empty unless `delta` is the last one and KV is held."""
-    source = delta.kv_source
+def transfer_fields(source: KVSource | None) -> dict[str, Any]:
+    """The fields of a response for the decode server; empty unless KV is held at `source`."""
     if source is None:
         return {}
     host, _, port = source.address.removeprefix("tcp://").rpartition(":")

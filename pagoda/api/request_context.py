@@ -7,19 +7,29 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
 from aiohttp import web
 
+from pagoda.api.body import parse_body
+from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
-from pagoda.api.protocol import parse_body
 from pagoda.api.service import Service
-from pagoda.api.sse import EventStream, event
+from pagoda.api.sse import EventStream, encode_json
 from pagoda.frontend.request_tracker import ClientRequest
 
 _LARGE_BODY_BYTES = 256 * 2**10
 """Longer bodies are decoded in a thread, so that other streams go on meanwhile."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Client of a generation: what a generation needs to know of an HTTP request, or of what stands for one."""
+
+    service: Service
+    client_request: ClientRequest
+    session: str | None = None
+    """The header `X-Session-ID`."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +41,17 @@ class RequestContext:
     key_name: str | None
     """Name of the client's API key; empty if no key is needed, None if the key is missing or wrong."""
     client_request: ClientRequest
+    dialect: Dialect
     path_argument: str = ""
     """The part of the path that the `*` of the route stands for."""
 
     @property
     def request_id(self) -> str:
         return self.client_request.id
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(self.service, self.client_request, self.http.headers.get("X-Session-ID"))
 
     @property
     def has_key(self) -> bool:
@@ -72,14 +87,19 @@ class RequestContext:
         return await generator.long_texts.run(lambda: parse_body(body, kind))
 
     def json(self, value: object) -> web.Response:
-        return self._response(msgspec.json.encode(value), "application/json")
+        return self._response(encode_json(value), "application/json")
 
     def text(self, text: str, content_type: str) -> web.Response:
         """An answer in one piece, of a type with its parameters such as `text/plain; version=0.0.4`."""
         return self._response(text.encode(), content_type)
 
     def error(self, error: ApiError) -> web.Response:
-        return self._response(error.encode(), "application/json", error.status, error.headers)
+        return self._response(
+            encode_json(self.dialect.error_body(error)),
+            "application/json",
+            error.status,
+            error.headers,
+        )
 
     def _response(
         self,
@@ -96,7 +116,8 @@ class RequestContext:
         config = self.service.config
         stream = EventStream(
             self.http,
-            {"X-Request-Id": self.request_id},
+            {"Content-Type": self.dialect.content_type, "X-Request-Id": self.request_id},
+            keep_alive=self.dialect.keep_alive,
             tick_s=config.keep_alive_s,
             stall_s=config.stall_timeout_s,
         )
@@ -109,7 +130,7 @@ class RequestContext:
                 if not stream.is_open:
                     raise
                 answer = as_api_error(error, self.request_id)
-                await stream.send(b"event: error\n" + event(answer.body()))
+                await stream.send(self.dialect.error_event(answer))
             return await stream.close()
         finally:
             stream.stop()

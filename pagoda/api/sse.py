@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pagoda.api.app import Connection
 
 DONE = b"data: [DONE]\n\n"
-_COMMENT = b": keep-alive\n\n"
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -39,19 +38,25 @@ class EventStream:
     """Writes events to one client, and watches the client.
 
     One timer looks at the stream every `tick_s` seconds, so that an event itself costs no timer. If nothing was
-    sent since the last look, an idle stream gets a comment that keeps proxies from closing it. If the client reads
-    nothing of a full buffer for `stall_s` seconds, the connection is cut, which cancels its handler.
+    sent since the last look, an idle stream gets `keep_alive`, which keeps proxies from closing it. If the client
+    reads nothing of a full buffer for `stall_s` seconds, the connection is cut, which cancels its handler.
     The buffer for a slow client is bounded: `write` returns False when it is full, and `flush` waits.
     """
 
     def __init__(
-        self, request: web.BaseRequest, headers: Mapping[str, str], *, tick_s: float, stall_s: float
+        self,
+        request: web.BaseRequest,
+        headers: Mapping[str, str],
+        *,
+        keep_alive: bytes,
+        tick_s: float,
+        stall_s: float,
     ) -> None:
+        """`headers` name the type of the content; `keep_alive` may be empty."""
         self._request = request
         self._connection = cast("Connection", request.protocol)
         self._response = web.StreamResponse(
             headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
                 **headers,
@@ -62,6 +67,7 @@ class EventStream:
         self._is_chunked = False
         self._pending = b""
         self._opening = asyncio.Lock()
+        self._keep_alive = keep_alive
         self._tick_s = tick_s
         self._stall_s = stall_s
         self._num_sent = 0
@@ -70,7 +76,7 @@ class EventStream:
         self._num_buffered = 0
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(tick_s, self._look)
-        self._comment: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[None] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -120,8 +126,8 @@ class EventStream:
 
     def stop(self) -> None:
         self._timer.cancel()
-        if self._comment is not None:
-            self._comment.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
 
     def _look(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._look)
@@ -131,13 +137,13 @@ class EventStream:
         buffered = transport.get_write_buffer_size() if self.is_open else 0
         progress = self._num_sent != self._num_seen or buffered < self._num_buffered
         self._num_seen, self._num_buffered = self._num_sent, buffered
-        if buffered == 0 and not progress:
-            self._comment = asyncio.ensure_future(self._send_comment())
+        if buffered == 0 and not progress and self._keep_alive:
+            self._sending = asyncio.ensure_future(self._send_keep_alive())
         is_stalled = buffered and not progress
         self._stalled_for_s = self._stalled_for_s + self._tick_s if is_stalled else 0.0
         if self._stalled_for_s >= self._stall_s:
             transport.abort()
 
-    async def _send_comment(self) -> None:
+    async def _send_keep_alive(self) -> None:
         with contextlib.suppress(ConnectionError):
-            await self.send(_COMMENT)
+            await self.send(self._keep_alive)

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operations import assert_linear
 
-from pagoda.api.protocol import ChatRequest, CompletionRequest, parse_body
+from pagoda.api.body import parse_body
+from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.errors import InvalidRequestError
 
 DEEP = b"[" * 10_000 + b"]" * 10_000

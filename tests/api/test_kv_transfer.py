@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagoda.api.body import parse_body
 from pagoda.api.kv_transfer import handoff_of
-from pagoda.api.protocol import CompletionRequest, parse_body
+from pagoda.api.openai.bodies import CompletionRequest
 from pagoda.errors import InvalidRequestError
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role

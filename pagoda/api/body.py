@@ -1,0 +1,121 @@
+"""The bodies of requests: JSON text becomes a struct, or an error that names the field.
+
+A field works, or it is refused unless its value changes nothing. Unknown fields are refused by name. A field that
+is null counts as left out.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, TypeVar, cast, get_type_hints
+
+import msgspec
+
+from pagoda.errors import InvalidRequestError
+
+T = TypeVar("T")
+
+_MAX_QUOTED_CHARS = 256
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
+
+
+@cache
+def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
+    """The fields that are not supported, with the values (besides null) that change nothing.
+
+    Such a field is declared as `Annotated[Any, (value, ...)]`.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: note for name, note in notes.items() if isinstance(note, tuple)}
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def parse_body(body: bytes, kind: type[T]) -> T:
+    """Decodes and checks a JSON body.
+    Raises InvalidRequestError: the body is not JSON, or not such a body; names the field."""
+    try:
+        parsed: T = _decoder(cast(Any, kind)).decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply.", kind="invalid_json") from None
+    except UnicodeDecodeError:
+        raise InvalidRequestError("the body is not valid UTF-8.", kind="invalid_json") from None
+    except ValueError as error:
+        message = f"the body is not valid JSON: {error}."
+        raise InvalidRequestError(message, kind="invalid_json") from None
+    if isinstance(parsed, msgspec.Struct):
+        _check_neutral(parsed)
+    _check_duplicates(body)
+    return parsed
+
+
+_NOT_BRACES = bytes(byte for byte in range(256) if byte not in b"{}")
+
+
+def _check_duplicates(body: bytes) -> None:
+    """Refuses a key that is given twice in one object. `body` is valid JSON; it is searched for quotes only.
+
+    Decoders keep the last of two values, other programs the first: a proxy before the server would see another
+    request than the server.
+    """
+    # Behind these, every quote begins or ends a string. Raw control characters are in no JSON string.
+    has_escapes = b"\\" in body
+    if has_escapes:
+        body = body.replace(rb"\\", b"\x01").replace(rb"\"", b"\x02")
+    pieces = body.split(b'"')  # outside, string, outside, string, ..., outside
+    open_objects: list[set[bytes]] = []
+    for index in range(0, len(pieces) - 1, 2):
+        for brace in pieces[index].translate(None, _NOT_BRACES):
+            if brace == 0x7B:
+                open_objects.append(set())
+            else:
+                open_objects.pop()
+        if not pieces[index + 2].lstrip().startswith(b":"):
+            continue
+        key = pieces[index + 1]
+        if has_escapes and not key.isalnum():  # "\\u0061" is "a"
+            escaped = key.replace(b"\x01", rb"\\").replace(b"\x02", rb"\"")
+            key = msgspec.json.decode(b'"%b"' % escaped, type=str).encode()
+        if key in open_objects[-1]:
+            message = f"{key.decode()!r} is given twice in one object."
+            raise InvalidRequestError(message, param=key.decode(), kind="duplicate_field")
+        open_objects[-1].add(key)
+
+
+def _invalid_field(message: str) -> InvalidRequestError:
+    place = _PLACE.search(message)
+    path = place["path"] if place else ""
+    reason = message[: place.start()] if place else message
+    for pattern, rule, kind in (
+        (_UNKNOWN, "is not a known field", "unknown_field"),
+        (_MISSING, "is missing", "missing_field"),
+    ):
+        found = pattern.match(reason)
+        if found:
+            name = found["name"][:_MAX_QUOTED_CHARS]
+            param = f"{path}.{name}" if path else name
+            return InvalidRequestError(f"{param} {rule}.", param=param, kind=kind)
+    reason = reason.replace("`", "")
+    return InvalidRequestError(
+        f"{path or 'the body'}: {reason[:1].lower()}{reason[1:]}.", param=path or None
+    )
+
+
+def _check_neutral(body: msgspec.Struct) -> None:
+    for name, neutral in _neutral_values(type(body)).items():
+        value = getattr(body, name)
+        if value is not None and not any(
+            type(value) is type(same) and value == same for same in neutral
+        ):
+            hint = f" other than {neutral[0]!r}" if neutral else ""
+            message = f"{name}{hint} is not supported yet."
+            raise InvalidRequestError(message, param=name, kind="not_supported")

@@ -1,0 +1,162 @@
+"""The fields that the bodies of several routes have in common, and what they mean.
+
+The names are those of OpenAI's API, and of vLLM for what it adds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from pagoda.errors import InvalidRequestError, refuse
+from pagoda.messages.sampling_params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_STOP_STRINGS,
+    MAX_TOKEN_LIST,
+    SamplingParams,
+    TokenId,
+)
+
+MAX_TOKEN_IDS = 2**20
+"""Most token ids in one list; longer than the context of any model."""
+MAX_SESSION_CHARS = 256
+"""Names of sessions are cut to this length."""
+
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
+
+
+_FIELD_PATH = re.compile(r"([^.\[]*)([.\[]?)(.*)", re.DOTALL)
+"""The name of a field, and the place within it."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`stream_options`: what a stream tells besides tokens."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+TransferId = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,256}\Z")]
+HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\Z")]
+BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class KVTransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_transfer_params`, as vLLM and ATOM spell them. Every field is checked, also without an effect here."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_engine_id: TransferId | None = None
+    remote_block_ids: Annotated[list[BlockId], Meta(max_length=MAX_TOKEN_IDS)] | None = None
+    remote_host: HostName | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    tp_size: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    dp_rank: Annotated[int, Meta(ge=0, le=2**16)] | None = None
+    transfer_id: TransferId | None = None
+
+
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields that completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[TokenId, float], Meta(max_length=MAX_TOKEN_LIST)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_LIST)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    add_special_tokens: bool | None = None
+    kv_transfer_params: KVTransferParams | None = None
+
+    # No effect on the answer, by OpenAI's definition, as the bound; the first two may name the request's session.
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+
+    best_of: Any = None
+    """Only `n` itself is allowed."""
+
+    # Not supported yet: refused but for null and the values beside them, which change nothing.
+    store: Annotated[Any, (False,)] = None
+    service_tier: Annotated[Any, ("auto", "default")] = None
+    bad_words: Annotated[Any, ([],)] = None
+    prompt_logprobs: Annotated[Any, ()] = None
+    response_format: Annotated[Any, ({"type": "text"},)] = None
+    structured_outputs: Annotated[Any, ()] = None
+    guided_json: Annotated[Any, ()] = None
+    guided_regex: Annotated[Any, ()] = None
+    guided_choice: Annotated[Any, ()] = None
+    guided_grammar: Annotated[Any, ()] = None
+
+
+def check_fields(body: GenerationFields) -> None:
+    """Raises InvalidRequestError: two fields of the body do not go together; names one."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        refuse("best_of", "other than n is not supported", "not_supported")
+    if body.stream_options is not None and not body.stream:
+        refuse("stream_options", "is only for requests with stream: true")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Lets errors about a field name it as the client does: `names` maps Pagoda's names to the client's."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        name, place, rest = _FIELD_PATH.fullmatch(error.param or "").groups()  # type: ignore[union-attr]
+        if name not in names:
+            raise
+        theirs = names[name]
+        message = str(error).replace(name, theirs)
+        raise type(error)(message, param=theirs + place + rest, kind=error.kind) from None
+
+
+_SAMPLING_FIELDS = tuple(
+    field.name
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name in GenerationFields.__struct_fields__
+)
+
+
+def sampling_params(
+    body: GenerationFields, defaults: Mapping[str, float], overrides: Mapping[str, Any]
+) -> SamplingParams:
+    """The sampling that a body asks for, unchecked. The body and `SamplingParams` name their fields alike.
+
+    `defaults` are the model's own values for fields that the body leaves open; `overrides` replace the body's.
+    """
+    given = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+    given = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{**defaults, **given, **overrides})
+
+
+def session_of(body: GenerationFields, header: str | None) -> str | None:
+    """The name of the session: the header `X-Session-ID`, else `prompt_cache_key`, else `user`; None without."""
+    session = header or body.prompt_cache_key or body.user
+    if not session:
+        return None
+    # A header may hold any bytes; those that are not UTF-8 come as lone surrogates.
+    return session[:MAX_SESSION_CHARS].encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,1 @@
+"""The API of OpenAI: text completions, chat completions, and the fields that vLLM adds to them."""

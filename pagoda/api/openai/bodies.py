@@ -1,0 +1,81 @@
+"""The bodies of text and chat completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from pagoda.api.fields import MAX_TOKEN_IDS, GenerationFields, TokenIds
+from pagoda.errors import refuse
+from pagoda.frontend.conversation import MAX_TOOLS, Messages
+from pagoda.messages.sampling_params import MAX_LOGPROBS, TokenId
+
+MAX_SEQUENCES_PER_BODY = 1024
+"""Most answers that one body may ask for: prompts times `n`."""
+DEFAULT_COMPLETION_TOKENS = 16
+
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Annotated[Any, ("",)] = None
+
+
+class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[Any, ("auto", "none")] = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: Annotated[Any, ()] = None
+    functions: Annotated[Any, ([],)] = None
+    function_call: Annotated[Any, ("none", "auto")] = None
+    modalities: Annotated[Any, (["text"],)] = None
+
+
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a body: a string, token ids, or a list of either.
+    Raises InvalidRequestError: the list is empty, mixed, or too long."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        refuse("prompt", "is an empty list")
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if not (all(isinstance(i, str) for i in prompt) or all(isinstance(i, list) for i in prompt)):
+        kinds = "a string, token ids, a list of strings or a list of lists of token ids"
+        refuse("prompt", f"must be {kinds}")
+    total = len(prompt) * (body.n or 1)
+    if total > MAX_SEQUENCES_PER_BODY:
+        rule = f"asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served"
+        refuse("prompt", rule)
+    return prompt  # type: ignore[return-value]
+
+
+def chat_logprobs_count(body: ChatRequest) -> int | None:
+    """Number of most likely tokens per position that a chat body asks for; None without log-probabilities.
+    Raises InvalidRequestError: `top_logprobs` is given without `logprobs`."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        refuse("top_logprobs", "needs logprobs: true")
+    return None
+
+
+def chat_max_tokens(body: ChatRequest) -> int | None:
+    """`max_completion_tokens`, or its older name. Raises InvalidRequestError: both are given and differ."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        refuse("max_completion_tokens", "and max_tokens are both given and differ")
+    return old if new is None else new

@@ -1,0 +1,166 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from aiohttp import web
+
+from pagoda.api.conversation import Conversation, MessageReader, begin_conversation
+from pagoda.api.generation import Generation
+from pagoda.api.openai.bodies import ChatRequest
+from pagoda.api.openai.choices import Choices, Envelope
+from pagoda.api.openai.logprobs import chat_logprobs
+from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
+from pagoda.api.request_context import Caller, RequestContext
+from pagoda.api.sse import EventTemplate
+from pagoda.frontend.text_generator import TextDelta, joined_deltas
+
+_NO_TOKENS = TextDelta("", [])
+
+
+async def chat_completions(context: RequestContext) -> web.StreamResponse:
+    body = await context.parse(ChatRequest)
+    generation, shape = await begin_chat(context.caller, body)
+    return await generation.respond(context, shape, streams=bool(body.stream))
+
+
+async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Choices]:
+    """Prepares the answers to a body, and their shape. Raises as `begin_conversation`."""
+    conversation = await begin_conversation(caller, body)
+    generation = conversation.generation
+    envelope = Envelope(
+        body,
+        generation,
+        model=caller.service.config.served_model_name,
+        id_prefix="chatcmpl",
+        kind="chat.completion.chunk" if body.stream else "chat.completion",
+    )
+    extra = {}
+    if envelope.return_token_ids:
+        extra["prompt_token_ids"] = generation.requests[0].request.prompt_token_ids
+    answers = [
+        _ChatAnswer(envelope, conversation, index, body, reader)
+        for index, reader in enumerate(conversation.readers)
+    ]
+    return generation, Choices(envelope, answers, extra)
+
+
+class _ChatAnswer:
+    """A message: content, reasoning and tool calls."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        conversation: Conversation,
+        index: int,
+        body: ChatRequest,
+        reader: MessageReader,
+    ) -> None:
+        generation = conversation.generation
+        self._envelope = envelope
+        self._index = index
+        self._reader = reader
+        self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
+        self._tokenizer = generation.generator.text.tokenizer
+        self._has_logprobs = bool(body.logprobs)
+        self._has_begun = False
+        has_more = envelope.return_token_ids or envelope.sends_continuous_usage
+        self._is_simple = not (self._has_logprobs or has_more)
+        """Events differ in their text alone, but for the first and the last one."""
+        self._shows_reasoning = body.include_reasoning is not False
+        self._has_reasoning = conversation.has_reasoning and self._shows_reasoning
+        self._deltas: list[TextDelta] = []
+        self._parts: list[AnswerDelta] = []
+        place = EventTemplate.PLACE
+        self._content_event = envelope.template(self._choice("delta", {"content": place}))
+        self._reasoning_event = envelope.template(
+            self._choice("delta", {"reasoning_content": place})
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        return self._reader.is_complete
+
+    def _choice(
+        self, shape: str, message: dict[str, Any], delta: TextDelta = _NO_TOKENS
+    ) -> dict[str, Any]:
+        """The choice with a whole `message` or a `delta` (`shape`)."""
+        logprobs = None
+        if self._has_logprobs and delta.logprobs is not None:
+            logprobs = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs)
+        choice = self._envelope.choice(self._index, {shape: message}, delta, logprobs)
+        choice["finish_reason"] = self._reader.finish_reason
+        return choice
+
+    # ---- in one piece
+
+    def add(self, delta: TextDelta) -> None:
+        self._deltas.append(delta)
+        self._parts.append(self._reader.read(delta))
+
+    def choice(self) -> dict[str, Any]:
+        parts = AnswerDelta.joined(self._parts)
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+        if parts.tool_calls:
+            message["content"] = parts.content or None
+            calls = groupby(parts.tool_calls, attrgetter("index"))
+            message["tool_calls"] = [_whole_call(list(pieces)) for _, pieces in calls]
+        if self._has_reasoning:
+            message["reasoning_content"] = parts.reasoning or None
+        return self._choice("message", message, joined_deltas(self._deltas))
+
+    # ---- as a stream
+
+    def events(self, delta: TextDelta) -> bytes:
+        if self._has_begun:
+            return self._event(delta)
+        self._has_begun = True
+        fields: dict[str, Any] = {}
+        if self._envelope.return_token_ids:
+            fields["prompt_token_ids"] = self._prompt_token_ids
+        begin = self._choice("delta", {"role": "assistant", "content": ""})
+        return self._envelope.event(begin, **fields) + self._event(delta)
+
+    def _event(self, delta: TextDelta) -> bytes:
+        is_simple = self._is_simple and delta.finish_reason is None
+        if is_simple and self._reader.is_transparent:
+            return self._content_event.fill(delta.text) if delta.text else b""
+        parts = self._reader.read(delta)
+        reasoning = parts.reasoning if self._shows_reasoning else ""
+        if is_simple and not self.is_complete and not parts.tool_calls:
+            if not reasoning:
+                return self._content_event.fill(parts.content) if parts.content else b""
+            if not parts.content:
+                return self._reasoning_event.fill(reasoning)
+        message: dict[str, Any] = {}
+        if parts.content:
+            message["content"] = parts.content
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if parts.tool_calls:
+            message["tool_calls"] = [_call_piece(piece) for piece in parts.tool_calls]
+        return self._envelope.event(self._choice("delta", message, delta), delta)
+
+
+def _whole_call(pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    """A tool call as OpenAI spells it; the first piece has the name."""
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {
+            "name": pieces[0].name,
+            "arguments": "".join(piece.arguments for piece in pieces),
+        },
+    }
+
+
+def _call_piece(piece: ToolCallDelta) -> dict[str, Any]:
+    """A piece of a tool call as OpenAI spells it; the first piece has the name and the id."""
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    return {"index": piece.index, **_whole_call([piece])}

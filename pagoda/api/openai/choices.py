@@ -1,0 +1,121 @@
+"""The object around the choices of text and chat completions, in one piece and in events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pagoda.api.fields import GenerationFields
+from pagoda.api.generation import Answer, Generation
+from pagoda.api.kv_transfer import transfer_fields
+from pagoda.api.sse import DONE, EventTemplate, event
+from pagoda.frontend.text_generator import TextDelta
+from pagoda.version import __version__
+
+
+class Choice(Answer, Protocol):
+    """An answer as an element of `choices`."""
+
+    def choice(self) -> dict[str, Any]:
+        """The element of a response in one piece."""
+        ...
+
+
+class Envelope:
+    """The fields around the choices, and what the client asked to be told besides them."""
+
+    def __init__(
+        self,
+        body: GenerationFields,
+        generation: Generation,
+        *,
+        model: str,
+        id_prefix: str,
+        kind: str,
+    ) -> None:
+        """`kind` is the `object` of the response or of its events."""
+        self.return_token_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self._sends_usage = options is not None and bool(options.include_usage)
+        self.sends_continuous_usage = options is not None and bool(options.continuous_usage_stats)
+        self._generation = generation
+        self._fields = {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"pagoda-{__version__}",
+        }
+
+    def choice(
+        self, index: int, content: dict[str, Any], delta: TextDelta, logprobs: object = None
+    ) -> dict[str, Any]:
+        """The choice of answer `index` with `content` and what `delta` says besides its text."""
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def whole(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """The response in one piece."""
+        fields |= transfer_fields(self._generation.kv_source)
+        return self._around(choices, usage=self.usage(), **fields)
+
+    def event(self, choice: dict[str, Any], delta: TextDelta | None = None, **fields: Any) -> bytes:
+        """An event with one choice. With a `delta`, usage and transfer parameters go with it."""
+        if self._sends_usage:
+            fields["usage"] = None
+        if delta is not None:
+            if self.sends_continuous_usage:
+                fields["usage"] = self.usage()
+            fields.update(transfer_fields(delta.kv_source))
+        return event(self._around([choice], **fields))
+
+    def template(self, choice: dict[str, Any]) -> EventTemplate:
+        """The event with one choice, in which `EventTemplate.PLACE` stands for a text to be filled in."""
+        return EventTemplate(self.event(choice))
+
+    def end(self) -> bytes:
+        """The last events of a stream."""
+        if not self._sends_usage:
+            return DONE
+        return event(self._around([], usage=self.usage())) + DONE
+
+    def _around(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        return {**self._fields, "choices": choices, **fields}
+
+    def usage(self) -> dict[str, Any]:
+        usage = self._generation.usage
+        return {
+            "prompt_tokens": usage.num_prompt_tokens,
+            "completion_tokens": usage.num_completion_tokens,
+            "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        }
+
+
+class Choices:
+    """The shape of text and chat completions."""
+
+    def __init__(
+        self, envelope: Envelope, answers: Sequence[Choice], extra: dict[str, Any] | None = None
+    ) -> None:
+        """`extra` are fields that a response in one piece has besides the usual ones."""
+        self.answers = answers
+        self._envelope = envelope
+        self._extra = extra or {}
+
+    def whole(self) -> dict[str, Any]:
+        choices = [answer.choice() for answer in self.answers]
+        return self._envelope.whole(choices, **self._extra)
+
+    def end(self) -> bytes:
+        return self._envelope.end()
