@@ -92,14 +92,15 @@ async def begin_conversation(caller: Caller, body: ChatRequest) -> Conversation:
             add_special_tokens=bool(body.add_special_tokens),
             param="messages",
         )
+    thinks = template.thinks and body.separate_reasoning is not False
     make_parser = partial(
         OutputParser,
-        thinks=template.thinks,
-        in_reasoning=template.thinks and prompt.rstrip().endswith("<think>"),
+        thinks=thinks,
+        in_reasoning=thinks and prompt.rstrip().endswith("<think>"),
         calls_tools=bool(tools),
     )
     is_single_call = body.parallel_tool_calls is False
     readers = [
         MessageReader(make_parser(), is_single_call=is_single_call) for _ in generation.requests
     ]
-    return Conversation(generation, readers, template.thinks)
+    return Conversation(generation, readers, thinks)

@@ -98,7 +98,7 @@ class ChatTemplate:
             refuse("tools", "are not in this model's chat template")
         if continue_final_message and add_generation_prompt:
             refuse("continue_final_message", "and add_generation_prompt exclude each other")
-        given = dict(chat_template_kwargs or {})
+        given = {k: v for k, v in (chat_template_kwargs or {}).items() if v is not None}
         self._check_switches(given)
         try:
             text = self._bounded(
@@ -133,7 +133,7 @@ class ChatTemplate:
             return False
 
     def _known(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message with what the template knows: else developers are the system, and names stand before texts."""
+        """The message as the template knows it: else developers are the system, and names stand before texts."""
         if message["role"] == "developer" and not self._knows_developer:
             message = {**message, "role": "system"}
         name = message.get("name")
@@ -142,13 +142,13 @@ class ChatTemplate:
         return message
 
     def _check_switches(self, switches: Mapping[str, object]) -> None:
-        """Refuses what is not a switch. A name that the template lacks has no effect there, as with vLLM: clients set
-        one switch for all their models."""
+        """Refuses what is not a switch. A name that the template lacks has no effect there, as with vLLM: clients
+        set one switch for all their models."""
         for name, value in switches.items():
             param = f"chat_template_kwargs.{name}"[:MAX_SWITCH_CHARS]
             if name in _RESERVED or name in self._special_tokens:
                 refuse(param, "cannot be set: it is the server's own")
-            if value is not None and not isinstance(value, bool | int | float | str):
+            if not isinstance(value, bool | int | float | str):
                 refuse(param, "must be a boolean, a number or a string")
             if isinstance(value, str) and len(value) > MAX_SWITCH_CHARS:
                 refuse(param, f"must have at most {MAX_SWITCH_CHARS} characters, got {len(value)}")

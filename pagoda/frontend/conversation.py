@@ -45,7 +45,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message. Unknown fields are ignored: clients send answers back as they, or proxies, have put them together."""
+    """One message. Unknown fields are ignored: clients send answers back as proxies have put them together."""
 
     role: Annotated[str, Meta(min_length=1, max_length=MAX_ROLE_CHARS)]
     """`system`, `developer`, `user`, `assistant`, `tool`, or one that the model's chat template knows."""
@@ -57,7 +57,7 @@ class Message(msgspec.Struct, frozen=True):
     reasoning: str | None = None
     """vLLM's newer name of `reasoning_content`, which is taken where both are given."""
     refusal: str | None = None
-    """What an assistant said instead of `content`."""
+    """Text of an assistant that refused, in place of `content`."""
     audio: None = None
     function_call: None = None
 
@@ -122,7 +122,9 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
     content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     turn: dict[str, Any] = {"role": message.role, "content": text}
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    reasoning = (
+        message.reasoning if message.reasoning_content is None else message.reasoning_content
+    )
     fields = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
