@@ -11,11 +11,11 @@ from functools import partial
 
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation, prepare
-from pagoda.api.openai.bodies import ChatRequest, chat_logprobs_count, chat_max_tokens
+from pagoda.api.openai.bodies import ChatRequest, Tools, chat_logprobs_count, chat_max_tokens
 from pagoda.api.output_parser import AnswerDelta, OutputParser
 from pagoda.api.request_context import Caller
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.text_generator import TextDelta
+from pagoda.frontend.text_generator import TextDelta, TextGenerator
 from pagoda.messages.frontend import FinishReason
 
 
@@ -62,24 +62,14 @@ class Conversation:
     """The model may think before it answers."""
 
 
-async def begin_conversation(caller: Caller, body: ChatRequest) -> Conversation:
-    """Renders a conversation and prepares its answers.
+async def begin_conversation(
+    caller: Caller, body: ChatRequest, *, clamp_max_tokens: bool = False
+) -> Conversation:
+    """Renders a conversation and prepares its answers. `clamp_max_tokens` is as in `TextGenerator.prepare`.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model)
+    prompt = await _render(generator, body)
     template = generator.text.require_template()
-    tools = body.tools if body.tool_choice != "none" else None
-    if tools and template.takes_tools and not template.hermes_tool_calls:
-        raise InvalidRequestError(
-            "the way in which this model calls tools is not supported yet; only <tool_call> is.",
-            param="tools",
-        )
-    prompt = await generator.render(
-        body.messages,
-        tools=tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
     has_new_name = body.max_completion_tokens is not None
     with renamed({"max_tokens": "max_completion_tokens"} if has_new_name else {}):
         generation = await prepare(
@@ -90,6 +80,7 @@ async def begin_conversation(caller: Caller, body: ChatRequest) -> Conversation:
             max_tokens=chat_max_tokens(body),
             logprobs=chat_logprobs_count(body),
             add_special_tokens=bool(body.add_special_tokens),
+            clamp_max_tokens=clamp_max_tokens,
             param="messages",
         )
     thinks = template.thinks and body.separate_reasoning is not False
@@ -97,10 +88,44 @@ async def begin_conversation(caller: Caller, body: ChatRequest) -> Conversation:
         OutputParser,
         thinks=thinks,
         in_reasoning=thinks and prompt.rstrip().endswith("<think>"),
-        calls_tools=bool(tools),
+        calls_tools=bool(_tools_of(body)),
     )
     is_single_call = body.parallel_tool_calls is False
     readers = [
         MessageReader(make_parser(), is_single_call=is_single_call) for _ in generation.requests
     ]
     return Conversation(generation, readers, thinks)
+
+
+async def count_prompt_tokens(caller: Caller, body: ChatRequest) -> int:
+    """The tokens of a conversation, which may be longer than the context. Raises: as `begin_conversation`."""
+    generator = caller.service.admit(body.model)
+    prompt = await _render(generator, body)
+    return len(
+        await generator.encode(
+            prompt, add_special_tokens=bool(body.add_special_tokens), param="messages"
+        )
+    )
+
+
+def _tools_of(body: ChatRequest) -> Tools | None:
+    """The tools that the answer may call."""
+    return body.tools if body.tool_choice != "none" else None
+
+
+async def _render(generator: TextGenerator, body: ChatRequest) -> str:
+    """The prompt of a conversation."""
+    template = generator.text.require_template()
+    tools = _tools_of(body)
+    if tools and template.takes_tools and not template.hermes_tool_calls:
+        raise InvalidRequestError(
+            "the way in which this model calls tools is not supported yet; only <tool_call> is.",
+            param="tools",
+        )
+    return await generator.render(
+        body.messages,
+        tools=tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )

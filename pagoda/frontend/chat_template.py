@@ -64,7 +64,8 @@ class ChatTemplate:
             ) from None
         except (RecursionError, MemoryError, SyntaxError):
             raise ConfigError("the chat template is nested too deeply to be compiled.") from None
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self._shows_names = self._renders_name()
         self.takes_tools = "tools" in self._variables
@@ -75,7 +76,7 @@ class ChatTemplate:
     @property
     def switches(self) -> tuple[str, ...]:
         """The names that a client may set through `chat_template_kwargs`."""
-        return tuple(sorted(self._variables - _RESERVED - self._special_tokens.keys()))
+        return tuple(sorted(self._variables - _RESERVED - self.special_tokens.keys()))
 
     def render(
         self,
@@ -106,7 +107,7 @@ class ChatTemplate:
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt is not False
                 and not continue_final_message,
-                **self._special_tokens,
+                **self.special_tokens,
                 **given,
             )
         except TemplateError as error:
@@ -128,7 +129,7 @@ class ChatTemplate:
         """True if the name of a user's message is seen in the prompt."""
         message = {"role": "user", "content": "", "name": _PROBE}
         try:
-            return _PROBE in self._bounded(messages=[message], **self._special_tokens)
+            return _PROBE in self._bounded(messages=[message], **self.special_tokens)
         except (TemplateError, *_TEMPLATE_FAULTS):
             return False
 
@@ -146,7 +147,7 @@ class ChatTemplate:
         set one switch for all their models."""
         for name, value in switches.items():
             param = f"chat_template_kwargs.{name}"[:MAX_SWITCH_CHARS]
-            if name in _RESERVED or name in self._special_tokens:
+            if name in _RESERVED or name in self.special_tokens:
                 refuse(param, "cannot be set: it is the server's own")
             if not isinstance(value, bool | int | float | str):
                 refuse(param, "must be a boolean, a number or a string")

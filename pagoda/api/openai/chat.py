@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -79,12 +80,16 @@ class _ChatAnswer:
         """Part of a delta without reasoning; programs read the field of every event."""
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
-        place = EventTemplate.PLACE
-        content = {"content": place, **self._no_reasoning}
-        self._content_event = envelope.template(self._choice("delta", content))
-        self._reasoning_event = envelope.template(
-            self._choice("delta", {"reasoning_content": place})
-        )
+
+    @cached_property
+    def _content_event(self) -> EventTemplate:
+        content = {"content": EventTemplate.PLACE, **self._no_reasoning}
+        return self._envelope.template(self._choice("delta", content))
+
+    @cached_property
+    def _reasoning_event(self) -> EventTemplate:
+        content = {"reasoning_content": EventTemplate.PLACE}
+        return self._envelope.template(self._choice("delta", content))
 
     @property
     def is_complete(self) -> bool:
