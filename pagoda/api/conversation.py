@@ -86,17 +86,18 @@ async def begin_conversation(
             clamp_max_tokens=clamp_max_tokens,
             param="messages",
         )
+    thinks = template.thinks and body.separate_reasoning is not False
     make_parser = partial(
         OutputParser,
-        thinks=template.thinks,
-        in_reasoning=template.thinks and prompt.rstrip().endswith("<think>"),
+        thinks=thinks,
+        in_reasoning=thinks and prompt.rstrip().endswith("<think>"),
         calls_tools=bool(_tools_of(body)),
     )
     is_single_call = body.parallel_tool_calls is False
     readers = [
         MessageReader(make_parser(), is_single_call=is_single_call) for _ in generation.requests
     ]
-    return Conversation(generation, readers, template.thinks)
+    return Conversation(generation, readers, thinks)
 
 
 async def count_prompt_tokens(caller: Caller, body: ChatRequest) -> int:

@@ -46,14 +46,17 @@ async def test_an_answer(serve_api, stream: bool) -> None:
     kind = "chat.completion.chunk" if stream else "chat.completion"
     assert {event["object"] for event in events} == {kind}
     [choice] = answer.choices()
-    unsaid = {} if stream else {"reasoning_content": None}
+    unsaid = {"reasoning_content": None}
     assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert events[-1]["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
     assert events[-1]["usage"]["completion_tokens"] == 7
     assert prompt_of(api) == "[user]hi[assistant]"
     if stream:
-        assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        begin = {"role": "assistant", "content": "", **unsaid}
+        assert events[0]["choices"][0]["delta"] == begin
+        deltas = [event["choices"][0]["delta"] for event in events[1:-1]]
+        assert all(delta["reasoning_content"] is None for delta in deltas)
         assert all(event["usage"] is None for event in events[:-1])
 
 
@@ -215,7 +218,8 @@ async def test_what_a_template_cannot_do(
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": None}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "x" * 65, "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),

@@ -41,6 +41,11 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     functions: Annotated[Any, ([],)] = None
     function_call: Annotated[Any, ("none", "auto")] = None
     modalities: Annotated[Any, (["text"],)] = None
+    echo: Annotated[Any, (False,)] = None
+    separate_reasoning: bool | None = None
+    """False leaves reasoning where the model wrote it, in the content (SGLang)."""
+    stream_reasoning: Annotated[Any, (True,)] = None
+    parse_tool_calls: Annotated[Any, (True,)] = None
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

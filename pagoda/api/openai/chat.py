@@ -41,6 +41,7 @@ async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Cho
         model=caller.service.config.served_model_name,
         id_prefix="chatcmpl",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
+        always_usage=caller.service.config.always_usage,
     )
     answers = [
         _ChatAnswer(envelope, conversation, index, body, reader)
@@ -78,12 +79,14 @@ class _ChatAnswer:
         """Events differ in their text alone, but for the first and the last one."""
         self._shows_reasoning = body.include_reasoning is not False
         self._has_reasoning = conversation.has_reasoning and self._shows_reasoning
+        self._no_reasoning = {"reasoning_content": None} if self._has_reasoning else {}
+        """Part of a delta without reasoning; programs read the field of every event."""
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
 
     @cached_property
     def _content_event(self) -> EventTemplate:
-        content = {"content": EventTemplate.PLACE}
+        content = {"content": EventTemplate.PLACE, **self._no_reasoning}
         return self._envelope.template(self._choice("delta", content))
 
     @cached_property
@@ -143,8 +146,9 @@ class _ChatAnswer:
             return self._event(delta)
         self._has_begun = True
         self._scores = delta.prompt_logprobs
-        begin = self._choice("delta", {"role": "assistant", "content": ""})
-        return self._envelope.event(begin, **self.prompt_fields()) + self._event(delta)
+        message = {"role": "assistant", "content": "", **self._no_reasoning}
+        begin = self._envelope.begin(self._choice("delta", message), **self.prompt_fields())
+        return begin + self._event(delta)
 
     def _event(self, delta: TextDelta) -> bytes:
         is_simple = self._is_simple and delta.finish_reason is None
@@ -157,7 +161,7 @@ class _ChatAnswer:
                 return self._content_event.fill(parts.content) if parts.content else b""
             if not parts.content:
                 return self._reasoning_event.fill(reasoning)
-        message: dict[str, Any] = {}
+        message: dict[str, Any] = dict(self._no_reasoning)
         if parts.content:
             message["content"] = parts.content
         if reasoning:
