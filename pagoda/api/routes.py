@@ -15,6 +15,8 @@ from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
+from pagoda.api.scoring.embeddings import EmbeddingRequest, embeddings, pooling
+from pagoda.api.scoring.rerank import RerankRequest, ScoreRequest, rerank, score
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,6 +26,9 @@ _ready = Route(info.health_ready, "Whether the model makes progress.", statuses=
 _models = Route(info.models, "The models that are served.")
 _server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
+_embeddings = Route(embeddings, "Vectors of texts.", EmbeddingRequest)
+_score = Route(score, "Scores of pairs of texts.", ScoreRequest)
+_rerank = Route(rerank, "Documents by their scores against a query.", RerankRequest)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
 )
@@ -100,6 +105,14 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/embeddings": {"POST": _embeddings},
+    "/embeddings": {"POST": _embeddings},
+    "/pooling": {"POST": Route(pooling, "Vectors of texts, as vLLM has it.", EmbeddingRequest)},
+    "/v1/score": {"POST": _score},
+    "/score": {"POST": _score},
+    "/v1/rerank": {"POST": _rerank},
+    "/v2/rerank": {"POST": _rerank},
+    "/rerank": {"POST": _rerank},
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
