@@ -6,6 +6,10 @@ from functools import partial
 
 from pagoda.api import info
 from pagoda.api.metrics import metrics
+from pagoda.api.ollama import generate as ollama
+from pagoda.api.ollama import models as ollama_models
+from pagoda.api.ollama.bodies import ChatBody, GenerateBody
+from pagoda.api.ollama.dialect import OLLAMA
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
@@ -27,11 +31,46 @@ PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _page = Route(info.page, "A file of the page.", content_type="text/html", statuses=(404,))
 _ready = Route(info.health_ready, "Whether the model makes progress.", statuses=(503,))
 _models = Route(info.models, "The models that are served.")
+_server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
+
+_refuse_change = Route(
+    ollama_models.refuse_change, "Refused: models are the operator's.", dialect=OLLAMA
+)
+
+OLLAMA_ROUTES: dict[str, dict[str, Route]] = {
+    "/api/chat": {
+        "POST": Route(
+            ollama.chat, "Answers a conversation.", ChatBody, dialect=OLLAMA, streams=True
+        )
+    },
+    "/api/generate": {
+        "POST": Route(
+            ollama.generate, "Answers a prompt.", GenerateBody, dialect=OLLAMA, streams=True
+        )
+    },
+    "/api/tags": {"GET": Route(ollama_models.tags, "The models.", dialect=OLLAMA)},
+    "/api/ps": {"GET": Route(ollama_models.running, "The models in memory.", dialect=OLLAMA)},
+    "/api/show": {
+        "POST": Route(
+            ollama_models.show,
+            "One model.",
+            ollama_models.ShowBody,
+            dialect=OLLAMA,
+            statuses=(404,),
+        )
+    },
+    "/api/version": {"GET": Route(ollama_models.version, "The version.", dialect=OLLAMA)},
+    "/api/pull": {"POST": _refuse_change},
+    "/api/push": {"POST": _refuse_change},
+    "/api/create": {"POST": _refuse_change},
+    "/api/copy": {"POST": _refuse_change},
+    "/api/delete": {"DELETE": _refuse_change},
+}
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/": {"GET": _page},
@@ -40,6 +79,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/health/live": {"GET": Route(info.health_live, "The process answers.")},
     "/health/ready": {"GET": _ready},
     "/version": {"GET": Route(info.version, "The version of the server.")},
+    "/server_info": {"GET": _server_info},
+    "/get_server_info": {"GET": _server_info},
     "/v1/models": {"GET": _models},
     "/v1/models/*": {"GET": Route(info.model, "One model.", statuses=(404,))},
     "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.")},
@@ -89,5 +130,6 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
     "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
+    **OLLAMA_ROUTES,
 }
 """Routes by path and method. A `*` at the end takes the rest of the path."""

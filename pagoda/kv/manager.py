@@ -5,6 +5,7 @@ Blocks are found by the keys of `pagoda.kv.block_keys`: equal keys mean equal pr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from pagoda.kv.block_keys import block_key, root_key
@@ -14,7 +15,7 @@ from pagoda.kv.events import CacheRecorder
 
 
 class BlockTable:
-    __slots__ = ("blocks", "keys", "num_published")
+    __slots__ = ("blocks", "keys", "num_published", "num_reusable_tokens")
 
     def __init__(self, root_key: bytes) -> None:
         self.blocks: list[Block] = []
@@ -22,6 +23,8 @@ class BlockTable:
         """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""
         self.num_published = 0
         """Leading blocks that have been offered to the prefix index."""
+        self.num_reusable_tokens = sys.maxsize
+        """Leading tokens whose K and V may come from a cache; others are computed for their hidden states."""
 
     def block_ids(self) -> list[int]:
         return [block.block_id for block in self.blocks]
@@ -53,7 +56,8 @@ class KVManager:
         hits: list[Block] = []
         if not self._prefix_caching:
             return hits
-        for index in range((len(token_ids) - 1) // self.block_size):
+        most = min(len(token_ids) - 1, table.num_reusable_tokens)
+        for index in range(most // self.block_size):
             block = self.pool.find(self._key(table, token_ids, index))
             if block is None:
                 break
@@ -66,7 +70,8 @@ class KVManager:
         """The keys of all blocks that `find_prefix` might find; if `whole`, with one more token behind these."""
         if not self._prefix_caching:
             return []
-        num_blocks = (len(token_ids) - (not whole)) // self.block_size
+        most = min(len(token_ids) - (not whole), table.num_reusable_tokens)
+        num_blocks = most // self.block_size
         self._key(table, token_ids, num_blocks - 1)
         return table.keys[1 : num_blocks + 1]
 
