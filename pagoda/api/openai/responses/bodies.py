@@ -10,7 +10,7 @@ from msgspec import Meta
 from pagoda.api.fields import GenerationFields
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_MESSAGES, MAX_TOOLS
-from pagoda.messages.sampling_params import MAX_LOGPROBS
+from pagoda.messages.sampling_params import ALL_LOGPROBS
 
 Item = dict[str, Any]
 """An item of input or output, as OpenAI spells it."""
@@ -68,7 +68,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: list[Include] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
@@ -95,6 +95,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     n: Annotated[Any, (1,)] = None
     best_of: Annotated[Any, (1,)] = None
     prompt_logprobs: Annotated[Any, ()] = None
+    return_tokens_as_token_ids: Annotated[Any, (False,)] = None
     return_token_ids: Annotated[Any, (False,)] = None
 
     @property

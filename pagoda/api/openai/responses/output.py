@@ -192,9 +192,10 @@ class Output:
         self._close("incomplete" if is_cut else "completed")
         if is_cut_call:
             self._done.pop()
-            if not self._done:
-                self._message().add("")
-                self._close("incomplete")
+            if not self._done:  # no event tells of it: the call has had its place
+                empty = _TextItem(0, None, is_message=True)
+                empty.add("")
+                self._done.append(empty.value("incomplete"))
         return self._done
 
     def _reasoning(self) -> _TextItem | _SummaryItem:

@@ -12,7 +12,7 @@ from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.kv_transfer import transfer_fields
-from pagoda.api.openai.logprobs import chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
 from pagoda.api.openai.responses.bodies import ResponsesRequest
 from pagoda.api.openai.responses.events import EventWriter
 from pagoda.api.openai.responses.output import Output, new_id
@@ -53,11 +53,12 @@ class ResponseAnswer:
         self._error: dict[str, Any] | None = None
         self._output = Output(writer, as_summary=body.summary is not None)
         self._shows_reasoning = body.include_reasoning is not False
+        self._spelling = TokenSpelling(conversation.generation.generator.text.tokenizer)
         self._token_ids: list[int] = []
         self._logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose text has not come yet."""
         self._is_in_content = True
-        """False behind reasoning or a call, whose closing tags are tokens without text."""
+        """False behind reasoning and calls, whose closing tags are tokens without text."""
         self._num_unread_tokens = 0
         """Tokens behind the last ones that were known to be reasoning, or not to be."""
         self._num_reasoning_tokens = 0
@@ -201,13 +202,12 @@ class ResponseAnswer:
         """The log-probabilities of the tokens of `parts.content`, as far as they are known."""
         if delta.logprobs is None:
             return []
-        tokenizer = self._generation.generator.text.tokenizer
-        self._logprobs += chat_logprobs(tokenizer, delta.token_ids, delta.logprobs)["content"]
+        self._logprobs += chat_logprobs(self._spelling, delta.token_ids, delta.logprobs)["content"]
         if parts.reasoning or parts.tool_calls:
             self._is_in_content = False
-        if not parts.content:
-            if not self._is_in_content:
+            if not parts.content:
                 self._logprobs = []
+        if not parts.content:
             return []
         found, self._logprobs = self._logprobs, []
         if not self._is_in_content:
