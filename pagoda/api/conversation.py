@@ -70,8 +70,10 @@ async def begin_conversation(
     generator = caller.service.admit(body.model)
     prompt = await _render(generator, body)
     template = generator.text.require_template()
-    has_new_name = body.max_completion_tokens is not None
-    with renamed({"max_tokens": "max_completion_tokens"} if has_new_name else {}):
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with renamed(names):
         generation = await prepare(
             caller,
             body,
@@ -79,21 +81,23 @@ async def begin_conversation(
             [prompt],
             max_tokens=chat_max_tokens(body),
             logprobs=chat_logprobs_count(body),
+            prompt_logprobs=body.prompt_logprobs,
             add_special_tokens=bool(body.add_special_tokens),
             clamp_max_tokens=clamp_max_tokens,
             param="messages",
         )
+    thinks = template.thinks and body.separate_reasoning is not False
     make_parser = partial(
         OutputParser,
-        thinks=template.thinks,
-        in_reasoning=template.thinks and prompt.rstrip().endswith("<think>"),
+        thinks=thinks,
+        in_reasoning=thinks and prompt.rstrip().endswith("<think>"),
         calls_tools=bool(_tools_of(body)),
     )
     is_single_call = body.parallel_tool_calls is False
     readers = [
         MessageReader(make_parser(), is_single_call=is_single_call) for _ in generation.requests
     ]
-    return Conversation(generation, readers, template.thinks)
+    return Conversation(generation, readers, thinks)
 
 
 async def count_prompt_tokens(caller: Caller, body: ChatRequest) -> int:

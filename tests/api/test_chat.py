@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from scripted_endpoint import TEXT
 
+from pagoda.executor.sim import sim_logprob
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.model_text import ModelText
 
@@ -44,14 +46,17 @@ async def test_an_answer(serve_api, stream: bool) -> None:
     kind = "chat.completion.chunk" if stream else "chat.completion"
     assert {event["object"] for event in events} == {kind}
     [choice] = answer.choices()
-    unsaid = {} if stream else {"reasoning_content": None}
+    unsaid = {"reasoning_content": None}
     assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert events[-1]["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
     assert events[-1]["usage"]["completion_tokens"] == 7
     assert prompt_of(api) == "[user]hi[assistant]"
     if stream:
-        assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        begin = {"role": "assistant", "content": "", **unsaid}
+        assert events[0]["choices"][0]["delta"] == begin
+        deltas = [event["choices"][0]["delta"] for event in events[1:-1]]
+        assert all(delta["reasoning_content"] is None for delta in deltas)
         assert all(event["usage"] is None for event in events[:-1])
 
 
@@ -151,6 +156,20 @@ async def test_prompts(serve_api, body: dict[str, Any], prompt: str) -> None:
 
 
 @WHOLE_AND_STREAM
+async def test_log_probabilities_of_the_prompt(serve_api, stream: bool) -> None:
+    api = await serve_api("ok", text=QWEN)
+    answer = await api.chat(prompt_logprobs=1, n=2, stream=stream, return_token_ids=True)
+    body = answer.events()[0] if stream else answer.json()
+    first, *rest = body["prompt_logprobs"]
+    prompt = body["prompt_token_ids"]
+    assert first is None
+    for (before, token_id), position in zip(pairwise(prompt), rest, strict=True):
+        logprob = sim_logprob(before, token_id)
+        [(key, entry)] = position.items()
+        assert (int(key), entry["logprob"], entry["rank"]) == (token_id, logprob, 1)
+
+
+@WHOLE_AND_STREAM
 async def test_logprobs(serve_api, stream: bool) -> None:
     api = await serve_api("é")
     [choice] = (await api.chat(logprobs=True, top_logprobs=1, stream=stream)).choices()
@@ -199,7 +218,8 @@ async def test_what_a_template_cannot_do(
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": None}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "x" * 65, "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),

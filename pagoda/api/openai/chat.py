@@ -15,11 +15,12 @@ from pagoda.api.conversation import Conversation, MessageReader, begin_conversat
 from pagoda.api.generation import Generation
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.choices import Choices, Envelope
-from pagoda.api.openai.logprobs import chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventTemplate
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
+from pagoda.messages.frontend import TokenLogprobs
 
 _NO_TOKENS = TextDelta("", [])
 
@@ -40,15 +41,13 @@ async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Cho
         model=caller.service.config.served_model_name,
         id_prefix="chatcmpl",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
+        always_usage=caller.service.config.always_usage,
     )
-    extra = {}
-    if envelope.return_token_ids:
-        extra["prompt_token_ids"] = generation.requests[0].request.prompt_token_ids
     answers = [
         _ChatAnswer(envelope, conversation, index, body, reader)
         for index, reader in enumerate(conversation.readers)
     ]
-    return generation, Choices(envelope, answers, extra)
+    return generation, Choices(envelope, answers, answers[0].prompt_fields)
 
 
 class _ChatAnswer:
@@ -67,7 +66,12 @@ class _ChatAnswer:
         self._index = index
         self._reader = reader
         self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
+        as_ids = bool(body.return_tokens_as_token_ids)
         self._tokenizer = generation.generator.text.tokenizer
+        self._spelling = TokenSpelling(self._tokenizer, as_ids=as_ids)
+        self._num_top = generation.requests[index].sampling.prompt_logprobs
+        self._scores: list[TokenLogprobs] | None = None
+        """Log-probabilities of the prompt, once they are there."""
         self._has_logprobs = bool(body.logprobs)
         self._has_begun = False
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
@@ -75,12 +79,14 @@ class _ChatAnswer:
         """Events differ in their text alone, but for the first and the last one."""
         self._shows_reasoning = body.include_reasoning is not False
         self._has_reasoning = conversation.has_reasoning and self._shows_reasoning
+        self._no_reasoning = {"reasoning_content": None} if self._has_reasoning else {}
+        """Part of a delta without reasoning; programs read the field of every event."""
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
 
     @cached_property
     def _content_event(self) -> EventTemplate:
-        content = {"content": EventTemplate.PLACE}
+        content = {"content": EventTemplate.PLACE, **self._no_reasoning}
         return self._envelope.template(self._choice("delta", content))
 
     @cached_property
@@ -92,13 +98,24 @@ class _ChatAnswer:
     def is_complete(self) -> bool:
         return self._reader.is_complete
 
+    def prompt_fields(self) -> dict[str, Any]:
+        """Fields beside the choices that tell of the prompt."""
+        fields: dict[str, Any] = {}
+        if self._envelope.return_token_ids:
+            fields["prompt_token_ids"] = self._prompt_token_ids
+        if self._num_top is not None and self._scores is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, self._prompt_token_ids, self._scores, self._num_top
+            )
+        return fields
+
     def _choice(
         self, shape: str, message: dict[str, Any], delta: TextDelta = _NO_TOKENS
     ) -> dict[str, Any]:
         """The choice with a whole `message` or a `delta` (`shape`)."""
         logprobs = None
         if self._has_logprobs and delta.logprobs is not None:
-            logprobs = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs)
+            logprobs = chat_logprobs(self._spelling, delta.token_ids, delta.logprobs)
         choice = self._envelope.choice(self._index, {shape: message}, delta, logprobs)
         choice["finish_reason"] = self._reader.finish_reason
         return choice
@@ -118,7 +135,9 @@ class _ChatAnswer:
             message["tool_calls"] = [_whole_call(list(pieces)) for _, pieces in calls]
         if self._has_reasoning:
             message["reasoning_content"] = parts.reasoning or None
-        return self._choice("message", message, joined_deltas(self._deltas))
+        delta = joined_deltas(self._deltas)
+        self._scores = delta.prompt_logprobs
+        return self._choice("message", message, delta)
 
     # ---- as a stream
 
@@ -126,11 +145,10 @@ class _ChatAnswer:
         if self._has_begun:
             return self._event(delta)
         self._has_begun = True
-        fields: dict[str, Any] = {}
-        if self._envelope.return_token_ids:
-            fields["prompt_token_ids"] = self._prompt_token_ids
-        begin = self._choice("delta", {"role": "assistant", "content": ""})
-        return self._envelope.event(begin, **fields) + self._event(delta)
+        self._scores = delta.prompt_logprobs
+        message = {"role": "assistant", "content": "", **self._no_reasoning}
+        begin = self._envelope.begin(self._choice("delta", message), **self.prompt_fields())
+        return begin + self._event(delta)
 
     def _event(self, delta: TextDelta) -> bytes:
         is_simple = self._is_simple and delta.finish_reason is None
@@ -143,7 +161,7 @@ class _ChatAnswer:
                 return self._content_event.fill(parts.content) if parts.content else b""
             if not parts.content:
                 return self._reasoning_event.fill(reasoning)
-        message: dict[str, Any] = {}
+        message: dict[str, Any] = dict(self._no_reasoning)
         if parts.content:
             message["content"] = parts.content
         if reasoning:
