@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from pagoda.frontend.model_text import ModelText, synthetic_model_text
-from pagoda.frontend.tokenizer import Tokenizer, byte_tokenizer
+from pagoda.frontend.tokenizer import Tokenizer
 
 
 def events(answer: Any) -> list[Any]:
