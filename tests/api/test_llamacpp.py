@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
 
+from pagoda.frontend.detokenizer import byte_level_alphabet
 from pagoda.frontend.model_text import ModelText, synthetic_model_text
-from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.frontend.tokenizer import IM_END, IM_START, Tokenizer
 
 
 def events(answer: Any) -> list[Any]:
@@ -79,6 +81,7 @@ async def test_fields_are_sampling(api) -> None:
         **{"id_slot": 0, "mirostat": 0, "stop": ["x"], "min_keep": 0, "n_keep": 4},
     }
     whole = (await api.post("/completion", body)).json()
+    assert whole.get("error") is None
     assert (whole["stop_type"], whole["content"]) == ("limit", "o")
     sampling = api.endpoint.requests[0].sampling
     assert (sampling.max_tokens, sampling.seed, sampling.temperature) == (1, 3, 0.5)
@@ -152,7 +155,10 @@ async def test_an_answer_that_fills_the_context_is_truncated(serve_api) -> None:
 
 
 def fim_text() -> ModelText:
-    backend = Backend.from_str(byte_tokenizer()._backend.to_str())
+    backend = Backend(BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(mark, normalized=False) for mark in (IM_START, IM_END)])
     marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     text = synthetic_model_text()

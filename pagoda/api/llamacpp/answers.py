@@ -9,7 +9,7 @@ from typing import Any
 
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.llamacpp.bodies import SamplingFields
-from pagoda.api.openai.logprobs import chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
 from pagoda.api.sse import event
 from pagoda.api.timing import AnswerTimes, times_of
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
@@ -121,8 +121,8 @@ class LlamaAnswer:
     def _probabilities(self, delta: TextDelta) -> dict[str, Any]:
         if not self._asked.body.n_probs or not delta.logprobs:
             return {}
-        tokenizer = self._generation.generator.text.tokenizer
-        entries = chat_logprobs(tokenizer, delta.token_ids, delta.logprobs)["content"]
+        spelling = TokenSpelling(self._generation.generator.text.tokenizer)
+        entries = chat_logprobs(spelling, delta.token_ids, delta.logprobs)["content"]
         for token_id, entry, known in zip(delta.token_ids, entries, delta.logprobs, strict=True):
             entry["id"] = token_id
             for top_id, top in zip(known.top_token_ids, entry["top_logprobs"], strict=True):
