@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
-from pagoda.api.ollama import generate as ollama
-from pagoda.api.ollama import models as ollama_models
-from pagoda.api.ollama.bodies import ChatBody, GenerateBody
-from pagoda.api.ollama.dialect import OLLAMA
+from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
@@ -37,40 +35,6 @@ _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
-
-_refuse_change = Route(
-    ollama_models.refuse_change, "Refused: models are the operator's.", dialect=OLLAMA
-)
-
-OLLAMA_ROUTES: dict[str, dict[str, Route]] = {
-    "/api/chat": {
-        "POST": Route(
-            ollama.chat, "Answers a conversation.", ChatBody, dialect=OLLAMA, streams=True
-        )
-    },
-    "/api/generate": {
-        "POST": Route(
-            ollama.generate, "Answers a prompt.", GenerateBody, dialect=OLLAMA, streams=True
-        )
-    },
-    "/api/tags": {"GET": Route(ollama_models.tags, "The models.", dialect=OLLAMA)},
-    "/api/ps": {"GET": Route(ollama_models.running, "The models in memory.", dialect=OLLAMA)},
-    "/api/show": {
-        "POST": Route(
-            ollama_models.show,
-            "One model.",
-            ollama_models.ShowBody,
-            dialect=OLLAMA,
-            statuses=(404,),
-        )
-    },
-    "/api/version": {"GET": Route(ollama_models.version, "The version.", dialect=OLLAMA)},
-    "/api/pull": {"POST": _refuse_change},
-    "/api/push": {"POST": _refuse_change},
-    "/api/create": {"POST": _refuse_change},
-    "/api/copy": {"POST": _refuse_change},
-    "/api/delete": {"DELETE": _refuse_change},
-}
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/": {"GET": _page},
@@ -131,5 +95,9 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
     "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
     **OLLAMA_ROUTES,
+    **LLAMACPP_ROUTES,
+    "/chat/completions": {"POST": _chat},
+    "/models": {"GET": _models},
+    "/v1/health": {"GET": _ready},
 }
 """Routes by path and method. A `*` at the end takes the rest of the path."""

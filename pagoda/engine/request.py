@@ -73,6 +73,10 @@ class Request:
     state: RequestState = RequestState.NEW
     queue_time_s: float | None = None
     """Seconds until the first admission; None before it, and once it was sent to the frontend."""
+    leader: Request | None = None
+    """Running request whose blocks this one waits for in line; see `Leaders`."""
+    num_leader_blocks: int = 0
+    """Blocks that the leader had published when this request was told to wait."""
     reserved_blocks: int = 0
     """Blocks that known tokens still need, and one more; see `Places`."""
     slot: int | None = None

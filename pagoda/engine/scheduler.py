@@ -139,6 +139,7 @@ class Scheduler:
         del self.requests[request.request_id]
         self.quarantine.on_finished(request)
         self.hooks.on_finished(request)
+        self.batcher.leaders.leave(request)
         self.batcher.free_blocks(request)
         self.batcher.forget_blocked()
         self.places.enter(request, RequestState.FINISHED)
@@ -201,6 +202,7 @@ class Scheduler:
         self.places.count_computed(request, num_tokens)
         if request.num_computed_tokens >= (request.table.num_published + 1) * self.kv.block_size:
             self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
+            self.batcher.leaders.advance(request)
             self.hooks.on_published(request)
         if request.crash_count:
             self.quarantine.on_progress(request)
@@ -248,6 +250,7 @@ class Scheduler:
         """
         crashed = {part.request for step in self.in_flight for part in step.scheduled}
         self.in_flight.clear()
+        self.batcher.leaders.clear()
         failing = self.quarantine.on_crash(crashed)
         for request in list(self.running):
             self.kv.free(request.table)
