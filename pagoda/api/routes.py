@@ -5,18 +5,24 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
-from pagoda.api.ollama import generate as ollama
-from pagoda.api.ollama import models as ollama_models
-from pagoda.api.ollama.bodies import ChatBody, GenerateBody
-from pagoda.api.ollama.dialect import OLLAMA
+from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
+from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
+from pagoda.api.openai.responses.routes import (
+    RESPONSES,
+    change_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+)
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
-from pagoda.api.scoring.embeddings import EmbeddingRequest, embeddings, pooling
-from pagoda.api.scoring.rerank import RerankRequest, ScoreRequest, rerank, score
+from pagoda.api.scoring.routes import ROUTES as SCORING_ROUTES
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -26,47 +32,10 @@ _ready = Route(info.health_ready, "Whether the model makes progress.", statuses=
 _models = Route(info.models, "The models that are served.")
 _server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
-_embeddings = Route(embeddings, "Vectors of texts.", EmbeddingRequest)
-_score = Route(score, "Scores of pairs of texts.", ScoreRequest)
-_rerank = Route(rerank, "Documents by their scores against a query.", RerankRequest)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
-
-_refuse_change = Route(
-    ollama_models.refuse_change, "Refused: models are the operator's.", dialect=OLLAMA
-)
-
-OLLAMA_ROUTES: dict[str, dict[str, Route]] = {
-    "/api/chat": {
-        "POST": Route(
-            ollama.chat, "Answers a conversation.", ChatBody, dialect=OLLAMA, streams=True
-        )
-    },
-    "/api/generate": {
-        "POST": Route(
-            ollama.generate, "Answers a prompt.", GenerateBody, dialect=OLLAMA, streams=True
-        )
-    },
-    "/api/tags": {"GET": Route(ollama_models.tags, "The models.", dialect=OLLAMA)},
-    "/api/ps": {"GET": Route(ollama_models.running, "The models in memory.", dialect=OLLAMA)},
-    "/api/show": {
-        "POST": Route(
-            ollama_models.show,
-            "One model.",
-            ollama_models.ShowBody,
-            dialect=OLLAMA,
-            statuses=(404,),
-        )
-    },
-    "/api/version": {"GET": Route(ollama_models.version, "The version.", dialect=OLLAMA)},
-    "/api/pull": {"POST": _refuse_change},
-    "/api/push": {"POST": _refuse_change},
-    "/api/create": {"POST": _refuse_change},
-    "/api/copy": {"POST": _refuse_change},
-    "/api/delete": {"DELETE": _refuse_change},
-}
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/": {"GET": _page},
@@ -105,18 +74,32 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
-    "/v1/embeddings": {"POST": _embeddings},
-    "/embeddings": {"POST": _embeddings},
-    "/pooling": {"POST": Route(pooling, "Vectors of texts, as vLLM has it.", EmbeddingRequest)},
-    "/v1/score": {"POST": _score},
-    "/score": {"POST": _score},
-    "/v1/rerank": {"POST": _rerank},
-    "/v2/rerank": {"POST": _rerank},
-    "/rerank": {"POST": _rerank},
+    **SCORING_ROUTES,
+    "/v1/responses": {
+        "POST": Route(
+            create_response,
+            "Makes a response.",
+            ResponsesRequest,
+            dialect=RESPONSES,
+            streams=True,
+        )
+    },
+    "/v1/responses/input_tokens": {
+        "POST": Route(count_input_tokens, "Counts the tokens of an input.", InputTokensRequest)
+    },
+    "/v1/responses/*": {
+        "GET": Route(get_response, "A response, or its input items.", statuses=(404,)),
+        "POST": Route(change_response, "Cancels a background response.", statuses=(404,)),
+        "DELETE": Route(delete_response, "Forgets a response.", statuses=(404,)),
+    },
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
     "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
     **OLLAMA_ROUTES,
+    **LLAMACPP_ROUTES,
+    "/chat/completions": {"POST": _chat},
+    "/models": {"GET": _models},
+    "/v1/health": {"GET": _ready},
 }
 """Routes by path and method. A `*` at the end takes the rest of the path."""

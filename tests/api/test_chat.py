@@ -5,36 +5,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from scripted_endpoint import TEXT
+from template_texts import CALL, QWEN, prompt_of, text
 
 from pagoda.executor.sim import sim_logprob
-from pagoda.frontend.chat_template import ChatTemplate
-from pagoda.frontend.model_text import ModelText
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-SOURCE = (
-    "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    "{% if opened is defined %}<think>\n{% endif %}"
-)
-
-
-def text(source: str | None) -> ModelText:
-    template = ChatTemplate(source, special_tokens={}) if source else None
-    return ModelText(TEXT.tokenizer, template, TEXT.eos_token_ids)
-
-
-QWEN = text(SOURCE)
 
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
-
-
-def prompt_of(api: Any) -> str:
-    return bytes(api.endpoint.requests[-1].prompt_token_ids).decode()
 
 
 @WHOLE_AND_STREAM
