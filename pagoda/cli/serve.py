@@ -37,6 +37,7 @@ from pagoda.frontend.engine_options import (
     HandoffOptions,
     ParallelOptions,
 )
+from pagoda.frontend.answer_formats import AUTO, ParserChoice
 from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_spans import RequestSpans
@@ -67,12 +68,23 @@ class ServerOptions:
     """Refuse requests without this bearer token; may be repeated. Metrics and logs tell keys apart by NAME."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
+    tool_call_parser: Annotated[str, Parameter(metavar="NAME")] = AUTO
+    """The format of the model's tool calls, such as hermes, llama3_json or mistral; auto finds it in the chat template,
+    none leaves calls in the text."""
+    reasoning_parser: Annotated[str, Parameter(metavar="NAME")] = AUTO
+    """The format of the model's reasoning, such as qwen3 or deepseek_r1; auto finds it in the chat template, none leaves
+    reasoning in the text."""
     otlp_endpoint: Annotated[str | None, Parameter(metavar="URL")] = None
     """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Another Host header to accept while listening on this machine only; may be repeated."""
+
+    @property
+    def parsers(self) -> ParserChoice:
+        """Raises ConfigError: there is no parser of that name."""
+        return ParserChoice(self.tool_call_parser, self.reasoning_parser)
 
     def spans(self, files: ModelFiles) -> RequestSpans | None:
         """None if they are not asked for. Raises ConfigError if spans cannot be exported."""
@@ -234,7 +246,13 @@ def run_server(
         serve_api(
             server.config(files.served_name),
             partial(make_fleet, joined),
-            partial(load_text, files, simulated=simulated, chat_template=server.chat_template),
+            partial(
+                load_text,
+                files,
+                simulated=simulated,
+                chat_template=server.chat_template,
+                parsers=server.parsers,
+            ),
             on_ready=announce,
             profile=profile.config(),
             tracer=tracer,

@@ -61,12 +61,10 @@ class ChatTemplate:
             ) from None
         except (RecursionError, MemoryError, SyntaxError):
             raise ConfigError("the chat template is nested too deeply to be compiled.") from None
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_tools = "tools" in self._variables
-        self.hermes_tool_calls = "<tool_call>" in source
-        """True if the model writes calls between `<tool_call>` tags (Hermes, Qwen)."""
-        self.thinks = "</think>" in source
 
     @property
     def switches(self) -> tuple[str, ...]:

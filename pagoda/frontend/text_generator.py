@@ -80,6 +80,8 @@ class TextRequest:
     client_request: ClientRequest
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
+    shown_tokens: tuple[str, ...] = ()
+    """Special tokens that have text though others are skipped: a parser of the answer needs them."""
     index: int = 0
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
 
@@ -180,6 +182,7 @@ class TextGenerator:
         holds_kv: bool = False,
         kv_source: KVSource | None = None,
         grammar: Grammar | None = None,
+        shown_tokens: tuple[str, ...] = (),
         client_request: ClientRequest | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
@@ -187,8 +190,8 @@ class TextGenerator:
         `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
         `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
         with the same `session` may be served by one replica. `holds_kv`, `kv_source` and `grammar` are as in
-        `GenerateRequest`. Without a `client_request` one is made here. Token ids are not copied: the caller must
-        not change them.
+        `GenerateRequest`, `shown_tokens` as in `TextRequest`. Without a `client_request` one is made here. Token ids
+        are not copied: the caller must not change them.
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
@@ -225,6 +228,7 @@ class TextGenerator:
                 prompt=text,
                 client_request=client_request,
                 stops=stops,
+                shown_tokens=shown_tokens,
                 index=index,
             )
             for index in range(sampling.n)
@@ -311,7 +315,9 @@ class TextAssembler:
     def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
         sampling = request.sampling
         self._decoder = tokenizer.incremental(
-            request.request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+            request.request.prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown_tokens=request.shown_tokens,
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
         self._keep_stop = sampling.include_stop_str_in_output
