@@ -7,6 +7,7 @@ is null counts as left out.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -56,6 +57,21 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         _check_neutral(parsed)
     _check_duplicates(body)
     return parsed
+
+
+def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
+    """The body of another API, translated to the fields of `kind`, as that struct.
+    Raises InvalidRequestError: the fields are not such a body; names the field."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        converted: T = msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply.", kind="invalid_json") from None
+    if isinstance(converted, msgspec.Struct):
+        _check_neutral(converted)
+    return converted
 
 
 _NOT_BRACES = bytes(byte for byte in range(256) if byte not in b"{}")

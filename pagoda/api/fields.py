@@ -30,8 +30,8 @@ MAX_SESSION_CHARS = 256
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
 
 
-_FIELD_PATH = re.compile(r"([^.\[]*)([.\[]?)(.*)", re.DOTALL)
-"""The name of a field, and the place within it."""
+_PLACES = re.compile(r"[.\[]")
+"""Ends of the name of a field, and of places within it."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,16 +122,23 @@ def check_fields(body: GenerationFields) -> None:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Lets errors about a field name it as the client does: `names` maps Pagoda's names to the client's."""
+    """Lets errors about a field name it as the client does: `names` maps Pagoda's names to the client's.
+
+    Names may be places within fields, such as `messages[3].content`; the longest name that fits is replaced.
+    """
     try:
         yield
     except InvalidRequestError as error:
-        name, place, rest = _FIELD_PATH.fullmatch(error.param or "").groups()  # type: ignore[union-attr]
-        if name not in names:
+        param = error.param or ""
+        cuts = [len(param), *(match.start() for match in _PLACES.finditer(param))]
+        ours = next(
+            (param[:cut] for cut in sorted(cuts, reverse=True) if param[:cut] in names), None
+        )
+        if ours is None:
             raise
-        theirs = names[name]
-        message = str(error).replace(name, theirs)
-        raise type(error)(message, param=theirs + place + rest, kind=error.kind) from None
+        message = str(error).replace(ours, names[ours])
+        theirs = names[ours] + param[len(ours) :]
+        raise type(error)(message, param=theirs, kind=error.kind) from None
 
 
 _SAMPLING_FIELDS = tuple(

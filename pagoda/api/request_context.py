@@ -65,6 +65,8 @@ class RequestContext:
         if (self.http.content_length or 0) > config.max_body_bytes:
             raise too_long
         try:
+            if self.http.content.is_eof():  # mostly the body came with the headers
+                return await self.http.read()
             async with asyncio.timeout(config.body_timeout_s):
                 return await self.http.read()
         except web.HTTPRequestEntityTooLarge:

@@ -62,14 +62,14 @@ class ChatTemplate:
         except (RecursionError, MemoryError, SyntaxError):
             raise ConfigError("the chat template is nested too deeply to be compiled.") from None
         self.source = source
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_tools = "tools" in self._variables
 
     @property
     def switches(self) -> tuple[str, ...]:
         """The names that a client may set through `chat_template_kwargs`."""
-        return tuple(sorted(self._variables - _RESERVED - self._special_tokens.keys()))
+        return tuple(sorted(self._variables - _RESERVED - self.special_tokens.keys()))
 
     def render(
         self,
@@ -100,7 +100,7 @@ class ChatTemplate:
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt is not False
                 and not continue_final_message,
-                **self._special_tokens,
+                **self.special_tokens,
                 **given,
             )
         except TemplateError as error:

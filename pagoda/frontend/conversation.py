@@ -48,7 +48,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One message. The last five fields come back from clients that return an answer as they got it."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_PARTS)] | None = None
@@ -56,9 +56,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = None
+    """The only call, as OpenAI's API spelt it before it had tools."""
     annotations: Annotated[list[None], Meta(max_length=MAX_PARTS)] | None = None
-    reasoning: None = None
+    reasoning: str | None = None
+    """Newer name of `reasoning_content`."""
 
 
 Messages = Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
@@ -97,7 +99,7 @@ def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | 
         parts = [content] if isinstance(content, str) else [part.text for part in content]
         calls = message.tool_calls or ()
         size += sum(map(len, parts)) + sum(len(call.function.arguments) for call in calls)
-        size += len(message.reasoning_content or "") + _MESSAGE_CHARS
+        size += len(message.reasoning_content or message.reasoning or "") + _MESSAGE_CHARS
     return size
 
 

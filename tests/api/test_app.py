@@ -5,8 +5,10 @@ import gzip
 
 import pytest
 
-from pagoda.api.app import OPEN_PATHS, ROUTES, hosts_for
+from pagoda.api.app import OPEN_PATHS, hosts_for
+from pagoda.api.dialect import OPENAI
 from pagoda.api.keys import ApiKeys
+from pagoda.api.routes import ROUTES
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import Health
 from pagoda.version import __version__
@@ -137,7 +139,10 @@ async def test_every_route_but_health_and_the_page_asks_for_the_key(
     for path in sorted(closed | {"/nothing", "/health/live/x", "/ui", "/ui/"}):
         for method in ("GET", "POST", "OPTIONS"):
             answer = await api.request(method, path, headers=headers)
-            assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
+            assert answer.status == 401
+            assert "API key" in answer.body.decode()
+            if path not in ROUTES or next(iter(ROUTES[path].values())).dialect is OPENAI:
+                assert answer.error()["code"] == "invalid_api_key"
     assert (await api.get("/health/live")).status == 200
 
 

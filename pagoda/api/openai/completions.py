@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from aiohttp import web
@@ -63,11 +64,14 @@ class _CompletionAnswer:
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
         self._is_simple = self._logprobs is None and not has_more
         """Events differ in their text alone, but for the first and the last one."""
-        self._template = envelope.template(self._choice(TextDelta(EventTemplate.PLACE, [])))
         self._prompt = ""
         if body.echo:
             given = generation.requests[index].prompt
             self._prompt = tokenizer.decode(self._prompt_token_ids) if given is None else given
+
+    @cached_property
+    def _template(self) -> EventTemplate:
+        return self._envelope.template(self._choice(TextDelta(EventTemplate.PLACE, [])))
 
     def _choice(self, delta: TextDelta, prompt: str = "") -> dict[str, Any]:
         logprobs = None

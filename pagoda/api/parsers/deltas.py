@@ -35,6 +35,10 @@ class AnswerDelta(msgspec.Struct, frozen=True):
         return AnswerDelta(self.content, self.reasoning, calls)
 
 
+def delta_without_reasoning(delta: AnswerDelta) -> AnswerDelta:
+    return msgspec.structs.replace(delta, reasoning="") if delta.reasoning else delta
+
+
 class AnswerBuilder:
     """Collects the parts of an answer between two deltas.
 

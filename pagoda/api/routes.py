@@ -1,0 +1,106 @@
+"""The table of all routes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pagoda.api import info
+from pagoda.api.metrics import metrics
+from pagoda.api.ollama import generate as ollama
+from pagoda.api.ollama import models as ollama_models
+from pagoda.api.ollama.bodies import ChatBody, GenerateBody
+from pagoda.api.ollama.dialect import OLLAMA
+from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
+from pagoda.api.openai.chat import chat_completions
+from pagoda.api.openai.completions import completions
+from pagoda.api.profile import StartBody, start_profile, stop_profile
+from pagoda.api.route import Route
+from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+
+PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+_page = Route(info.page, "A file of the page.", content_type="text/html", statuses=(404,))
+_ready = Route(info.health_ready, "Whether the model makes progress.", statuses=(503,))
+_models = Route(info.models, "The models that are served.")
+_chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
+_start_profile = Route(
+    start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
+)
+_stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
+
+_refuse_change = Route(
+    ollama_models.refuse_change, "Refused: models are the operator's.", dialect=OLLAMA
+)
+
+OLLAMA_ROUTES: dict[str, dict[str, Route]] = {
+    "/api/chat": {
+        "POST": Route(
+            ollama.chat, "Answers a conversation.", ChatBody, dialect=OLLAMA, streams=True
+        )
+    },
+    "/api/generate": {
+        "POST": Route(
+            ollama.generate, "Answers a prompt.", GenerateBody, dialect=OLLAMA, streams=True
+        )
+    },
+    "/api/tags": {"GET": Route(ollama_models.tags, "The models.", dialect=OLLAMA)},
+    "/api/ps": {"GET": Route(ollama_models.running, "The models in memory.", dialect=OLLAMA)},
+    "/api/show": {
+        "POST": Route(
+            ollama_models.show,
+            "One model.",
+            ollama_models.ShowBody,
+            dialect=OLLAMA,
+            statuses=(404,),
+        )
+    },
+    "/api/version": {"GET": Route(ollama_models.version, "The version.", dialect=OLLAMA)},
+    "/api/pull": {"POST": _refuse_change},
+    "/api/push": {"POST": _refuse_change},
+    "/api/create": {"POST": _refuse_change},
+    "/api/copy": {"POST": _refuse_change},
+    "/api/delete": {"DELETE": _refuse_change},
+}
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/": {"GET": _page},
+    "/ui/*": {"GET": _page},
+    "/health": {"GET": _ready},
+    "/health/live": {"GET": Route(info.health_live, "The process answers.")},
+    "/health/ready": {"GET": _ready},
+    "/version": {"GET": Route(info.version, "The version of the server.")},
+    "/v1/models": {"GET": _models},
+    "/v1/models/*": {"GET": Route(info.model, "One model.", statuses=(404,))},
+    "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.")},
+    "/v1/live": {
+        "GET": Route(
+            info.live, "What the page shows, every second.", content_type="text/event-stream"
+        )
+    },
+    "/v1/requests": {"GET": Route(info.list_requests, "The client's running answers.")},
+    "/v1/requests/*": {
+        "DELETE": Route(info.cancel_request, "Ends running answers.", statuses=(404,))
+    },
+    "/v1/hosts": {"GET": Route(info.list_hosts, "The hosts of a router.", statuses=(404,))},
+    "/v1/hosts/*": {
+        "DELETE": Route(info.dismiss_host, "Lets a host of a router go.", statuses=(404,))
+    },
+    "/metrics": {"GET": Route(metrics, "Figures for Prometheus.", content_type=PLAIN_TEXT)},
+    "/metrics/vllm": {
+        "GET": Route(
+            partial(metrics, aliases=True),
+            "Figures for Prometheus, also under vLLM's names.",
+            content_type=PLAIN_TEXT,
+        )
+    },
+    "/v1/completions": {
+        "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
+    },
+    "/v1/chat/completions": {"POST": _chat},
+    "/profile/start": {"POST": _start_profile},
+    "/profile/stop": {"POST": _stop_profile},
+    "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
+    "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
+    **OLLAMA_ROUTES,
+}
+"""Routes by path and method. A `*` at the end takes the rest of the path."""
