@@ -17,7 +17,7 @@ from pagoda.api.output_parser import AnswerDelta, OutputParser
 from pagoda.api.parsers.deltas import delta_without_reasoning
 from pagoda.api.request_context import Caller
 from pagoda.api.tool_choice import ToolChoice, new_call_id, tool_choice_of
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
@@ -126,6 +126,8 @@ async def begin_conversation(
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model)
     choice = tool_choice_of(body)
+    if choice.must_call or choice.allowed is not None:
+        refuse("tool_choice", "other than 'auto' is not supported yet", "not_supported")
     prompt = await _render(generator, body, choice)
     formats = generator.text.formats
     has_new_name = body.max_completion_tokens is not None
@@ -184,8 +186,8 @@ async def _render(generator: TextGenerator, body: ChatRequest, choice: ToolChoic
     formats = generator.text.formats
     if choice.calls_tools and template.takes_tools and choice.format_in(formats) is None:
         raise InvalidRequestError(
-            "the way in which this model calls tools is not in its chat template; the server's operator can name it "
-            "with --tool-call-parser.",
+            "the chat template does not show how this model calls tools; the server's operator can say it with "
+            "--tool-call-parser.",
             param="tools",
         )
     return await generator.render(

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from pagoda.api.neutral import NeutralFields
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.messages.sampling_params import (
     MAX_ALLOWED_TOKENS,
@@ -39,6 +40,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 TransferId = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,256}\Z")]
@@ -60,7 +62,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_id: TransferId | None = None
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that completions and chat completions have in common."""
 
     model: str | None = None
@@ -94,6 +96,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # No effect on the answer, by OpenAI's definition, as the bound; the first two may name the request's session.
     prompt_cache_key: str | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
 
     best_of: Any = None
@@ -116,8 +121,11 @@ def check_fields(body: GenerationFields) -> None:
     """Raises InvalidRequestError: two fields of the body do not go together; names one."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         refuse("best_of", "other than n is not supported", "not_supported")
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and not body.stream:
         refuse("stream_options", "is only for requests with stream: true")
+    if options is not None and options.include_obfuscation:
+        refuse("stream_options.include_obfuscation", "other than false is not supported")
 
 
 @contextmanager

@@ -141,11 +141,15 @@ async def prepare(
     param: str = "prompt",
     shown_tokens: tuple[str, ...] = (),
 ) -> Generation:
-    """The requests of all prompts of a body; `param` is the field of the prompt, `shown_tokens` as in `TextRequest`.
+    """The requests of all prompts of a body; `param` is the field of the prompt, `shown_tokens` are those of
+    `TextRequest`.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     check_fields(body)
     is_router = caller.service.is_router
-    handoff = handoff_of(body, generator.endpoint.limits.role, is_router=is_router)
+    role = generator.endpoint.limits.role
+    handoff = handoff_of(body, role, max_tokens=max_tokens, is_router=is_router)
+    if len(prompts) != 1 and body.kv_transfer_params is None:
+        handoff = Handoff()
     if handoff != Handoff() and len(prompts) != 1:
         refuse("prompt", "must be a single prompt with kv_transfer_params")
     fields = {"max_tokens": max_tokens, "logprobs": logprobs}

@@ -119,9 +119,7 @@ class OutputParser:
             yield from read_harmony(source, answer, calls_tools=tool_format is not None)
         elif reasoning_format is not None:
             answer.in_reasoning = self._in_reasoning
-            yield from read_reasoning(
-                source, answer, reasoning_format, is_open=self._in_reasoning
-            )
+            yield from read_reasoning(source, answer, reasoning_format, is_open=self._in_reasoning)
         if tool_format is not None and tool_format != "openai":
             yield from READERS[tool_format](source, answer, tools)
         # What a reader leaves behind is content.

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagoda.api.answer_log import log_answer
+from pagoda.api.body import UnknownFields
+from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
@@ -21,9 +23,18 @@ from pagoda.frontend.trace_control import TraceControl
 @dataclass(frozen=True)
 class ApiConfig:
     served_model_name: str
+    model_aliases: Sequence[str] = ()
+    """Further names under which the model is asked for; answers have the first name."""
     api_keys: ApiKeys = NO_KEYS
     """Every route but those of `/health` and the page needs one of these keys, if there are any."""
     allowed_hosts: Sequence[str] | None = None
+    cors_origins: CorsOrigins = NO_ORIGINS
+    root_path: str = ""
+    """A path before all routes, under which a proxy shows the server; routes without it are answered, too."""
+    unknown_fields: UnknownFields | None = None
+    """Unknown fields of bodies are noted here and ignored; None refuses them."""
+    always_usage: bool = False
+    """Streams end with their usage even if the client does not ask for it."""
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0
@@ -82,7 +93,7 @@ class Service:
     def check_model(self, model: str | None) -> None:
         """Raises ApiError: 404, the model is not served here."""
         served = self.config.served_model_name
-        if model is not None and model != served:
+        if model is not None and model != served and model not in self.config.model_aliases:
             raise ApiError(
                 404,
                 f"The model {model[:200]!r} is not served here; it is {served!r}.",

@@ -91,7 +91,7 @@ class _Allowed(msgspec.Struct, frozen=True, tag="allowed_tools"):
 
 def tool_choice_of(body: ChatRequest) -> ToolChoice:
     """The tools of a body, unchecked, and their choice. Raises InvalidRequestError: the choice is malformed."""
-    if body.functions or body.function_call is not None:
+    if body.functions or body.function_call not in (None, "none", "auto"):
         return _functions_of(body)
     tools = body.tools or []
     choice = body.tool_choice
@@ -99,7 +99,8 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
     if choice == "any":  # Mistral's word
         choice = "required"
     if choice is None or choice in ("auto", "none"):
-        return ToolChoice(choice or "auto", tools, is_single=is_single)
+        mode: Mode = "none" if choice == "none" else "auto"
+        return ToolChoice(mode, tools, is_single=is_single)
     if choice == "required":
         if not tools:
             refuse("tool_choice", "is required, but there are no tools")
@@ -126,11 +127,15 @@ def tool_choice_of(body: ChatRequest) -> ToolChoice:
 def _functions_of(body: ChatRequest) -> ToolChoice:
     """The choice of a client that speaks of functions: one call, of any function or of the one that it names."""
     if body.tools is not None or body.tool_choice is not None:
-        refuse("functions", "and function_call are older names of tools and tool_choice; use one of them")
+        refuse(
+            "functions",
+            "and function_call are older names of tools and tool_choice; use one of them",
+        )
     tools = [{"type": "function", "function": function} for function in body.functions or ()]
     call = body.function_call
     if call is None or call in ("auto", "none"):
-        return ToolChoice(call or "auto", tools, is_single=True, is_function=True)
+        mode: Mode = "none" if call == "none" else "auto"
+        return ToolChoice(mode, tools, is_single=True, is_function=True)
     try:
         name = msgspec.convert(call, _Name).name
     except msgspec.ValidationError:

@@ -190,8 +190,13 @@ def _template_source(
 
 
 def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling that a model prefers, in the words of generation_config.json; `path` says so."""
+    """The sampling that a model prefers, in the words of generation_config.json; `path` says so.
+
+    `do_sample: false` is said by models whose answers should be the likeliest ones.
+    """
     found = {name: generation[name] for name in _GGUF_SAMPLING if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        found["temperature"] = 0.0
     try:
         msgspec.convert(found, SamplingParams).checked()
     except (msgspec.ValidationError, InvalidRequestError) as error:

@@ -125,8 +125,8 @@ class TextGenerator:
         most = context * tokenizer.longest_token_chars
         if len(text) > most:
             raise PromptTooLongError(
-                f"{param} has {len(text)} characters, but the {context} tokens of the context "
-                f"hold {most} at most.",
+                f"{param} has {len(text)} characters and is longer than the model's context length allows: "
+                f"This model's maximum context length is {context} tokens, which hold {most} at most.",
                 param=param,
             )
         work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -190,8 +190,8 @@ class TextGenerator:
         `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
         `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
         with the same `session` may be served by one replica. `holds_kv`, `kv_source` and `grammar` are as in
-        `GenerateRequest`, `shown_tokens` as in `TextRequest`. Without a `client_request` one is made here. Token ids
-        are not copied: the caller must not change them.
+        `GenerateRequest`, `shown_tokens` as in `TextRequest`. Without a `client_request` one is made here. Token
+        ids are not copied: the caller must not change them.
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
@@ -206,7 +206,7 @@ class TextGenerator:
             )
         token_ids = cast(list[int], token_ids)
         _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
-        resolved = _resolve(sampling, limits.max_model_len - len(token_ids), clamp=clamp_max_tokens)
+        resolved = _resolve(sampling, len(token_ids), limits.max_model_len, clamp=clamp_max_tokens)
         stops = self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
         return [
@@ -281,8 +281,9 @@ def _check_prompt(
         refuse(param, "is empty; it must hold at least one token")
     if len(token_ids) >= max_model_len:
         raise PromptTooLongError(
-            f"{param} has {len(token_ids)} tokens, but the context holds {max_model_len} "
-            "and at least one must be left for the answer.",
+            f"{param} has {len(token_ids)} tokens and is longer than the model's context length allows: "
+            f"This model's maximum context length is {max_model_len} tokens, and at least one must be left "
+            "for the answer.",
             param=param,
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
@@ -290,14 +291,19 @@ def _check_prompt(
         refuse(param, f"takes token ids from 0 to {vocab_size - 1}, got {wrong}")
 
 
-def _resolve(sampling: SamplingParams, room: int, *, clamp: bool) -> SamplingParams:
+def _resolve(
+    sampling: SamplingParams, num_prompt_tokens: int, max_model_len: int, *, clamp: bool
+) -> SamplingParams:
     """The parameters for the engine: a definite `max_tokens`, and nothing that the frontend serves."""
+    room = max_model_len - num_prompt_tokens
     max_tokens = sampling.max_tokens
     if max_tokens is None or (clamp and max_tokens > room):
         max_tokens = room
     elif max_tokens > room:
         raise PromptTooLongError(
-            f"max_tokens is {max_tokens}, but only {room} tokens of the context are left behind the prompt.",
+            "Requested token count exceeds the model's maximum context length: "
+            f"This model's maximum context length is {max_model_len} tokens, of which the prompt takes "
+            f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left.",
             param="max_tokens",
         )
     return msgspec.structs.replace(
@@ -321,6 +327,7 @@ class TextAssembler:
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
         self._keep_stop = sampling.include_stop_str_in_output
+        self._shows_special = not sampling.skip_special_tokens
         self._unsearched_tokens = sampling.min_tokens
 
     def push(self, chunk: TokenChunk) -> TextDelta:
@@ -331,7 +338,9 @@ class TextAssembler:
             return TextDelta(text, token_ids, None, None, chunk.logprobs, chunk.num_cached_tokens)
         text = ""
         # The token that ended the answer is not part of its text, as a stop string is not.
-        silent_end = reason is FinishReason.STOP and not self._keep_stop
+        # An end token of the model is shown to those who want special tokens.
+        shows_end = self._keep_stop or (self._shows_special and chunk.stop_reason is None)
+        silent_end = reason is FinishReason.STOP and not shows_end
         for position, token_id in enumerate(token_ids, start=1):
             if silent_end and position == len(token_ids):
                 break

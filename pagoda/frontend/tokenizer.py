@@ -76,7 +76,7 @@ class Tokenizer:
         skip_special_tokens: bool,
         shown_tokens: Sequence[str] = (),
     ) -> IncrementalDecoder:
-        """A decoder of the text behind a prompt. `shown_tokens` have text even where special tokens are skipped."""
+        """A decoder of the text behind a prompt. `shown_tokens` have text where other special tokens have none."""
         skipped = self._skipped_ids(shown_tokens) if skip_special_tokens else frozenset()
         if self._family == "byte_level":
             return ByteLevelDecoder(self._table(byte_level_piece, skipped))
@@ -85,9 +85,7 @@ class Tokenizer:
             begins_text = all(pieces[i] == "" for i in prompt_token_ids)
             return SentencePieceDecoder(pieces, strip_space=self._strips_space and begins_text)
         return WindowDecoder(
-            lambda ids: self.decode(
-                [i for i in ids if i not in skipped], skip_special_tokens=False
-            )
+            lambda ids: self.decode([i for i in ids if i not in skipped], skip_special_tokens=False)
         )
 
     def special_token_id(self, token: str) -> int | None:
@@ -122,7 +120,9 @@ class Tokenizer:
         """The pieces that `make` makes of tokens; those that are `skipped` have no text."""
         table: _Table[P] | None = self._tables.get((make, skipped))
         if table is None:
-            table = _Table(lambda token_id: make("" if token_id in skipped else self.token(token_id)))
+            table = _Table(
+                lambda token_id: make("" if token_id in skipped else self.token(token_id))
+            )
             self._tables[make, skipped] = table
         return table
 

@@ -167,14 +167,14 @@ async def test_a_text_that_no_tokens_of_the_context_could_spell_is_not_tokenized
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("was tokenized"))
     error = (await api.complete(prompt="x" * (most + 1))).error()
     assert f"{most + 1} characters" in error["message"]
-    assert f"the 256 tokens of the context hold {most}" in error["message"]
+    assert f"maximum context length is 256 tokens, which hold {most}" in error["message"]
     assert error["code"] == "context_length_exceeded"
 
 
 async def test_the_context_error_says_both_lengths(api) -> None:
     error = (await api.complete(prompt="x" * 300)).error()
     assert "300 tokens" in error["message"]
-    assert "context holds 256" in error["message"]
+    assert "This model's maximum context length is 256 tokens" in error["message"]
     assert error["code"] == "context_length_exceeded"
 
 

@@ -44,14 +44,17 @@ async def test_an_answer(serve_api, stream: bool) -> None:
     kind = "chat.completion.chunk" if stream else "chat.completion"
     assert {event["object"] for event in events} == {kind}
     [choice] = answer.choices()
-    unsaid = {} if stream else {"reasoning_content": None}
+    unsaid = {"reasoning_content": None, "reasoning": None}
     assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert events[-1]["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
     assert events[-1]["usage"]["completion_tokens"] == 7
     assert prompt_of(api) == "[user]hi[assistant]"
     if stream:
-        assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        begin = {"role": "assistant", "content": "", **unsaid}
+        assert events[0]["choices"][0]["delta"] == begin
+        deltas = [event["choices"][0]["delta"] for event in events[1:-1]]
+        assert all(delta["reasoning_content"] is None for delta in deltas)
         assert all(event["usage"] is None for event in events[:-1])
 
 
@@ -181,7 +184,7 @@ async def test_token_ids_on_request(serve_api) -> None:
     [
         (None, {}, "messages", "--chat-template"),
         ("{{ messages[0].content }}", {"tools": TOOLS}, "tools", "tools"),
-        ("{{ tools }}{{ messages[0].content }}", {"tools": TOOLS}, "tools", "<tool_call>"),
+        ("{{ tools }}{{ messages[0].content }}", {"tools": TOOLS}, "tools", "--tool-call-parser"),
     ],
 )
 async def test_what_a_template_cannot_do(
@@ -199,7 +202,8 @@ async def test_what_a_template_cannot_do(
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": None}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "x" * 65, "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -219,13 +223,21 @@ async def test_what_a_template_cannot_do(
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": TOOLS * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice.function.name",
+        ),
+        ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call.name"),
+        ({"function_call": {}}, "function_call"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
         ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools[1].function.name"),
+        ({"tool_choice": "must"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],

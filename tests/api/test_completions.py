@@ -42,8 +42,10 @@ async def test_an_answer(serve_api, stream: bool) -> None:
 async def test_usage_in_a_stream_only_where_it_is_asked_for(api) -> None:
     assert b"usage" not in (await api.complete(stream=True)).body
     options = {"continuous_usage_stats": True}
+    assert b"usage" not in (await api.complete(stream=True, stream_options=options)).body
+    options = {"continuous_usage_stats": True, "include_usage": True}
     events = (await api.complete(stream=True, stream_options=options)).events()
-    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3]
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
 
 
 @pytest.mark.parametrize(

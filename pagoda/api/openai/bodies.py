@@ -39,14 +39,16 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
-    separate_reasoning: bool | None = None
-    """SGLang's: false leaves reasoning in the content."""
     stream_reasoning: bool | None = None
     """SGLang's: false streams reasoning in one piece, when it has ended."""
     functions: Tools | None = None
     """OpenAI's name of tools before it had them, as is `function_call` of their choice."""
     function_call: str | dict[str, Any] | None = None
     modalities: Annotated[Any, (["text"],)] = None
+    echo: Annotated[Any, (False,)] = None
+    separate_reasoning: bool | None = None
+    """False leaves reasoning where the model wrote it, in the content (SGLang)."""
+    parse_tool_calls: Annotated[Any, (True,)] = None
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

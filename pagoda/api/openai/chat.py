@@ -39,6 +39,7 @@ async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Cho
         model=caller.service.config.served_model_name,
         id_prefix="chatcmpl",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
+        always_usage=caller.service.config.always_usage,
     )
     extra = {}
     if envelope.return_token_ids:
@@ -132,8 +133,9 @@ class _ChatAnswer:
         fields: dict[str, Any] = {}
         if self._envelope.return_token_ids:
             fields["prompt_token_ids"] = self._prompt_token_ids
-        begin = self._choice("delta", {"role": "assistant", "content": "", **self._unsaid})
-        return self._envelope.event(begin, **fields) + self._event(delta)
+        message = {"role": "assistant", "content": "", **self._unsaid}
+        begin = self._envelope.begin(self._choice("delta", message), **fields)
+        return begin + self._event(delta)
 
     def _event(self, delta: TextDelta) -> bytes:
         is_simple = self._is_simple and delta.finish_reason is None

@@ -7,12 +7,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pagoda.api.fields import GenerationFields
+from pagoda.api.fields import GenerationFields, StreamOptions
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.sse import DONE, EventTemplate, event
 from pagoda.frontend.text_generator import TextDelta
 from pagoda.version import __version__
+
+_NO_OPTIONS = StreamOptions()
 
 
 class Choice(Answer, Protocol):
@@ -34,12 +36,13 @@ class Envelope:
         model: str,
         id_prefix: str,
         kind: str,
+        always_usage: bool = False,
     ) -> None:
-        """`kind` is the `object` of the response or of its events."""
+        """`kind` is the `object` of the response or of its events; `always_usage` ends every stream with usage."""
         self.return_token_ids = bool(body.return_token_ids)
-        options = body.stream_options
-        self._sends_usage = options is not None and bool(options.include_usage)
-        self.sends_continuous_usage = options is not None and bool(options.continuous_usage_stats)
+        options = body.stream_options or _NO_OPTIONS
+        self._sends_usage = bool(options.include_usage) or always_usage
+        self.sends_continuous_usage = self._sends_usage and bool(options.continuous_usage_stats)
         self._generation = generation
         self._fields = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
@@ -48,6 +51,8 @@ class Envelope:
             "model": model,
             "system_fingerprint": f"pagoda-{__version__}",
         }
+        if body.service_tier is not None:
+            self._fields["service_tier"] = "default"
 
     def choice(
         self, index: int, content: dict[str, Any], delta: TextDelta, logprobs: object = None
@@ -78,6 +83,14 @@ class Envelope:
                 fields["usage"] = self.usage()
             fields.update(transfer_fields(delta.kv_source))
         return event(self._around([choice], **fields))
+
+    def begin(self, choice: dict[str, Any], **fields: Any) -> bytes:
+        """The first event of an answer, before any of its tokens."""
+        if not self.sends_continuous_usage:
+            return self.event(choice, **fields)
+        usage = {**self.usage(), "completion_tokens": 0}
+        usage["total_tokens"] = usage["prompt_tokens"]
+        return event(self._around([choice], usage=usage, **fields))
 
     def template(self, choice: dict[str, Any]) -> EventTemplate:
         """The event with one choice, in which `EventTemplate.PLACE` stands for a text to be filled in."""

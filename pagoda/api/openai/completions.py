@@ -40,8 +40,14 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
         add_special_tokens=body.add_special_tokens is not False,
         clamp_max_tokens=not is_bounded,
     )
-    model = caller.service.config.served_model_name
-    envelope = Envelope(body, generation, model=model, id_prefix="cmpl", kind="text_completion")
+    envelope = Envelope(
+        body,
+        generation,
+        model=caller.service.config.served_model_name,
+        id_prefix="cmpl",
+        kind="text_completion",
+        always_usage=caller.service.config.always_usage,
+    )
     indices = range(len(generation.requests))
     answers = [_CompletionAnswer(envelope, generation, index, body) for index in indices]
     return generation, Choices(envelope, answers)

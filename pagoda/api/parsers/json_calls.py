@@ -52,7 +52,7 @@ def read_hermes(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -
 
 
 def read_llama3_json(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
-    """`{"name": ..., "parameters": {...}}` from the beginning or behind `<|python_tag|>`, several with `;` between.
+    """`{"name": ..., "parameters": {...}}` from the beginning or behind `<|python_tag|>`; `;` is between several.
 
     An object without the tag is a call only if it names a tool that was offered: answers may be JSON too.
     """
@@ -67,7 +67,7 @@ def read_llama3_json(source: TextSource, answer: AnswerBuilder, tools: ToolSchem
 
 
 def read_mistral(source: TextSource, answer: AnswerBuilder, tools: ToolSchemas) -> Steps[None]:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or since tokenizer 11 `[TOOL_CALLS]name[ARGS]{...}`."""
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; since tokenizer 11 `[TOOL_CALLS]name[ARGS]{...}`."""
     del tools
     while (tag := (yield from source.until(_MISTRAL, answer.add_content))) is not None:
         taken = tag + (yield from source.spaces())

@@ -104,7 +104,7 @@ def _parse_call(text: str) -> tuple[str, str] | None:
 
 
 def _value(node: ast.expr) -> object:
-    """The value of a literal; `true`, `false` and `null` are those of JSON. Raises ValueError: it is no literal."""
+    """The value of a literal, the names of JSON among them. Raises ValueError: it is no literal."""
     if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
         return _JSON_NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):

@@ -1,4 +1,4 @@
-"""What the schemas of tools say about the types of their arguments, for formats that write values without quotes."""
+"""The types of arguments by the schemas of tools, for formats that write values without quotes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ToolSchemas:
         return self._types(tool, argument) == _STRING
 
     def value(self, tool: str, argument: str, text: str) -> str:
-        """The JSON text of an argument that the model wrote as `text`: a string unless its schema says otherwise."""
+        """The JSON text of an argument that was written as `text`: a string unless its schema says otherwise."""
         types = self._types(tool, argument)
         if types == _STRING:
             return quoted(text)

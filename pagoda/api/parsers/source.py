@@ -178,4 +178,3 @@ class BraceScanner:
                 if self._depth == 0:
                     return index + 1
         return None
-
