@@ -29,7 +29,9 @@ from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
 from pagoda.frontend.request_tracker import ClientRequest
 
-OPEN_PATHS = frozenset({"/", "/ui/*", "/health", "/health/live", "/health/ready"})
+OPEN_PATHS = frozenset(
+    {"/", "/ui/*", "/health", "/health/live", "/health/ready", "/v1/health", "/ping"}
+)
 """Routes that need no API key: monitoring need not be allowed to use the server, and the page asks for the key."""
 
 STREAMS = frozenset({"/v1/live"})

@@ -161,9 +161,8 @@ def _invalid_field(message: str) -> InvalidRequestError:
 def _check_neutral(body: msgspec.Struct) -> None:
     for name, neutral in _neutral_values(type(body)).items():
         value = getattr(body, name)
-        if value is not None and not any(
-            type(value) is type(same) and value == same for same in neutral
-        ):
+        # 0, 0.0 and False are one to `typing`, which may hand out the note of another field for them.
+        if value is not None and not any(value == same for same in neutral):
             values = " or ".join(map(repr, neutral))
             hint = f" other than {values}" if neutral else ""
             message = f"{name}{hint} is not supported yet."

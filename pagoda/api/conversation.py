@@ -130,8 +130,10 @@ async def begin_conversation(
         refuse("tool_choice", "other than 'auto' is not supported yet", "not_supported")
     prompt = await _render(generator, body, choice)
     formats = generator.text.formats
-    has_new_name = body.max_completion_tokens is not None
-    with renamed({"max_tokens": "max_completion_tokens"} if has_new_name else {}):
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with renamed(names):
         generation = await prepare(
             caller,
             body,
@@ -139,6 +141,7 @@ async def begin_conversation(
             [prompt],
             max_tokens=chat_max_tokens(body),
             logprobs=chat_logprobs_count(body),
+            prompt_logprobs=body.prompt_logprobs,
             add_special_tokens=bool(body.add_special_tokens),
             clamp_max_tokens=clamp_max_tokens,
             param="messages",

@@ -16,6 +16,7 @@ from msgspec import Meta
 from pagoda.api.neutral import NeutralFields
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.messages.sampling_params import (
+    ALL_LOGPROBS,
     MAX_ALLOWED_TOKENS,
     MAX_STOP_STRINGS,
     MAX_TOKEN_LIST,
@@ -88,6 +89,9 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     skip_special_tokens: bool | None = None
     n: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens of log-probabilities are written as `token_id:7`, which no two tokens share."""
+    prompt_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     add_special_tokens: bool | None = None
@@ -108,7 +112,6 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     store: Annotated[Any, (False,)] = None
     service_tier: Annotated[Any, ("auto", "default")] = None
     bad_words: Annotated[Any, ([],)] = None
-    prompt_logprobs: Annotated[Any, ()] = None
     response_format: Annotated[Any, ({"type": "text"},)] = None
     structured_outputs: Annotated[Any, ()] = None
     guided_json: Annotated[Any, ()] = None

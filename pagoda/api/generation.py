@@ -136,6 +136,7 @@ async def prepare(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     add_special_tokens: bool,
     clamp_max_tokens: bool = False,
     param: str = "prompt",
@@ -152,7 +153,11 @@ async def prepare(
         handoff = Handoff()
     if handoff != Handoff() and len(prompts) != 1:
         refuse("prompt", "must be a single prompt with kv_transfer_params")
-    fields = {"max_tokens": max_tokens, "logprobs": logprobs}
+    fields = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
     if handoff.holds_kv and body.min_tokens is not None and max_tokens is not None:
         # Proxies ask the prefill server for one token, whatever `min_tokens` their client has sent.
         fields["min_tokens"] = min(body.min_tokens, max_tokens)
@@ -174,6 +179,7 @@ async def prepare(
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
             shown_tokens=shown_tokens,
+            scores_once=not body.stream,
             client_request=caller.client_request,
         )
     return Generation(generator, requests)

@@ -5,14 +5,21 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
-from pagoda.api.ollama import generate as ollama
-from pagoda.api.ollama import models as ollama_models
-from pagoda.api.ollama.bodies import ChatBody, GenerateBody
-from pagoda.api.ollama.dialect import OLLAMA
+from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
+from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
+from pagoda.api.openai.responses.routes import (
+    RESPONSES,
+    change_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+)
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -28,40 +35,6 @@ _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
-
-_refuse_change = Route(
-    ollama_models.refuse_change, "Refused: models are the operator's.", dialect=OLLAMA
-)
-
-OLLAMA_ROUTES: dict[str, dict[str, Route]] = {
-    "/api/chat": {
-        "POST": Route(
-            ollama.chat, "Answers a conversation.", ChatBody, dialect=OLLAMA, streams=True
-        )
-    },
-    "/api/generate": {
-        "POST": Route(
-            ollama.generate, "Answers a prompt.", GenerateBody, dialect=OLLAMA, streams=True
-        )
-    },
-    "/api/tags": {"GET": Route(ollama_models.tags, "The models.", dialect=OLLAMA)},
-    "/api/ps": {"GET": Route(ollama_models.running, "The models in memory.", dialect=OLLAMA)},
-    "/api/show": {
-        "POST": Route(
-            ollama_models.show,
-            "One model.",
-            ollama_models.ShowBody,
-            dialect=OLLAMA,
-            statuses=(404,),
-        )
-    },
-    "/api/version": {"GET": Route(ollama_models.version, "The version.", dialect=OLLAMA)},
-    "/api/pull": {"POST": _refuse_change},
-    "/api/push": {"POST": _refuse_change},
-    "/api/create": {"POST": _refuse_change},
-    "/api/copy": {"POST": _refuse_change},
-    "/api/delete": {"DELETE": _refuse_change},
-}
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/": {"GET": _page},
@@ -100,10 +73,31 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/responses": {
+        "POST": Route(
+            create_response,
+            "Makes a response.",
+            ResponsesRequest,
+            dialect=RESPONSES,
+            streams=True,
+        )
+    },
+    "/v1/responses/input_tokens": {
+        "POST": Route(count_input_tokens, "Counts the tokens of an input.", InputTokensRequest)
+    },
+    "/v1/responses/*": {
+        "GET": Route(get_response, "A response, or its input items.", statuses=(404,)),
+        "POST": Route(change_response, "Cancels a background response.", statuses=(404,)),
+        "DELETE": Route(delete_response, "Forgets a response.", statuses=(404,)),
+    },
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
     "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
     **OLLAMA_ROUTES,
+    **LLAMACPP_ROUTES,
+    "/chat/completions": {"POST": _chat},
+    "/models": {"GET": _models},
+    "/v1/health": {"GET": _ready},
 }
 """Routes by path and method. A `*` at the end takes the rest of the path."""

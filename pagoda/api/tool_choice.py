@@ -23,7 +23,7 @@ _ID_ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What an answer may call."""
+    """Tools of a body, and calls that an answer may make."""
 
     mode: Mode
     tools: Sequence[Mapping[str, Any]] = ()

@@ -39,6 +39,7 @@ from pagoda.frontend.engine_options import (
     ExecutorOptions,
     HandoffOptions,
     ParallelOptions,
+    parse_bytes,
 )
 from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.model_text import load_text
@@ -90,6 +91,8 @@ class ServerOptions:
     """Refuse requests with unknown fields by name, or log each name once and ignore it."""
     enable_force_include_usage: bool = False
     """End every stream with its usage, also where stream_options do not ask for it."""
+    response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = "256MiB"
+    """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Another Host header to accept while listening on this machine only; may be repeated."""
 
@@ -122,8 +125,19 @@ class ServerOptions:
             root_path=root,
             unknown_fields=UnknownFields() if self.unknown_fields == "warn" else None,
             always_usage=self.enable_force_include_usage,
+            response_store_bytes=_store_bytes(self.response_store_bytes),
         )
         return ServerConfig(api, self.host, self.port, self.drain_timeout)
+
+
+def _store_bytes(given: int | str) -> int:
+    """Raises ConfigError: the amount is none."""
+    if given in (0, "0"):
+        return 0
+    try:
+        return parse_bytes(str(given))
+    except ValueError as error:
+        raise ConfigError(f"--response-store-bytes {error}, got {given!r}.") from None
 
 
 @Parameter(name="*", group=Group("Routers above", sort_key=25))

@@ -25,10 +25,13 @@ from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.stop import StopHit, StopMatcher, StopStrings
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import (
+    EngineReady,
     FinishReason,
     GenerateRequest,
     Grammar,
     KVSource,
+    Pooling,
+    PromptLogprobs,
     TokenChunk,
     TokenLogprobs,
 )
@@ -57,6 +60,10 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     kv_source: KVSource | None = None
     """The place of the prompt's KV, in the last delta of a request with `holds_kv`."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Log-probabilities of all prompt tokens but the first, in the first delta of a request that asks for them."""
+    embedding: bytes | None = None
+    """Vector of the prompt (`TokenChunk.embedding`), in the last delta of a request with `pooling`."""
 
 
 def joined_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
@@ -66,6 +73,7 @@ def joined_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
         text="".join(delta.text for delta in deltas),
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         logprobs=[entry for delta in deltas for entry in delta.logprobs or ()],
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 
@@ -154,7 +162,9 @@ class TextGenerator:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
         Raises InvalidRequestError: a value is out of range or does not fit the model; names the field."""
         sampling = sampling.checked()
-        vocab_size = self.endpoint.limits.vocab_size
+        limits = self.endpoint.limits
+        vocab_size = limits.vocab_size
+        sampling = sampling.check_logprobs(limits.max_logprobs, vocab_size)
         sampling.check_vocabulary(vocab_size)
         sampling.check_min_tokens(vocab_size, self._eos_of(sampling))
         return sampling
@@ -183,15 +193,18 @@ class TextGenerator:
         kv_source: KVSource | None = None,
         grammar: Grammar | None = None,
         shown_tokens: tuple[str, ...] = (),
+        pooling: Pooling | None = None,
+        scores_once: bool = True,
         client_request: ClientRequest | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
         `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
         `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
-        with the same `session` may be served by one replica. `holds_kv`, `kv_source` and `grammar` are as in
-        `GenerateRequest`, `shown_tokens` as in `TextRequest`. Without a `client_request` one is made here. Token
-        ids are not copied: the caller must not change them.
+        with the same `session` may be served by one replica. `holds_kv`, `kv_source`, `grammar` and `pooling`
+        are as in `GenerateRequest`, `shown_tokens` as in `TextRequest`. Without a `client_request` one is made
+        here. Token ids are not copied: the caller must not change them. `scores_once` leaves the log-probabilities
+        of the prompt to the first request.
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
@@ -205,7 +218,7 @@ class TextGenerator:
                 prompt, add_special_tokens=add_special_tokens, param=param
             )
         token_ids = cast(list[int], token_ids)
-        _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
+        _check_prompt(token_ids, limits, param, has_answer=sampling.max_tokens != 0)
         resolved = _resolve(sampling, len(token_ids), limits.max_model_len, clamp=clamp_max_tokens)
         stops = self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
@@ -215,7 +228,11 @@ class TextGenerator:
                     # Clients choose their ids, so several requests may have the same.
                     request_id=f"{client_request.id}-{secrets.token_hex(8)}",
                     prompt_token_ids=token_ids,
-                    sampling=msgspec.structs.replace(resolved, seed=derive_seed(base, index)),
+                    sampling=msgspec.structs.replace(
+                        resolved,
+                        seed=derive_seed(base, index),
+                        prompt_logprobs=None if index and scores_once else resolved.prompt_logprobs,
+                    ),
                     eos_token_ids=self._eos_of(sampling),
                     priority=priority,
                     cache_salt=cache_salt,
@@ -223,6 +240,7 @@ class TextGenerator:
                     holds_kv=holds_kv,
                     kv_source=kv_source,
                     grammar=grammar,
+                    pooling=pooling,
                 ),
                 sampling=sampling,
                 prompt=text,
@@ -240,6 +258,7 @@ class TextGenerator:
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
+        scores = None if request.request.sampling.prompt_logprobs is None else PromptScores()
         with tracker.answering(request.request, request.client_request) as record:
             value = record.with_span(request.request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
@@ -247,6 +266,8 @@ class TextGenerator:
                 async for chunk in chunks:
                     if chunk.kv_source is not None:
                         source = chunk.kv_source
+                    if scores is not None and chunk.prompt_logprobs is not None:
+                        scores.add(chunk.prompt_logprobs)
                     if not chunk.token_ids and chunk.finish_reason is None:
                         tracker.on_chunk(record, chunk, 0)
                         continue
@@ -256,7 +277,13 @@ class TextGenerator:
                     decoded_ns = tracker.clock_ns() if received_ns else 0
                     if delta.finish_reason is not None:
                         record.ending = delta.finish_reason, delta.error or ""
-                        delta = msgspec.structs.replace(delta, kv_source=source)
+                        embedding = chunk.embedding
+                        delta = msgspec.structs.replace(
+                            delta, kv_source=source, embedding=embedding
+                        )
+                    if scores is not None:
+                        delta = msgspec.structs.replace(delta, prompt_logprobs=scores.entries())
+                        scores = None
                     yield delta
                     if received_ns:
                         written_ns = tracker.clock_ns()
@@ -264,6 +291,22 @@ class TextGenerator:
                             listener(record, received_ns, decoded_ns, written_ns)
                     if delta.finish_reason is not None:
                         return
+
+
+class PromptScores:
+    """The log-probabilities of a prompt as they come; those that come twice count once."""
+
+    def __init__(self) -> None:
+        self._parts: list[PromptLogprobs] = []
+        self._end = 1
+
+    def add(self, part: PromptLogprobs) -> None:
+        if part.end > self._end:
+            self._parts.append(part.since(self._end))
+            self._end = part.end
+
+    def entries(self) -> list[TokenLogprobs]:
+        return [entry for part in self._parts for entry in part.entries()]
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -275,15 +318,16 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def _check_prompt(
-    token_ids: Sequence[int], vocab_size: int, max_model_len: int, param: str
+    token_ids: Sequence[int], limits: EngineReady, param: str, *, has_answer: bool
 ) -> None:
+    vocab_size, context = limits.vocab_size, limits.max_model_len
     if not token_ids:
         refuse(param, "is empty; it must hold at least one token")
-    if len(token_ids) >= max_model_len:
+    if len(token_ids) + has_answer > context:
+        rest = ", and at least one must be left for the answer" if has_answer else ""
         raise PromptTooLongError(
             f"{param} has {len(token_ids)} tokens and is longer than the model's context length allows: "
-            f"This model's maximum context length is {max_model_len} tokens, and at least one must be left "
-            "for the answer.",
+            f"This model's maximum context length is {context} tokens{rest}.",
             param=param,
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:

@@ -68,7 +68,7 @@ BAD_VALUES = {
     "suffix": ["x"],
     "kv_transfer_params": [[], "x", 1, True],
     "bad_words": [["x"]],
-    "prompt_logprobs": [0],
+    "prompt_logprobs": [21, -1, -2, 10**9],
     "structured_outputs": [{"regex": "(a+)+b"}],
     "guided_regex": ["(a+)+b"],
     "guided_json": [{}],
@@ -94,7 +94,7 @@ BAD_VALUES = {
         ({"stop": [5]}, "stop[0]"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params.a"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
     ],
 )

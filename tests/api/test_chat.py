@@ -1,38 +1,18 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from scripted_endpoint import TEXT
+from template_texts import CALL, QWEN, prompt_of, text
 
-from pagoda.frontend.chat_template import ChatTemplate
-from pagoda.frontend.model_text import ModelText
+from pagoda.executor.sim import sim_logprob
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-SOURCE = (
-    "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    "{% if opened is defined %}<think>\n{% endif %}"
-)
-
-
-def text(source: str | None) -> ModelText:
-    template = ChatTemplate(source, special_tokens={}) if source else None
-    return ModelText(TEXT.tokenizer, template, TEXT.eos_token_ids)
-
-
-QWEN = text(SOURCE)
 
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
-
-
-def prompt_of(api: Any) -> str:
-    return bytes(api.endpoint.requests[-1].prompt_token_ids).decode()
 
 
 @WHOLE_AND_STREAM
@@ -151,6 +131,20 @@ async def test_prompts(serve_api, body: dict[str, Any], prompt: str) -> None:
     api = await serve_api("ok", text=QWEN)
     assert (await api.chat(**body)).status == 200
     assert prompt_of(api) == prompt
+
+
+@WHOLE_AND_STREAM
+async def test_log_probabilities_of_the_prompt(serve_api, stream: bool) -> None:
+    api = await serve_api("ok", text=QWEN)
+    answer = await api.chat(prompt_logprobs=1, n=2, stream=stream, return_token_ids=True)
+    body = answer.events()[0] if stream else answer.json()
+    first, *rest = body["prompt_logprobs"]
+    prompt = body["prompt_token_ids"]
+    assert first is None
+    for (before, token_id), position in zip(pairwise(prompt), rest, strict=True):
+        logprob = sim_logprob(before, token_id)
+        [(key, entry)] = position.items()
+        assert (int(key), entry["logprob"], entry["rank"]) == (token_id, logprob, 1)
 
 
 @WHOLE_AND_STREAM

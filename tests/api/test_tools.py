@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from scripted_endpoint import TEXT
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
 
 from pagoda.frontend.answer_formats import ParserChoice
 from pagoda.frontend.chat_template import ChatTemplate
+from pagoda.frontend.detokenizer import byte_level_alphabet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.tokenizer import byte_tokenizer
+from pagoda.frontend.tokenizer import Tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "add", "parameters": PARAMETERS}
@@ -173,19 +176,21 @@ async def test_ids_are_those_that_the_template_wants(
 
 
 def test_special_tokens_of_a_format_reach_the_parser_and_nobody_else() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer._backend.add_special_tokens(
+    backend = Backend(BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
         [AddedToken(token, normalized=False) for token in ("[TOOL_CALLS]", "[ARGS]", "[OTHER]")]
     )
-    made = replace(text("mistral"), tokenizer=type(tokenizer)(tokenizer._backend))
+    made = replace(text("mistral"), tokenizer=Tokenizer(backend))
     ids = [made.tokenizer.token_id(token) for token in ("[TOOL_CALLS]", "[ARGS]", "[OTHER]")]
     calls, args, other = ids
     decoder = made.tokenizer.incremental(
         (), skip_special_tokens=True, shown_tokens=made.formats.tokens(calls_tools=True)
     )
-    said = "".join(decoder.push(i) for i in [other, calls, ord("f"), args, ord("{")])
+    letter, brace = (made.tokenizer.token_id(character) for character in "f{")
+    said = "".join(decoder.push(i) for i in [other, calls, letter, args, brace])
     assert said == "[TOOL_CALLS]f[ARGS]{"
     plain = made.tokenizer.incremental((), skip_special_tokens=True)
-    assert "".join(plain.push(i) for i in [other, calls, ord("f")]) == "f"
+    assert "".join(plain.push(i) for i in [other, calls, letter]) == "f"
     shown = made.tokenizer.incremental((), skip_special_tokens=False)
     assert shown.push(other) == "[OTHER]"

@@ -11,7 +11,7 @@ import msgspec
 from pagoda.api.conversation import MessageReader
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.ollama.dialect import line
-from pagoda.api.openai.logprobs import chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
 from pagoda.api.output_parser import AnswerDelta
 from pagoda.api.timing import AnswerTimes, times_of
 from pagoda.frontend.text_generator import TextDelta
@@ -64,8 +64,8 @@ class OllamaAnswer:
     def _entries(self, delta: TextDelta) -> list[dict[str, Any]]:
         if not self._has_logprobs or delta.logprobs is None:
             return []
-        tokenizer = self._generation.generator.text.tokenizer
-        content: list[dict[str, Any]] = chat_logprobs(tokenizer, delta.token_ids, delta.logprobs)[
+        spelling = TokenSpelling(self._generation.generator.text.tokenizer)
+        content: list[dict[str, Any]] = chat_logprobs(spelling, delta.token_ids, delta.logprobs)[
             "content"
         ]
         return content

@@ -123,7 +123,7 @@ async def _begin_conversation(
             },
             ChatRequest,
         )
-        conversation = await begin_conversation(caller, request)
+        conversation = await begin_conversation(caller, request, clamp_max_tokens=True)
     answer = OllamaAnswer(
         conversation.generation,
         body.model,

@@ -84,11 +84,3 @@ async def show(context: RequestContext) -> web.StreamResponse:
 
 async def version(context: RequestContext) -> web.StreamResponse:
     return context.json({"version": __version__})
-
-
-async def refuse_change(context: RequestContext) -> web.StreamResponse:
-    """Models are the operator's to choose."""
-    raise ApiError(
-        501,
-        f"{context.http.path} is not supported: the operator chooses the model when the server starts.",
-    )

@@ -9,7 +9,7 @@ from msgspec import Meta
 from pagoda.api.fields import MAX_TOKEN_IDS, GenerationFields, TokenIds
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_TOOLS, Messages
-from pagoda.messages.sampling_params import MAX_LOGPROBS, TokenId
+from pagoda.messages.sampling_params import ALL_LOGPROBS, TokenId
 
 MAX_SEQUENCES_PER_BODY = 1024
 """Most answers that one body may ask for: prompts times `n`."""
@@ -30,7 +30,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -82,8 +82,12 @@ def chat_logprobs_count(body: ChatRequest) -> int | None:
 
 
 def chat_max_tokens(body: ChatRequest) -> int | None:
-    """`max_completion_tokens`, or its older name. Raises InvalidRequestError: both are given and differ."""
+    """`max_completion_tokens`, or its older name. Raises InvalidRequestError: both are given and differ, or one is
+    less than 1."""
     old, new = body.max_tokens, body.max_completion_tokens
+    for name, value in (("max_tokens", old), ("max_completion_tokens", new)):
+        if value is not None and value < 1:
+            refuse(name, f"must be at least 1, got {value}")
     if old is not None and new is not None and old != new:
         refuse("max_completion_tokens", "and max_tokens are both given and differ")
     return old if new is None else new

@@ -14,11 +14,12 @@ from pagoda.api.conversation import Conversation, MessageReader, begin_conversat
 from pagoda.api.generation import Generation
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.choices import Choices, Envelope
-from pagoda.api.openai.logprobs import chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventTemplate
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
+from pagoda.messages.frontend import TokenLogprobs
 
 _NO_TOKENS = TextDelta("", [])
 
@@ -41,14 +42,11 @@ async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Cho
         kind="chat.completion.chunk" if body.stream else "chat.completion",
         always_usage=caller.service.config.always_usage,
     )
-    extra = {}
-    if envelope.return_token_ids:
-        extra["prompt_token_ids"] = generation.requests[0].request.prompt_token_ids
     answers = [
         _ChatAnswer(envelope, conversation, index, body, reader)
         for index, reader in enumerate(conversation.readers)
     ]
-    return generation, Choices(envelope, answers, extra)
+    return generation, Choices(envelope, answers, answers[0].prompt_fields)
 
 
 class _ChatAnswer:
@@ -67,7 +65,12 @@ class _ChatAnswer:
         self._index = index
         self._reader = reader
         self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
+        as_ids = bool(body.return_tokens_as_token_ids)
         self._tokenizer = generation.generator.text.tokenizer
+        self._spelling = TokenSpelling(self._tokenizer, as_ids=as_ids)
+        self._num_top = generation.requests[index].sampling.prompt_logprobs
+        self._scores: list[TokenLogprobs] | None = None
+        """Log-probabilities of the prompt, once they are there."""
         self._has_logprobs = bool(body.logprobs)
         self._has_begun = False
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
@@ -93,13 +96,24 @@ class _ChatAnswer:
     def is_complete(self) -> bool:
         return self._reader.is_complete
 
+    def prompt_fields(self) -> dict[str, Any]:
+        """Fields beside the choices that tell of the prompt."""
+        fields: dict[str, Any] = {}
+        if self._envelope.return_token_ids:
+            fields["prompt_token_ids"] = self._prompt_token_ids
+        if self._num_top is not None and self._scores is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, self._prompt_token_ids, self._scores, self._num_top
+            )
+        return fields
+
     def _choice(
         self, shape: str, message: dict[str, Any], delta: TextDelta = _NO_TOKENS
     ) -> dict[str, Any]:
         """The choice with a whole `message` or a `delta` (`shape`)."""
         logprobs = None
         if self._has_logprobs and delta.logprobs is not None:
-            logprobs = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs)
+            logprobs = chat_logprobs(self._spelling, delta.token_ids, delta.logprobs)
         choice = self._envelope.choice(self._index, {shape: message}, delta, logprobs)
         choice["finish_reason"] = self._reader.finish_reason
         return choice
@@ -122,7 +136,9 @@ class _ChatAnswer:
                 message["tool_calls"] = [self._whole_call(pieces) for pieces in calls]
         if self._unsaid:
             message |= _reasoning(parts.reasoning or None)
-        return self._choice("message", message, joined_deltas(self._deltas))
+        delta = joined_deltas(self._deltas)
+        self._scores = delta.prompt_logprobs
+        return self._choice("message", message, delta)
 
     # ---- as a stream
 
@@ -130,11 +146,9 @@ class _ChatAnswer:
         if self._has_begun:
             return self._event(delta)
         self._has_begun = True
-        fields: dict[str, Any] = {}
-        if self._envelope.return_token_ids:
-            fields["prompt_token_ids"] = self._prompt_token_ids
+        self._scores = delta.prompt_logprobs
         message = {"role": "assistant", "content": "", **self._unsaid}
-        begin = self._envelope.begin(self._choice("delta", message), **fields)
+        begin = self._envelope.begin(self._choice("delta", message), **self.prompt_fields())
         return begin + self._event(delta)
 
     def _event(self, delta: TextDelta) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pagoda.api.fields import GenerationFields, StreamOptions
@@ -123,16 +123,19 @@ class Choices:
     """The shape of text and chat completions."""
 
     def __init__(
-        self, envelope: Envelope, answers: Sequence[Choice], extra: dict[str, Any] | None = None
+        self,
+        envelope: Envelope,
+        answers: Sequence[Choice],
+        extra: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`extra` are fields that a response in one piece has besides the usual ones."""
+        """`extra` gives the fields that a response in one piece has besides the usual ones."""
         self.answers = answers
         self._envelope = envelope
-        self._extra = extra or {}
+        self._extra = extra
 
     def whole(self) -> dict[str, Any]:
         choices = [answer.choice() for answer in self.answers]
-        return self._envelope.whole(choices, **self._extra)
+        return self._envelope.whole(choices, **self._extra())
 
     def end(self) -> bytes:
         return self._envelope.end()
