@@ -110,12 +110,16 @@ class Envelope:
 
     def usage(self) -> dict[str, Any]:
         usage = self._generation.usage
-        return {
+        fields: dict[str, Any] = {
             "prompt_tokens": usage.num_prompt_tokens,
             "completion_tokens": usage.num_completion_tokens,
             "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         }
+        if usage.num_reasoning_tokens is not None:
+            details = {"reasoning_tokens": usage.num_reasoning_tokens}
+            fields["completion_tokens_details"] = details
+        return fields
 
 
 class Choices:
