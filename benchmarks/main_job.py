@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from benchmarks.accuracy import measure_accuracy
 from benchmarks.figure import Figure
-from benchmarks.http_streams import measure_http_streams
+from benchmarks.http_load import measure_http_requests, measure_http_streams
 from benchmarks.idle import measure_idle
 from benchmarks.scheduling import measure_scheduling
 from benchmarks.start_up import measure_memory, measure_start_up
@@ -19,6 +19,7 @@ MEASUREMENTS: dict[str, Callable[[], list[Figure]]] = {
     "memory": measure_memory,
     "scheduling": measure_scheduling,
     "http-streams": measure_http_streams,
+    "http-requests": measure_http_requests,
     "idle": measure_idle,
     "accuracy": measure_accuracy,
 }

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -20,52 +20,18 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from pagoda.api import info
-from pagoda.api.dialect import OPENAI, Dialect
+from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
-from pagoda.api.metrics import metrics
-from pagoda.api.openai.chat import chat_completions
-from pagoda.api.openai.completions import completions
-from pagoda.api.profile import start_profile, stop_profile
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
+from pagoda.api.routes import ROUTES
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
-from pagoda.api.tokenization import detokenize, tokenize
 from pagoda.frontend.request_tracker import ClientRequest
 
-Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
-
-ROUTES: dict[str, dict[str, Handler]] = {
-    "/": {"GET": info.page},
-    "/ui/*": {"GET": info.page},
-    "/health": {"GET": info.health_ready},
-    "/health/live": {"GET": info.health_live},
-    "/health/ready": {"GET": info.health_ready},
-    "/version": {"GET": info.version},
-    "/v1/models": {"GET": info.models},
-    "/v1/models/*": {"GET": info.model},
-    "/v1/load": {"GET": info.load},
-    "/v1/live": {"GET": info.live},
-    "/v1/requests": {"GET": info.list_requests},
-    "/v1/requests/*": {"DELETE": info.cancel_request},
-    "/v1/hosts": {"GET": info.list_hosts},
-    "/v1/hosts/*": {"DELETE": info.dismiss_host},
-    "/metrics": {"GET": metrics},
-    "/metrics/vllm": {"GET": partial(metrics, aliases=True)},
-    "/v1/completions": {"POST": completions},
-    "/v1/chat/completions": {"POST": chat_completions},
-    "/profile/start": {"POST": start_profile},
-    "/profile/stop": {"POST": stop_profile},
-    "/tokenize": {"POST": tokenize},
-    "/detokenize": {"POST": detokenize},
-}
-"""Handlers by path and method. A `*` at the end takes the rest of the path."""
-
-DIALECTS: dict[str, Dialect] = {}
-"""Dialects of the routes that do not write errors and streams as OpenAI does."""
-
-OPEN_PATHS = frozenset({"/", "/ui/*", "/health", "/health/live", "/health/ready"})
+OPEN_PATHS = frozenset(
+    {"/", "/ui/*", "/health", "/health/live", "/health/ready", "/v1/health", "/ping"}
+)
 """Routes that need no API key: monitoring need not be allowed to use the server, and the page asks for the key."""
 
 STREAMS = frozenset({"/v1/live"})
@@ -141,9 +107,15 @@ def _log_access(
 
 def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -> RequestContext:
     headers = http.headers
-    route, argument = _find(http.path)
+    path = http.path
+    root = service.config.root_path
+    if root and path.startswith(f"{root}/"):
+        path = path.removeprefix(root)
+    route, argument = _find(path)
     tracestate = ",".join(headers.getall("tracestate", ()))
-    key_name = service.config.api_keys.name_of(headers.get("Authorization", ""))
+    key_name = service.config.api_keys.name_of(
+        headers.get("Authorization", ""), headers.get("x-api-key")
+    )
     client_request = ClientRequest(
         id=_request_id(headers.get("X-Request-Id", "")),
         arrived_ns=arrived_ns,
@@ -152,13 +124,18 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
         tracestate=tracestate if 0 < len(tracestate) <= _MAX_TRACESTATE_CHARS else None,
         route=route,
     )
-    dialect = DIALECTS.get(route, OPENAI)
+    methods = ROUTES.get(route)
+    dialect = next(iter(methods.values())).dialect if methods else OPENAI
     return RequestContext(http, service, key_name, client_request, dialect, argument)
 
 
 async def _dispatch(context: RequestContext) -> web.StreamResponse:
     path, route = context.http.path, context.client_request.route
+    methods = ROUTES.get(route)
     _check_host(context)
+    cors = context.service.config.cors_origins
+    if cors and context.http.method == "OPTIONS":
+        return context.empty(cors.preflight(context.http.headers, tuple(methods or ())))
     if route not in OPEN_PATHS and not context.has_key:
         raise ApiError(
             401,
@@ -166,7 +143,6 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    methods = ROUTES.get(route)
     if methods is None:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
     is_head = context.http.method == "HEAD" and route not in STREAMS
@@ -176,7 +152,7 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
         raise ApiError(
             405, f"{path} answers {allowed}, not {context.http.method}.", headers={"Allow": allowed}
         )
-    return await methods[method](context)
+    return await methods[method].handler(context)
 
 
 def _find(path: str) -> tuple[str, str]:
@@ -212,8 +188,13 @@ def _check_host(context: RequestContext) -> None:
         netloc = urlsplit(origin).netloc.lower() or None
     except ValueError:
         netloc = None
-    if netloc != (host or "").lower():
-        raise ApiError(403, "Requests from web pages of other origins are refused.")
+    cors = context.service.config.cors_origins
+    is_question = bool(cors) and context.http.method == "OPTIONS"
+    if netloc != (host or "").lower() and not is_question and not cors.allows(origin):
+        raise ApiError(
+            403,
+            "Requests from web pages of other origins are refused; --cors-origins names those that may.",
+        )
 
 
 def _name(host: str) -> str:

@@ -110,7 +110,21 @@ class SampledRow:
     logprobs: TokenLogprobs | None = None
 
 
-def check_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+@dataclass(frozen=True, eq=False)
+class ScoredRows:
+    """Reports on one given token of each of some rows of logits, as of tokens that are sampled."""
+
+    finite: bool
+    """All logits are finite; without that the rest means nothing."""
+    ranks: Tensor
+    """[rows] int64, from 1 on."""
+    top_token_ids: Tensor
+    """[rows, k] int64, the likeliest tokens."""
+    logprobs: Tensor
+    """[rows, 1 + k] float32, of the given token, then of the likeliest."""
+
+
+def check_logits(logits: Tensor, rows: Sequence[SamplingRow] | Tensor) -> None:
     """Raises ValueError unless logits are [rows, vocab]."""
     if logits.ndim != 2 or len(logits) != len(rows):
         raise ValueError(f"Logits of {list(logits.shape)} are not of {len(rows)} rows.")

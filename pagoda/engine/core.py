@@ -149,6 +149,7 @@ class EngineCore:
             block_size=worker.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_num_waiting=self._config.max_num_waiting,
+            max_logprobs=self._config.max_logprobs,
             summary=worker.summary,
             role=Role.NONE if self._config.handoff is None else self._config.handoff.role,
         )

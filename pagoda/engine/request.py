@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections import deque
 from dataclasses import InitVar, dataclass, field
 
 from pagoda.engine.grammars import Constraint
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
-from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource
+from pagoda.messages.frontend import (
+    FinishReason,
+    GenerateRequest,
+    KVSource,
+    Pooling,
+    PromptLogprobs,
+)
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 
@@ -64,9 +71,16 @@ class Request:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
+    pooling: Pooling | None = field(init=False)
+    num_scored_tokens: int = field(init=False)
+    """Leading prompt tokens whose log-probabilities are known, or not wanted."""
     state: RequestState = RequestState.NEW
     queue_time_s: float | None = None
     """Seconds until the first admission; None before it, and once it was sent to the frontend."""
+    leader: Request | None = None
+    """Running request whose blocks this one waits for in line; see `Leaders`."""
+    num_leader_blocks: int = 0
+    """Blocks that the leader had published when this request was told to wait."""
     reserved_blocks: int = 0
     """Blocks that known tokens still need, and one more; see `Places`."""
     slot: int | None = None
@@ -120,8 +134,42 @@ class Request:
         self.max_total_tokens = max_model_len
         if sampling.max_tokens is not None:
             self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
+        self.pooling = message.pooling
+        self.num_scored_tokens = self.num_prompt_tokens
+        if sampling.prompt_logprobs is not None:
+            self.num_scored_tokens = max(1, message.num_scored_tokens)
+            self.kv_source = None  # the prompt is computed here
+        self._limit_reuse()
         if message.holds_kv:
             self.max_total_tokens = min(self.max_total_tokens, self.num_tokens + 1)
+
+    def add_scores(self, scores: PromptLogprobs) -> PromptLogprobs | None:
+        """Counts log-probabilities; returns those that are new. A preempted request computes some again.
+        Raises RuntimeError: they leave some out; the worker cannot be trusted any more."""
+        known = self.num_scored_tokens
+        if scores.first > known:
+            raise RuntimeError(
+                f"Request {self.request_id} lacks log-probabilities from {known} on."
+            )
+        if scores.end <= known:
+            return None
+        self.num_scored_tokens = scores.end
+        self._limit_reuse()
+        return scores.since(known)
+
+    def _limit_reuse(self) -> None:
+        """The hidden state of a token scores the next one."""
+        if self.pooling is Pooling.MEAN:
+            self.table.num_reusable_tokens = 0
+        elif self.num_scored_tokens < self.num_prompt_tokens:
+            self.table.num_reusable_tokens = self.num_scored_tokens - 1
+        else:
+            self.table.num_reusable_tokens = sys.maxsize
+
+    @property
+    def generates(self) -> bool:
+        """False if the request ends when its prompt is computed."""
+        return self.sampling.max_tokens != 0
 
     @property
     def num_tokens(self) -> int:
@@ -193,4 +241,6 @@ class Request:
             sampling=self.sampling,
             eos_token_ids=tuple(self.eos_token_ids),
             request_id=self.request_id,
+            num_scored_tokens=self.num_scored_tokens,
+            pooling=self.pooling,
         )

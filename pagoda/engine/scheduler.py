@@ -21,7 +21,13 @@ from pagoda.engine.request import OrderKey, Request, RequestState, order_key
 from pagoda.engine.request_tracing import RequestRows
 from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import KVManager
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
+from pagoda.messages.frontend import (
+    FinishReason,
+    GenerateRequest,
+    PromptLogprobs,
+    TokenChunk,
+    TokenLogprobs,
+)
 from pagoda.messages.worker import StepResult, TokenMasks
 
 _NOT_IN_LANGUAGE = "The answer left the language of its grammar."
@@ -112,10 +118,10 @@ class Scheduler:
             return f"A request with id {request.request_id} is already running."
         if request.num_prompt_tokens == 0:
             return "The prompt has no tokens."
-        if request.num_prompt_tokens >= self.limits.max_model_len:
+        if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
-                f"The prompt has {request.num_prompt_tokens} tokens, "
-                f"the context holds {self.limits.max_model_len} including at least one of the answer."
+                f"The prompt has {request.num_prompt_tokens} tokens, the context holds "
+                f"{self.limits.max_model_len} including at least one of the answer, if there is one."
             )
         return None
 
@@ -142,6 +148,7 @@ class Scheduler:
         del self.requests[request.request_id]
         self.quarantine.on_finished(request)
         self.hooks.on_finished(request)
+        self.batcher.leaders.leave(request)
         self.batcher.free_blocks(request)
         self.batcher.forget_blocked()
         self.places.enter(request, RequestState.FINISHED)
@@ -182,16 +189,27 @@ class Scheduler:
             is_current = part.admission == request.admission and request.slot is not None
             if is_current:  # else the request was preempted meanwhile, and only its sample counts
                 self._confirm(request, part.num_tokens)
-            if samples:
+            scores = result.prompt_logprobs.get(slot)
+            if scores is not None:
+                scores = request.add_scores(scores)
+            if samples and not request.generates:
+                chunks.append(self._end_prompt(request, scores, result.embeddings.get(slot)))
+            elif samples:
                 if slot not in sampled:
                     raise RuntimeError(f"The result of step {result.step} lacks slot {slot}.")
-                if not is_known:
-                    chunk = self.append(request, sampled[slot], logprobs.get(slot))
-                    self.counters.num_generated_tokens += len(chunk.token_ids)
-                    chunks.append(chunk)
-            elif is_current:
+                if is_known:
+                    continue
+                chunk = self.append(request, sampled[slot], logprobs.get(slot))
+                self.counters.num_generated_tokens += len(chunk.token_ids)
+                if scores is not None:
+                    chunk = msgspec.structs.replace(chunk, prompt_logprobs=scores)
+                chunks.append(chunk)
+            elif is_current or scores is not None:
                 chunk = TokenChunk(
-                    request.request_id, [], num_computed_tokens=request.num_computed_tokens
+                    request.request_id,
+                    [],
+                    num_computed_tokens=request.num_computed_tokens,
+                    prompt_logprobs=scores,
                 )
                 chunks.append(_with_queue_time(chunk, request))
         return chunks
@@ -201,6 +219,7 @@ class Scheduler:
         self.places.count_computed(request, num_tokens)
         if request.num_computed_tokens >= (request.table.num_published + 1) * self.kv.block_size:
             self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
+            self.batcher.leaders.advance(request)
             self.hooks.on_published(request)
         if request.crash_count:
             self.quarantine.on_progress(request)
@@ -228,6 +247,21 @@ class Scheduler:
             kv_source=source,
         )
         return chunk if request.queue_time_s is None else _with_queue_time(chunk, request)
+
+    def _end_prompt(
+        self, request: Request, scores: PromptLogprobs | None, embedding: bytes | None
+    ) -> TokenChunk:
+        """Ends a request of which only the prompt is computed."""
+        self.finish(request, FinishReason.LENGTH)
+        chunk = TokenChunk(
+            request.request_id,
+            [],
+            FinishReason.LENGTH,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            prompt_logprobs=scores,
+            embedding=embedding,
+        )
+        return _with_queue_time(chunk, request)
 
     # ---- grammars
 
@@ -297,6 +331,7 @@ class Scheduler:
         crashed = {part.request for step in self.in_flight for part in step.scheduled}
         self.in_flight.clear()
         self.batcher.unmasked.clear()
+        self.batcher.leaders.clear()
         failing = self.quarantine.on_crash(crashed)
         for request in list(self.running):
             self.kv.free(request.table)

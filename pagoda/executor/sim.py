@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import heapq
 import math
+from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count as count_from
 from typing import Any, NamedTuple
 
 from pagoda.engine.config import SimConfig
 from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
-from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -61,6 +62,18 @@ def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int)
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return (x ^ (x >> 31)) % vocab_size
+
+
+def sim_logprob(previous_token_id: int, token_id: int) -> float:
+    """The log-probability that the simulated model gives to a prompt token, from -4 to 0."""
+    return -sim_token(token_id, 0, previous_token_id, 4096) / 1024
+
+
+def sim_embedding(token_ids: Sequence[int]) -> bytes:
+    """The vector of a prompt: eight elements from -1 to 1."""
+    total = sum(token_ids)
+    elements = (sim_token(total, i, len(token_ids), 2049) / 1024 - 1 for i in range(8))
+    return array("f", elements).tobytes()
 
 
 class TransferFate(NamedTuple):
@@ -310,6 +323,8 @@ class SimWorker:
         for slot_id, forced in plan.forced_tokens:
             self.slots[slot_id].append_forced(forced)
         masks = self._masks.pop(plan.step, TokenMasks(plan.step))
+        prompt_logprobs: dict[int, PromptLogprobs] = {}
+        embeddings: dict[int, bytes] = {}
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self.slots[slot_id]
             if self._num_stages > 1 and slot.num_computed_tokens + count > slot.num_told_tokens:
@@ -318,6 +333,9 @@ class SimWorker:
                 )
             if self._check_kv:
                 self._write(plan.step, slot, count)
+            scores = slot.scores(count)
+            if scores is not None:
+                prompt_logprobs[slot_id] = scores
             slot.num_computed_tokens += count
         sampled, token_ids = [], []
         logprobs: dict[int, TokenLogprobs] = {}
@@ -326,6 +344,10 @@ class SimWorker:
             if self._check_kv:
                 self._read(plan.step, slot_id, slot)
             if slot.num_computed_tokens == len(slot.token_ids):
+                if slot.pooling is not None:
+                    embeddings[slot_id] = sim_embedding(slot.token_ids)
+                if slot.sampling.max_tokens == 0:
+                    continue
                 if slot_id in masks.tokens:
                     token_id = masks.tokens[slot_id]
                 else:
@@ -338,7 +360,15 @@ class SimWorker:
                     logprobs[slot_id] = TokenLogprobs(
                         0.0, 1, [token_id] * min(top, 1), [0.0] * min(top, 1)
                     )
-        return StepResult(plan.step, sampled, token_ids, logprobs, step_time_s=cost_s)
+        return StepResult(
+            plan.step,
+            sampled,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            embeddings,
+            step_time_s=cost_s,
+        )
 
     def step_done(self, step: int) -> None:
         """The step has been executed; until then transfers keep away from what it uses."""
@@ -451,7 +481,29 @@ class _Slot:
         self.num_prompt_tokens = start.num_prompt_tokens
         self.num_told_tokens = len(start.token_ids)
         """Tokens that the stages know which do not sample."""
+        self.pooling = start.pooling
+        if self.pooling is Pooling.MEAN and start.num_computed_tokens:
+            raise ValueError(
+                "A prompt of which the mean is wanted is not computed from its start on."
+            )
+        self._num_scored = max(1, start.num_scored_tokens)
         self._eos_token_ids = {*start.eos_token_ids, *start.sampling.stop_token_ids}
+
+    def scores(self, count: int) -> PromptLogprobs | None:
+        """Log-probabilities of the prompt tokens behind the next `count` tokens."""
+        num_top, first = self.sampling.prompt_logprobs, self.num_computed_tokens + 1
+        first, end = max(first, self._num_scored), min(first + count, self.num_prompt_tokens)
+        if num_top is None or first >= end:
+            return None
+        logprobs, top_ids = array("f"), array("i")
+        for position in range(first, end):
+            token_id = self.token_ids[position]
+            logprob = sim_logprob(self.token_ids[position - 1], token_id)
+            logprobs.extend([logprob] * (1 + num_top))
+            top_ids.extend([token_id] * num_top)
+        ranks = array("i", [1] * (end - first))
+        columns = (column.tobytes() for column in (ranks, top_ids, logprobs))
+        return PromptLogprobs(first, num_top, *columns)
 
     def tell(self, token_id: int) -> None:
         if self.token_ids[self.num_told_tokens : self.num_told_tokens + 1] != [token_id]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
@@ -95,6 +95,9 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     request_id: str = ""
+    num_scored_tokens: int = 0
+    """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""
+    pooling: Pooling | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
@@ -103,7 +106,7 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     The worker applies, in this order, `freed_slots`, `starts`, `new_blocks`; then it computes
     `num_tokens[i]` further tokens of `slots[i]`. A slot samples when its computed tokens have reached all
     its tokens, and the worker appends the sampled token to the slot by itself: a following plan may
-    already count on it before the engine has seen it.
+    already count on it before the engine has seen it. A slot whose `max_tokens` is 0 ends there instead.
     """
 
     step: int
@@ -144,6 +147,9 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Slots that sampled, in the order of the plan."""
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    embeddings: dict[int, bytes] = {}
+    """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""
     errors: dict[int, str] = {}
     """Errors of single requests by slot; `slots` lacks these."""
     step_time_s: float = 0.0

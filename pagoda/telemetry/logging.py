@@ -64,6 +64,9 @@ def configure_logging(
     handler.setFormatter(_JsonLines(place) if form == "json" else _TextLines(place))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pagoda").setLevel(name.upper())
+    # No line tells of these, and looking them up costs more than the line ("Optimization" in Python's HOWTO).
+    logging.logThreads = logging.logMultiprocessing = False
+    logging._srcfile = None
 
 
 class _TextLines(logging.Formatter):

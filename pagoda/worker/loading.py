@@ -48,6 +48,7 @@ from pagoda.worker.memory import (
     sampling_bytes,
 )
 from pagoda.worker.progress import loading_weights
+from pagoda.worker.prompt_outputs import ROWS_AT_A_TIME, PromptReader
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
 
@@ -96,7 +97,8 @@ class WorkerPlan:
         if not self.shard.is_last:
             return 0
         vocab_size, ranks = self.shard.config.vocab_size, self.config.parallel.tensor_parallel_size
-        return sampling_bytes(self.config.max_num_seqs, vocab_size, ranks, torch.get_num_threads())
+        rows = max(self.config.max_num_seqs, ROWS_AT_A_TIME)
+        return sampling_bytes(rows, vocab_size, ranks, torch.get_num_threads())
 
 
 def plan_worker(config: WorkerConfig) -> WorkerPlan:
@@ -219,7 +221,8 @@ def load_runner(
             Sampler(shard.config.vocab_size, backend.sample), group, tracer, await_masks
         )
         alone = shard.is_first and group.size == 1
-        runner = Runner(model, batch, sampler, tracer, alone=alone)
+        prompts = PromptReader(backend.score, leads=group.rank == 0)
+        runner = Runner(model, batch, sampler, prompts, tracer, alone=alone)
     else:
         runner = StageRunner(model, batch, tracer)
     return LoadedWorker(runner, ready, caches, description, shared)

@@ -45,7 +45,7 @@ def test_every_flag_of_serve_is_documented() -> None:
 
 
 def test_every_route_is_documented() -> None:
-    from pagoda.api.app import ROUTES
+    from pagoda.api.routes import ROUTES
 
     text = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
     for route, methods in ROUTES.items():

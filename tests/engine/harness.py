@@ -58,7 +58,8 @@ def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> lis
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
     stops = {*request.eos_token_ids, *sampling.stop_token_ids}
-    while len(output) < (sampling.max_tokens or max_model_len) and len(tokens) < max_model_len:
+    most = max_model_len if sampling.max_tokens is None else sampling.max_tokens
+    while len(output) < most and len(tokens) < max_model_len:
         token = sim_token(sampling.seed or 0, len(output), tokens[-1], VOCAB_SIZE)
         while len(output) < sampling.min_tokens and token in stops:
             token = (token + 1) % VOCAB_SIZE

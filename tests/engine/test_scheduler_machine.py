@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from harness import VOCAB_SIZE, check_sums
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from kv_subscriber import CacheView
-from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, SchedulerRules
+from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
 from small_grammars import EOS, GRAMMARS
 
 from pagoda.engine.batching import SchedulerLimits
@@ -16,7 +18,6 @@ from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import CacheRecorder, KVEventBatch
 from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import Grammar
-from pagoda.messages.worker import StepResult
 
 
 class SchedulerMachine(SchedulerRules):
@@ -53,12 +54,20 @@ class SchedulerMachine(SchedulerRules):
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),
         priority=st.integers(-1, 1),
         eos=st.integers(0, VOCAB_SIZE - 1),
+        wanted=st.sampled_from(WANTED),
     )
-    def add(self, prompt: list[int], max_tokens: int, priority: int, eos: int) -> None:
-        self.arrive(prompt, max_tokens, priority, (eos,))
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        eos: int,
+        wanted: dict[str, Any],
+    ) -> None:
+        self.arrive(prompt, max_tokens, priority, (eos,), **wanted)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
@@ -100,10 +109,10 @@ class SchedulerMachine(SchedulerRules):
         index = data.draw(st.integers(0, len(result.slots) - 1))
         bad = result.slots[index]
         self.hand_in(
-            StepResult(
-                result.step,
-                result.slots[:index] + result.slots[index + 1 :],
-                result.token_ids[:index] + result.token_ids[index + 1 :],
+            msgspec.structs.replace(
+                result,
+                slots=result.slots[:index] + result.slots[index + 1 :],
+                token_ids=result.token_ids[:index] + result.token_ids[index + 1 :],
                 errors={bad: "broken"},
             )
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -159,20 +159,20 @@ class InProcessEngine:
             RuntimeError: one of them failed.
         """
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        for chunk in self._chunks(requests):
+        for chunk in self.chunks(requests):
             tokens[chunk.request_id] += chunk.token_ids
         return list(tokens.values())
 
     def log_probabilities(self, requests: list[GenerateRequest]) -> list[dict[int, float]]:
         """Log-probabilities that requests for one token, with `logprobs`, have asked for."""
         found: dict[str, dict[int, float]] = {request.request_id: {} for request in requests}
-        for chunk in self._chunks(requests):
+        for chunk in self.chunks(requests):
             for top in chunk.logprobs or []:
                 pairs = zip(top.top_token_ids, top.top_logprobs, strict=True)
                 found[chunk.request_id] |= dict(pairs)
         return list(found.values())
 
-    def _chunks(self, requests: list[GenerateRequest]) -> Iterator[TokenChunk]:
+    def chunks(self, requests: Sequence[GenerateRequest]) -> Iterator[TokenChunk]:
         for request in requests:
             self._core.add(request)
         running = {request.request_id for request in requests}

@@ -46,7 +46,7 @@ def sample_row(logits: Tensor, row: SamplingRow) -> SampledRow:
     else:
         token_id = _draw(changed, row)
     num_top = row.rules.sampling.logprobs
-    reported = None if num_top is None else _token_logprobs(logits, token_id, num_top)
+    reported = None if num_top is None else token_logprobs(logits, token_id, num_top)
     return SampledRow(Outcome.DRAWN, token_id, reported)
 
 
@@ -127,7 +127,7 @@ def _draw(logits: Tensor, row: SamplingRow) -> int:
     return int(torch.searchsorted(cumulative, target, right=True))
 
 
-def _token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
     """Report on a token and the `num_top` likeliest ones, of equal ones those of lower ids."""
     powers = powers_of(logits, math.log2(math.e))
     weights = weights_of(powers).round().long()

@@ -1,0 +1,47 @@
+"""A route: the function that answers a path and method, and what `/openapi.json` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from pagoda.api.dialect import OPENAI, Dialect
+from pagoda.api.errors import ApiError
+from pagoda.api.request_context import RequestContext
+
+Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """One method of one path."""
+
+    handler: Handler
+    summary: str
+    """One line for the documentation."""
+    body: Any = None
+    """Type of the JSON body; None if the route takes no JSON."""
+    answer: Any = None
+    """Type of the JSON answer; None if it is not described."""
+    content_type: str = "application/json"
+    """Type of the content of an answer in one piece."""
+    dialect: Dialect = OPENAI
+    """The form of errors and streams."""
+    streams: bool = False
+    """True if the body can ask for a stream."""
+    needs_body: bool = True
+    """False if the JSON body may be left out."""
+    statuses: tuple[int, ...] = ()
+    """Statuses besides those that every route of its kind answers with."""
+
+
+def refused(reason: str, dialect: Dialect = OPENAI) -> Route:
+    """A route of another server that has no meaning here: 501 with the reason, a sentence."""
+
+    async def refuse(context: RequestContext) -> web.StreamResponse:
+        raise ApiError(501, f"{context.http.path[:200]} is not supported: {reason}")
+
+    return Route(refuse, "Refused.", dialect=dialect, statuses=(501,))

@@ -1,0 +1,107 @@
+"""The table of all routes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pagoda.api import info
+from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
+from pagoda.api.metrics import metrics
+from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
+from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
+from pagoda.api.openai.chat import chat_completions
+from pagoda.api.openai.completions import completions
+from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
+from pagoda.api.openai.responses.routes import (
+    RESPONSES,
+    change_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+)
+from pagoda.api.profile import StartBody, start_profile, stop_profile
+from pagoda.api.route import Route
+from pagoda.api.scoring.routes import ROUTES as SCORING_ROUTES
+from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from pagoda.api.vllm.routes import ROUTES as VLLM_ROUTES
+
+PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+_page = Route(info.page, "A file of the page.", content_type="text/html", statuses=(404,))
+_ready = Route(info.health_ready, "Whether the model makes progress.", statuses=(503,))
+_models = Route(info.models, "The models that are served.")
+_server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
+_chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
+_start_profile = Route(
+    start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
+)
+_stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/": {"GET": _page},
+    "/ui/*": {"GET": _page},
+    "/health": {"GET": _ready},
+    "/health/live": {"GET": Route(info.health_live, "The process answers.")},
+    "/health/ready": {"GET": _ready},
+    "/version": {"GET": Route(info.version, "The version of the server.")},
+    "/server_info": {"GET": _server_info},
+    "/get_server_info": {"GET": _server_info},
+    "/v1/models": {"GET": _models},
+    "/v1/models/*": {"GET": Route(info.model, "One model.", statuses=(404,))},
+    "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.")},
+    "/v1/live": {
+        "GET": Route(
+            info.live, "What the page shows, every second.", content_type="text/event-stream"
+        )
+    },
+    "/v1/requests": {"GET": Route(info.list_requests, "The client's running answers.")},
+    "/v1/requests/*": {
+        "DELETE": Route(info.cancel_request, "Ends running answers.", statuses=(404,))
+    },
+    "/v1/hosts": {"GET": Route(info.list_hosts, "The hosts of a router.", statuses=(404,))},
+    "/v1/hosts/*": {
+        "DELETE": Route(info.dismiss_host, "Lets a host of a router go.", statuses=(404,))
+    },
+    "/metrics": {"GET": Route(metrics, "Figures for Prometheus.", content_type=PLAIN_TEXT)},
+    "/metrics/vllm": {
+        "GET": Route(
+            partial(metrics, aliases=True),
+            "Figures for Prometheus, also under vLLM's names.",
+            content_type=PLAIN_TEXT,
+        )
+    },
+    "/v1/completions": {
+        "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
+    },
+    "/v1/chat/completions": {"POST": _chat},
+    **SCORING_ROUTES,
+    "/v1/responses": {
+        "POST": Route(
+            create_response,
+            "Makes a response.",
+            ResponsesRequest,
+            dialect=RESPONSES,
+            streams=True,
+        )
+    },
+    "/v1/responses/input_tokens": {
+        "POST": Route(count_input_tokens, "Counts the tokens of an input.", InputTokensRequest)
+    },
+    "/v1/responses/*": {
+        "GET": Route(get_response, "A response, or its input items.", statuses=(404,)),
+        "POST": Route(change_response, "Cancels a background response.", statuses=(404,)),
+        "DELETE": Route(delete_response, "Forgets a response.", statuses=(404,)),
+    },
+    "/profile/start": {"POST": _start_profile},
+    "/profile/stop": {"POST": _stop_profile},
+    "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
+    "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
+    **OLLAMA_ROUTES,
+    **LLAMACPP_ROUTES,
+    **VLLM_ROUTES,
+    "/chat/completions": {"POST": _chat},
+    "/models": {"GET": _models},
+    "/v1/health": {"GET": _ready},
+}
+"""Routes by path and method. A `*` at the end takes the rest of the path."""
