@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.anthropic.bodies import CountTokensRequest, MessagesRequest
+from pagoda.api.anthropic.routes import ANTHROPIC, count_tokens, create_message
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
@@ -73,6 +75,20 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/messages": {
+        "POST": Route(
+            create_message,
+            "Answers a conversation, as Anthropic's API does.",
+            MessagesRequest,
+            dialect=ANTHROPIC,
+            streams=True,
+        )
+    },
+    "/v1/messages/count_tokens": {
+        "POST": Route(
+            count_tokens, "Counts the tokens of a prompt.", CountTokensRequest, dialect=ANTHROPIC
+        )
+    },
     "/v1/responses": {
         "POST": Route(
             create_response,
