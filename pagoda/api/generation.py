@@ -67,6 +67,8 @@ class Usage:
     num_prompt_tokens: int
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int | None = None
+    """Completion tokens of reasoning; None if the answers are no messages."""
 
 
 class Generation:
@@ -138,8 +140,10 @@ async def prepare(
     add_special_tokens: bool,
     clamp_max_tokens: bool = False,
     param: str = "prompt",
+    shown_tokens: tuple[str, ...] = (),
 ) -> Generation:
-    """The requests of all prompts of a body; `param` is the field of the prompt.
+    """The requests of all prompts of a body; `param` is the field of the prompt, `shown_tokens` are those of
+    `TextRequest`.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     check_fields(body)
     is_router = caller.service.is_router
@@ -174,6 +178,7 @@ async def prepare(
             session=session_of(body, caller.session),
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
+            shown_tokens=shown_tokens,
             scores_once=not body.stream,
             client_request=caller.client_request,
         )

@@ -25,6 +25,7 @@ from pagoda.api.openai.responses.routes import (
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from pagoda.api.vllm.routes import ROUTES as VLLM_ROUTES
 
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -112,6 +113,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
     **OLLAMA_ROUTES,
     **LLAMACPP_ROUTES,
+    **VLLM_ROUTES,
     "/chat/completions": {"POST": _chat},
     "/models": {"GET": _models},
     "/v1/health": {"GET": _ready},
