@@ -91,9 +91,7 @@ class MessageAnswer:
         """`max_tokens` is what the client asked for, which may be more than the context has room for."""
         self._generation = conversation.generation
         [self._reader] = conversation.readers
-        self._is_shortened = (
-            conversation.generation.requests[0].request.sampling.max_tokens < max_tokens
-        )
+        self._max_tokens = max_tokens
         self._fields = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -128,7 +126,7 @@ class MessageAnswer:
         stop_reason = self._stop_reason()
         if not self._blocks:
             self._open("text", {"text": ""})
-        message = {
+        message: dict[str, Any] = {
             **self._fields,
             "content": self._content(is_cut=stop_reason in _CUT),
             "stop_reason": stop_reason,
@@ -209,7 +207,8 @@ class MessageAnswer:
     def _stop_reason(self) -> str:
         match self._reader.finish_reason:
             case FinishReason.LENGTH:
-                return "model_context_window_exceeded" if self._is_shortened else "max_tokens"
+                is_full = self._generation.usage.num_completion_tokens < self._max_tokens
+                return "model_context_window_exceeded" if is_full else "max_tokens"
             case None | FinishReason.ABORT:
                 raise ABORTED
         if any(block.kind == "tool_use" and block.value() for block in self._blocks):
