@@ -91,6 +91,7 @@ class MessageAnswer:
         """`max_tokens` is what the client asked for, which may be more than the context has room for."""
         self._generation = conversation.generation
         [self._reader] = conversation.readers
+        self._new_call_id = conversation.new_call_id
         self._max_tokens = max_tokens
         self._fields = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -194,7 +195,8 @@ class MessageAnswer:
         is_open = bool(self._blocks) and self._blocks[-1].kind == "tool_use"
         if not is_open or call.index != self._call_index:
             self._call_index = call.index
-            head = {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name or "", "input": {}}
+            name = call.name or ""
+            head = {"id": self._new_call_id(name, call.index), "name": name, "input": {}}
             events = self._open("tool_use", head)
         return events + self._blocks[-1].add(call.arguments)
 
@@ -226,6 +228,7 @@ class MessageAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.num_cached_tokens,
             "output_tokens": usage.num_completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens or 0},
             "service_tier": "standard",
         }
 

@@ -11,6 +11,7 @@ from pagoda.api.conversation import begin_conversation, count_prompt_tokens
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError
 from pagoda.api.request_context import RequestContext
+from pagoda.api.route import Route
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -57,3 +58,21 @@ async def count_tokens(context: RequestContext) -> web.StreamResponse:
     with named_as_blocks(translation):
         count = await count_prompt_tokens(context.caller, chat)
     return context.json({"input_tokens": count})
+
+
+MESSAGE_ROUTES: dict[str, dict[str, Route]] = {
+    "/v1/messages": {
+        "POST": Route(
+            create_message,
+            "Answers a conversation, as Anthropic's API does.",
+            MessagesRequest,
+            dialect=ANTHROPIC,
+            streams=True,
+        )
+    },
+    "/v1/messages/count_tokens": {
+        "POST": Route(
+            count_tokens, "Counts the tokens of a prompt.", CountTokensRequest, dialect=ANTHROPIC
+        )
+    },
+}
