@@ -23,6 +23,7 @@ from pagoda.api.openai.responses.routes import (
 from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
+from pagoda.api.scoring.routes import ROUTES as SCORING_ROUTES
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from pagoda.api.vllm.routes import ROUTES as VLLM_ROUTES
 
@@ -75,6 +76,7 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    **SCORING_ROUTES,
     "/v1/responses": {
         "POST": Route(
             create_response,
