@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
-from pagoda.api.anthropic.routes import MESSAGE_ROUTES
+from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
-from pagoda.api.openai.responses.routes import RESPONSE_ROUTES
+from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
+from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
 from pagoda.api.scoring.routes import ROUTES as SCORING_ROUTES
@@ -75,6 +76,12 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
     "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
+    "/openapi.json": {
+        "GET": Route(
+            document(lambda: ROUTES, lambda: OPEN_PATHS), "This description of the routes."
+        )
+    },
+    "/docs": {"GET": Route(info.docs, "A page that shows the routes.", content_type="text/html")},
     **OLLAMA_ROUTES,
     **LLAMACPP_ROUTES,
     **VLLM_ROUTES,
@@ -83,3 +90,11 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/health": {"GET": _ready},
 }
 """Routes by path and method. A `*` at the end takes the rest of the path."""
+
+OPEN_PATHS: frozenset[str] = frozenset(
+    {
+        *("/", "/ui/*", "/health", "/health/live", "/health/ready", "/v1/health", "/ping"),
+        *("/openapi.json", "/docs"),
+    }
+)
+"""Routes that need no API key: monitoring need not be allowed to use the server, and pages ask for the key."""

@@ -60,7 +60,7 @@ async def count_tokens(context: RequestContext) -> web.StreamResponse:
     return context.json({"input_tokens": count})
 
 
-MESSAGE_ROUTES: dict[str, dict[str, Route]] = {
+ROUTES: dict[str, dict[str, Route]] = {
     "/v1/messages": {
         "POST": Route(
             create_message,

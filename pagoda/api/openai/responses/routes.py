@@ -231,7 +231,7 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
     return int(given)
 
 
-RESPONSE_ROUTES: dict[str, dict[str, Route]] = {
+ROUTES: dict[str, dict[str, Route]] = {
     "/v1/responses": {
         "POST": Route(
             create_response,
