@@ -17,6 +17,7 @@ from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.frontend.answer_formats import AnswerFormats, ParserChoice
 from pagoda.frontend.chat_template import ChatTemplate, read_template
 from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer
+from pagoda.frontend.pooling_files import PoolingDefaults, read_pooling
 from pagoda.frontend.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_tokenizer
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -45,6 +46,7 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Values that the model's authors prefer, for fields that a request leaves open."""
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     parsers: ParserChoice = field(default_factory=ParserChoice)
 
     @cached_property
@@ -106,6 +108,7 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
         chat_template=ChatTemplate(source, special_tokens=special_tokens) if source else None,
         eos_token_ids=tuple(sorted(eos)),
         default_sampling=_sampling_defaults(directory / "generation_config.json", generation),
+        pooling=read_pooling(directory),
     )
 
 

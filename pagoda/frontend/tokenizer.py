@@ -103,6 +103,11 @@ class Tokenizer:
             return bytes([piece]) if isinstance(piece, int) else piece.encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
 
+    def added_tokens(self) -> dict[int, tuple[str, bool]]:
+        """Tokens besides those of the vocabulary's model: the text of each, and True if it is special."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: (token.content, token.special) for token_id, token in added.items()}
+
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
