@@ -61,6 +61,8 @@ class LarkWriter:
         `max_tokens` bounds the text, which then ends; the first tag of `ending` must be a token for that.
         """
         first, *rest = [part for part in self._split.split(ending) if part]
+        if max_tokens == 0:
+            return self.literal(ending)
         if first in self._ids:
             bound = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
             body = self.rule(TEXT, bound) if bound else TEXT
