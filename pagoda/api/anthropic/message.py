@@ -165,7 +165,7 @@ class MessageAnswer:
         if self._has_begun:
             return b""
         self._has_begun = True
-        message = {
+        message: dict[str, Any] = {
             **self._fields,
             "content": [],
             "stop_reason": None,
