@@ -40,7 +40,7 @@ class UnknownFields:
 
 
 @cache
-def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
+def neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
     """The fields that are not supported, with the values (besides null) that change nothing.
 
     Such a field is declared as `Annotated[Any, (value, ...)]`.
@@ -159,7 +159,7 @@ def _invalid_field(message: str) -> InvalidRequestError:
 
 
 def _check_neutral(body: msgspec.Struct) -> None:
-    for name, neutral in _neutral_values(type(body)).items():
+    for name, neutral in neutral_values(type(body)).items():
         value = getattr(body, name)
         # 0, 0.0 and False are one to `typing`, which may hand out the note of another field for them.
         if value is not None and not any(value == same for same in neutral):

@@ -20,9 +20,12 @@ from pagoda.api.openai.responses.routes import (
     delete_response,
     get_response,
 )
+from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
+from pagoda.api.scoring.routes import ROUTES as SCORING_ROUTES
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from pagoda.api.vllm.routes import ROUTES as VLLM_ROUTES
 
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -73,6 +76,7 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    **SCORING_ROUTES,
     "/v1/responses": {
         "POST": Route(
             create_response,
@@ -94,10 +98,25 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
     "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
+    "/openapi.json": {
+        "GET": Route(
+            document(lambda: ROUTES, lambda: OPEN_PATHS), "This description of the routes."
+        )
+    },
+    "/docs": {"GET": Route(info.docs, "A page that shows the routes.", content_type="text/html")},
     **OLLAMA_ROUTES,
     **LLAMACPP_ROUTES,
+    **VLLM_ROUTES,
     "/chat/completions": {"POST": _chat},
     "/models": {"GET": _models},
     "/v1/health": {"GET": _ready},
 }
 """Routes by path and method. A `*` at the end takes the rest of the path."""
+
+OPEN_PATHS: frozenset[str] = frozenset(
+    {
+        *("/", "/ui/*", "/health", "/health/live", "/health/ready", "/v1/health", "/ping"),
+        *("/openapi.json", "/docs"),
+    }
+)
+"""Routes that need no API key: monitoring need not be allowed to use the server, and pages ask for the key."""

@@ -31,6 +31,7 @@ from pagoda.cli.server_process import READY_PREFIX
 from pagoda.engine.config import KVTiersConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend import event_loop
+from pagoda.frontend.answer_formats import AUTO, ParserChoice
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.engine_options import (
@@ -70,6 +71,12 @@ class ServerOptions:
     """Refuse requests without this bearer token; may be repeated. Metrics and logs tell keys apart by NAME."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
+    tool_call_parser: Annotated[str, Parameter(metavar="NAME")] = AUTO
+    """The format of the model's tool calls, such as hermes, llama3_json or mistral; auto finds it in the chat
+    template, none leaves calls in the text."""
+    reasoning_parser: Annotated[str, Parameter(metavar="NAME")] = AUTO
+    """The format of the model's reasoning, such as qwen3 or deepseek_r1; auto finds it in the chat template, none
+    leaves reasoning in the text."""
     otlp_endpoint: Annotated[str | None, Parameter(metavar="URL")] = None
     """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
     drain_timeout: Seconds = 30.0
@@ -88,6 +95,11 @@ class ServerOptions:
     """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Another Host header to accept while listening on this machine only; may be repeated."""
+
+    @property
+    def parsers(self) -> ParserChoice:
+        """Raises ConfigError: there is no parser of that name."""
+        return ParserChoice(self.tool_call_parser, self.reasoning_parser)
 
     def spans(self, files: ModelFiles) -> RequestSpans | None:
         """None if they are not asked for. Raises ConfigError if spans cannot be exported."""
@@ -273,7 +285,13 @@ def run_server(
         serve_api(
             server.config(files),
             partial(make_fleet, joined),
-            partial(load_text, files, simulated=simulated, chat_template=server.chat_template),
+            partial(
+                load_text,
+                files,
+                simulated=simulated,
+                chat_template=server.chat_template,
+                parsers=server.parsers,
+            ),
             on_ready=announce,
             profile=profile.config(),
             tracer=tracer,

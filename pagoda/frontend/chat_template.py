@@ -69,9 +69,6 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._shows_names = self._renders_name()
         self.takes_tools = "tools" in self._variables
-        self.hermes_tool_calls = "<tool_call>" in source
-        """True if the model writes calls between `<tool_call>` tags (Hermes, Qwen)."""
-        self.thinks = "</think>" in source
 
     @property
     def switches(self) -> tuple[str, ...]:

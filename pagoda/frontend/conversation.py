@@ -59,7 +59,8 @@ class Message(msgspec.Struct, frozen=True):
     refusal: str | None = None
     """Text of an assistant that refused, in place of `content`."""
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = None
+    """The only call, as OpenAI's API spelt it before it had tools."""
 
 
 Messages = Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
@@ -117,11 +118,17 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _template_message(message: Message, where: str) -> dict[str, Any]:
     if message.content is None and message.role != "assistant":
         refuse(f"{where}.content", "must be a string or a list of text parts")
-    if message.tool_calls and message.role != "assistant":
-        refuse(f"{where}.tool_calls", "is only for the role assistant")
+    calls, where_calls = message.tool_calls or [], f"{where}.tool_calls"
+    if message.function_call is not None:
+        if calls:
+            refuse(f"{where}.function_call", "is the older name of tool_calls, which is given too")
+        calls, where_calls = [ToolCall(message.function_call)], f"{where}.function_call"
+    if calls and message.role != "assistant":
+        refuse(where_calls, "is only for the role assistant")
     content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    turn: dict[str, Any] = {"role": message.role, "content": text}
+    role = "tool" if message.role == "function" else message.role
+    turn: dict[str, Any] = {"role": role, "content": text}
     reasoning = (
         message.reasoning if message.reasoning_content is None else message.reasoning_content
     )
@@ -129,12 +136,14 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": reasoning,
+        "reasoning": reasoning,
+        # The name in the template of gpt-oss, which takes no content beside it.
+        "thinking": None if text else reasoning,
     }
     turn |= {name: value for name, value in fields.items() if value is not None}
-    if message.tool_calls:
+    if calls:
         turn["tool_calls"] = [
-            _template_call(call, f"{where}.tool_calls[{i}]")
-            for i, call in enumerate(message.tool_calls)
+            _template_call(call, f"{where_calls}[{i}]") for i, call in enumerate(calls)
         ]
     return turn
 
@@ -156,6 +165,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     Raises InvalidRequestError: there are too many, or one is malformed."""
     if len(tools) > MAX_TOOLS:
         refuse("tools", f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
+    names: set[str] = set()
     for i, raw in enumerate(tools):
         try:
             tool = msgspec.convert(raw, Tool)
@@ -165,6 +175,9 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         where = f"tools[{i}].function"
         if not _FUNCTION_NAME.fullmatch(tool.function.name):
             refuse(f"{where}.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+        if tool.function.name in names:
+            refuse(f"{where}.name", f"is {tool.function.name!r}, as that of an earlier tool")
+        names.add(tool.function.name)
         if tool.function.parameters is not None:
             _check_schema(tool.function.parameters, f"{where}.parameters")
 

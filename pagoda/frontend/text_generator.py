@@ -88,6 +88,8 @@ class TextRequest:
     client_request: ClientRequest
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
+    shown_tokens: tuple[str, ...] = ()
+    """Special tokens that have text though others are skipped: a parser of the answer needs them."""
     index: int = 0
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
 
@@ -190,6 +192,7 @@ class TextGenerator:
         holds_kv: bool = False,
         kv_source: KVSource | None = None,
         grammar: Grammar | None = None,
+        shown_tokens: tuple[str, ...] = (),
         pooling: Pooling | None = None,
         scores_once: bool = True,
         client_request: ClientRequest | None = None,
@@ -199,8 +202,9 @@ class TextGenerator:
         `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
         `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
         with the same `session` may be served by one replica. `holds_kv`, `kv_source`, `grammar` and `pooling`
-        are as in `GenerateRequest`. Without a `client_request` one is made here. Token ids are not copied: the
-        caller must not change them. `scores_once` leaves the log-probabilities of the prompt to the first request.
+        are as in `GenerateRequest`, `shown_tokens` as in `TextRequest`. Without a `client_request` one is made
+        here. Token ids are not copied: the caller must not change them. `scores_once` leaves the log-probabilities
+        of the prompt to the first request.
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
@@ -242,6 +246,7 @@ class TextGenerator:
                 prompt=text,
                 client_request=client_request,
                 stops=stops,
+                shown_tokens=shown_tokens,
                 index=index,
             )
             for index in range(sampling.n)
@@ -360,7 +365,9 @@ class TextAssembler:
     def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
         sampling = request.sampling
         self._decoder = tokenizer.incremental(
-            request.request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+            request.request.prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown_tokens=request.shown_tokens,
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
         self._keep_stop = sampling.include_stop_str_in_output

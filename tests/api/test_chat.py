@@ -24,7 +24,7 @@ async def test_an_answer(serve_api, stream: bool) -> None:
     kind = "chat.completion.chunk" if stream else "chat.completion"
     assert {event["object"] for event in events} == {kind}
     [choice] = answer.choices()
-    unsaid = {"reasoning_content": None}
+    unsaid = {"reasoning_content": None, "reasoning": None}
     assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert events[-1]["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
@@ -178,7 +178,7 @@ async def test_token_ids_on_request(serve_api) -> None:
     [
         (None, {}, "messages", "--chat-template"),
         ("{{ messages[0].content }}", {"tools": TOOLS}, "tools", "tools"),
-        ("{{ tools }}{{ messages[0].content }}", {"tools": TOOLS}, "tools", "<tool_call>"),
+        ("{{ tools }}{{ messages[0].content }}", {"tools": TOOLS}, "tools", "--tool-call-parser"),
     ],
 )
 async def test_what_a_template_cannot_do(
@@ -217,13 +217,21 @@ async def test_what_a_template_cannot_do(
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": TOOLS * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice.function.name",
+        ),
+        ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call.name"),
+        ({"function_call": {}}, "function_call"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
         ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools[1].function.name"),
+        ({"tool_choice": "must"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],

@@ -74,6 +74,8 @@ class ScriptedEndpoint:
         self.any_aborted = asyncio.Event()
         self.raises: Exception | None = None
         self.breaks_after: int | None = None
+        self.breaks_prompts = False
+        """Requests without an answer fail."""
         self.num_cached_tokens = 0
         self.pause_after: int | None = None
         """Tokens after which an answer waits for `go_on`."""
@@ -137,6 +139,9 @@ class ScriptedEndpoint:
             early = PromptLogprobs(1, scores.num_top, *cut)
             yield TokenChunk(request.request_id, [], prompt_logprobs=early)
             yield TokenChunk(request.request_id, [], prompt_logprobs=scores.since(half))
+        if limit == 0 and self.breaks_prompts:
+            yield TokenChunk(request.request_id, [], FinishReason.ERROR, error="It broke.")
+            return
         if limit == 0:
             vector = sim_embedding(request.prompt_token_ids) if request.pooling else None
             end = FinishReason.LENGTH

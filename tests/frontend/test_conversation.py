@@ -71,7 +71,8 @@ def test_messages_that_lack_what_their_role_needs(message: dict[str, Any], param
 
 def test_tools_as_they_should_be() -> None:
     nested = {"type": "array", "items": {"type": ["string", "null"], "pattern": "^a+$"}}
-    check_tools([tool(type="object", properties={"x": nested}, required=["x"]), tool()])
+    other = {"type": "function", "function": {"name": "g"}}
+    check_tools([tool(type="object", properties={"x": nested}, required=["x"]), other])
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -105,9 +106,14 @@ def test_malformed_tools(bad: dict[str, Any], param: str) -> None:
 def test_patterns_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some patterns take seconds to compile, and others are valid in JSON Schema but not in Python."""
     monkeypatch.setattr(re, "compile", lambda *_: pytest.fail("a pattern was compiled"))
-    check_tools(
-        [tool(pattern=pattern) for pattern in ("(?i)[\u0100-\U0010ffff]" * 50, r"\p{L}", "(")]
-    )
+    for pattern in ("(?i)[\u0100-\U0010ffff]" * 50, r"\p{L}", "("):
+        check_tools([tool(pattern=pattern)])
+
+
+def test_two_tools_have_two_names() -> None:
+    with pytest.raises(InvalidRequestError, match="earlier tool") as caught:
+        check_tools([tool(), tool(type="object")])
+    assert caught.value.param == "tools[1].function.name"
 
 
 def test_checking_a_schema_takes_linear_work() -> None:

@@ -200,7 +200,7 @@ def _thinking(think: bool | str | None, text: ModelText) -> dict[str, Any]:
         return {"reasoning_effort": think}
     if template is not None and "enable_thinking" in template.switches:
         return {"chat_template_kwargs": {"enable_thinking": think}}
-    thinks = template is not None and template.thinks
+    thinks = text.formats.reasoning is not None
     if think and not thinks:
         refuse("think", "is not possible: this model does not support thinking")
     if thinks and not think:

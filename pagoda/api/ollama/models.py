@@ -63,7 +63,7 @@ async def show(context: RequestContext) -> web.StreamResponse:
     abilities = ["completion"]
     if template is not None and template.takes_tools:
         abilities.append("tools")
-    if template is not None and template.thinks:
+    if text.formats.reasoning is not None:
         abilities.append("thinking")
     parameters = [f"{field} {value}" for field, value in text.default_sampling.items()]
     return context.json(

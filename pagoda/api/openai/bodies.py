@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -15,6 +15,7 @@ MAX_SEQUENCES_PER_BODY = 1024
 """Most answers that one body may ask for: prompts times `n`."""
 DEFAULT_COMPLETION_TOKENS = 16
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
@@ -31,20 +32,24 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     tools: Tools | None = None
-    tool_choice: Annotated[Any, ("auto", "none")] = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: Annotated[Any, ()] = None
-    functions: Annotated[Any, ([],)] = None
-    function_call: Annotated[Any, ("none", "auto")] = None
+    reasoning_effort: ReasoningEffort | None = None
+    stream_reasoning: bool | None = None
+    """SGLang's: false streams reasoning in one piece, when it has ended."""
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    """Tokens of reasoning, behind which it ends (vLLM)."""
+    functions: Tools | None = None
+    """OpenAI's name of tools before it had them, as is `function_call` of their choice."""
+    function_call: str | dict[str, Any] | None = None
     modalities: Annotated[Any, (["text"],)] = None
     echo: Annotated[Any, (False,)] = None
     separate_reasoning: bool | None = None
     """False leaves reasoning where the model wrote it, in the content (SGLang)."""
-    stream_reasoning: Annotated[Any, (True,)] = None
     parse_tool_calls: Annotated[Any, (True,)] = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
@@ -77,22 +76,21 @@ class _ChatAnswer:
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
         self._is_simple = not (self._has_logprobs or has_more)
         """Events differ in their text alone, but for the first and the last one."""
-        self._shows_reasoning = body.include_reasoning is not False
-        self._has_reasoning = conversation.has_reasoning and self._shows_reasoning
-        self._no_reasoning = {"reasoning_content": None} if self._has_reasoning else {}
-        """Part of a delta without reasoning; programs read the field of every event."""
+        shows_reasoning = conversation.has_reasoning and body.include_reasoning is not False
+        self._unsaid = _reasoning(None) if shows_reasoning else {}
+        """Fields of reasoning where there is none."""
+        self._conversation = conversation
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
 
     @cached_property
     def _content_event(self) -> EventTemplate:
-        content = {"content": EventTemplate.PLACE, **self._no_reasoning}
+        content = {"content": EventTemplate.PLACE, **self._unsaid}
         return self._envelope.template(self._choice("delta", content))
 
     @cached_property
     def _reasoning_event(self) -> EventTemplate:
-        content = {"reasoning_content": EventTemplate.PLACE}
-        return self._envelope.template(self._choice("delta", content))
+        return self._envelope.template(self._choice("delta", _reasoning(EventTemplate.PLACE)))
 
     @property
     def is_complete(self) -> bool:
@@ -131,10 +129,13 @@ class _ChatAnswer:
         message: dict[str, Any] = {"role": "assistant", "content": parts.content}
         if parts.tool_calls:
             message["content"] = parts.content or None
-            calls = groupby(parts.tool_calls, attrgetter("index"))
-            message["tool_calls"] = [_whole_call(list(pieces)) for _, pieces in calls]
-        if self._has_reasoning:
-            message["reasoning_content"] = parts.reasoning or None
+            calls = [list(p) for _, p in groupby(parts.tool_calls, attrgetter("index"))]
+            if self._conversation.choice.is_function:
+                message["function_call"] = _function(calls[0])
+            else:
+                message["tool_calls"] = [self._whole_call(pieces) for pieces in calls]
+        if self._unsaid:
+            message |= _reasoning(parts.reasoning or None)
         delta = joined_deltas(self._deltas)
         self._scores = delta.prompt_logprobs
         return self._choice("message", message, delta)
@@ -146,7 +147,7 @@ class _ChatAnswer:
             return self._event(delta)
         self._has_begun = True
         self._scores = delta.prompt_logprobs
-        message = {"role": "assistant", "content": "", **self._no_reasoning}
+        message = {"role": "assistant", "content": "", **self._unsaid}
         begin = self._envelope.begin(self._choice("delta", message), **self.prompt_fields())
         return begin + self._event(delta)
 
@@ -155,36 +156,49 @@ class _ChatAnswer:
         if is_simple and self._reader.is_transparent:
             return self._content_event.fill(delta.text) if delta.text else b""
         parts = self._reader.read(delta)
-        reasoning = parts.reasoning if self._shows_reasoning else ""
         if is_simple and not self.is_complete and not parts.tool_calls:
-            if not reasoning:
+            if not parts.reasoning:
                 return self._content_event.fill(parts.content) if parts.content else b""
             if not parts.content:
-                return self._reasoning_event.fill(reasoning)
-        message: dict[str, Any] = dict(self._no_reasoning)
+                return self._reasoning_event.fill(parts.reasoning)
+        message: dict[str, Any] = dict(self._unsaid)
         if parts.content:
             message["content"] = parts.content
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if parts.tool_calls:
-            message["tool_calls"] = [_call_piece(piece) for piece in parts.tool_calls]
+        if parts.reasoning:
+            message |= _reasoning(parts.reasoning)
+        if parts.tool_calls and self._conversation.choice.is_function:
+            message["function_call"] = _function_piece(parts.tool_calls)
+        elif parts.tool_calls:
+            message["tool_calls"] = [self._call_piece(piece) for piece in parts.tool_calls]
         return self._envelope.event(self._choice("delta", message, delta), delta)
 
+    def _whole_call(self, pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
+        """A tool call as OpenAI spells it; the first piece has the name."""
+        first = pieces[0]
+        return {
+            "id": self._conversation.new_call_id(first.name or "", first.index),
+            "type": "function",
+            "function": _function(pieces),
+        }
 
-def _whole_call(pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
-    """A tool call as OpenAI spells it; the first piece has the name."""
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {
-            "name": pieces[0].name,
-            "arguments": "".join(piece.arguments for piece in pieces),
-        },
-    }
+    def _call_piece(self, piece: ToolCallDelta) -> dict[str, Any]:
+        """A piece of a tool call as OpenAI spells it; the first piece has the name and the id."""
+        if piece.name is None:
+            return {"index": piece.index, "function": {"arguments": piece.arguments}}
+        return {"index": piece.index, **self._whole_call([piece])}
 
 
-def _call_piece(piece: ToolCallDelta) -> dict[str, Any]:
-    """A piece of a tool call as OpenAI spells it; the first piece has the name and the id."""
-    if piece.name is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    return {"index": piece.index, **_whole_call([piece])}
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Reasoning under the name that DeepSeek gave it, and under that of OpenRouter and newer vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _function(pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    """Name and arguments of a call; the first piece has the name."""
+    return {"name": pieces[0].name, "arguments": "".join(piece.arguments for piece in pieces)}
+
+
+def _function_piece(pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    """A piece of the only call, for clients that speak of functions."""
+    whole = _function(pieces)
+    return whole if whole["name"] is not None else {"arguments": whole["arguments"]}

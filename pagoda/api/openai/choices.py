@@ -12,6 +12,7 @@ from pagoda.api.generation import Answer, Generation
 from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.sse import DONE, EventTemplate, event
 from pagoda.frontend.text_generator import TextDelta
+from pagoda.messages.frontend import FinishReason
 from pagoda.version import __version__
 
 _NO_OPTIONS = StreamOptions()
@@ -65,6 +66,8 @@ class Envelope:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if delta.finish_reason is not None:
+            choice["matched_stop"] = _matched_stop(delta)
         if self.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
@@ -107,12 +110,16 @@ class Envelope:
 
     def usage(self) -> dict[str, Any]:
         usage = self._generation.usage
-        return {
+        fields: dict[str, Any] = {
             "prompt_tokens": usage.num_prompt_tokens,
             "completion_tokens": usage.num_completion_tokens,
             "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         }
+        if usage.num_reasoning_tokens is not None:
+            details = {"reasoning_tokens": usage.num_reasoning_tokens}
+            fields["completion_tokens_details"] = details
+        return fields
 
 
 class Choices:
@@ -135,3 +142,10 @@ class Choices:
 
     def end(self) -> bytes:
         return self._envelope.end()
+
+
+def _matched_stop(delta: TextDelta) -> int | str | None:
+    """SGLang's name of `stop_reason`; the model's own end token has its id there."""
+    if delta.finish_reason is FinishReason.STOP and delta.stop_reason is None and delta.token_ids:
+        return delta.token_ids[-1]
+    return delta.stop_reason
