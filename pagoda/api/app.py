@@ -24,15 +24,10 @@ from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
-from pagoda.api.routes import ROUTES
+from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
 from pagoda.frontend.request_tracker import ClientRequest
-
-OPEN_PATHS = frozenset(
-    {"/", "/ui/*", "/health", "/health/live", "/health/ready", "/v1/health", "/ping"}
-)
-"""Routes that need no API key: monitoring need not be allowed to use the server, and the page asks for the key."""
 
 STREAMS = frozenset({"/v1/live"})
 """Routes whose answer has no end, so that HEAD is refused."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class UnknownFields:
 
 
 @cache
-def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
+def neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
     """The fields that are not supported, with the values (besides null) that change nothing.
 
     Such a field is declared as `Annotated[Any, (value, ...)]`.
@@ -106,6 +106,16 @@ def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
     return converted
 
 
+def text_in(fields: Mapping[str, Any], name: str, place: str) -> str:
+    """The string `name` of an object at `place` in a body. Raises InvalidRequestError: it is missing, or none."""
+    value = fields.get(name)
+    if value is None:
+        refuse(f"{place}.{name}", "is missing", "missing_field")
+    if not isinstance(value, str):
+        refuse(f"{place}.{name}", "must be a string")
+    return value
+
+
 _NOT_BRACES = bytes(byte for byte in range(256) if byte not in b"{}")
 
 
@@ -159,7 +169,7 @@ def _invalid_field(message: str) -> InvalidRequestError:
 
 
 def _check_neutral(body: msgspec.Struct) -> None:
-    for name, neutral in _neutral_values(type(body)).items():
+    for name, neutral in neutral_values(type(body)).items():
         value = getattr(body, name)
         # 0, 0.0 and False are one to `typing`, which may hand out the note of another field for them.
         if value is not None and not any(value == same for same in neutral):

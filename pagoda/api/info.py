@@ -231,7 +231,15 @@ _PAGE_HEADERS = {
 
 async def page(context: RequestContext) -> web.StreamResponse:
     """A file of the page, `index.html` where the route names none."""
-    name = context.path_argument or "index.html"
+    return _file(context, context.path_argument or "index.html")
+
+
+async def docs(context: RequestContext) -> web.StreamResponse:
+    """The page of routes."""
+    return _file(context, "docs.html")
+
+
+def _file(context: RequestContext, name: str) -> web.StreamResponse:
     content_type = _PAGE_TYPES.get(Path(name).suffix)
     if content_type is None or name not in _PAGE_FILES:
         raise ApiError(404, f"The page has no file {name[:200]!r}.")

@@ -5,10 +5,10 @@ import gzip
 
 import pytest
 
-from pagoda.api.app import OPEN_PATHS, hosts_for
+from pagoda.api.app import hosts_for
 from pagoda.api.dialect import OPENAI
 from pagoda.api.keys import ApiKeys
-from pagoda.api.routes import ROUTES
+from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import Health
 from pagoda.version import __version__
