@@ -224,6 +224,21 @@ class Kernels {
         pagoda::sample(*table_, batch.rows.data(), n, vocab, {to<int64_t>(numbers), to<float>(logprobs), most}, buffer_);
     }
 
+    // Reports, as `sample` does, on one given token of each row.
+    void score(Address token_ids, Address logits, int64_t rows, int64_t row_stride, int64_t vocab, int64_t most,
+               Address numbers, Address logprobs) {
+        const nb::gil_scoped_release released;
+        std::vector<SamplingRow> batch(static_cast<size_t>(rows));
+        for (int64_t i = 0; i < rows; ++i) {
+            SamplingRow& row = batch[static_cast<size_t>(i)];
+            row.logits = to<float>(logits) + i * row_stride;
+            row.greedy = true;
+            row.logprobs = most;
+            row.given = to<int64_t>(token_ids)[i];
+        }
+        pagoda::sample(*table_, batch.data(), rows, vocab, {to<int64_t>(numbers), to<float>(logprobs), most}, buffer_);
+    }
+
     const KernelTable& table() const { return *table_; }
 
    private:
@@ -337,7 +352,8 @@ NB_MODULE(_native, m) {
         .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention)
-        .def("sample", &Kernels::sample);
+        .def("sample", &Kernels::sample)
+        .def("score", &Kernels::score);
     nb::class_<SamplingBatch>(m, "SamplingBatch").def(nb::init<>()).def("add", &SamplingBatch::add);
     nb::class_<PackedLinear>(m, "PackedLinear")
         .def_static("dense",

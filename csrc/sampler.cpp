@@ -250,6 +250,8 @@ class Step {
             row.outcome = Outcome::nothing_allowed;
         } else if (!std::isfinite(highest)) {
             row.outcome = Outcome::overflown;
+        } else if (rules.given >= 0) {
+            row.token = rules.given;
         } else if (rules.greedy) {
             const int64_t block = std::find(row.maxima, row.maxima + blocks_, highest) - row.maxima;
             row.token = std::find(row.logits + block * kSampleBlock, row.logits + vocab_, highest) - row.logits;

@@ -39,6 +39,7 @@ struct SamplingRow {
     const float* counts;   // how often each is in the output
     int64_t num_seen;
     float repetition, frequency, presence;
+    int64_t given = -1;  // the token, if it is not to be chosen but only reported
 
     bool changes_logits() const {
         return allowed != nullptr || num_stops > 0 || num_biases > 0 || num_seen > 0;

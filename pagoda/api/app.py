@@ -24,13 +24,10 @@ from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
-from pagoda.api.routes import ROUTES
+from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
 from pagoda.frontend.request_tracker import ClientRequest
-
-OPEN_PATHS = frozenset({"/", "/ui/*", "/health", "/health/live", "/health/ready"})
-"""Routes that need no API key: monitoring need not be allowed to use the server, and the page asks for the key."""
 
 STREAMS = frozenset({"/v1/live"})
 """Routes whose answer has no end, so that HEAD is refused."""
@@ -105,9 +102,15 @@ def _log_access(
 
 def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -> RequestContext:
     headers = http.headers
-    route, argument = _find(http.path)
+    path = http.path
+    root = service.config.root_path
+    if root and path.startswith(f"{root}/"):
+        path = path.removeprefix(root)
+    route, argument = _find(path)
     tracestate = ",".join(headers.getall("tracestate", ()))
-    key_name = service.config.api_keys.name_of(headers.get("Authorization", ""))
+    key_name = service.config.api_keys.name_of(
+        headers.get("Authorization", ""), headers.get("x-api-key")
+    )
     client_request = ClientRequest(
         id=_request_id(headers.get("X-Request-Id", "")),
         arrived_ns=arrived_ns,
@@ -123,7 +126,11 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
 
 async def _dispatch(context: RequestContext) -> web.StreamResponse:
     path, route = context.http.path, context.client_request.route
+    methods = ROUTES.get(route)
     _check_host(context)
+    cors = context.service.config.cors_origins
+    if cors and context.http.method == "OPTIONS":
+        return context.empty(cors.preflight(context.http.headers, tuple(methods or ())))
     if route not in OPEN_PATHS and not context.has_key:
         raise ApiError(
             401,
@@ -131,7 +138,6 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    methods = ROUTES.get(route)
     if methods is None:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
     is_head = context.http.method == "HEAD" and route not in STREAMS
@@ -177,8 +183,13 @@ def _check_host(context: RequestContext) -> None:
         netloc = urlsplit(origin).netloc.lower() or None
     except ValueError:
         netloc = None
-    if netloc != (host or "").lower():
-        raise ApiError(403, "Requests from web pages of other origins are refused.")
+    cors = context.service.config.cors_origins
+    is_question = bool(cors) and context.http.method == "OPTIONS"
+    if netloc != (host or "").lower() and not is_question and not cors.allows(origin):
+        raise ApiError(
+            403,
+            "Requests from web pages of other origins are refused; --cors-origins names those that may.",
+        )
 
 
 def _name(host: str) -> str:

@@ -1,29 +1,46 @@
 """The bodies of requests: JSON text becomes a struct, or an error that names the field.
 
-A field works, or it is refused unless its value changes nothing. Unknown fields are refused by name. A field that
-is null counts as left out.
+A field works, or it is refused unless its value changes nothing. Unknown fields are refused by name, or logged
+once and ignored if the operator says so. A field that is null counts as left out.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 
 T = TypeVar("T")
 
 _MAX_QUOTED_CHARS = 256
+_MAX_UNKNOWN_NAMES = 1000
+"""Names that are logged; clients could make up any number of them."""
+_log = logging.getLogger("pagoda.api")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
 
 
+class UnknownFields:
+    """Names of unknown fields that clients have sent; each is logged once."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def note(self, name: str) -> None:
+        if name not in self.names and len(self.names) < _MAX_UNKNOWN_NAMES:
+            self.names.add(name)
+            _log.warning("the unknown field %s of a request is ignored", name[:_MAX_QUOTED_CHARS])
+
+
 @cache
-def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
+def neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
     """The fields that are not supported, with the values (besides null) that change nothing.
 
     Such a field is declared as `Annotated[Any, (value, ...)]`.
@@ -38,11 +55,17 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def parse_body(body: bytes, kind: type[T]) -> T:
-    """Decodes and checks a JSON body.
+def parse_body(body: bytes, kind: type[T], unknown: UnknownFields | None = None) -> T:
+    """Decodes and checks a JSON body. With `unknown`, unknown fields of it are noted there and ignored.
     Raises InvalidRequestError: the body is not JSON, or not such a body; names the field."""
+    decode = _decoder(cast(Any, kind)).decode
     try:
-        parsed: T = _decoder(cast(Any, kind)).decode(body)
+        try:
+            parsed: T = decode(body)
+        except msgspec.ValidationError as error:
+            if unknown is None or not _UNKNOWN.match(str(error)):
+                raise
+            parsed = decode(_known_part(body, cast(Any, kind), unknown))
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except RecursionError:
@@ -56,6 +79,41 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         _check_neutral(parsed)
     _check_duplicates(body)
     return parsed
+
+
+def _known_part(body: bytes, kind: type[msgspec.Struct], unknown: UnknownFields) -> bytes:
+    """The body without the fields that `kind` does not have."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    for name in fields.keys() - known:
+        unknown.note(name)
+        del fields[name]
+    return msgspec.json.encode(fields)
+
+
+def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
+    """The body of another API, translated to the fields of `kind`, as that struct.
+    Raises InvalidRequestError: the fields are not such a body; names the field."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        converted: T = msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply.", kind="invalid_json") from None
+    if isinstance(converted, msgspec.Struct):
+        _check_neutral(converted)
+    return converted
+
+
+def text_in(fields: Mapping[str, Any], name: str, place: str) -> str:
+    """The string `name` of an object at `place` in a body. Raises InvalidRequestError: it is missing, or none."""
+    value = fields.get(name)
+    if value is None:
+        refuse(f"{place}.{name}", "is missing", "missing_field")
+    if not isinstance(value, str):
+        refuse(f"{place}.{name}", "must be a string")
+    return value
 
 
 _NOT_BRACES = bytes(byte for byte in range(256) if byte not in b"{}")
@@ -111,11 +169,11 @@ def _invalid_field(message: str) -> InvalidRequestError:
 
 
 def _check_neutral(body: msgspec.Struct) -> None:
-    for name, neutral in _neutral_values(type(body)).items():
+    for name, neutral in neutral_values(type(body)).items():
         value = getattr(body, name)
-        if value is not None and not any(
-            type(value) is type(same) and value == same for same in neutral
-        ):
-            hint = f" other than {neutral[0]!r}" if neutral else ""
+        # 0, 0.0 and False are one to `typing`, which may hand out the note of another field for them.
+        if value is not None and not any(value == same for same in neutral):
+            values = " or ".join(map(repr, neutral))
+            hint = f" other than {values}" if neutral else ""
             message = f"{name}{hint} is not supported yet."
             raise InvalidRequestError(message, param=name, kind="not_supported")

@@ -8,37 +8,68 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from pagoda.api.fields import renamed
-from pagoda.api.generation import Generation, prepare
+from pagoda.api.generation import Generation, Usage, prepare
 from pagoda.api.openai.bodies import ChatRequest, chat_logprobs_count, chat_max_tokens
 from pagoda.api.output_parser import AnswerDelta, OutputParser
+from pagoda.api.parsers.deltas import delta_without_reasoning
 from pagoda.api.request_context import Caller
+from pagoda.api.tool_choice import ToolChoice, new_call_id, tool_choice_of
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.text_generator import TextDelta
-from pagoda.messages.frontend import FinishReason
+from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
+from pagoda.frontend.chat_template import ChatTemplate
+from pagoda.frontend.text_generator import TextDelta, TextGenerator
+from pagoda.frontend.tool_grammars import Reasoning, answer_grammar
+from pagoda.messages.frontend import FinishReason, Grammar
+
+_EFFORTS_OF_HARMONY = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+"""The efforts that gpt-oss does not know, and the nearest that it does."""
 
 
 class MessageReader:
     """Reads one answer as a message: content, reasoning and tool calls."""
 
-    def __init__(self, parser: OutputParser, *, is_single_call: bool) -> None:
+    def __init__(
+        self,
+        parser: OutputParser,
+        usage: Usage,
+        *,
+        is_single_call: bool = False,
+        call_reason: str = "tool_calls",
+        shows_reasoning: bool = True,
+        streams_reasoning: bool = True,
+        reasoning_end_id: int | None = None,
+    ) -> None:
+        """`usage` is told of tokens of reasoning. `call_reason` is the finish reason of an answer that ends with
+        calls. `reasoning_end_id` is the token of the tag behind reasoning, if it is one."""
         self.finish_reason: str | None = None
         """Reason in the words of OpenAI, `tool_calls` among them; None while the answer grows."""
         self.is_complete = False
         """The message has all that it may have, even if the engine goes on."""
         self._parser = parser
+        self._usage = usage
         self._is_single_call = is_single_call
+        self._call_reason = call_reason
+        self._shows_reasoning = shows_reasoning
+        self._streams_reasoning = streams_reasoning
+        self._reasoning_end_id = reasoning_end_id
+        self._held: list[AnswerDelta] = []
+        """Reasoning that is shown in one piece, once it has ended."""
 
     @property
     def is_transparent(self) -> bool:
         """All further text is content, and a delta that does not end the answer need not be read."""
-        return self._parser.transparent
+        return self._parser.transparent and not self._held
 
     def read(self, delta: TextDelta) -> AnswerDelta:
         """The parts of the message that a delta adds."""
         parser = self._parser
+        was_in_reasoning = parser.in_reasoning
         parts = parser.push(delta.text)
+        if was_in_reasoning or parser.in_reasoning:
+            self._count_reasoning(delta.token_ids, has_ended=not parser.in_reasoning)
         self.finish_reason = delta.finish_reason
         if delta.finish_reason is not None:
             parts = AnswerDelta.joined((parts, parser.flush()))
@@ -46,8 +77,27 @@ class MessageReader:
         if is_enough:
             parts = parts.first_call_only()
         if parser.num_calls and (is_enough or delta.finish_reason is FinishReason.STOP):
-            self.finish_reason = "tool_calls"
+            self.finish_reason = self._call_reason
             self.is_complete = True
+        if not self._shows_reasoning:
+            parts = delta_without_reasoning(parts)
+        return parts if self._streams_reasoning else self._held_back(parts)
+
+    def _count_reasoning(self, token_ids: list[int], *, has_ended: bool) -> None:
+        """Counts the tokens of a delta with reasoning, to the tag behind it if the reasoning has ended."""
+        count = len(token_ids)
+        if has_ended and self._reasoning_end_id in token_ids:
+            count = token_ids.index(self._reasoning_end_id) + 1
+        self._usage.num_reasoning_tokens = (self._usage.num_reasoning_tokens or 0) + count
+
+    def _held_back(self, parts: AnswerDelta) -> AnswerDelta:
+        """The parts, but for reasoning that has not ended."""
+        if self._parser.in_reasoning and self.finish_reason is None:
+            self._held.append(parts)
+            return AnswerDelta()
+        if self._held:
+            parts = AnswerDelta.joined((*self._held, parts))
+            self._held.clear()
         return parts
 
 
@@ -60,28 +110,29 @@ class Conversation:
     """One for each request of the generation."""
     has_reasoning: bool
     """The model may think before it answers."""
+    choice: ToolChoice
+    num_earlier_calls: int
+    """Tool calls in the messages before the answer."""
+
+    def new_call_id(self, name: str, index: int) -> str:
+        """An id for call `index` of the answer."""
+        tool_format = self.choice.format_in(self.generation.generator.text.formats)
+        return new_call_id(tool_format, name, self.num_earlier_calls + index)
 
 
-async def begin_conversation(caller: Caller, body: ChatRequest) -> Conversation:
-    """Renders a conversation and prepares its answers.
+async def begin_conversation(
+    caller: Caller, body: ChatRequest, *, clamp_max_tokens: bool = False
+) -> Conversation:
+    """Renders a conversation and prepares its answers. `clamp_max_tokens` is as in `TextGenerator.prepare`.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model)
-    template = generator.text.require_template()
-    tools = body.tools if body.tool_choice != "none" else None
-    if tools and template.takes_tools and not template.hermes_tool_calls:
-        raise InvalidRequestError(
-            "the way in which this model calls tools is not supported yet; only <tool_call> is.",
-            param="tools",
-        )
-    prompt = await generator.render(
-        body.messages,
-        tools=tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
-    has_new_name = body.max_completion_tokens is not None
-    with renamed({"max_tokens": "max_completion_tokens"} if has_new_name else {}):
+    choice = tool_choice_of(body)
+    prompt = await _render(generator, body, choice)
+    formats = generator.text.formats
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with renamed(names):
         generation = await prepare(
             caller,
             body,
@@ -89,17 +140,111 @@ async def begin_conversation(caller: Caller, body: ChatRequest) -> Conversation:
             [prompt],
             max_tokens=chat_max_tokens(body),
             logprobs=chat_logprobs_count(body),
+            prompt_logprobs=body.prompt_logprobs,
             add_special_tokens=bool(body.add_special_tokens),
+            clamp_max_tokens=clamp_max_tokens,
             param="messages",
+            grammar=_grammar(body, generator, choice, prompt),
+            shown_tokens=formats.tokens(calls_tools=choice.calls_tools),
         )
+    reasoning = None if body.separate_reasoning is False else formats.reasoning
     make_parser = partial(
         OutputParser,
-        thinks=template.thinks,
-        in_reasoning=template.thinks and prompt.rstrip().endswith("<think>"),
-        calls_tools=bool(tools),
+        tool_format=choice.format_in(formats),
+        reasoning_format=reasoning,
+        in_reasoning=reasoning is not None and _is_open(prompt, reasoning),
+        tools=choice.tools,
     )
-    is_single_call = body.parallel_tool_calls is False
-    readers = [
-        MessageReader(make_parser(), is_single_call=is_single_call) for _ in generation.requests
-    ]
-    return Conversation(generation, readers, template.thinks)
+    usage = generation.usage
+    usage.num_reasoning_tokens = 0
+    token_id = generator.text.tokenizer.token_id
+    make_reader = partial(
+        MessageReader,
+        usage=usage,
+        is_single_call=choice.is_single,
+        call_reason=choice.finish_reason,
+        shows_reasoning=body.include_reasoning is not False,
+        streams_reasoning=body.stream_reasoning is not False,
+        reasoning_end_id=None if reasoning is None else token_id(reasoning.end[0]),
+    )
+    readers = [make_reader(make_parser()) for _ in generation.requests]
+    num_calls = sum(len(message.tool_calls or ()) for message in body.messages)
+    return Conversation(generation, readers, reasoning is not None, choice, num_calls)
+
+
+async def count_prompt_tokens(caller: Caller, body: ChatRequest) -> int:
+    """The tokens of a conversation, which may be longer than the context. Raises: as `begin_conversation`."""
+    generator = caller.service.admit(body.model)
+    prompt = await _render(generator, body, tool_choice_of(body))
+    return len(
+        await generator.encode(
+            prompt, add_special_tokens=bool(body.add_special_tokens), param="messages"
+        )
+    )
+
+
+async def _render(generator: TextGenerator, body: ChatRequest, choice: ToolChoice) -> str:
+    """The prompt of a conversation."""
+    template = generator.text.require_template()
+    formats = generator.text.formats
+    if choice.calls_tools and template.takes_tools and choice.format_in(formats) is None:
+        raise InvalidRequestError(
+            "the chat template does not show how this model calls tools; the server's operator can say it with "
+            "--tool-call-parser.",
+            param="tools",
+        )
+    return await generator.render(
+        body.messages,
+        tools=choice.tools if choice.calls_tools else None,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=_switches(body, template, formats),
+    )
+
+
+def _switches(
+    body: ChatRequest, template: ChatTemplate, formats: AnswerFormats
+) -> dict[str, Any] | None:
+    """The switches of the template: those of the client, and those that `reasoning_effort` means.
+
+    A template without such a switch has one effort, which is taken whatever is asked for, as vLLM does.
+    """
+    effort = body.reasoning_effort
+    if effort is None:
+        return body.chat_template_kwargs
+    meant: dict[str, Any] = {
+        "reasoning_effort": _EFFORTS_OF_HARMONY.get(effort, effort)
+        if formats.tools == "openai"
+        else effort,
+        "enable_thinking": effort != "none",
+        "thinking": effort != "none",
+    }
+    known = {name: value for name, value in meant.items() if name in template.switches}
+    return known | (body.chat_template_kwargs or {})
+
+
+def _grammar(
+    body: ChatRequest, generator: TextGenerator, choice: ToolChoice, prompt: str
+) -> Grammar | None:
+    """The grammar that the answer is held to for its calls or for the bound of its reasoning; None without."""
+    text = generator.text
+    rules = choice.rules()
+    style = text.formats.reasoning
+    budget = None if style is None else body.thinking_token_budget
+    if rules is None and budget is None:
+        return None
+    return answer_grammar(
+        text.tokenizer.added_token_id,
+        text.formats,
+        calls=rules,
+        tool_format=choice.format_in(text.formats),
+        reasoning=None if style is None else Reasoning(style, _is_open(prompt, style), budget),
+    )
+
+
+def _is_open(prompt: str, reasoning: ReasoningFormat) -> bool:
+    """True if the answer begins within reasoning."""
+    text = prompt.rstrip()
+    return text.endswith(reasoning.begin) or (
+        reasoning.is_open and not text.endswith(reasoning.end)
+    )

@@ -24,6 +24,7 @@ _STATUSES = {
     413: ("invalid_request_error", "body_too_long"),
     429: ("rate_limit_error", ""),
     431: ("invalid_request_error", "headers_too_long"),
+    501: ("not_supported_error", "not_supported"),
     503: ("service_unavailable_error", ""),
 }
 """OpenAI's type of error and Pagoda's kind of error for each status; others are errors of the server."""

@@ -13,8 +13,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from pagoda.api.neutral import NeutralFields
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.messages.sampling_params import (
+    ALL_LOGPROBS,
     MAX_ALLOWED_TOKENS,
     MAX_STOP_STRINGS,
     MAX_TOKEN_LIST,
@@ -30,8 +32,8 @@ MAX_SESSION_CHARS = 256
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
 
 
-_FIELD_PATH = re.compile(r"([^.\[]*)([.\[]?)(.*)", re.DOTALL)
-"""The name of a field, and the place within it."""
+_PLACES = re.compile(r"[.\[]")
+"""Ends of the name of a field, and of places within it."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +41,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 TransferId = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,256}\Z")]
@@ -60,7 +63,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_id: TransferId | None = None
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that completions and chat completions have in common."""
 
     model: str | None = None
@@ -86,6 +89,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     skip_special_tokens: bool | None = None
     n: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens of log-probabilities are written as `token_id:7`, which no two tokens share."""
+    prompt_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     add_special_tokens: bool | None = None
@@ -94,6 +100,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # No effect on the answer, by OpenAI's definition, as the bound; the first two may name the request's session.
     prompt_cache_key: str | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
 
     best_of: Any = None
@@ -103,7 +112,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     store: Annotated[Any, (False,)] = None
     service_tier: Annotated[Any, ("auto", "default")] = None
     bad_words: Annotated[Any, ([],)] = None
-    prompt_logprobs: Annotated[Any, ()] = None
     response_format: Annotated[Any, ({"type": "text"},)] = None
     structured_outputs: Annotated[Any, ()] = None
     guided_json: Annotated[Any, ()] = None
@@ -116,22 +124,32 @@ def check_fields(body: GenerationFields) -> None:
     """Raises InvalidRequestError: two fields of the body do not go together; names one."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         refuse("best_of", "other than n is not supported", "not_supported")
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and not body.stream:
         refuse("stream_options", "is only for requests with stream: true")
+    if options is not None and options.include_obfuscation:
+        refuse("stream_options.include_obfuscation", "other than false is not supported")
 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Lets errors about a field name it as the client does: `names` maps Pagoda's names to the client's."""
+    """Lets errors about a field name it as the client does: `names` maps Pagoda's names to the client's.
+
+    Names may be places within fields, such as `messages[3].content`; the longest name that fits is replaced.
+    """
     try:
         yield
     except InvalidRequestError as error:
-        name, place, rest = _FIELD_PATH.fullmatch(error.param or "").groups()  # type: ignore[union-attr]
-        if name not in names:
+        param = error.param or ""
+        cuts = [len(param), *(match.start() for match in _PLACES.finditer(param))]
+        ours = next(
+            (param[:cut] for cut in sorted(cuts, reverse=True) if param[:cut] in names), None
+        )
+        if ours is None:
             raise
-        theirs = names[name]
-        message = str(error).replace(name, theirs)
-        raise type(error)(message, param=theirs + place + rest, kind=error.kind) from None
+        message = str(error).replace(ours, names[ours])
+        theirs = names[ours] + param[len(ours) :]
+        raise type(error)(message, param=theirs, kind=error.kind) from None
 
 
 _SAMPLING_FIELDS = tuple(

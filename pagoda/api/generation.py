@@ -17,7 +17,7 @@ from pagoda.api.sse import EventStream
 from pagoda.errors import refuse
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
-from pagoda.messages.frontend import KVSource
+from pagoda.messages.frontend import Grammar, KVSource
 
 Prompt = str | Sequence[int]
 
@@ -67,6 +67,8 @@ class Usage:
     num_prompt_tokens: int
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int | None = None
+    """Completion tokens of reasoning; None if the answers are no messages."""
 
 
 class Generation:
@@ -134,18 +136,29 @@ async def prepare(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     add_special_tokens: bool,
     clamp_max_tokens: bool = False,
     param: str = "prompt",
+    grammar: Grammar | None = None,
+    shown_tokens: tuple[str, ...] = (),
 ) -> Generation:
-    """The requests of all prompts of a body; `param` is the field of the prompt.
+    """The requests of all prompts of a body; `param` is the field of the prompt, `grammar` and `shown_tokens` are
+    those of `TextGenerator.prepare`.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     check_fields(body)
     is_router = caller.service.is_router
-    handoff = handoff_of(body, generator.endpoint.limits.role, is_router=is_router)
+    role = generator.endpoint.limits.role
+    handoff = handoff_of(body, role, max_tokens=max_tokens, is_router=is_router)
+    if len(prompts) != 1 and body.kv_transfer_params is None:
+        handoff = Handoff()
     if handoff != Handoff() and len(prompts) != 1:
         refuse("prompt", "must be a single prompt with kv_transfer_params")
-    fields = {"max_tokens": max_tokens, "logprobs": logprobs}
+    fields = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
     if handoff.holds_kv and body.min_tokens is not None and max_tokens is not None:
         # Proxies ask the prefill server for one token, whatever `min_tokens` their client has sent.
         fields["min_tokens"] = min(body.min_tokens, max_tokens)
@@ -166,6 +179,9 @@ async def prepare(
             session=session_of(body, caller.session),
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
+            grammar=grammar,
+            shown_tokens=shown_tokens,
+            scores_once=not body.stream,
             client_request=caller.client_request,
         )
     return Generation(generator, requests)

@@ -18,7 +18,11 @@ from pagoda.api.sse import EventStream, event
 from pagoda.frontend.registry import HostReport
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.load import LoadReport, ReplicaLoad
+from pagoda.messages.worker_config import Role
 from pagoda.version import __version__
+
+_KV_CONNECTOR = "NixlConnector"
+"""The connector of vLLM whose `kv_transfer_params` a server with a role takes and gives."""
 
 
 async def health_live(context: RequestContext) -> web.StreamResponse:
@@ -43,34 +47,63 @@ async def version(context: RequestContext) -> web.StreamResponse:
 
 
 async def models(context: RequestContext) -> web.StreamResponse:
+    config = context.service.config
+    names = (config.served_model_name, *config.model_aliases)
     adapters = context.service.ready_generator().adapters
-    data = [_model(context), *(_adapter(context, adapter) for adapter in adapters)]
+    own = [_model(context, name) for name in names]
+    data = [*own, *(_adapter(context, adapter) for adapter in adapters)]
     return context.json({"object": "list", "data": data})
 
 
 async def model(context: RequestContext) -> web.StreamResponse:
     context.service.check_model(context.path_argument)
-    adapter = context.service.ready_generator().adapters.find(context.path_argument)
-    return context.json(_model(context) if adapter is None else _adapter(context, adapter))
+    name = context.path_argument
+    adapter = context.service.ready_generator().adapters.find(name)
+    found = _model(context, name) if adapter is None else _adapter(context, adapter)
+    return context.json(found)
 
 
 def _adapter(context: RequestContext, adapter: Adapter) -> dict[str, Any]:
-    model = _model(context)
-    return {**model, "id": adapter.name, "root": adapter.path, "parent": model["id"]}
+    parent = context.service.config.served_model_name
+    own = {"root": adapter.path, "parent": parent}
+    return {**_model(context, adapter.name), **own}
 
 
-def _model(context: RequestContext) -> dict[str, Any]:
+def _model(context: RequestContext, name: str) -> dict[str, Any]:
     limits = context.service.ready_generator().endpoint.limits
-    name = context.service.config.served_model_name
     return {
         "id": name,
         "object": "model",
         "created": context.service.created,
         "owned_by": "pagoda",
-        "root": name,
+        "root": context.service.config.served_model_name,
         "parent": None,
         "max_model_len": limits.max_model_len,
     }
+
+
+async def server_info(context: RequestContext) -> web.StreamResponse:
+    """The server in the words of SGLang and vLLM, for routers that look for it (smg, sglang-router)."""
+    config = context.service.config
+    limits = context.service.ready_generator().endpoint.limits
+    role = limits.role
+    modes = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+    kv_roles = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+    return context.json(
+        {
+            "model_path": config.served_model_name,
+            "served_model_name": config.served_model_name,
+            "version": __version__,
+            "context_length": limits.max_model_len,
+            "max_model_len": limits.max_model_len,
+            "max_total_tokens": limits.num_blocks * limits.block_size,
+            "max_num_seqs": limits.max_num_seqs,
+            "max_running_requests": limits.max_num_seqs,
+            "disaggregation_mode": modes.get(role, "null"),
+            "kv_connector": None if role is Role.NONE else _KV_CONNECTOR,
+            "kv_role": kv_roles.get(role),
+        }
+    )
 
 
 async def load(context: RequestContext) -> web.StreamResponse:
@@ -212,9 +245,17 @@ _PAGE_HEADERS = {
 
 async def page(context: RequestContext) -> web.StreamResponse:
     """A file of the page, `index.html` where the route names none."""
-    name = context.path_argument or "index.html"
+    return _file(context, context.path_argument or "index.html")
+
+
+async def docs(context: RequestContext) -> web.StreamResponse:
+    """The page of routes."""
+    return _file(context, "docs.html")
+
+
+def _file(context: RequestContext, name: str) -> web.StreamResponse:
     content_type = _PAGE_TYPES.get(Path(name).suffix)
     if content_type is None or name not in _PAGE_FILES:
         raise ApiError(404, f"The page has no file {name[:200]!r}.")
-    own = {"Content-Type": content_type, "X-Request-Id": context.request_id}
+    own = {"Content-Type": content_type, **context.headers}
     return web.FileResponse(_PAGE / name, headers={**_PAGE_HEADERS, **own})

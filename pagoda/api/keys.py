@@ -41,13 +41,16 @@ class ApiKeys:
         """Names of all keys; without keys, requests have the empty name."""
         return tuple(self._digests) or ("",)
 
-    def name_of(self, authorization: str) -> str | None:
-        """The name of the key in an `Authorization` header; empty if no key is needed, None if the key is unknown.
+    def name_of(self, authorization: str, x_api_key: str | None = None) -> str | None:
+        """The name of the key in an `Authorization` header, or without one in `x-api-key` (Anthropic's clients,
+        and llama.cpp's); empty if no key is needed, None if the key is unknown.
 
         All keys are compared in constant time, so that the time tells nothing of the keys.
         """
         if not self._digests:
             return ""
+        if x_api_key is not None and not authorization:
+            authorization = f"Bearer {x_api_key}"
         scheme, _, given = authorization.partition(" ")
         digest = _digest(given.strip())
         found = None

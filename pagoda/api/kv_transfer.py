@@ -22,10 +22,19 @@ class Handoff(NamedTuple):
     kv_source: KVSource | None = None
 
 
-def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -> Handoff:
+def handoff_of(
+    body: GenerationFields, role: Role, *, max_tokens: int | None = None, is_router: bool = False
+) -> Handoff:
     """The handoff that a body's `kv_transfer_params` ask for. A router arranges handoffs itself and refuses them.
-    Raises InvalidRequestError: a field is wrong, or the role of the server does not allow it; names the field."""
+
+    smg asks a server of vLLM's kind for one token without any parameters, and hands on those of the answer. So a
+    prefill server holds the KV of a request for a single token; whoever does not want it costs nobody its room.
+
+    Raises InvalidRequestError: a field is wrong, or the role of the server does not allow it; names the field.
+    """
     params = body.kv_transfer_params
+    if params is None and role is Role.PREFILL and not is_router:
+        return Handoff(holds_kv=max_tokens == 1 and (body.n or 1) == 1)
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):
         return Handoff()
     holds = params.do_remote_decode

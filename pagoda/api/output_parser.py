@@ -1,298 +1,129 @@
 """A parser of a model's output: reasoning, tool calls, and the answer itself.
 
-Reasoning stands between `<think>` tags at the beginning. A tool call stands between `<tool_call>` tags as
-`{"name": ..., "arguments": {...}}` (Hermes, Qwen). The parser takes text deltas and returns deltas, so that
-streams and whole answers are made by the same code. Text is held back only while it could be part of a tag, or
-white space that a tag would swallow. Work is linear in the text, however the text is cut.
+The parser takes text deltas and returns deltas, so that streams and whole answers are made by the same code. Text
+is held back only while it could be part of a tag, or white space that a tag would swallow. Work is linear in the
+text, however the text is cut.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any
 
-import msgspec
-
-THINK, THINK_END = "<think>", "</think>"
-CALL, CALL_END = "<tool_call>", "</tool_call>"
-T = TypeVar("T")
-
-MAX_HEAD_CHARS = 1024
-"""The name of a call must come within so many characters to be streamed; names have at most 64."""
-_CALL_HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
+from pagoda.api.parsers.deltas import AnswerBuilder, AnswerDelta, ToolCallDelta
+from pagoda.api.parsers.harmony import read_harmony
+from pagoda.api.parsers.json_calls import (
+    DEEPSEEK,
+    KIMI_K2,
+    read_bare_list,
+    read_granite,
+    read_hermes,
+    read_llama3_json,
+    read_mistral,
+    read_phi4_mini,
 )
+from pagoda.api.parsers.pythonic import read_pythonic
+from pagoda.api.parsers.reasoning import read_reasoning
+from pagoda.api.parsers.schemas import ToolSchemas
+from pagoda.api.parsers.source import Steps, TextSource
+from pagoda.api.parsers.xml_calls import read_glm45, read_qwen3_coder
+from pagoda.frontend.answer_formats import HARMONY, ReasoningFormat, ToolFormatName
 
+__all__ = ["AnswerDelta", "OutputParser", "ToolCallDelta"]
 
-class ToolCallDelta(msgspec.Struct, frozen=True):
-    """A piece of one tool call. The first piece has the name; the others add to `arguments`."""
+ToolReader = Callable[[TextSource, AnswerBuilder, ToolSchemas], Steps[None]]
 
-    index: int
-    name: str | None
-    arguments: str
-
-
-class AnswerDelta(msgspec.Struct, frozen=True):
-    """The parts of an answer that one text delta adds."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-
-    @staticmethod
-    def joined(deltas: Sequence[AnswerDelta]) -> AnswerDelta:
-        return AnswerDelta(
-            "".join(delta.content for delta in deltas),
-            "".join(delta.reasoning for delta in deltas),
-            tuple(piece for delta in deltas for piece in delta.tool_calls),
-        )
-
-    def first_call_only(self) -> AnswerDelta:
-        calls = tuple(piece for piece in self.tool_calls if piece.index == 0)
-        return AnswerDelta(self.content, self.reasoning, calls)
-
-
-_Steps = Generator[None, str | None, T]
-"""Work that is sent the next piece of text at each `yield`, and None at the end of the text."""
+READERS: Mapping[ToolFormatName, ToolReader] = MappingProxyType(
+    {
+        "hermes": read_hermes,
+        "qwen3_coder": read_qwen3_coder,
+        "llama3_json": read_llama3_json,
+        "pythonic": read_pythonic,
+        "mistral": read_mistral,
+        "deepseek_v3": DEEPSEEK.read,
+        "deepseek_v31": DEEPSEEK.read,
+        "kimi_k2": KIMI_K2.read,
+        "glm45": read_glm45,
+        "granite": read_granite,
+        "phi4_mini_json": read_phi4_mini,
+        "bare_list": read_bare_list,
+    }
+)
+"""Readers of content with tool calls; `openai` is read as a whole by `read_harmony`."""
 
 
 class OutputParser:
     """Parses one answer as it grows."""
 
     def __init__(
-        self, *, thinks: bool = False, in_reasoning: bool = False, calls_tools: bool = False
+        self,
+        *,
+        tool_format: ToolFormatName | None = None,
+        reasoning_format: ReasoningFormat | None = None,
+        in_reasoning: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`thinks`: reasoning may come first. `in_reasoning`: the prompt has already opened it."""
-        self.num_calls = 0
-        self._calls_tools = calls_tools
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
-        self._in_content = False
-        self._in_arguments = False
-        self._skip_space = in_reasoning
-        """White space is dropped until other text comes: a tag was before it."""
-        self._steps = self._parse(thinks=thinks, in_reasoning=in_reasoning)
+        """`tool_format`: None if the answer cannot have calls. `reasoning_format`: None if reasoning is content.
+        `in_reasoning`: the prompt has already opened it. `tools` are those that the model was offered."""
+        self._source = TextSource()
+        self._answer = AnswerBuilder()
+        self._is_plain = False
+        """All further text is content, but for white space behind a tag."""
+        self._in_reasoning = in_reasoning
+        self._steps = self._parse(tool_format, reasoning_format, ToolSchemas(tools))
         next(self._steps)
 
     @property
+    def num_calls(self) -> int:
+        return self._answer.num_calls
+
+    @property
     def one_call_complete(self) -> bool:
-        return self.num_calls > self._in_arguments
+        return self.num_calls > self._answer.in_arguments
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._answer.in_reasoning
 
     @property
     def transparent(self) -> bool:
         """All further text is content, so the parser need not see it."""
-        return self._in_content and not (self._calls_tools or self._skip_space)
+        return self._is_plain and not self._answer.skips_space
 
     def push(self, text: str) -> AnswerDelta:
         if self.transparent:
             return AnswerDelta(text)
-        self._steps.send(text)
-        return self._drain()
+        if text:
+            self._source.feed(text)
+            next(self._steps)
+        return self._answer.drain()
 
     def flush(self) -> AnswerDelta:
         """The parts that were held back, once no more text follows."""
+        self._source.ended = True
         with suppress(StopIteration):
-            self._steps.send(None)
-        return self._drain()
+            next(self._steps)
+        self._answer.release_space()
+        return self._answer.drain()
 
-    def _drain(self) -> AnswerDelta:
-        delta = AnswerDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
-        for parts in (self._content, self._reasoning, self._calls):
-            parts.clear()
-        return delta
-
-    def _parse(self, *, thinks: bool, in_reasoning: bool) -> _Steps[None]:
-        text = yield
-        if thinks and not in_reasoning:
-            in_reasoning, text = yield from self._begin(text)
-        if in_reasoning:
-            text = yield from self._until(THINK_END, self._reasoning, text)
-        self._in_content = True
-        while text is not None:
-            if self._calls_tools:
-                text = yield from self._until(CALL, self._content, text)
-                if text is not None:
-                    text = yield from self._call(text)
-            else:
-                self._emit(self._content, text)
-                text = yield
-
-    def _begin(self, text: str | None) -> _Steps[tuple[bool, str | None]]:
-        """Returns True and the text behind `<think>`, or False and all text if it begins in another way."""
-        search, held = _TagSearch(THINK), list[str]()
-        while text is not None:
-            before, behind = search.feed(text)
-            held.append(before)
-            if before and not before.isspace():
-                return False, "".join(held) + search.rest(behind)
-            if behind is not None:
-                self._skip_space = True
-                return True, behind
-            text = yield
-        self._emit(self._content, "".join(held) + search.held)
-        return False, None
-
-    def _until(self, tag: str, part: list[str], text: str | None) -> _Steps[str | None]:
-        """Emits text up to `tag` without the white space around it; returns the text behind the tag."""
-        search, held = _TagSearch(tag), list[str]()
-        while text is not None:
-            before, behind = search.feed(text)
-            solid = before.rstrip()
-            if solid:
-                self._emit(part, "".join(held) + solid)
-                held = []
-            if behind is not None:
-                self._skip_space = True
-                return behind
-            if not self._skip_space:
-                held.append(before[len(solid) :])
-            text = yield
-        rest = "".join(held) + search.held
-        self._emit(part, rest if part is self._content else rest.rstrip())
-        return None
-
-    def _emit(self, part: list[str], text: str) -> None:
-        if self._skip_space:
-            text = text.lstrip()
-            self._skip_space = not text
-        if text:
-            part.append(text)
-
-    def _call(self, text: str | None) -> _Steps[str | None]:
-        """Emits a call, or content if it turns out to be none; returns the text behind its closing tag.
-
-        The arguments are emitted as they come if the call begins with its name, in the usual order.
-        """
-        search, held, may_be_head = _TagSearch(CALL_END), list[str](), True
-        behind = None
-        while text is not None and behind is None:
-            before, behind = search.feed(text)
-            held.append(before)
-            if may_be_head:
-                body = "".join(held)
-                held = [body]
-                head = _CALL_HEAD.match(body, 0, MAX_HEAD_CHARS)
-                name = None if head is None else _decoded(head.group(1))
-                if head is not None and name is not None:
-                    self._add_piece(name, "")
-                    return (yield from self._arguments(body[head.end() :] + search.rest(behind)))
-                may_be_head = head is None and len(body) < MAX_HEAD_CHARS
-            if behind is None:
-                text = yield
-        call = _parse_call(body := "".join(held) + search.held)
-        if call is not None:
-            self._add_piece(*call)
-        else:
-            self._skip_space = False
-            self._emit(self._content, CALL + body + ("" if behind is None else CALL_END))
-        self._skip_space |= behind is not None
-        return behind
-
-    def _arguments(self, text: str | None) -> _Steps[str | None]:
-        """Emits the arguments of a call; returns the text behind the closing tag of the call."""
-        scanner, search = _ObjectScanner(), _TagSearch(CALL_END)
-        self._in_arguments = True
-        while text is not None:
-            if self._in_arguments:
-                end = scanner.scan(text)
-                self._in_arguments = end is None
-                if text[:end]:
-                    self._add_piece(None, text[:end])
-                text = "" if end is None else text[end:]
-            _, behind = search.feed(text)
-            if behind is not None:
-                self._skip_space = True
-                return behind
-            text = yield
-        return None
-
-    def _add_piece(self, name: str | None, arguments: str) -> None:
-        """A name begins the next call; None adds to the last one. One delta has at most one piece of a call."""
-        self.num_calls += name is not None
-        index = self.num_calls - 1
-        if self._calls and self._calls[-1].index == index:
-            last = self._calls.pop()
-            name, arguments = last.name, last.arguments + arguments
-        self._calls.append(ToolCallDelta(index, name, arguments))
-
-
-class _TagSearch:
-    """Finds the first occurrence of a tag in a text that comes in pieces."""
-
-    def __init__(self, tag: str) -> None:
-        self._tag = tag
-        self.held = ""
-        """The end of the text so far, if the tag may begin there."""
-
-    def rest(self, behind: str | None) -> str:
-        """The text that `feed` has not returned as certain, with the tag and `behind` if the tag was found."""
-        return self.held if behind is None else self._tag + behind
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that is certainly before the tag, and the text behind the tag once the tag is complete."""
-        text = self.held + text
-        before, tag, behind = text.partition(self._tag)
-        self.held = ""
-        if tag:
-            return before, behind
-        lengths = range(min(len(self._tag) - 1, len(text)), 0, -1)
-        overlap = next((n for n in lengths if text.endswith(self._tag[:n])), 0)
-        certain = len(text) - overlap
-        self.held = text[certain:]
-        return text[:certain], None
-
-
-class _ObjectScanner:
-    """Finds the end of JSON objects in a text that comes in pieces. One object may follow another."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def scan(self, piece: str) -> int | None:
-        """The index behind the closing brace, or None if the object goes on."""
-        for index, character in enumerate(piece):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._in_string = False
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return index + 1
-        return None
-
-
-def _decoded(literal: str) -> str | None:
-    """The value of a JSON string; None if it has an escape that JSON does not know."""
-    try:
-        value: str = json.loads(literal, strict=False)
-    except ValueError:
-        return None
-    return value
-
-
-def _parse_call(body: str) -> tuple[str, str] | None:
-    """Name and arguments (as JSON text) of a call in any order of keys."""
-    try:
-        call = json.loads(body, strict=False)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
-        return call["name"], arguments
-    return call["name"], json.dumps(arguments, ensure_ascii=False)
+    def _parse(
+        self,
+        tool_format: ToolFormatName | None,
+        reasoning_format: ReasoningFormat | None,
+        tools: ToolSchemas,
+    ) -> Steps[None]:
+        source, answer = self._source, self._answer
+        if reasoning_format is HARMONY or tool_format == "openai":
+            yield from read_harmony(source, answer, calls_tools=tool_format is not None)
+        elif reasoning_format is not None:
+            answer.in_reasoning = self._in_reasoning
+            yield from read_reasoning(source, answer, reasoning_format, is_open=self._in_reasoning)
+        if tool_format is not None and tool_format != "openai":
+            yield from READERS[tool_format](source, answer, tools)
+        # What a reader leaves behind is content.
+        self._is_plain = True
+        answer.release_space()
+        while text := (yield from source.take_some()):
+            answer.pass_content(text)

@@ -58,6 +58,16 @@ class RequestContext:
         """True if the client may use the server: its API key is known, or no key is needed."""
         return self.key_name is not None
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every answer: its id, the milliseconds until it began, and what browsers ask for."""
+        took_ns = self.service.tracker.clock_ns() - self.client_request.arrived_ns
+        return {
+            "X-Request-Id": self.request_id,
+            "openai-processing-ms": str(took_ns // 10**6),
+            **self.service.config.cors_origins.headers(self.http.headers.get("Origin")),
+        }
+
     async def body(self) -> bytes:
         """The whole body. Raises ApiError: 413 if it is too long, 408 if it does not arrive in time."""
         config = self.service.config
@@ -84,9 +94,10 @@ class RequestContext:
         Raises ApiError: as `body`; InvalidRequestError: the body does not fit `kind`; names the field."""
         body = await self.body()
         generator = self.service.generator
+        unknown = self.service.config.unknown_fields
         if len(body) <= _LARGE_BODY_BYTES or generator is None:
-            return parse_body(body, kind)
-        return await generator.long_texts.run(lambda: parse_body(body, kind))
+            return parse_body(body, kind, unknown)
+        return await generator.long_texts.run(lambda: parse_body(body, kind, unknown))
 
     def json(self, value: object) -> web.Response:
         return self._response(encode_json(value), "application/json")
@@ -94,6 +105,10 @@ class RequestContext:
     def text(self, text: str, content_type: str) -> web.Response:
         """An answer in one piece, of a type with its parameters such as `text/plain; version=0.0.4`."""
         return self._response(text.encode(), content_type)
+
+    def empty(self, headers: Mapping[str, str]) -> web.Response:
+        """An answer without a body, with further headers."""
+        return self._response(b"", "text/plain", headers=headers)
 
     def error(self, error: ApiError) -> web.Response:
         return self._response(
@@ -110,7 +125,7 @@ class RequestContext:
         status: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> web.Response:
-        own = {"Content-Type": content_type, "X-Request-Id": self.request_id}
+        own = {"Content-Type": content_type, **self.headers}
         return web.Response(body=body, status=status, headers={**own, **(headers or {})})
 
     async def stream(self, produce: Callable[[EventStream], Awaitable[None]]) -> web.StreamResponse:
@@ -118,7 +133,7 @@ class RequestContext:
         config = self.service.config
         stream = EventStream(
             self.http,
-            {"Content-Type": self.dialect.content_type, "X-Request-Id": self.request_id},
+            {"Content-Type": self.dialect.content_type, **self.headers},
             keep_alive=self.dialect.keep_alive,
             tick_s=config.keep_alive_s,
             stall_s=config.stall_timeout_s,

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from pagoda.api.dialect import OPENAI, Dialect
+from pagoda.api.errors import ApiError
 from pagoda.api.request_context import RequestContext
 
 Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
@@ -35,3 +36,12 @@ class Route:
     """False if the JSON body may be left out."""
     statuses: tuple[int, ...] = ()
     """Statuses besides those that every route of its kind answers with."""
+
+
+def refused(reason: str, dialect: Dialect = OPENAI) -> Route:
+    """A route of another server that has no meaning here: 501 with the reason, a sentence."""
+
+    async def refuse(context: RequestContext) -> web.StreamResponse:
+        raise ApiError(501, f"{context.http.path[:200]} is not supported: {reason}")
+
+    return Route(refuse, "Refused.", dialect=dialect, statuses=(501,))

@@ -11,19 +11,27 @@ from pagoda.api.adapters import (
     load_lora_adapter,
     unload_lora_adapter,
 )
+from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
+from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
+from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
+from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
+from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
+from pagoda.api.scoring.routes import ROUTES as SCORING_ROUTES
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from pagoda.api.vllm.routes import ROUTES as VLLM_ROUTES
 
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 _page = Route(info.page, "A file of the page.", content_type="text/html", statuses=(404,))
 _ready = Route(info.health_ready, "Whether the model makes progress.", statuses=(503,))
 _models = Route(info.models, "The models that are served.")
+_server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
@@ -51,6 +59,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/health/live": {"GET": Route(info.health_live, "The process answers.")},
     "/health/ready": {"GET": _ready},
     "/version": {"GET": Route(info.version, "The version of the server.")},
+    "/server_info": {"GET": _server_info},
+    "/get_server_info": {"GET": _server_info},
     "/v1/models": {"GET": _models},
     "/v1/models/*": {"GET": Route(info.model, "One model.", statuses=(404,))},
     "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.")},
@@ -81,9 +91,32 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions": {"POST": _chat},
     "/v1/load_lora_adapter": {"POST": _load_adapter},
     "/v1/unload_lora_adapter": {"POST": _unload_adapter},
+    **SCORING_ROUTES,
+    **MESSAGE_ROUTES,
+    **RESPONSE_ROUTES,
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
     "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
+    "/openapi.json": {
+        "GET": Route(
+            document(lambda: ROUTES, lambda: OPEN_PATHS), "This description of the routes."
+        )
+    },
+    "/docs": {"GET": Route(info.docs, "A page that shows the routes.", content_type="text/html")},
+    **OLLAMA_ROUTES,
+    **LLAMACPP_ROUTES,
+    **VLLM_ROUTES,
+    "/chat/completions": {"POST": _chat},
+    "/models": {"GET": _models},
+    "/v1/health": {"GET": _ready},
 }
 """Routes by path and method. A `*` at the end takes the rest of the path."""
+
+OPEN_PATHS: frozenset[str] = frozenset(
+    {
+        *("/", "/ui/*", "/health", "/health/live", "/health/ready", "/v1/health", "/ping"),
+        *("/openapi.json", "/docs"),
+    }
+)
+"""Routes that need no API key: monitoring need not be allowed to use the server, and pages ask for the key."""

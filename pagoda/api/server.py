@@ -115,6 +115,7 @@ async def serve(
     finally:
         service.draining = True
         service.live_stats.close()
+        await service.responses.close()
         await runner.cleanup()
         if tracing.session is not None:
             await signals.hurried(tracing.stop())

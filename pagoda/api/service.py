@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagoda.api.answer_log import log_answer
+from pagoda.api.body import UnknownFields
+from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
+from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
@@ -21,13 +24,24 @@ from pagoda.frontend.trace_control import TraceControl
 @dataclass(frozen=True)
 class ApiConfig:
     served_model_name: str
+    model_aliases: Sequence[str] = ()
+    """Further names under which the model is asked for; answers have the first name."""
     api_keys: ApiKeys = NO_KEYS
     """Every route but those of `/health` and the page needs one of these keys, if there are any."""
     allowed_hosts: Sequence[str] | None = None
+    cors_origins: CorsOrigins = NO_ORIGINS
+    root_path: str = ""
+    """A path before all routes, under which a proxy shows the server; routes without it are answered, too."""
+    unknown_fields: UnknownFields | None = None
+    """Unknown fields of bodies are noted here and ignored; None refuses them."""
+    always_usage: bool = False
+    """Streams end with their usage even if the client does not ask for it."""
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0
     """Seconds after which an idle event stream gets a comment."""
+    response_store_bytes: int = 256 * 2**20
+    """Bytes of responses that are kept for `previous_response_id` and for retrieval; 0 keeps none."""
     stall_timeout_s: float = 60.0
     """Seconds after which a client that reads nothing of a full stream is cut off."""
 
@@ -45,11 +59,13 @@ class Service:
     tracing: TraceControl | None = None
     live_stats: LiveStats = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
+    responses: ResponseStore = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.live_stats = LiveStats(self.tracker)
         self.request_metrics = RequestMetrics(self.config.api_keys.names)
+        self.responses = ResponseStore(self.config.response_store_bytes)
         self.request_metrics.follow(self.tracker)
         self.tracker.subscribe(on_finish=log_answer)
 
@@ -89,7 +105,7 @@ class Service:
     def check_model(self, model: str | None) -> None:
         """Raises ApiError: 404, the model is not served here."""
         served = self.config.served_model_name
-        if model is None or model == served:
+        if model is None or model == served or model in self.config.model_aliases:
             return
         if self.generator is None or self.generator.adapters.find(model) is None:
             raise ApiError(

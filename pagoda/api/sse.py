@@ -28,10 +28,10 @@ class EventTemplate:
     PLACE = "\x00"
 
     def __init__(self, encoded: bytes) -> None:
-        self._prefix, _, self._suffix = encoded.partition(encode_json(self.PLACE))
+        self._parts = encoded.split(encode_json(self.PLACE))
 
     def fill(self, text: str) -> bytes:
-        return self._prefix + encode_json(text) + self._suffix
+        return encode_json(text).join(self._parts)
 
 
 class EventStream:

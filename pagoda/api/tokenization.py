@@ -21,6 +21,11 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    """Text in the words of llama.cpp, whose answer has the tokens alone, and by default no special tokens."""
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
     messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
@@ -39,15 +44,47 @@ async def tokenize(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(TokenizeRequest)
     context.service.check_model(body.model)
     generator = context.service.ready_generator()
+    if body.content is not None:
+        return context.json({"tokens": await _llama_tokens(body, generator)})
+    _check_names(body)
     token_ids = await _token_ids(body, generator)
     answer: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": generator.endpoint.limits.max_model_len,
         "tokens": token_ids,
+        "token_strs": await generator.spell(token_ids) if body.return_token_strs else None,
     }
-    if body.return_token_strs:
-        answer["token_strs"] = await generator.spell(token_ids)
     return context.json(answer)
+
+
+def _check_names(body: TokenizeRequest) -> None:
+    """Raises InvalidRequestError: a field is given that goes with `content` alone."""
+    for name in ("add_special", "parse_special", "with_pieces"):
+        if getattr(body, name) is not None:
+            raise InvalidRequestError(f"{name} goes with content, not with prompt.", param=name)
+
+
+async def _llama_tokens(body: TokenizeRequest, generator: TextGenerator) -> list[Any]:
+    """The tokens of `content`, as llama.cpp lists them."""
+    if body.prompt is not None or body.messages is not None:
+        raise InvalidRequestError("give either content or prompt or messages.", param="content")
+    if body.parse_special is False:
+        raise InvalidRequestError("parse_special: false is not supported.", param="parse_special")
+    token_ids = await generator.encode(
+        body.content or "", add_special_tokens=bool(body.add_special), param="content"
+    )
+    if not body.with_pieces:
+        return token_ids
+    tokenizer = generator.text.tokenizer
+    return [{"id": i, "piece": _piece(tokenizer.token_bytes(i))} for i in token_ids]
+
+
+def _piece(token: bytes) -> str | list[int]:
+    """A token as text, or as its bytes if they are no text by themselves."""
+    try:
+        return token.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(token)
 
 
 async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[int]:
@@ -76,4 +113,5 @@ async def detokenize(context: RequestContext) -> web.StreamResponse:
     vocab_size = generator.endpoint.limits.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")
-    return context.json({"prompt": await generator.decode(body.tokens)})
+    text = await generator.decode(body.tokens)
+    return context.json({"prompt": text, "content": text})

@@ -182,6 +182,17 @@ class Kernels:
         numbers: int,
         logprobs: int,
     ) -> None: ...
+    def score(
+        self,
+        token_ids: int,
+        logits: int,
+        rows: int,
+        row_stride: int,
+        vocab_size: int,
+        most: int,
+        numbers: int,
+        logprobs: int,
+    ) -> None: ...
 
 class SamplingBatch:
     """Rows of logits to sample from; see csrc/sampler.h."""

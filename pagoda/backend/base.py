@@ -17,7 +17,7 @@ from torch import Tensor, device, dtype, empty
 
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
-from pagoda.backend.sampling import SampledRow, SamplingRow
+from pagoda.backend.sampling import SampledRow, SamplingRow, ScoredRows
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Collectives
@@ -330,6 +330,10 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
         `pagoda.backend.sampling` says how tokens are chosen; all backends choose the same ones of the same logits.
         """
+
+    def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
+        """Log-probabilities of one token [rows] int64 of each row of logits [rows, vocab] float32, and of the
+        `num_top` likeliest: the same bits as `sample` reports of a token that it draws."""
 
     def rotary_table(
         self, positions: Tensor, frequencies: Tensor, scale: float

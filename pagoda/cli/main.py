@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cyclopts import App, ArgumentCollection, CycloptsError, Group
+from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
 from cyclopts.config import Dict, Env
 
 from pagoda.errors import ConfigError, EngineDeadError, PagodaError
@@ -78,6 +78,8 @@ def build_app() -> App:
         "such as PAGODA_MAX_MODEL_LEN for --max-model-len.",
         version=__version__,
         config=(Env(_ENV_PREFIX, command=False, show=False), read_config_file),
+        # Scripts append their flags to those of others: the last one wins. Flags of several values collect them.
+        default_parameter=Parameter(allow_repeating=True),
         group_commands=Group.create_ordered("Commands"),
         result_action="return_value",
         suppress_keyboard_interrupt=False,

@@ -18,6 +18,8 @@ from cyclopts.validators import Number
 
 from pagoda.api.answer_log import log_answer
 from pagoda.api.app import hosts_for
+from pagoda.api.body import UnknownFields
+from pagoda.api.cors import CorsOrigins
 from pagoda.api.keys import ApiKeys
 from pagoda.api.server import ProfileConfig, ServerConfig
 from pagoda.api.server import serve as serve_api
@@ -30,6 +32,7 @@ from pagoda.cli.server_process import READY_PREFIX
 from pagoda.engine.config import EngineConfig, KVTiersConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend import event_loop
+from pagoda.frontend.answer_formats import AUTO, ParserChoice
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.engine_options import (
@@ -37,6 +40,7 @@ from pagoda.frontend.engine_options import (
     ExecutorOptions,
     HandoffOptions,
     ParallelOptions,
+    parse_bytes,
 )
 from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.model_text import load_text
@@ -60,34 +64,81 @@ class ServerOptions:
     """The address to listen on; 0.0.0.0 means all addresses of this machine."""
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000
     """The port to listen on; 0 takes a free one."""
-    served_model_name: str | None = None
-    """The model's name in the API; by default the name given here."""
+    served_model_name: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
+    """The model's name in the API, by default the name given here; may be repeated. Answers have the first."""
     api_key: Annotated[
         tuple[str, ...], Parameter(metavar="[NAME:=]KEY", negative=(), show_default=False)
     ] = ()
     """Refuse requests without this bearer token; may be repeated. Metrics and logs tell keys apart by NAME."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
+    tool_call_parser: Annotated[str, Parameter(metavar="NAME")] = AUTO
+    """The format of the model's tool calls, such as hermes, llama3_json or mistral; auto finds it in the chat
+    template, none leaves calls in the text."""
+    reasoning_parser: Annotated[str, Parameter(metavar="NAME")] = AUTO
+    """The format of the model's reasoning, such as qwen3 or deepseek_r1; auto finds it in the chat template, none
+    leaves reasoning in the text."""
     otlp_endpoint: Annotated[str | None, Parameter(metavar="URL")] = None
     """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
+    cors_origins: Annotated[
+        tuple[str, ...], Parameter(metavar="ORIGIN|localhost|*", negative=(), show_default=False)
+    ] = ()
+    """Web pages of these origins may use the server, such as http://localhost:3000; may be repeated."""
+    root_path: str = ""
+    """A path before all routes, such as /models/a, under which a proxy shows the server."""
+    unknown_fields: Literal["refuse", "warn"] = "refuse"
+    """Refuse requests with unknown fields by name, or log each name once and ignore it."""
+    enable_force_include_usage: bool = False
+    """End every stream with its usage, also where stream_options do not ask for it."""
+    response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = "256MiB"
+    """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Another Host header to accept while listening on this machine only; may be repeated."""
+
+    @property
+    def parsers(self) -> ParserChoice:
+        """Raises ConfigError: there is no parser of that name."""
+        return ParserChoice(self.tool_call_parser, self.reasoning_parser)
 
     def spans(self, files: ModelFiles) -> RequestSpans | None:
         """None if they are not asked for. Raises ConfigError if spans cannot be exported."""
         if self.otlp_endpoint is None:
             return None
-        return RequestSpans(self.otlp_endpoint, self.served_model_name or files.served_name)
+        return RequestSpans(self.otlp_endpoint, self.name(files))
 
-    def config(self, model_name: str) -> ServerConfig:
+    def name(self, files: ModelFiles) -> str:
+        """The name in answers."""
+        return self.served_model_name[0] if self.served_model_name else files.served_name
+
+    def config(self, files: ModelFiles) -> ServerConfig:
+        """Raises ConfigError: a flag has an impossible value."""
+        root = self.root_path.rstrip("/")
+        if root and not root.startswith("/"):
+            raise ConfigError(f"--root-path must begin with /, got {self.root_path!r}.")
         api = ApiConfig(
-            served_model_name=self.served_model_name or model_name,
+            served_model_name=self.name(files),
+            model_aliases=self.served_model_name[1:],
             api_keys=ApiKeys(self.api_key),
             allowed_hosts=hosts_for(self.host, self.allowed_hosts),
+            cors_origins=CorsOrigins(self.cors_origins),
+            root_path=root,
+            unknown_fields=UnknownFields() if self.unknown_fields == "warn" else None,
+            always_usage=self.enable_force_include_usage,
+            response_store_bytes=_store_bytes(self.response_store_bytes),
         )
         return ServerConfig(api, self.host, self.port, self.drain_timeout)
+
+
+def _store_bytes(given: int | str) -> int:
+    """Raises ConfigError: the amount is none."""
+    if given in (0, "0"):
+        return 0
+    try:
+        return parse_bytes(str(given))
+    except ValueError as error:
+        raise ConfigError(f"--response-store-bytes {error}, got {given!r}.") from None
 
 
 @Parameter(name="*", group=Group("Routers above", sort_key=25))
@@ -250,7 +301,7 @@ def run_server(
     def announce(url: str, limits: EngineReady) -> None:
         """Tells the operator what is served, where, and how to ask it."""
         console = output.stdout()
-        name = server.served_model_name or files.served_name
+        name = server.name(files)
         is_router = tracer.role == "router"
         facts = _facts(name, files, tiers, limits, server.api_key, is_router=is_router)
         console.print(output.facts(facts))
@@ -263,9 +314,15 @@ def run_server(
 
     event_loop.run(
         serve_api(
-            server.config(files.served_name),
+            server.config(files),
             partial(make_fleet, joined),
-            partial(load_text, files, simulated=simulated, chat_template=server.chat_template),
+            partial(
+                load_text,
+                files,
+                simulated=simulated,
+                chat_template=server.chat_template,
+                parsers=server.parsers,
+            ),
             on_ready=announce,
             profile=profile.config(),
             tracer=tracer,

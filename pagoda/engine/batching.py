@@ -13,6 +13,7 @@ import msgspec
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.kv_hooks import KVHooks, LoadStart
+from pagoda.engine.leaders import Leaders
 from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.ipc.clock import Clock
@@ -22,6 +23,9 @@ from pagoda.messages.worker import SlotStart, StepPlan, WorkerReady
 
 _BLOCKED_STEPS = 16
 """Steps after which a request that did not fit is looked at again, when nothing became free."""
+
+_MAX_LED = 32
+"""Requests that a step passes over because others compute their blocks."""
 
 _NO_KEY: OrderKey = (-(2**63), -1)
 """A key that sorts in front of every order key."""
@@ -84,6 +88,8 @@ class PlanBuilder:
         self.starts: list[SlotStart] = []
         self.new_blocks: list[tuple[int, list[int]]] = []
         self.new_tokens: list[tuple[int, int]] = []
+        self.forced_tokens: list[tuple[int, list[int]]] = []
+        self.masked_slots: list[int] = []
         self.decodes_left = max_decodes
         self.has_decodes = False
         self.is_mixed = decodes is None
@@ -109,7 +115,11 @@ class PlanBuilder:
     def add(self, request: Request, slot: int, count: int, available: int) -> None:
         samples = count == available
         request.num_scheduled_tokens += count
-        request.num_pending_samples += samples
+        if samples:
+            request.num_pending_samples += 1
+            request.num_worker_tokens += 1
+            if request.constraint is not None:
+                self.masked_slots.append(slot)
         self.scheduled.append(Scheduled(request, request.admission, slot, count, samples))
         self.budget -= count
 
@@ -122,6 +132,8 @@ class PlanBuilder:
             self.new_blocks,
             freed_slots,
             self.new_tokens,
+            self.forced_tokens,
+            self.masked_slots,
         )
 
 
@@ -161,8 +173,11 @@ class Batcher:
     ) -> None:
         self.counters = Counters()
         self.in_flight: deque[InFlightStep] = deque()
+        self.unmasked: deque[InFlightStep] = deque()
+        """Steps in flight that sample with grammars, and whose masks have not been sent."""
         self.next_step = 0
         self.hooks = KVHooks()
+        self.leaders = Leaders(kv)
         self._limits = limits
         self._kv = kv
         self._clock = clock
@@ -186,7 +201,10 @@ class Batcher:
             if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
                 self.next_step += 1
-                self.in_flight.append(InFlightStep(plan.step, plan.scheduled, plan.has_decodes))
+                step = InFlightStep(plan.step, plan.scheduled, plan.has_decodes)
+                self.in_flight.append(step)
+                if plan.masked_slots:
+                    self.unmasked.append(step)
                 return plan.plan(self._places.drain_freed_slots())
         return None
 
@@ -237,15 +255,25 @@ class Batcher:
         """Gives tokens in order of priority; among equals to running requests before waiting ones.
 
         No request is admitted once another was preempted, or behind one that does not fit. Requests that may not
-        ask yet whether there is KV for them are passed over.
+        ask yet whether there is KV for them are passed over, and so are requests whose blocks another computes.
         """
         preemptions = self.counters.num_preemptions
-        index = 0
+        index = num_led = 0
         first = self._next_in_line(_NO_KEY)
         while plan.budget > 0:
             request = self._running[index] if index < len(self._running) else None
             if first is not None and (request is None or first.order_key[0] < request.order_key[0]):
-                hits = self._fitting_prefix(first)
+                hits = None
+                is_led = num_led < _MAX_LED and self.leaders.is_awaiting(first)
+                if not is_led:
+                    hits = self._fitting_prefix(first)
+                    is_led = (
+                        hits is not None and num_led < _MAX_LED and self.leaders.is_led(first, hits)
+                    )
+                if is_led:
+                    num_led += 1
+                    first = self._next_in_line(first.order_key)
+                    continue
                 start = LoadStart.READY if hits is None else self.hooks.start(first, hits)
                 if start is LoadStart.READY:
                     if hits is None or not self._admit(first, hits, plan):
@@ -305,14 +333,20 @@ class Batcher:
             plan.new_blocks.append((slot, new_blocks))
             self._places.update(request)
         if not request.runs_ahead:
-            new_tokens = request.token_ids[request.num_sent_tokens :]
+            new_tokens = request.token_ids[request.num_sent_tokens : request.num_worker_tokens]
             plan.new_tokens += [(slot, token_id) for token_id in new_tokens]
             request.num_sent_tokens = request.num_tokens
+        num_expected = request.num_tokens + request.num_pending_samples
+        if num_expected > request.num_worker_tokens:
+            forced = request.token_ids[request.num_worker_tokens - num_expected :]
+            plan.forced_tokens.append((slot, forced))
+            request.num_worker_tokens = num_expected
         plan.add(request, slot, count, available)
 
     def preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
         self.hooks.on_preempted(request)
+        self.leaders.leave(request)
         self.free_blocks(request)
         self._places.forget_computed(request)
         self._places.enter(request, RequestState.WAITING)
@@ -367,10 +401,11 @@ class Batcher:
         if slot is None:
             raise RuntimeError("A running request has no slot.")
         request.admission += 1
-        request.num_sent_tokens = request.num_tokens
+        request.num_sent_tokens = request.num_worker_tokens = request.num_tokens
         if request.num_cached_tokens is None:
             self._note_first_admission(request, len(hits))
         plan.starts.append(request.slot_start(slot))
+        self.leaders.advance(request)
         self.hooks.on_admitted(request)
         plan.add(request, slot, count, available)
         return True

@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import KVDirectory
 from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig
@@ -102,6 +103,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 4096
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
     enable_prefix_caching: bool = True
     kv_events: KVEventsConfig | None = None
     kv_tiers: KVTiersConfig | None = None

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import enum
+import sys
+from collections import deque
 from dataclasses import InitVar, dataclass, field
 
+from pagoda.engine.grammars import Constraint
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
-from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource
+from pagoda.messages.frontend import (
+    FinishReason,
+    GenerateRequest,
+    KVSource,
+    Pooling,
+    PromptLogprobs,
+)
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 
@@ -49,6 +58,8 @@ class Request:
     table: BlockTable
     runs_ahead: bool = True
     """True if a token may be computed before the engine knows the token in front of it."""
+    constraint: Constraint | None = None
+    """Place in the request's grammar, behind all of its tokens; None without one."""
     added_at: float = 0.0
     """Arrival, in seconds on the engine's clock."""
 
@@ -62,9 +73,16 @@ class Request:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
+    pooling: Pooling | None = field(init=False)
+    num_scored_tokens: int = field(init=False)
+    """Leading prompt tokens whose log-probabilities are known, or not wanted."""
     state: RequestState = RequestState.NEW
     queue_time_s: float | None = None
     """Seconds until the first admission; None before it, and once it was sent to the frontend."""
+    leader: Request | None = None
+    """Running request whose blocks this one waits for in line; see `Leaders`."""
+    num_leader_blocks: int = 0
+    """Blocks that the leader had published when this request was told to wait."""
     reserved_blocks: int = 0
     """Blocks that known tokens still need, and one more; see `Places`."""
     slot: int | None = None
@@ -75,7 +93,15 @@ class Request:
     """Leading tokens that are computed once all steps in flight are."""
     num_computed_tokens: int = 0
     num_pending_samples: int = 0
-    """Steps in flight that will sample a token of the request."""
+    """Steps in flight that will sample a token of the request which is not known yet."""
+    num_known_samples: int = 0
+    """Steps in flight, older than those, whose samples are known: a grammar forces them."""
+    known_tokens: deque[int] = field(default_factory=deque)
+    """Known samples that the worker has not been told."""
+    num_masked: int = 0
+    """Pending samples for which the worker has been told what it may sample: 0 or 1."""
+    num_worker_tokens: int = 0
+    """Tokens that the slot will have, without any that a grammar appends, once all steps in flight are done."""
     num_sent_tokens: int = 0
     """Tokens that all stages of the worker know, or will from plans that are made."""
     num_cached_tokens: int | None = None
@@ -111,8 +137,42 @@ class Request:
         self.max_total_tokens = max_model_len
         if sampling.max_tokens is not None:
             self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
+        self.pooling = message.pooling
+        self.num_scored_tokens = self.num_prompt_tokens
+        if sampling.prompt_logprobs is not None:
+            self.num_scored_tokens = max(1, message.num_scored_tokens)
+            self.kv_source = None  # the prompt is computed here
+        self._limit_reuse()
         if message.holds_kv:
             self.max_total_tokens = min(self.max_total_tokens, self.num_tokens + 1)
+
+    def add_scores(self, scores: PromptLogprobs) -> PromptLogprobs | None:
+        """Counts log-probabilities; returns those that are new. A preempted request computes some again.
+        Raises RuntimeError: they leave some out; the worker cannot be trusted any more."""
+        known = self.num_scored_tokens
+        if scores.first > known:
+            raise RuntimeError(
+                f"Request {self.request_id} lacks log-probabilities from {known} on."
+            )
+        if scores.end <= known:
+            return None
+        self.num_scored_tokens = scores.end
+        self._limit_reuse()
+        return scores.since(known)
+
+    def _limit_reuse(self) -> None:
+        """The hidden state of a token scores the next one."""
+        if self.pooling is Pooling.MEAN:
+            self.table.num_reusable_tokens = 0
+        elif self.num_scored_tokens < self.num_prompt_tokens:
+            self.table.num_reusable_tokens = self.num_scored_tokens - 1
+        else:
+            self.table.num_reusable_tokens = sys.maxsize
+
+    @property
+    def generates(self) -> bool:
+        """False if the request ends when its prompt is computed."""
+        return self.sampling.max_tokens != 0
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +197,8 @@ class Request:
     def finish_reason(self) -> tuple[FinishReason | None, int | None]:
         """Reason why the last output token ends the answer, if it does, and the stop token named by the client."""
         token_id, is_full = self.token_ids[-1], len(self.token_ids) >= self.max_total_tokens
+        if self.constraint is not None and token_id in self.constraint.eos_token_ids:
+            return FinishReason.STOP, None
         if not is_full and token_id not in self.end_token_ids:
             return None, None
         if self.num_output_tokens >= self.sampling.min_tokens:
@@ -145,6 +207,31 @@ class Request:
             if token_id in self.stop_token_ids:
                 return FinishReason.STOP, token_id
         return (FinishReason.LENGTH, None) if is_full else (None, None)
+
+    @property
+    def may_force_tokens(self) -> bool:
+        """True if tokens that a grammar forces are not sampled: nobody wants to know how likely they were."""
+        return self.constraint is not None and self.sampling.logprobs is None
+
+    def expect(self, token_id: int) -> None:
+        """The last token was forced: the next sample that is pending will be this token."""
+        if self.num_pending_samples:
+            self.num_pending_samples -= 1
+            self.num_known_samples += 1
+            self.known_tokens.append(token_id)
+
+    def held_back_tokens(self) -> list[int]:
+        """Tokens that the next sample avoids where the grammar has a choice: those that would end the answer."""
+        if self.constraint is None:
+            return []
+        if self.num_output_tokens < self.sampling.min_tokens:
+            return sorted(self.end_token_ids | self.constraint.eos_token_ids)
+        return sorted(self.constraint.eos_token_ids) if self.sampling.ignore_eos else []
+
+    def forget_steps(self) -> None:
+        """The steps in flight are lost."""
+        self.num_pending_samples = self.num_known_samples = self.num_masked = 0
+        self.known_tokens.clear()
 
     def slot_start(self, slot: int) -> SlotStart:
         """The request in full, for a worker that does not know it."""
@@ -157,5 +244,7 @@ class Request:
             sampling=self.sampling,
             eos_token_ids=tuple(self.eos_token_ids),
             request_id=self.request_id,
+            num_scored_tokens=self.num_scored_tokens,
+            pooling=self.pooling,
             adapter=self.adapter,
         )

@@ -30,6 +30,9 @@ _RESERVED = frozenset(
     | {"continue_final_message", "raise_exception", "strftime_now"}
 )
 
+_NAMED_ROLES = frozenset({"user", "system"})
+"""Roles whose several participants names tell apart. Calls name their functions; an assistant knows itself."""
+_PROBE = "name of a participant"
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -61,17 +64,16 @@ class ChatTemplate:
             ) from None
         except (RecursionError, MemoryError, SyntaxError):
             raise ConfigError("the chat template is nested too deeply to be compiled.") from None
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self._shows_names = self._renders_name()
         self.takes_tools = "tools" in self._variables
-        self.hermes_tool_calls = "<tool_call>" in source
-        """True if the model writes calls between `<tool_call>` tags (Hermes, Qwen)."""
-        self.thinks = "</think>" in source
 
     @property
     def switches(self) -> tuple[str, ...]:
         """The names that a client may set through `chat_template_kwargs`."""
-        return tuple(sorted(self._variables - _RESERVED - self._special_tokens.keys()))
+        return tuple(sorted(self._variables - _RESERVED - self.special_tokens.keys()))
 
     def render(
         self,
@@ -94,15 +96,15 @@ class ChatTemplate:
             refuse("tools", "are not in this model's chat template")
         if continue_final_message and add_generation_prompt:
             refuse("continue_final_message", "and add_generation_prompt exclude each other")
-        given = dict(chat_template_kwargs or {})
+        given = {k: v for k, v in (chat_template_kwargs or {}).items() if v is not None}
         self._check_switches(given)
         try:
             text = self._bounded(
-                messages=[self._with_known_role(message) for message in messages],
+                messages=[self._known(message) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt is not False
                 and not continue_final_message,
-                **self._special_tokens,
+                **self.special_tokens,
                 **given,
             )
         except TemplateError as error:
@@ -120,18 +122,30 @@ class ChatTemplate:
             parts.append(part)
         return "".join(parts)
 
-    def _with_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _renders_name(self) -> bool:
+        """True if the name of a user's message is seen in the prompt."""
+        message = {"role": "user", "content": "", "name": _PROBE}
+        try:
+            return _PROBE in self._bounded(messages=[message], **self.special_tokens)
+        except (TemplateError, *_TEMPLATE_FAULTS):
+            return False
+
+    def _known(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The message as the template knows it: else developers are the system, and names stand before texts."""
         if message["role"] == "developer" and not self._knows_developer:
-            return {**message, "role": "system"}
+            message = {**message, "role": "system"}
+        name = message.get("name")
+        if name and message["role"] in _NAMED_ROLES and not self._shows_names:
+            message = {**message, "content": f"{name}: {message['content']}"}
         return message
 
     def _check_switches(self, switches: Mapping[str, object]) -> None:
-        allowed = self.switches
+        """Refuses what is not a switch. A name that the template lacks has no effect there, as with vLLM: clients
+        set one switch for all their models."""
         for name, value in switches.items():
-            param = f"chat_template_kwargs.{name}"
-            if name not in allowed:
-                known = ", ".join(allowed) or "none"
-                refuse(param, f"is not a switch of this model's chat template; it has: {known}")
+            param = f"chat_template_kwargs.{name}"[:MAX_SWITCH_CHARS]
+            if name in _RESERVED or name in self.special_tokens:
+                refuse(param, "cannot be set: it is the server's own")
             if not isinstance(value, bool | int | float | str):
                 refuse(param, "must be a boolean, a number or a string")
             if isinstance(value, str) and len(value) > MAX_SWITCH_CHARS:

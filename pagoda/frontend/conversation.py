@@ -16,6 +16,7 @@ from pagoda.frontend.chat_template import ChatTemplate
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
 """Text parts, or tool calls, in one message."""
+MAX_ROLE_CHARS = 64
 MAX_TOOLS = 128
 MAX_SCHEMA_DEPTH = 32
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -27,51 +28,52 @@ _MESSAGE_CHARS = 32
 """Counted for the role and the borders of a message."""
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TextPart(msgspec.Struct, frozen=True):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     name: str
     arguments: str
 
 
-class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ToolCall(msgspec.Struct, frozen=True):
     function: FunctionCall
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None
-    """The index of the call in the stream that the message was put together from; without effect."""
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. The last five fields come back from clients that return an answer as they got it."""
+class Message(msgspec.Struct, frozen=True):
+    """One message. Unknown fields are ignored: clients send answers back as proxies have put them together."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Meta(min_length=1, max_length=MAX_ROLE_CHARS)]
+    """`system`, `developer`, `user`, `assistant`, `tool`, or one that the model's chat template knows."""
     content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_PARTS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
+    reasoning: str | None = None
+    """vLLM's newer name of `reasoning_content`, which is taken where both are given."""
+    refusal: str | None = None
+    """Text of an assistant that refused, in place of `content`."""
     audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[None], Meta(max_length=MAX_PARTS)] | None = None
-    reasoning: None = None
+    function_call: FunctionCall | None = None
+    """The only call, as OpenAI's API spelt it before it had tools."""
 
 
 Messages = Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
 
 
-class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FunctionDefinition(msgspec.Struct, frozen=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Tool(msgspec.Struct, frozen=True):
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -97,7 +99,7 @@ def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | 
         parts = [content] if isinstance(content, str) else [part.text for part in content]
         calls = message.tool_calls or ()
         size += sum(map(len, parts)) + sum(len(call.function.arguments) for call in calls)
-        size += len(message.reasoning_content or "") + _MESSAGE_CHARS
+        size += len(message.reasoning_content or message.reasoning or "") + _MESSAGE_CHARS
     return size
 
 
@@ -114,21 +116,34 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template_message(message: Message, where: str) -> dict[str, Any]:
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+    if message.content is None and message.role != "assistant":
         refuse(f"{where}.content", "must be a string or a list of text parts")
-    if message.tool_calls and message.role != "assistant":
-        refuse(f"{where}.tool_calls", "is only for the role assistant")
-    content = message.content or ""
+    calls, where_calls = message.tool_calls or [], f"{where}.tool_calls"
+    if message.function_call is not None:
+        if calls:
+            refuse(f"{where}.function_call", "is the older name of tool_calls, which is given too")
+        calls, where_calls = [ToolCall(message.function_call)], f"{where}.function_call"
+    if calls and message.role != "assistant":
+        refuse(where_calls, "is only for the role assistant")
+    content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    turn: dict[str, Any] = {"role": message.role, "content": text}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            turn[name] = value
-    if message.tool_calls:
+    role = "tool" if message.role == "function" else message.role
+    turn: dict[str, Any] = {"role": role, "content": text}
+    reasoning = (
+        message.reasoning if message.reasoning_content is None else message.reasoning_content
+    )
+    fields = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": reasoning,
+        "reasoning": reasoning,
+        # The name in the template of gpt-oss, which takes no content beside it.
+        "thinking": None if text else reasoning,
+    }
+    turn |= {name: value for name, value in fields.items() if value is not None}
+    if calls:
         turn["tool_calls"] = [
-            _template_call(call, f"{where}.tool_calls[{i}]")
-            for i, call in enumerate(message.tool_calls)
+            _template_call(call, f"{where_calls}[{i}]") for i, call in enumerate(calls)
         ]
     return turn
 
@@ -150,6 +165,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     Raises InvalidRequestError: there are too many, or one is malformed."""
     if len(tools) > MAX_TOOLS:
         refuse("tools", f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
+    names: set[str] = set()
     for i, raw in enumerate(tools):
         try:
             tool = msgspec.convert(raw, Tool)
@@ -159,6 +175,9 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         where = f"tools[{i}].function"
         if not _FUNCTION_NAME.fullmatch(tool.function.name):
             refuse(f"{where}.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+        if tool.function.name in names:
+            refuse(f"{where}.name", f"is {tool.function.name!r}, as that of an earlier tool")
+        names.add(tool.function.name)
         if tool.function.parameters is not None:
             _check_schema(tool.function.parameters, f"{where}.parameters")
 

@@ -481,6 +481,8 @@ class Dispatcher:
         if chunk.finish_reason is FinishReason.ABORT and tracked.moves_if_aborted:
             raise _MovedError
         slot, token_ids, num_computed = placement.slot, chunk.token_ids, 0
+        if chunk.prompt_logprobs is not None:
+            tracked.num_scored_tokens = chunk.prompt_logprobs.end
         if tracked.state is RequestState.QUEUED and chunk.kv_source is None:
             tracked.state = RequestState.COMPUTING
         if chunk.queue_time_s is not None and not tracked.token_ids:

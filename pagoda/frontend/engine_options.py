@@ -37,6 +37,7 @@ from pagoda.frontend.text_files import calibration_windows
 from pagoda.ipc.curve import keys_of
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.disk_policy import check_quota
+from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport.choose import TRANSPORTS
@@ -91,6 +92,8 @@ class EngineOptions:
     """The most tokens in one step."""
     max_num_waiting: Count = 4096
     """The most requests that wait; more are refused with status 429."""
+    max_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] = DEFAULT_MAX_LOGPROBS
+    """The most likely tokens that a request may ask for at each position; -1 allows the whole vocabulary."""
     block_size: Count | None = None
     """Tokens in a block of the KV cache; by default what the backend prefers."""
     num_kv_blocks: Annotated[

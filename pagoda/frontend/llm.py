@@ -220,7 +220,9 @@ def _conversation_list(messages: Conversation | Sequence[Conversation]) -> list[
 def _adapter_for_each(names: str | Sequence[str | None] | None, count: int) -> list[str | None]:
     if names is None or isinstance(names, str):
         return [names] * count
-    return _for_each(names, count, "lora_request")
+    if len(names) != count:
+        refuse("lora_request", f"has {len(names)} entries for {count} prompts")
+    return list(names)
 
 
 def _for_each(values: T | Sequence[T] | None, count: int, name: str) -> list[T | None]:

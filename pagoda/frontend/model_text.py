@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import msgspec
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.frontend.answer_formats import AnswerFormats, ParserChoice
 from pagoda.frontend.chat_template import ChatTemplate, read_template
 from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer
+from pagoda.frontend.pooling_files import PoolingDefaults, read_pooling
 from pagoda.frontend.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_tokenizer
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -43,6 +46,13 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     """Values that the model's authors prefer, for fields that a request leaves open."""
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
+    parsers: ParserChoice = field(default_factory=ParserChoice)
+
+    @cached_property
+    def formats(self) -> AnswerFormats:
+        """The formats in which the model writes tool calls and reasoning."""
+        return self.parsers.formats(self.chat_template.source if self.chat_template else "")
 
     def require_template(self) -> ChatTemplate:
         """Raises InvalidRequestError: the model has no chat template."""
@@ -54,9 +64,20 @@ class ModelText:
         return self.chat_template
 
 
-def load_text(files: ModelFiles, *, simulated: bool, chat_template: Path | None) -> ModelText:
+def load_text(
+    files: ModelFiles,
+    *,
+    simulated: bool,
+    chat_template: Path | None,
+    parsers: ParserChoice | None = None,
+) -> ModelText:
     """The text side of a model; that of a simulated engine does not depend on files.
     Raises ConfigError: a file is missing, cannot be read, or does not hold what it should."""
+    text = _load_text(files, simulated=simulated, chat_template=chat_template)
+    return text if parsers is None else replace(text, parsers=parsers)
+
+
+def _load_text(files: ModelFiles, *, simulated: bool, chat_template: Path | None) -> ModelText:
     if files.gguf is not None and not simulated:
         text = load_gguf_text(files.gguf, chat_template=chat_template)
         return replace(text, default_sampling={**files.sampling, **text.default_sampling})
@@ -87,6 +108,7 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
         chat_template=ChatTemplate(source, special_tokens=special_tokens) if source else None,
         eos_token_ids=tuple(sorted(eos)),
         default_sampling=_sampling_defaults(directory / "generation_config.json", generation),
+        pooling=read_pooling(directory),
     )
 
 
@@ -171,8 +193,13 @@ def _template_source(
 
 
 def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling that a model prefers, in the words of generation_config.json; `path` says so."""
+    """The sampling that a model prefers, in the words of generation_config.json; `path` says so.
+
+    `do_sample: false` is said by models whose answers should be the likeliest ones.
+    """
     found = {name: generation[name] for name in _GGUF_SAMPLING if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        found["temperature"] = 0.0
     try:
         msgspec.convert(found, SamplingParams).checked()
     except (msgspec.ValidationError, InvalidRequestError) as error:

@@ -42,6 +42,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Log-probabilities by token id, for each token of the prompt: the token first, then the most likely tokens.
+    None for the first token, which nothing is in front of."""
 
 
 class GrowingAnswer:
@@ -52,6 +55,7 @@ class GrowingAnswer:
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative = 0.0
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._last: TextDelta | None = None
         self._output: CompletionOutput | None = None
         """The answer so far; None after `add`."""
@@ -63,6 +67,11 @@ class GrowingAnswer:
         self._last = delta
         self._output = None
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_logprobs is not None:
+            pairs = zip(
+                self._request.request.prompt_token_ids[1:], delta.prompt_logprobs, strict=True
+            )
+            self.prompt_logprobs = [None, *(self._position(*pair) for pair in pairs)]
         for token_id, entry in zip(delta.token_ids, delta.logprobs or (), strict=False):
             self._logprobs.append(self._position(token_id, entry))
             self._cumulative += entry.logprob
@@ -111,4 +120,5 @@ def request_output(
         outputs=[answer.output() for answer in answers],
         finished=all(answer.finished for answer in answers),
         num_cached_tokens=answers[0].num_cached_tokens,
+        prompt_logprobs=answers[0].prompt_logprobs,
     )

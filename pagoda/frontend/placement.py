@@ -79,6 +79,8 @@ class TrackedRequest:
         self.request_id = request.request_id
         self.state = RequestState.QUEUED
         self.token_ids = list(request.output_token_ids)
+        self.num_scored_tokens = request.num_scored_tokens
+        """Prompt tokens whose log-probabilities went to the client."""
         self.accepted_at = accepted_at
         self.placement: Placement | None = None
         """The replica that has the request; None while it waits for one."""
@@ -132,6 +134,7 @@ class TrackedRequest:
         return msgspec.structs.replace(
             request,
             output_token_ids=list(self.token_ids),
+            num_scored_tokens=self.num_scored_tokens,
             returns=True,
             # The KV held there ends with a token that has come already.
             kv_source=None if has_moved_on else request.kv_source,

@@ -159,6 +159,8 @@ class PrefillOffload:
     ) -> bool:
         if request.holds_kv or request.kv_source is not None:
             return False  # somebody else has arranged it
+        if request.sampling.prompt_logprobs is not None or request.pooling is not None:
+            return False  # what is wanted of the prompt does not come with its KV
         slot = placement.slot
         num_left = tracked.num_tokens - placement.num_told_tokens
         if num_left < self._min_tokens or not slot.role.fetches_kv:

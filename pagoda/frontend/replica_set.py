@@ -21,6 +21,7 @@ from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_pool import GOLDEN_RATIO, RolePool, Shortlist
 from pagoda.ipc.clock import Clock
 from pagoda.messages.frontend import EngineReady, GenerateRequest
+from pagoda.messages.sampling_params import ALL_LOGPROBS
 from pagoda.messages.worker_config import Role
 
 T = TypeVar("T")
@@ -310,8 +311,14 @@ def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady
         max_num_waiting=sum(limit.max_num_waiting * count for limit, count in limits.items()),
         summary=prefix + "; ".join(summaries),
         role=_sum_of_roles({limit.role for limit in limits}),
+        max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),
         routers=tuple(sorted(routers)),
     )
+
+
+def _least_logprobs(limits: set[int]) -> int:
+    """The least of the limits, of which -1 is the highest."""
+    return min(limits - {ALL_LOGPROBS}, default=ALL_LOGPROBS)
 
 
 def _sum_of_roles(roles: set[Role]) -> Role:

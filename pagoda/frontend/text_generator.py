@@ -28,10 +28,13 @@ from pagoda.frontend.stop import StopHit, StopMatcher, StopStrings
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import (
+    EngineReady,
     FinishReason,
     GenerateRequest,
     Grammar,
     KVSource,
+    Pooling,
+    PromptLogprobs,
     TokenChunk,
     TokenLogprobs,
 )
@@ -60,6 +63,10 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     kv_source: KVSource | None = None
     """The place of the prompt's KV, in the last delta of a request with `holds_kv`."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Log-probabilities of all prompt tokens but the first, in the first delta of a request that asks for them."""
+    embedding: bytes | None = None
+    """Vector of the prompt (`TokenChunk.embedding`), in the last delta of a request with `pooling`."""
 
 
 def joined_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
@@ -69,6 +76,7 @@ def joined_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
         text="".join(delta.text for delta in deltas),
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
         logprobs=[entry for delta in deltas for entry in delta.logprobs or ()],
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 
@@ -83,6 +91,8 @@ class TextRequest:
     client_request: ClientRequest
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
+    shown_tokens: tuple[str, ...] = ()
+    """Special tokens that have text though others are skipped: a parser of the answer needs them."""
     index: int = 0
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
 
@@ -141,8 +151,8 @@ class TextGenerator:
         most = context * tokenizer.longest_token_chars
         if len(text) > most:
             raise PromptTooLongError(
-                f"{param} has {len(text)} characters, but the {context} tokens of the context "
-                f"hold {most} at most.",
+                f"{param} has {len(text)} characters and is longer than the model's context length allows: "
+                f"This model's maximum context length is {context} tokens, which hold {most} at most.",
                 param=param,
             )
         work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
@@ -170,7 +180,9 @@ class TextGenerator:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
         Raises InvalidRequestError: a value is out of range or does not fit the model; names the field."""
         sampling = sampling.checked()
-        vocab_size = self.endpoint.limits.vocab_size
+        limits = self.endpoint.limits
+        vocab_size = limits.vocab_size
+        sampling = sampling.check_logprobs(limits.max_logprobs, vocab_size)
         sampling.check_vocabulary(vocab_size)
         sampling.check_min_tokens(vocab_size, self._eos_of(sampling))
         return sampling
@@ -198,15 +210,19 @@ class TextGenerator:
         holds_kv: bool = False,
         kv_source: KVSource | None = None,
         grammar: Grammar | None = None,
+        shown_tokens: tuple[str, ...] = (),
+        pooling: Pooling | None = None,
+        scores_once: bool = True,
         client_request: ClientRequest | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
         `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
         `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
-        with the same `session` may be served by one replica. `holds_kv`, `kv_source` and `grammar` are as in
-        `GenerateRequest`. Without a `client_request` one is made here. Token ids are not copied: the caller must
-        not change them.
+        with the same `session` may be served by one replica. `holds_kv`, `kv_source`, `grammar` and `pooling`
+        are as in `GenerateRequest`, `shown_tokens` as in `TextRequest`. Without a `client_request` one is made
+        here. Token ids are not copied: the caller must not change them. `scores_once` leaves the log-probabilities
+        of the prompt to the first request.
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
@@ -220,8 +236,8 @@ class TextGenerator:
                 prompt, add_special_tokens=add_special_tokens, param=param
             )
         token_ids = cast(list[int], token_ids)
-        _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
-        resolved = _resolve(sampling, limits.max_model_len - len(token_ids), clamp=clamp_max_tokens)
+        _check_prompt(token_ids, limits, param, has_answer=sampling.max_tokens != 0)
+        resolved = _resolve(sampling, len(token_ids), limits.max_model_len, clamp=clamp_max_tokens)
         stops = self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
         return [
@@ -230,7 +246,11 @@ class TextGenerator:
                     # Clients choose their ids, so several requests may have the same.
                     request_id=f"{client_request.id}-{secrets.token_hex(8)}",
                     prompt_token_ids=token_ids,
-                    sampling=msgspec.structs.replace(resolved, seed=derive_seed(base, index)),
+                    sampling=msgspec.structs.replace(
+                        resolved,
+                        seed=derive_seed(base, index),
+                        prompt_logprobs=None if index and scores_once else resolved.prompt_logprobs,
+                    ),
                     eos_token_ids=self._eos_of(sampling),
                     priority=priority,
                     cache_salt=cache_salt,
@@ -239,11 +259,13 @@ class TextGenerator:
                     kv_source=kv_source,
                     grammar=grammar,
                     adapter=self.adapter.digest if self.adapter else "",
+                    pooling=pooling,
                 ),
                 sampling=sampling,
                 prompt=text,
                 client_request=client_request,
                 stops=stops,
+                shown_tokens=shown_tokens,
                 index=index,
             )
             for index in range(sampling.n)
@@ -255,6 +277,7 @@ class TextGenerator:
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
+        scores = None if request.request.sampling.prompt_logprobs is None else PromptScores()
         with tracker.answering(request.request, request.client_request) as record:
             value = record.with_span(request.request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
@@ -262,6 +285,8 @@ class TextGenerator:
                 async for chunk in chunks:
                     if chunk.kv_source is not None:
                         source = chunk.kv_source
+                    if scores is not None and chunk.prompt_logprobs is not None:
+                        scores.add(chunk.prompt_logprobs)
                     if not chunk.token_ids and chunk.finish_reason is None:
                         tracker.on_chunk(record, chunk, 0)
                         continue
@@ -271,7 +296,13 @@ class TextGenerator:
                     decoded_ns = tracker.clock_ns() if received_ns else 0
                     if delta.finish_reason is not None:
                         record.ending = delta.finish_reason, delta.error or ""
-                        delta = msgspec.structs.replace(delta, kv_source=source)
+                        embedding = chunk.embedding
+                        delta = msgspec.structs.replace(
+                            delta, kv_source=source, embedding=embedding
+                        )
+                    if scores is not None:
+                        delta = msgspec.structs.replace(delta, prompt_logprobs=scores.entries())
+                        scores = None
                     yield delta
                     if received_ns:
                         written_ns = tracker.clock_ns()
@@ -279,6 +310,22 @@ class TextGenerator:
                             listener(record, received_ns, decoded_ns, written_ns)
                     if delta.finish_reason is not None:
                         return
+
+
+class PromptScores:
+    """The log-probabilities of a prompt as they come; those that come twice count once."""
+
+    def __init__(self) -> None:
+        self._parts: list[PromptLogprobs] = []
+        self._end = 1
+
+    def add(self, part: PromptLogprobs) -> None:
+        if part.end > self._end:
+            self._parts.append(part.since(self._end))
+            self._end = part.end
+
+    def entries(self) -> list[TokenLogprobs]:
+        return [entry for part in self._parts for entry in part.entries()]
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -290,14 +337,16 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def _check_prompt(
-    token_ids: Sequence[int], vocab_size: int, max_model_len: int, param: str
+    token_ids: Sequence[int], limits: EngineReady, param: str, *, has_answer: bool
 ) -> None:
+    vocab_size, context = limits.vocab_size, limits.max_model_len
     if not token_ids:
         refuse(param, "is empty; it must hold at least one token")
-    if len(token_ids) >= max_model_len:
+    if len(token_ids) + has_answer > context:
+        rest = ", and at least one must be left for the answer" if has_answer else ""
         raise PromptTooLongError(
-            f"{param} has {len(token_ids)} tokens, but the context holds {max_model_len} "
-            "and at least one must be left for the answer.",
+            f"{param} has {len(token_ids)} tokens and is longer than the model's context length allows: "
+            f"This model's maximum context length is {context} tokens{rest}.",
             param=param,
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
@@ -305,14 +354,19 @@ def _check_prompt(
         refuse(param, f"takes token ids from 0 to {vocab_size - 1}, got {wrong}")
 
 
-def _resolve(sampling: SamplingParams, room: int, *, clamp: bool) -> SamplingParams:
+def _resolve(
+    sampling: SamplingParams, num_prompt_tokens: int, max_model_len: int, *, clamp: bool
+) -> SamplingParams:
     """The parameters for the engine: a definite `max_tokens`, and nothing that the frontend serves."""
+    room = max_model_len - num_prompt_tokens
     max_tokens = sampling.max_tokens
     if max_tokens is None or (clamp and max_tokens > room):
         max_tokens = room
     elif max_tokens > room:
         raise PromptTooLongError(
-            f"max_tokens is {max_tokens}, but only {room} tokens of the context are left behind the prompt.",
+            "Requested token count exceeds the model's maximum context length: "
+            f"This model's maximum context length is {max_model_len} tokens, of which the prompt takes "
+            f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left.",
             param="max_tokens",
         )
     return msgspec.structs.replace(
@@ -330,10 +384,13 @@ class TextAssembler:
     def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
         sampling = request.sampling
         self._decoder = tokenizer.incremental(
-            request.request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+            request.request.prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown_tokens=request.shown_tokens,
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
         self._keep_stop = sampling.include_stop_str_in_output
+        self._shows_special = not sampling.skip_special_tokens
         self._unsearched_tokens = sampling.min_tokens
 
     def push(self, chunk: TokenChunk) -> TextDelta:
@@ -344,7 +401,9 @@ class TextAssembler:
             return TextDelta(text, token_ids, None, None, chunk.logprobs, chunk.num_cached_tokens)
         text = ""
         # The token that ended the answer is not part of its text, as a stop string is not.
-        silent_end = reason is FinishReason.STOP and not self._keep_stop
+        # An end token of the model is shown to those who want special tokens.
+        shows_end = self._keep_stop or (self._shows_special and chunk.stop_reason is None)
+        silent_end = reason is FinishReason.STOP and not shows_end
         for position, token_id in enumerate(token_ids, start=1):
             if silent_end and position == len(token_ids):
                 break

@@ -6,9 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -45,10 +44,10 @@ class Tokenizer:
         """No token stands for more characters of a text than this."""
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added_ids = frozenset(added)
         self._family, self._strips_space = _decoder_kind(backend)
-        both = (True, False)
-        self._byte_pieces = {s: _Table(partial(self._piece, byte_level_piece, s)) for s in both}
-        self._text_pieces = {s: _Table(partial(self._piece, sentencepiece_piece, s)) for s in both}
+        self._tables: dict[tuple[object, frozenset[int]], _Table[Any]] = {}
+        """Pieces by the function that makes them and the ids that have none."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (such as BOS).
@@ -72,24 +71,47 @@ class Tokenizer:
         return "".join(map(decoder.push, token_ids)) + decoder.flush()
 
     def incremental(
-        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        shown_tokens: Sequence[str] = (),
     ) -> IncrementalDecoder:
+        """A decoder of the text behind a prompt. `shown_tokens` have text where other special tokens have none."""
+        skipped = self._skipped_ids(shown_tokens) if skip_special_tokens else frozenset()
         if self._family == "byte_level":
-            return ByteLevelDecoder(self._byte_pieces[skip_special_tokens])
+            return ByteLevelDecoder(self._table(byte_level_piece, skipped))
         if self._family == "sentencepiece":
-            pieces = self._text_pieces[skip_special_tokens]
+            pieces = self._table(sentencepiece_piece, skipped)
             begins_text = all(pieces[i] == "" for i in prompt_token_ids)
             return SentencePieceDecoder(pieces, strip_space=self._strips_space and begins_text)
-        return WindowDecoder(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+        return WindowDecoder(
+            lambda ids: self.decode([i for i in ids if i not in skipped], skip_special_tokens=False)
+        )
+
+    def added_token_id(self, token: str) -> int | None:
+        """The id of a token beside those of texts, special or not; None if `token` is none."""
+        token_id = self.token_id(token)
+        return token_id if token_id in self._added_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, special tokens included; what log-probabilities are labelled with."""
         if self._family == "byte_level":
-            return self._byte_pieces[False][token_id]
+            return self._table(byte_level_piece, frozenset())[token_id]
         if self._family == "sentencepiece":
-            piece = self._text_pieces[False][token_id]
+            piece = self._table(sentencepiece_piece, frozenset())[token_id]
             return bytes([piece]) if isinstance(piece, int) else piece.encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def spec(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
+    def added_tokens(self) -> dict[int, tuple[str, bool]]:
+        """Tokens besides those of the vocabulary's model: the text of each, and True if it is special."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: (token.content, token.special) for token_id, token in added.items()}
 
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._backend.token_to_id(token)
@@ -101,9 +123,19 @@ class Tokenizer:
             return self._render_unknown(token_id) if self._render_unknown else ""
         return token
 
-    def _piece(self, make: Callable[[str], P], skip_special: bool, token_id: int) -> P:
-        is_skipped = skip_special and token_id in self._special_ids
-        return make("" if is_skipped else self.token(token_id))
+    def _skipped_ids(self, shown_tokens: Sequence[str]) -> frozenset[int]:
+        shown = {self.token_id(token) for token in shown_tokens}
+        return self._special_ids - shown if shown else self._special_ids
+
+    def _table(self, make: Callable[[str], P], skipped: frozenset[int]) -> _Table[P]:
+        """The pieces that `make` makes of tokens; those that are `skipped` have no text."""
+        table: _Table[P] | None = self._tables.get((make, skipped))
+        if table is None:
+            table = _Table(
+                lambda token_id: make("" if token_id in skipped else self.token(token_id))
+            )
+            self._tables[make, skipped] = table
+        return table
 
 
 class _Table(dict[int, P], Generic[P]):

@@ -5,6 +5,7 @@ Blocks are found by the keys of `pagoda.kv.block_keys`: equal keys mean equal pr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from pagoda.kv.block_keys import block_key, root_key
@@ -14,7 +15,7 @@ from pagoda.kv.events import CacheRecorder
 
 
 class BlockTable:
-    __slots__ = ("blocks", "keys", "num_published")
+    __slots__ = ("blocks", "keys", "num_published", "num_reusable_tokens")
 
     def __init__(self, root_key: bytes) -> None:
         self.blocks: list[Block] = []
@@ -22,6 +23,8 @@ class BlockTable:
         """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""
         self.num_published = 0
         """Leading blocks that have been offered to the prefix index."""
+        self.num_reusable_tokens = sys.maxsize
+        """Leading tokens whose K and V may come from a cache; others are computed for their hidden states."""
 
     def block_ids(self) -> list[int]:
         return [block.block_id for block in self.blocks]
@@ -53,7 +56,7 @@ class KVManager:
         hits: list[Block] = []
         if not self._prefix_caching:
             return hits
-        for index in range((len(token_ids) - 1) // self.block_size):
+        for index in range(self._num_reusable(table, token_ids)):
             block = self.pool.find(self._key(table, token_ids, index))
             if block is None:
                 break
@@ -66,9 +69,44 @@ class KVManager:
         """The keys of all blocks that `find_prefix` might find; if `whole`, with one more token behind these."""
         if not self._prefix_caching:
             return []
-        num_blocks = (len(token_ids) - (not whole)) // self.block_size
+        most = min(len(token_ids) - (not whole), table.num_reusable_tokens)
+        num_blocks = most // self.block_size
         self._key(table, token_ids, num_blocks - 1)
         return table.keys[1 : num_blocks + 1]
+
+    def next_key(self, table: BlockTable, token_ids: Sequence[int]) -> bytes | None:
+        """The key of the block that the table will publish next; None if its tokens are not all known."""
+        index = table.num_published
+        if not self._prefix_caching or (index + 1) * self.block_size > len(token_ids):
+            return None
+        return self._key(table, token_ids, index)
+
+    def reusable_key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes | None:
+        """The key of block `index`; None if `find_prefix` would not look for it."""
+        if not self._prefix_caching or index >= self._num_reusable(table, token_ids):
+            return None
+        return self._key(table, token_ids, index)
+
+    def num_shared_tokens(
+        self,
+        wanted: tuple[BlockTable, Sequence[int]],
+        other: tuple[BlockTable, Sequence[int]],
+        first: int,
+    ) -> int:
+        """Tokens of blocks from `first` on, which is equal, that a table could reuse of another one."""
+        end = min(self._num_reusable(*wanted), len(other[1]) // self.block_size)
+        low, high = first, end - 1
+        while low < high:  # keys are chained: those in front of equal ones are equal
+            middle = (low + high + 1) // 2
+            if self._key(*wanted, middle) == self._key(*other, middle):
+                low = middle
+            else:
+                high = middle - 1
+        return (low + 1 - first) * self.block_size
+
+    def _num_reusable(self, table: BlockTable, token_ids: Sequence[int]) -> int:
+        """Leading blocks that `find_prefix` may find."""
+        return min(len(token_ids) - 1, table.num_reusable_tokens) // self.block_size
 
     def sequence_key(self, table: BlockTable, token_ids: Sequence[int]) -> bytes:
         """Names all of `token_ids`, as `block_keys` names those of full blocks."""

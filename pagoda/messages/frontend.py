@@ -6,17 +6,18 @@ Routers and hosts speak the same messages.
 from __future__ import annotations
 
 import enum
+from array import array
 from typing import Literal
 
 import msgspec
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.load import LoadReport
-from pagoda.messages.sampling_params import SamplingParams, TokenId
+from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams, TokenId
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -50,6 +51,14 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
+
+
+class Pooling(enum.StrEnum):
+    """Way from the hidden states of a prompt's tokens to one vector."""
+
+    LAST = "last"
+    """The hidden state of the last token."""
+    MEAN = "mean"
 
 
 class GenerateRequest(
@@ -86,6 +95,10 @@ class GenerateRequest(
     """Language that the answer is held to. The engine compiles it, and refuses one that is wrong or too large."""
     adapter: str = ""
     """Digest of the adapter that answers (`Adapter.digest`); empty for the model alone."""
+    num_scored_tokens: int = 0
+    """Leading prompt tokens whose log-probabilities (`sampling.prompt_logprobs`) the sender has already."""
+    pooling: Pooling | None = None
+    """The answer is a vector (`TokenChunk.embedding`); `sampling.max_tokens` is 0."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 
@@ -141,6 +154,56 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive prompt tokens, as columns: no process on their way looks at single ones."""
+
+    first: int
+    """Position of the first of the tokens, at least 1."""
+    num_top: int
+    """Likeliest tokens at each position."""
+    ranks: bytes
+    """[tokens] int32, as in `TokenLogprobs`. All numbers are little-endian."""
+    top_token_ids: bytes
+    """[tokens, num_top] int32."""
+    logprobs: bytes
+    """[tokens, 1 + num_top] float32: of the prompt's token, then of the likeliest ones."""
+
+    @property
+    def end(self) -> int:
+        """The position behind the last of the tokens."""
+        return self.first + len(self.ranks) // 4
+
+    def since(self, position: int) -> PromptLogprobs:
+        """Log-probabilities from `position` on."""
+        skipped = position - self.first
+        if skipped <= 0:
+            return self
+        return PromptLogprobs(
+            position,
+            self.num_top,
+            self.ranks[4 * skipped :],
+            self.top_token_ids[4 * skipped * self.num_top :],
+            self.logprobs[4 * skipped * (1 + self.num_top) :],
+        )
+
+    def entries(self) -> list[TokenLogprobs]:
+        """One entry for each token."""
+        ranks, top_ids, logprobs = array("i"), array("i"), array("f")
+        ranks.frombytes(self.ranks)
+        top_ids.frombytes(self.top_token_ids)
+        logprobs.frombytes(self.logprobs)
+        k = self.num_top
+        return [
+            TokenLogprobs(
+                logprobs[i * (1 + k)],
+                rank,
+                top_ids[i * k : (i + 1) * k].tolist(),
+                logprobs[i * (1 + k) + 1 : (i + 1) * (1 + k)].tolist(),
+            )
+            for i, rank in enumerate(ranks)
+        ]
+
+
 class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, or news of its prompt."""
 
@@ -163,6 +226,10 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     the request, and repeats it when another engine begins before the first token."""
     received_ns: int = 0
     """Nanoseconds on the clock of the process that received the chunk."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Log-probabilities of further prompt tokens, behind those of the chunks before."""
+    embedding: bytes | None = None
+    """[hidden] float32, little-endian, in the last chunk of a request with `pooling`."""
 
     @property
     def is_news(self) -> bool:
@@ -224,6 +291,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     role: Role = Role.NONE
     host_id: str = ""
     """Id of a host, new at each start; empty for an engine."""
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    """Likeliest tokens that a request may ask for at each position; -1 allows the whole vocabulary."""
     routers: tuple[str, ...] = ()
     """Ids of all routers that a request may pass behind this point."""
 

@@ -11,7 +11,9 @@ from pagoda.errors import InvalidRequestError
 
 MIN_TEMPERATURE = 1e-5
 """Temperature below which only the most likely token is sampled (as in vLLM)."""
-MAX_LOGPROBS = 20
+DEFAULT_MAX_LOGPROBS = 20
+ALL_LOGPROBS = -1
+"""Number of likeliest tokens that stands for the whole vocabulary."""
 MAX_SEQUENCES_PER_REQUEST = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -61,8 +63,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019)."""
     logit_bias: dict[TokenId, float] | None = None
     allowed_token_ids: tuple[TokenId, ...] | None = None
-    max_tokens: Annotated[int | None, Range(1, 2**31 - 1)] = 16
-    """The most tokens to generate; None means as many as the context holds."""
+    max_tokens: Annotated[int | None, Range(0, 2**31 - 1)] = 16
+    """The most tokens to generate; None means as many as the context holds, 0 that only the prompt is computed."""
     min_tokens: Annotated[int, Range(0, 2**31 - 1)] = 0
     """End-of-sequence and stop tokens are not sampled before this many tokens."""
     stop: tuple[str, ...] = ()
@@ -70,8 +72,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end the answer, besides the model's own."""
     ignore_eos: bool = False
-    logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = None
-    """Return the log-probability of each sampled token and of this many most likely ones."""
+    logprobs: Annotated[int | None, Range(ALL_LOGPROBS, 2**31 - 1)] = None
+    """Return the log-probability of each sampled token and of this many most likely ones; -1 means all."""
+    prompt_logprobs: Annotated[int | None, Range(ALL_LOGPROBS, 2**31 - 1)] = None
+    """The same for each token of the prompt but the first."""
     n: Annotated[int, Range(1, MAX_SEQUENCES_PER_REQUEST)] = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -131,6 +135,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ):
             if ids and max(ids) >= vocab_size:
                 _refuse(name, f"takes token ids below the vocabulary size {vocab_size}", max(ids))
+
+    def check_logprobs(self, most: int, vocab_size: int) -> SamplingParams:
+        """The parameters with -1 likeliest tokens as `vocab_size`.
+
+        Raises InvalidRequestError: more than `most` likeliest tokens are asked for, where -1 allows any number."""
+        numbers = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
+        if not any(numbers.values()):
+            return self
+        most = vocab_size if most == ALL_LOGPROBS else min(most, vocab_size)
+        for name, number in numbers.items():
+            if number == ALL_LOGPROBS:
+                numbers[name] = number = vocab_size
+            if number is not None and number > most:
+                _refuse(name, f"must be at most {most}, which --max-logprobs raises", number)
+        return msgspec.structs.replace(self, **numbers)
 
     def check_min_tokens(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Raises InvalidRequestError when `min_tokens` holds back every token that may be sampled."""

@@ -8,13 +8,13 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.worker.kv.memory import slot_bytes
 
 
-def sampling_bytes(max_num_seqs: int, vocab_size: int, num_ranks: int, num_threads: int) -> int:
-    """Bytes that sampling a token for every request takes at most, for a while in each step.
+def sampling_bytes(num_rows: int, vocab_size: int, num_ranks: int, num_threads: int) -> int:
+    """Bytes that sampling from `num_rows` rows of logits at once takes at most, for a while in each step.
 
-    Logits of a request take four bytes a token, twice if penalties change them and log-probabilities are wanted;
+    A row of logits takes four bytes a token, twice if penalties change them and log-probabilities are wanted;
     several ranks gather them, which takes them twice more. Each thread sorts 16 bytes a token.
     """
-    logits = 4 * max_num_seqs * vocab_size
+    logits = 4 * num_rows * vocab_size
     return (2 if num_ranks == 1 else 4) * logits + 16 * num_threads * vocab_size
 
 

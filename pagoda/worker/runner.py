@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from functools import reduce
 from itertools import accumulate
 from operator import add
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,12 @@ from pagoda.model.decoder import Decoder
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import InputBatch
-from pagoda.worker.sampler import Sampled, merged
+from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
+from pagoda.worker.sampler import NOT_FINITE, Sampled, merged
 from pagoda.worker.stages import StageState
 from pagoda.worker.step_clock import StepClock
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class StageRunner:
         batch.apply(plan)
         for slot, token_id in plan.new_tokens:
             batch.append(slot, token_id)
+        batch.append_forced(plan)
         tokens = batch.prepare(plan.slots, plan.num_tokens)
         self._clock.ended("prepare")
         computed = self.model.forward(tokens, None if before is None else before.hidden)
@@ -67,6 +71,7 @@ class Runner:
         model: Decoder[Any, Any],
         batch: InputBatch,
         sampler: GroupSampler,
+        prompts: PromptReader,
         tracer: Tracer,
         *,
         alone: bool = True,
@@ -75,6 +80,7 @@ class Runner:
         self.model = model
         self.batch = batch
         self._sampler = sampler
+        self._prompts = prompts
         self._clock = StepClock(tracer)
         self._alone = alone
         self.failed: dict[int, str] = {}
@@ -89,6 +95,7 @@ class Runner:
         """
         self._clock.start()
         self._apply(plan)
+        self._sampler.begin(plan)
         counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
         errors = {slot: self.failed[slot] for slot in counts if slot in self.failed}
         hidden = None if before is None else _without(errors.keys(), plan, before.hidden)
@@ -110,7 +117,9 @@ class Runner:
             slots=drawn,
             token_ids=[sampled.token_ids[slot] for slot in drawn],
             logprobs=sampled.logprobs,
-            errors=errors | sampled.errors,
+            prompt_logprobs=_finite(sampled.prompts.logprobs),
+            embeddings=_finite(sampled.prompts.embeddings),
+            errors=errors | sampled.errors | _errors(sampled.prompts),
             step_time_s=times.total,
             prepare_time_s=times.prepare,
             forward_time_s=times.forward,
@@ -122,9 +131,15 @@ class Runner:
         self.batch.apply(plan)
         for slot in plan.freed_slots:
             self._sampler.free(slot)
+            self._prompts.free(slot)
             self.failed.pop(slot, None)
         for start in plan.starts:
             self._sampler.start(start)
+            self._prompts.start(start)
+        self.batch.append_forced(plan)
+        for slot, token_ids in plan.forced_tokens:
+            for token_id in token_ids:
+                self._sampler.append(slot, token_id)
 
     def _compute_isolated(
         self, counts: dict[int, int], hidden: Tensor | None
@@ -157,21 +172,45 @@ class Runner:
         batch = self.batch
         tokens = batch.prepare(list(counts), list(counts.values()))
         self._clock.ended("prepare")
-        ends = zip(counts.items(), accumulate(counts.values()), strict=True)
-        last = {slot: end - 1 for (slot, n), end in ends if batch.will_sample(slot, n)}
-        hidden = self.model.forward(tokens, hidden, list(last.values()))
+        ends = accumulate(counts.values())
+        parts = [(*part, end) for part, end in zip(counts.items(), ends, strict=True)]
+        samples = self._prompts.samples
+        last = {
+            slot: end - 1 for slot, n, end in parts if batch.will_sample(slot, n) and samples(slot)
+        }
+        chunks = self._prompts.chunks(
+            (slot, batch.num_computed_tokens([slot]), n, end - n) for slot, n, end in parts
+        )
+        wanted = [*last.values()]
+        if chunks:
+            wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
+        hidden = self.model.forward(tokens, hidden, wanted)
         self._clock.ended("forward")
         rows = {slot: row for row, slot in enumerate(last)}
         sampled = self._sampler.sample(self.model, hidden, rows) if rows else Sampled()
+        if chunks:
+            places = {row: place for place, row in enumerate(wanted)}
+            sampled.prompts.update(self._prompts.read(self.model, hidden, places, chunks))
         return sampled, self.model.take_expert_tokens()
 
     def _advance(self, counts: dict[int, int], sampled: Sampled) -> None:
         """Remembers what the step computed and drew."""
+        self._prompts.advance(sampled.prompts)
         for slot, count in counts.items():
             self.batch.advance(slot, count)
         for slot, token_id in sampled.token_ids.items():
             self.batch.append(slot, token_id)
             self._sampler.append(slot, token_id)
+
+
+def _finite(values: Mapping[int, T | None]) -> dict[int, T]:
+    return {slot: value for slot, value in values.items() if value is not None}
+
+
+def _errors(prompts: PromptOutputs) -> dict[int, str]:
+    """The engine ends these requests; until then all ranks go on alike."""
+    both = (*prompts.logprobs.items(), *prompts.embeddings.items())
+    return {slot: NOT_FINITE for slot, value in both if value is None}
 
 
 def _without(slots: Set[int], plan: StepPlan, hidden: Tensor) -> Tensor:

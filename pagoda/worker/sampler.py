@@ -14,6 +14,7 @@ from torch import Tensor
 from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.worker import SlotStart
+from pagoda.worker.prompt_outputs import PromptOutputs
 from pagoda.worker.sampling_state import SamplingState
 
 NOT_FINITE = "the model produced NaN or infinite logits"
@@ -39,6 +40,7 @@ class Sampled:
     token_ids: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    prompts: PromptOutputs = field(default_factory=PromptOutputs)
 
 
 def merged(parts: Iterable[Sampled]) -> Sampled:
@@ -48,6 +50,7 @@ def merged(parts: Iterable[Sampled]) -> Sampled:
         whole.token_ids.update(part.token_ids)
         whole.logprobs.update(part.logprobs)
         whole.errors.update(part.errors)
+        whole.prompts.update(part.prompts)
     return whole
 
 
@@ -76,6 +79,12 @@ class Sampler:
     def free(self, slot: int) -> None:
         """Forgets a slot, even one whose start failed."""
         self._states.pop(slot, None)
+
+    def take_masks(self, masks: dict[int, bytes]) -> None:
+        """Takes the masks of slots for their next tokens; `append` forgets them."""
+        for slot, mask in masks.items():
+            if slot in self._states:
+                self._states[slot].take_mask(mask)
 
     def needs_logits(self, slot: int) -> bool:
         """False if the slot's next step needs the likeliest token only."""

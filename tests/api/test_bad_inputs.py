@@ -68,7 +68,7 @@ BAD_VALUES = {
     "suffix": ["x"],
     "kv_transfer_params": [[], "x", 1, True],
     "bad_words": [["x"]],
-    "prompt_logprobs": [0],
+    "prompt_logprobs": [21, -1, -2, 10**9],
     "structured_outputs": [{"regex": "(a+)+b"}],
     "guided_regex": ["(a+)+b"],
     "guided_json": [{}],
@@ -94,7 +94,7 @@ BAD_VALUES = {
         ({"stop": [5]}, "stop[0]"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params.a"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
     ],
 )
@@ -167,14 +167,14 @@ async def test_a_text_that_no_tokens_of_the_context_could_spell_is_not_tokenized
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("was tokenized"))
     error = (await api.complete(prompt="x" * (most + 1))).error()
     assert f"{most + 1} characters" in error["message"]
-    assert f"the 256 tokens of the context hold {most}" in error["message"]
+    assert f"maximum context length is 256 tokens, which hold {most}" in error["message"]
     assert error["code"] == "context_length_exceeded"
 
 
 async def test_the_context_error_says_both_lengths(api) -> None:
     error = (await api.complete(prompt="x" * 300)).error()
     assert "300 tokens" in error["message"]
-    assert "context holds 256" in error["message"]
+    assert "This model's maximum context length is 256 tokens" in error["message"]
     assert error["code"] == "context_length_exceeded"
 
 

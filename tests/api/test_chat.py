@@ -1,38 +1,18 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from scripted_endpoint import TEXT
+from template_texts import CALL, QWEN, prompt_of, text
 
-from pagoda.frontend.chat_template import ChatTemplate
-from pagoda.frontend.model_text import ModelText
+from pagoda.executor.sim import sim_logprob
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-SOURCE = (
-    "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    "{% if opened is defined %}<think>\n{% endif %}"
-)
-
-
-def text(source: str | None) -> ModelText:
-    template = ChatTemplate(source, special_tokens={}) if source else None
-    return ModelText(TEXT.tokenizer, template, TEXT.eos_token_ids)
-
-
-QWEN = text(SOURCE)
 
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
-
-
-def prompt_of(api: Any) -> str:
-    return bytes(api.endpoint.requests[-1].prompt_token_ids).decode()
 
 
 @WHOLE_AND_STREAM
@@ -44,14 +24,17 @@ async def test_an_answer(serve_api, stream: bool) -> None:
     kind = "chat.completion.chunk" if stream else "chat.completion"
     assert {event["object"] for event in events} == {kind}
     [choice] = answer.choices()
-    unsaid = {} if stream else {"reasoning_content": None}
+    unsaid = {"reasoning_content": None, "reasoning": None}
     assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert events[-1]["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
     assert events[-1]["usage"]["completion_tokens"] == 7
     assert prompt_of(api) == "[user]hi[assistant]"
     if stream:
-        assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        begin = {"role": "assistant", "content": "", **unsaid}
+        assert events[0]["choices"][0]["delta"] == begin
+        deltas = [event["choices"][0]["delta"] for event in events[1:-1]]
+        assert all(delta["reasoning_content"] is None for delta in deltas)
         assert all(event["usage"] is None for event in events[:-1])
 
 
@@ -151,6 +134,20 @@ async def test_prompts(serve_api, body: dict[str, Any], prompt: str) -> None:
 
 
 @WHOLE_AND_STREAM
+async def test_log_probabilities_of_the_prompt(serve_api, stream: bool) -> None:
+    api = await serve_api("ok", text=QWEN)
+    answer = await api.chat(prompt_logprobs=1, n=2, stream=stream, return_token_ids=True)
+    body = answer.events()[0] if stream else answer.json()
+    first, *rest = body["prompt_logprobs"]
+    prompt = body["prompt_token_ids"]
+    assert first is None
+    for (before, token_id), position in zip(pairwise(prompt), rest, strict=True):
+        logprob = sim_logprob(before, token_id)
+        [(key, entry)] = position.items()
+        assert (int(key), entry["logprob"], entry["rank"]) == (token_id, logprob, 1)
+
+
+@WHOLE_AND_STREAM
 async def test_logprobs(serve_api, stream: bool) -> None:
     api = await serve_api("é")
     [choice] = (await api.chat(logprobs=True, top_logprobs=1, stream=stream)).choices()
@@ -181,7 +178,7 @@ async def test_token_ids_on_request(serve_api) -> None:
     [
         (None, {}, "messages", "--chat-template"),
         ("{{ messages[0].content }}", {"tools": TOOLS}, "tools", "tools"),
-        ("{{ tools }}{{ messages[0].content }}", {"tools": TOOLS}, "tools", "<tool_call>"),
+        ("{{ tools }}{{ messages[0].content }}", {"tools": TOOLS}, "tools", "--tool-call-parser"),
     ],
 )
 async def test_what_a_template_cannot_do(
@@ -199,7 +196,8 @@ async def test_what_a_template_cannot_do(
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": None}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "x" * 65, "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -219,13 +217,21 @@ async def test_what_a_template_cannot_do(
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": TOOLS * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice.function.name",
+        ),
+        ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call.name"),
+        ({"function_call": {}}, "function_call"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
         ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools[1].function.name"),
+        ({"tool_choice": "must"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],

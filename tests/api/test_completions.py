@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from linked_hosts import until
 
 from pagoda.api.errors import INTERNAL_ERROR
 from pagoda.errors import EngineDeadError, OverloadedError
+from pagoda.executor.sim import sim_logprob
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
 
@@ -42,8 +44,10 @@ async def test_an_answer(serve_api, stream: bool) -> None:
 async def test_usage_in_a_stream_only_where_it_is_asked_for(api) -> None:
     assert b"usage" not in (await api.complete(stream=True)).body
     options = {"continuous_usage_stats": True}
+    assert b"usage" not in (await api.complete(stream=True, stream_options=options)).body
+    options = {"continuous_usage_stats": True, "include_usage": True}
     events = (await api.complete(stream=True, stream_options=options)).events()
-    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3]
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,73 @@ async def test_logprobs(serve_api, stream: bool) -> None:
     assert logprobs["token_logprobs"] == [-0.5] * 4
     assert logprobs["top_logprobs"][0] == {"a": -0.5, "b": -1.5}
     assert logprobs["text_offset"][:2] == [0, 1]
+
+
+def _scores(prompt: str) -> list[float]:
+    """Log-probabilities of a prompt's tokens but the first."""
+    return [sim_logprob(one, other) for one, other in pairwise(prompt.encode())]
+
+
+@WHOLE_AND_STREAM
+@pytest.mark.parametrize("num_tokens", [0, 1])
+async def test_echo_with_logprobs_scores_the_prompt(
+    serve_api, stream: bool, num_tokens: int
+) -> None:
+    """The request that lm-eval's log-likelihood tasks send."""
+    api = await serve_api("ok")
+    prompts = [list(b"abc"), list(b"z"), list(b"defgh")]
+    options = {"max_tokens": num_tokens, "temperature": 0, "seed": 1234}
+    answer = await api.complete(
+        prompt=prompts, echo=True, logprobs=1, n=2, stream=stream, **options
+    )
+    choices = answer.choices()
+    assert len(choices) == 6
+    for choice, text in zip(choices, ("abc", "abc", "z", "z", "defgh", "defgh"), strict=True):
+        logprobs, said = choice["logprobs"], "o" * num_tokens
+        assert (choice["text"], choice["finish_reason"]) == (text + said, "length")
+        assert logprobs["tokens"] == list(text + said)
+        assert logprobs["token_logprobs"] == [None, *_scores(text), *[-0.5] * num_tokens]
+        assert logprobs["top_logprobs"][0] is None
+        pairs = zip(text[1:], _scores(text), strict=True)
+        assert logprobs["top_logprobs"][1 : len(text)] == [{token: value} for token, value in pairs]
+        assert logprobs["text_offset"] == list(range(len(text) + num_tokens))
+    if not stream:
+        assert answer.json()["usage"]["completion_tokens"] == 6 * num_tokens
+        scored = [r.sampling.prompt_logprobs for r in api.endpoint.requests]
+        assert scored == [1, None] * 3  # a prompt is scored once
+
+
+@WHOLE_AND_STREAM
+@pytest.mark.parametrize("num_top", [0, 1])
+async def test_log_probabilities_of_the_prompt(serve_api, stream: bool, num_top: int) -> None:
+    api = await serve_api("ok")
+    answer = await api.complete(
+        prompt="abc", prompt_logprobs=num_top, n=2, logprobs=2, stream=stream
+    )
+    for choice in answer.choices():
+        assert choice["text"] == "ok"
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None
+        expected = zip("bc", _scores("abc"), strict=True)
+        assert rest == [
+            {str(ord(token)): {"logprob": value, "rank": 1, "decoded_token": token}}
+            for token, value in expected
+        ]
+        assert len(choice["logprobs"]["tokens"]) == 3
+    alone = await api.complete(prompt="a", prompt_logprobs=0, max_tokens=0)
+    [choice] = alone.choices()
+    assert (choice["text"], choice["prompt_logprobs"]) == ("", [None])
+
+
+async def test_tokens_as_ids(serve_api) -> None:
+    api = await serve_api("é")
+    options = {"return_tokens_as_token_ids": True, "logprobs": 1, "echo": True}
+    [choice] = (await api.complete(prompt="ab", **options)).choices()
+    logprobs = choice["logprobs"]
+    ids = [97, 98, 0xC3, 0xA9, 257]
+    assert logprobs["tokens"] == [f"token_id:{i}" for i in ids]
+    assert logprobs["top_logprobs"][1] == {"token_id:98": logprobs["token_logprobs"][1]}
+    assert logprobs["text_offset"][:3] == [0, 1, 2]
 
 
 @WHOLE_AND_STREAM

@@ -63,6 +63,28 @@ async def test_prefill_answers_with_one_token_and_says_where_the_kv_is(
     assert (request.holds_kv, request.kv_source) == (True, None)
 
 
+@pytest.mark.parametrize("route", ["complete", "chat"])
+async def test_prefill_holds_what_is_asked_for_one_token(serve_api, route: str) -> None:
+    """smg asks so, and hands on the parameters of the answer."""
+    api = await serve_api("yes", role=Role.PREFILL)
+    assert (await getattr(api, route)(max_tokens=1)).json()["kv_transfer_params"] == GIVEN
+    for fields in ({"max_tokens": 2}, {"max_tokens": 1, "n": 2}):
+        assert b"kv_transfer_params" not in (await getattr(api, route)(**fields)).body
+    answer = await api.complete(prompt=["a", "b"], max_tokens=1)
+    assert b"kv_transfer_params" not in answer.body
+    api = await serve_api("yes", role=Role.BOTH)
+    assert b"kv_transfer_params" not in (await getattr(api, route)(max_tokens=1)).body
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_routers_are_told_the_role(serve_api, role: Role) -> None:
+    api = await serve_api(role=role)
+    facts = (await api.get("/server_info")).json()
+    assert facts["served_model_name"] == "tiny"
+    assert (facts["kv_connector"] is None) == (role is Role.NONE)
+    assert facts == (await api.get("/get_server_info")).json()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["complete", "chat"])
 async def test_decode_is_told_where_the_kv_is(serve_api, route: str, stream: bool) -> None:

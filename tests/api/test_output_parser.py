@@ -10,7 +10,9 @@ from counted_text import assert_linear_copies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.api.output_parser import MAX_HEAD_CHARS, OutputParser
+from pagoda.api.output_parser import READERS, OutputParser
+from pagoda.api.parsers.json_calls import MAX_HEAD_CHARS
+from pagoda.frontend.answer_formats import HARMONY, THINK, ParserChoice
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": "}\\""}}}\n</tool_call>'
 
@@ -26,7 +28,7 @@ class Parts:
         return self.content, self.reasoning, self.calls
 
 
-def parse(deltas: list[str], **options: bool) -> Parts:
+def parse(deltas: list[str], **options: Any) -> Parts:
     parser = OutputParser(**options)
     parts = Parts()
     for step in [*(lambda d=d: parser.push(d) for d in deltas), parser.flush]:
@@ -45,7 +47,7 @@ def parse(deltas: list[str], **options: bool) -> Parts:
     ("text", "options", "content", "reasoning"),
     [
         *(
-            (text, {"thinks": True}, content, reasoning)
+            (text, {"reasoning_format": THINK}, content, reasoning)
             for text, content, reasoning in (
                 ("plain", "plain", ""),
                 ("<think>\nwhy\n</think>\n\nso", "so", "why"),
@@ -58,17 +60,17 @@ def parse(deltas: list[str], **options: bool) -> Parts:
                 ("<th", "<th", ""),
             )
         ),
-        ("\nwhy\n</think>\n\nso", {"thinks": True, "in_reasoning": True}, "so", "why"),
+        ("\nwhy\n</think>\n\nso", {"reasoning_format": THINK, "in_reasoning": True}, "so", "why"),
         # Tags mean nothing to a model that does not use them.
         (f"<think>x</think>{CALL}", {}, f"<think>x</think>{CALL}", ""),
     ],
 )
-def test_reasoning(text: str, options: dict[str, bool], content: str, reasoning: str) -> None:
+def test_reasoning(text: str, options: dict[str, Any], content: str, reasoning: str) -> None:
     assert parse([text], **options).as_tuple() == (content, reasoning, [])
 
 
 def test_several_calls_and_text_around() -> None:
-    parts = parse([f"Let me see.\n{CALL}\n{CALL} and {CALL}\n"], calls_tools=True)
+    parts = parse([f"Let me see.\n{CALL}\n{CALL} and {CALL}\n"], tool_format="hermes")
     assert parts.content == "Let me see.and"
     assert [name for name, _ in parts.calls] == ["add", "add", "add"]
     assert json.loads(parts.calls[0][1]) == {"a": 1, "b": {"c": '}"'}}
@@ -84,23 +86,23 @@ def test_several_calls_and_text_around() -> None:
     ],
 )
 def test_calls_in_unusual_order(body: str, name: str, arguments: object) -> None:
-    [[found, text]] = parse([f"<tool_call>{body}</tool_call>"], calls_tools=True).calls
+    [[found, text]] = parse([f"<tool_call>{body}</tool_call>"], tool_format="hermes").calls
     assert (found, json.loads(text)) == (name, arguments)
 
 
 @pytest.mark.parametrize("body", ["no json", "[1]", '{"name": 5}', "{" * 5000, BAD_ESCAPE])
 def test_what_is_no_call_is_content(body: str) -> None:
     text = f"a <tool_call>{body}</tool_call>"
-    assert parse([text], calls_tools=True).content in (text, text.replace("a <", "a<"))
+    assert parse([text], tool_format="hermes").content == text
 
 
 def test_a_call_cut_off_keeps_its_arguments_so_far() -> None:
-    parts = parse(['<tool_call>{"name": "f", "arguments": {"a": '], calls_tools=True)
+    parts = parse(['<tool_call>{"name": "f", "arguments": {"a": '], tool_format="hermes")
     assert parts.calls == [["f", '{"a": ']]
 
 
 def test_arguments_stream_as_they_come() -> None:
-    parser = OutputParser(calls_tools=True)
+    parser = OutputParser(tool_format="hermes")
     assert parser.push('<tool_call>{"name": "f", "arg').tool_calls == ()
     first = parser.push('uments": {"text": "lo').tool_calls
     assert [(piece.index, piece.name, piece.arguments) for piece in first] == [
@@ -113,13 +115,13 @@ def test_arguments_stream_as_they_come() -> None:
 
 
 def test_plain_content_is_not_held_back() -> None:
-    parser = OutputParser(thinks=True, calls_tools=True)
+    parser = OutputParser(reasoning_format=THINK, tool_format="hermes")
     for text, content in (("Hello", "Hello"), (" <", ""), ("b>", " <b>")):
         assert parser.push(text).content == content
 
 
 def test_transparent_once_only_content_can_follow() -> None:
-    parser = OutputParser(thinks=True)
+    parser = OutputParser(reasoning_format=THINK)
     seen = [parser.transparent]
     for text in ("<think>x</think>", "y"):
         parser.push(text)
@@ -143,7 +145,11 @@ def test_does_not_depend_on_how_the_text_is_cut(
 ) -> None:
     edges = [0, *sorted(b % (len(text) + 1) for b in borders), len(text)]
     deltas = [text[a:b] for a, b in itertools.pairwise(edges)]
-    options = {"thinks": thinks, "in_reasoning": thinks and opened, "calls_tools": tools}
+    options = {
+        "reasoning_format": THINK if thinks else None,
+        "in_reasoning": thinks and opened,
+        "tool_format": "hermes" if tools else None,
+    }
     assert parse(deltas, **options).as_tuple() == parse([text], **options).as_tuple()
     assert parse(list(text), **options).as_tuple() == parse([text], **options).as_tuple()
 
@@ -164,7 +170,7 @@ def test_does_not_depend_on_how_the_text_is_cut(
 )
 def test_work_is_linear_in_a_text_that_is_held_back(begin: str, more: str) -> None:
     def feed(pieces: Iterable[str]) -> None:
-        parser = OutputParser(thinks=True, calls_tools=True)
+        parser = OutputParser(reasoning_format=THINK, tool_format="hermes")
         parser.push(begin)
         for piece in pieces:
             parser.push(piece)
@@ -176,4 +182,246 @@ def test_work_is_linear_in_a_text_that_is_held_back(begin: str, more: str) -> No
 def test_a_head_that_is_too_long_to_be_one_is_still_a_call() -> None:
     text = "<tool_call>" + " " * MAX_HEAD_CHARS + '{"name": "f", "arguments": {"a": 1}}</tool_call>'
     for deltas in ([text], list(text)):
-        assert parse(deltas, calls_tools=True).calls == [["f", '{"a": 1}']]
+        assert parse(deltas, tool_format="hermes").calls == [["f", '{"a": 1}']]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer"},
+                    "s": {"type": "string"},
+                    "o": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "g"}},
+]
+VALUES = {"a": -1, "s": 'two\nlines, "quoted" ]} é', "o": {"x": [True, None, 1.5]}}
+JSON = json.dumps(VALUES, ensure_ascii=False)
+PYTHON = f"a=-1, s={VALUES['s']!r}, o={VALUES['o']!r}"
+XML = {name: value if name == "s" else json.dumps(value) for name, value in VALUES.items()}
+"""Two calls in each format: f with `VALUES`, and g without arguments."""
+CALLS = {
+    "hermes": f'<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>'
+    '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n"
+    + "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in XML.items())
+    + "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>f\n"
+    + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in XML.items())
+    + "</tool_call>\n<tool_call>g\n</tool_call>",
+    "llama3_json": f'{{"name": "f", "parameters": {JSON}}}; {{"name": "g", "parameters": {{}}}}',
+    "pythonic": f"[f({PYTHON}), g()]",
+    "mistral": f"[TOOL_CALLS]f[ARGS]{JSON}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{{}}",
+    "deepseek_v3": "<｜tool▁calls▁begin｜>"
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{JSON}\n```<｜tool▁call▁end｜>\n"
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>"
+    f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|>"
+    f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>"
+    "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "granite": f'<|tool_call|>[{{"name": "f", "arguments": {JSON}}}, {{"name": "g"}}]',
+    "phi4_mini_json": f'functools[{{"name": "f", "arguments": {JSON}}}, {{"arguments": {{}}, "name": "g"}}]',
+    "bare_list": f'[{{"name": "f", "parameters": {JSON}}}, {{"name": "g", "parameters": {{}}}}]',
+    "openai": f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{JSON}<|call|>"
+    "<|start|>assistant to=functions.g<|channel|>commentary<|message|>{}<|call|>",
+}
+OTHER_FORMS = {
+    "mistral": f'[TOOL_CALLS] [{{"name": "f", "arguments": {JSON}}}, {{"name": "g", "arguments": {{}}}}]',
+    "llama3_json": f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {JSON}}};'
+    '{"name": "g", "parameters": {}}',
+    "granite": f'<tool_call>[{{"name": "f", "arguments": {JSON}}}, {{"name": "g"}}]</tool_call>',
+    "phi4_mini_json": f'<|tool_call|>[{{"name": "f", "arguments": {JSON}}}, {{"name": "g"}}]<|/tool_call|>',
+    "pythonic": f"<|python_start|>[f({PYTHON}), g()]<|python_end|>",
+    "qwen3_coder": "<function=f>"
+    + "".join(f"<parameter={k}>{v}" for k, v in XML.items())
+    + "</function><function=g></function>",
+}
+ANY_FORM = [*CALLS.items(), *OTHER_FORMS.items()]
+
+
+def test_all_formats_are_read() -> None:
+    assert CALLS.keys() == {*READERS, "openai"}
+
+
+@pytest.mark.parametrize(("name", "text"), ANY_FORM)
+def test_calls_of_each_format(name: str, text: str) -> None:
+    for deltas in ([text], list(text), [text[:7], *text[7:].partition("a")]):
+        parts = parse(deltas, tool_format=name, tools=TOOLS)
+        assert [(called, json.loads(args)) for called, args in parts.calls] == [
+            ("f", VALUES),
+            ("g", {}),
+        ]
+        assert (parts.content, parts.reasoning) == ("", "")
+
+
+NOT_BARE = [name for name in CALLS if name not in ("llama3_json", "pythonic", "bare_list")]
+
+
+@pytest.mark.parametrize("name", NOT_BARE)
+def test_content_around_calls(name: str) -> None:
+    opening = "<|channel|>final<|message|>" if name == "openai" else ""
+    middle = "<|end|><|start|>assistant" if name == "openai" else " \n"
+    parts = parse([f"{opening}Let me see.{middle}{CALLS[name]}"], tool_format=name, tools=TOOLS)
+    assert parts.content == "Let me see."
+    assert len(parts.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '{"name": "Bob", "parameters": {"age": 5}}'),
+        ("llama3_json", '{"name": "Bob"}'),
+        ("llama3_json", "<|python_tag|>print(1)"),
+        ("bare_list", '[{"name": "Bob"}]'),
+        ("bare_list", "[1, 2]"),
+        ("pythonic", "[1, 2]"),
+        ("pythonic", "[f(1)]"),
+        ("pythonic", "[f(a=x)]"),
+        ("pythonic", "[f(**a)]"),
+        ("pythonic", "[f(a=1"),
+        ("mistral", "[TOOL_CALLS]what is this?"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]no"),
+        ("mistral", "[TOOL_CALLS]what is this[ARGS]{}"),
+        ("granite", "<|tool_call|>f(1)"),
+        ("phi4_mini_json", "functools[f]"),
+        ("qwen3_coder", "<tool_call>\nf\n</tool_call>"),
+        ("qwen3_coder", "<function="),
+        ("glm45", "<tool_call>two words\n</tool_call>"),
+        ("glm45", '<tool_call>\n{"name": "f"}\n</tool_call>'),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_end|>"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>"),
+        ("hermes", "<tool_call>\n"),
+    ],
+)
+def test_broken_calls_are_content(name: str, text: str) -> None:
+    for deltas in ([text], list(text)):
+        parts = parse(deltas, tool_format=name, tools=TOOLS)
+        assert (parts.content, parts.calls) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (None, "5", "5"),
+        ({}, "5", 5),
+        ({}, "five", "five"),
+        ({"type": "string"}, "5", "5"),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "number"}, "5", 5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "integer"}, "five", "five"),
+        ({"enum": ["5", "6"]}, "5", "5"),
+        ({"const": 5}, "5", 5),
+        ({"anyOf": [{"type": "string"}, {"type": "string"}]}, "5", "5"),
+        ({"oneOf": [{"type": "array"}, {"$ref": "#/x"}]}, "[5]", [5]),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "object"}, "{" * 5000, "{" * 5000),
+        (True, "5", 5),
+    ],
+)
+def test_values_without_quotes_have_the_types_of_the_schema(
+    schema: object, text: str, value: object
+) -> None:
+    properties = {} if schema is None else {"a": schema}
+    tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+    call = f"<function=f><parameter=a>{text}</parameter></function>"
+    [[_, arguments]] = parse([call], tool_format="qwen3_coder", tools=tools).calls
+    assert json.loads(arguments) == {"a": value}
+
+
+def test_strings_stream_also_without_quotes() -> None:
+    parser = OutputParser(tool_format="glm45", tools=TOOLS)
+    head = "<tool_call>f\n<arg_key>s</arg_key><arg_value>one "
+    assert parser.push(head).tool_calls[-1].arguments == '{"s": "one '
+    assert parser.push("two").tool_calls[0].arguments == "two"
+
+
+HARMONIES = (
+    (f"<|channel|>analysis<|message|>{{}}<|end|><|start|>assistant{CALLS['openai']}", "", "{}", 2),
+    (
+        "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|> so ",
+        "so ",
+        "why",
+        0,
+    ),
+    ("<|channel|>commentary<|message|>I call.<|end|>", "I call.", "", 0),
+    (" to=functions.f<|channel|>commentary json<|message|>{}", "", "", 1),
+    ("no header", "no header", "", 0),
+    ("<|channel|>fin", "", "", 0),
+    ("<|channel|>" + "x" * 2000, "<|channel|>" + "x" * 2000, "", 0),
+)
+
+
+@pytest.mark.parametrize(("text", "content", "reasoning", "num_calls"), HARMONIES)
+def test_harmony(text: str, content: str, reasoning: str, num_calls: int) -> None:
+    for deltas in ([text], list(text)):
+        parts = parse(deltas, tool_format="openai", reasoning_format=HARMONY, tools=TOOLS)
+        assert (parts.content, parts.reasoning) == (content, reasoning)
+        assert len(parts.calls) == num_calls
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "reasoning"),
+    [
+        ("mistral", "[THINK]why[/THINK]so", "so", "why"),
+        ("granite", "Here is my thought process:\nwhy\nHere's my response: so", "so", "why"),
+        ("deepseek-r1", "why</think>so", "so", "why"),
+        ("deepseek_r1", "<think>why", "", "why"),
+        ("glm45", "<think>why</think>\nso", "so", "why"),
+    ],
+)
+def test_reasoning_parsers(name: str, text: str, content: str, reasoning: str) -> None:
+    style = ParserChoice(reasoning=name).formats("").reasoning
+    assert style is not None
+    for deltas in ([text], list(text)):
+        parts = parse(deltas, reasoning_format=style, in_reasoning=style.is_open)
+        assert (parts.content, parts.reasoning) == (content, reasoning)
+
+
+FRAGMENTS = st.sampled_from(
+    sorted(
+        {text[i : i + 9] for _, text in ANY_FORM for i in range(0, len(text), 9)} | {" ", "<", "["}
+    )
+)
+
+
+@given(
+    st.sampled_from(sorted(CALLS)),
+    st.one_of(
+        st.lists(FRAGMENTS, max_size=30).map("".join), st.sampled_from([t for _, t in ANY_FORM])
+    ),
+    st.lists(st.integers(0, 2000), max_size=8),
+    st.integers(0, 2000),
+)
+def test_no_format_depends_on_how_the_text_is_cut(
+    name: str, text: str, borders: list[int], length: int
+) -> None:
+    text = text[: length % (len(text) + 1)] or text
+    edges = [0, *sorted(b % (len(text) + 1) for b in borders), len(text)]
+    options = {"tool_format": name, "tools": TOOLS}
+    whole = parse([text], **options).as_tuple()
+    assert parse([text[a:b] for a, b in itertools.pairwise(edges)], **options).as_tuple() == whole
+    assert parse(list(text), **options).as_tuple() == whole
+
+
+@pytest.mark.parametrize(("name", "text"), ANY_FORM)
+def test_work_is_linear_in_every_format(name: str, text: str) -> None:
+    def feed(pieces: Iterable[str]) -> None:
+        parser = OutputParser(tool_format=name, tools=TOOLS)
+        for piece in pieces:
+            parser.push(piece)
+        parser.flush()
+
+    for more in (text, text[: len(text) // 2], text[: len(text) // 4] + "x"):
+        assert_linear_copies(feed, more * (2000 // len(more)))

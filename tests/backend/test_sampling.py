@@ -39,7 +39,9 @@ def row_of(
     rules = SamplingRules(
         sampling, allowed, array("q", stops), array("q", bias), array("f", bias.values())
     )
-    return SamplingRow(rules, position, bool(stops), array("q", seen), array("f", counts))
+    return SamplingRow(
+        rules, position, rules.allowed, bool(stops), array("q", seen), array("f", counts)
+    )
 
 
 def mask(tokens: list[int], vocab: int) -> Tensor:
@@ -238,6 +240,32 @@ def test_rows_of_a_wider_tensor(ops: Any) -> None:
     wide = torch.randn(3, 500, generator=torch.Generator().manual_seed(2))
     rows = [row_of(300, position=i, top_p=0.9) for i in range(3)]
     assert ops.sample(wide[:, :300], rows) == REFERENCE.sample(wide[:, :300].clone(), rows)
+
+
+@pytest.mark.parametrize("vocab", [1, 130, 8193])
+@pytest.mark.parametrize("num_top", [0, 3, 10_000])
+def test_given_tokens_are_reported_like_sampled_ones(ops: Any, vocab: int, num_top: int) -> None:
+    logits = torch.stack([logits_like(kind, vocab, 1) for kind in ("normal", "tied", "peaked")])
+    token_ids = torch.tensor([i * 7 % vocab for i in range(3)])
+    rows = [
+        row_of(vocab, allowed=mask([token_id], vocab), logprobs=num_top)
+        for token_id in token_ids.tolist()
+    ]
+    reported = [row.logprobs for row in ops.sample(logits.clone(), rows)]
+    wide = torch.nn.functional.pad(logits, (0, 5))[:, :vocab]
+    scored = ops.score(wide, token_ids, num_top)
+    assert scored.finite
+    assert scored.ranks.tolist() == [one.rank for one in reported]
+    assert scored.top_token_ids.tolist() == [one.top_token_ids for one in reported]
+    assert scored.logprobs.tolist() == [[one.logprob, *one.top_logprobs] for one in reported]
+
+
+def test_rows_that_are_not_finite_are_not_scored(ops: Any) -> None:
+    logits = torch.zeros(3, 300)
+    logits[1, 200] = math.inf
+    assert not ops.score(logits, torch.zeros(3, dtype=torch.int64), 2).finite
+    with pytest.raises(IndexError):
+        ops.score(torch.zeros(1, 300), torch.tensor([300]), 0)
 
 
 def test_no_rows(ops: Any) -> None:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
+from typing import Any
 
 from harness import VOCAB_SIZE, expected_tokens
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from small_grammars import constraint_of
 
 from pagoda.engine.config import SimConfig
 from pagoda.engine.scheduler import Scheduler
-from pagoda.executor.sim import Cells, SimWorker
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.executor.sim import Cells, SimWorker, sim_embedding, sim_logprob
+from pagoda.messages.frontend import (
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    Pooling,
+    TokenChunk,
+)
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
 
 MAX_MODEL_LEN = 32
+WANTED: list[dict[str, Any]] = [{}, {}, {"num_top": 2}, *({"pooling": one} for one in Pooling)]
+"""What requests ask of their prompts, as arguments of `arrive`."""
 BLOCK_SIZE = 4
 
 
@@ -32,6 +43,7 @@ class SchedulerRules(RuleBasedStateMachine):
         self.disk_objects = disk
         self.requests: dict[str, GenerateRequest] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.scores: dict[str, list[float]] = {}
         self.start_the_worker()
 
     def start_the_worker(self) -> None:
@@ -41,23 +53,43 @@ class SchedulerRules(RuleBasedStateMachine):
             num_stages=self.scheduler.limits.num_stages,
             disk=self.disk_objects,
         )
+        self.plans: deque[StepPlan] = deque()
+        """Plans that await masks, or are behind one that does."""
         self.results: deque[StepResult] = deque()
         self.executed_step = self.scheduler.batcher.next_step - 1
 
     def arrive(
-        self, prompt: list[int], max_tokens: int, priority: int, eos: tuple[int, ...] = ()
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        eos: tuple[int, ...] = (),
+        grammar: Grammar | None = None,
+        *,
+        num_top: int | None = None,
+        pooling: Pooling | None = None,
+        **sampling: Any,
     ) -> None:
+        """`num_top` asks for log-probabilities of the prompt; a pooled prompt has no answer."""
         number = len(self.tokens) + 1
         request = GenerateRequest(
             request_id=f"r{number}",
             prompt_token_ids=prompt,
-            sampling=SamplingParams(seed=number, max_tokens=max_tokens),
+            sampling=SamplingParams(
+                seed=number,
+                max_tokens=0 if pooling else max_tokens,
+                prompt_logprobs=num_top,
+                **sampling,
+            ),
             eos_token_ids=eos,
             priority=priority,
+            grammar=grammar,
+            pooling=pooling,
         )
-        assert self.scheduler.add(request) == []
+        assert self.scheduler.add(request, constraint_of(request)) == []
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
+        self.scores[request.request_id] = []
 
     def turn(self) -> None:
         """Happens before a step is planned."""
@@ -72,8 +104,23 @@ class SchedulerRules(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         if plan is not None:
             self.check_plan(plan)
-            self.results.append(self.worker.execute(plan, 0.0))
+            self.plans.append(plan)
+            self.execute()
         self.submit_transfers()
+
+    @precondition(lambda self: self.plans)
+    @rule()
+    def send_masks(self) -> None:
+        messages, chunks = self.scheduler.take_masks()
+        for masks in messages:
+            self.worker.take_masks(masks)
+        self.take(chunks)
+        self.execute()
+
+    def execute(self) -> None:
+        """The worker goes on, until it needs masks."""
+        while self.plans and self.worker.has_masks_for(self.plans[0]):
+            self.results.append(self.worker.execute(self.plans.popleft(), 0.0))
 
     def check_plan(self, plan: StepPlan) -> None:
         limits = self.scheduler.limits
@@ -112,6 +159,7 @@ class SchedulerRules(RuleBasedStateMachine):
         for chunk in chunks:
             request = self.requests[chunk.request_id]
             self.tokens[chunk.request_id] += chunk.token_ids
+            self._take_scores(request, chunk)
             whole = expected_tokens(request, MAX_MODEL_LEN)
             so_far = self.tokens[chunk.request_id]
             assert so_far == whole[: len(so_far)]
@@ -119,8 +167,25 @@ class SchedulerRules(RuleBasedStateMachine):
                 assert "worker died" in (chunk.error or "") or self.may_fail
             elif chunk.finish_reason is not None:
                 assert so_far == whole
+                self._check_end(request, chunk)
             if chunk.finish_reason is not None:
                 del self.requests[chunk.request_id]
+
+    def _take_scores(self, request: GenerateRequest, chunk: TokenChunk) -> None:
+        """Positions come in order, each once, and before the answer."""
+        scores, part = self.scores[request.request_id], chunk.prompt_logprobs
+        if part is not None:
+            assert part.first == 1 + len(scores)
+            scores += [entry.logprob for entry in part.entries()]
+        if request.sampling.prompt_logprobs is not None and chunk.token_ids:
+            assert len(scores) == len(request.prompt_token_ids) - 1
+
+    def _check_end(self, request: GenerateRequest, chunk: TokenChunk) -> None:
+        prompt, expected = request.prompt_token_ids, list[float]()
+        if request.sampling.prompt_logprobs is not None:
+            expected = [sim_logprob(one, other) for one, other in pairwise(prompt)]
+        assert self.scores[request.request_id] == expected
+        assert chunk.embedding == (sim_embedding(prompt) if request.pooling else None)
 
     @invariant()
     def requests_are_where_they_should_be(self) -> None:
@@ -130,11 +195,13 @@ class SchedulerRules(RuleBasedStateMachine):
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.scheduler.requests or self.results)
+        return bool(self.scheduler.requests or self.results or self.plans)
 
     def go_on(self) -> None:
         """Nothing goes wrong for a moment."""
         self.schedule()
+        if self.plans:
+            self.send_masks()
         if self.results:
             self.deliver()
 

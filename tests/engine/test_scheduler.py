@@ -491,3 +491,52 @@ def test_only_requests_of_the_steps_in_flight_are_in_quarantine() -> None:
     assert {request.request_id for request in scheduler.quarantine.requests} == {"a", "b"}
     alone = [plan_of(scheduler) for _ in range(2)]
     assert [start.request_id for plan in alone for start in plan.starts] == ["a"]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("budget", [8, 512])
+def test_several_answers_to_one_prompt_compute_it_once(budget: int, num_stages: int) -> None:
+    """Each answer computes what is left of the last block; all find the blocks in front of it."""
+    harness = Harness(
+        num_blocks=128, max_num_batched_tokens=budget, num_stages=num_stages, max_num_seqs=8
+    )
+    prompt = list(range(42))
+    requests = [make_request(f"n{i}", prompt, max_tokens=4) for i in range(6)]
+    harness.serve(*requests)
+    # The last token of an answer is not computed.
+    computed = harness.core.load().steps.num_tokens - 6 * 3
+    assert computed == 42 + 5 * 2
+    assert harness.core.load().num_prefix_hit_tokens == 5 * 40
+
+
+def test_a_request_does_not_wait_for_a_small_part_of_its_prompt() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=64)
+    scheduler.add(make_request("a", [0] * 8 + [1] * 20))
+    scheduler.add(make_request("b", [0] * 8 + [2] * 20))
+    scheduler.add(make_request("c", [0] * 8 + [1] * 10))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.num_tokens == [28, 28]  # c shares 8 of 18 tokens with b, and 16 with a
+    assert [request.request_id for request in scheduler.waiting] == ["c"]
+
+
+def test_followers_go_on_when_their_leader_is_aborted() -> None:
+    harness = Harness(num_blocks=128, max_num_batched_tokens=8)
+    requests = [make_request(f"n{i}", list(range(40)), max_tokens=4) for i in range(3)]
+    for request in requests:
+        harness.add(request)
+    harness.ticks(2)
+    harness.core.abort("n0")
+    harness.run()
+    assert_complete(harness, requests[1:], 64)
+
+
+def test_urgent_requests_do_not_wait_for_others() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=64)
+    scheduler.add(make_request("slow", [0] * 24, priority=1))
+    first = scheduler.schedule()
+    scheduler.add(make_request("urgent", [0] * 24))
+    second = scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    assert second.num_tokens[0] == 24

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from harness import VOCAB_SIZE, check_sums
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from kv_subscriber import CacheView
-from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, SchedulerRules
+from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
+from small_grammars import EOS, GRAMMARS
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import CacheRecorder, KVEventBatch
 from pagoda.kv.manager import KVManager
-from pagoda.messages.worker import StepResult
+from pagoda.messages.frontend import Grammar
 
 
 class SchedulerMachine(SchedulerRules):
@@ -51,12 +54,53 @@ class SchedulerMachine(SchedulerRules):
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),
         priority=st.integers(-1, 1),
         eos=st.integers(0, VOCAB_SIZE - 1),
+        wanted=st.sampled_from(WANTED),
     )
-    def add(self, prompt: list[int], max_tokens: int, priority: int, eos: int) -> None:
-        self.arrive(prompt, max_tokens, priority, (eos,))
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        eos: int,
+        wanted: dict[str, Any],
+    ) -> None:
+        self.arrive(prompt, max_tokens, priority, (eos,), **wanted)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(-1, 1),
+        grammar=st.sampled_from(GRAMMARS),
+        min_tokens=st.sampled_from([0, 0, 1, 7]),
+        stop=st.sampled_from([(), (), (4,), (35,)]),
+        ignore_eos=st.booleans(),
+        logprobs=st.sampled_from([None, None, 1]),
+    )
+    def add_with_a_grammar(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        grammar: Grammar,
+        min_tokens: int,
+        stop: tuple[int, ...],
+        ignore_eos: bool,
+        logprobs: int | None,
+    ) -> None:
+        self.arrive(
+            prompt,
+            max_tokens,
+            priority,
+            () if ignore_eos else (EOS,),
+            grammar,
+            min_tokens=min(min_tokens, max_tokens),
+            stop_token_ids=stop,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
 
     @precondition(lambda self: self.results and self.results[0].slots)
     @rule(data=st.data())
@@ -65,10 +109,10 @@ class SchedulerMachine(SchedulerRules):
         index = data.draw(st.integers(0, len(result.slots) - 1))
         bad = result.slots[index]
         self.hand_in(
-            StepResult(
-                result.step,
-                result.slots[:index] + result.slots[index + 1 :],
-                result.token_ids[:index] + result.token_ids[index + 1 :],
+            msgspec.structs.replace(
+                result,
+                slots=result.slots[:index] + result.slots[index + 1 :],
+                token_ids=result.token_ids[:index] + result.token_ids[index + 1 :],
                 errors={bad: "broken"},
             )
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from harness import VOCAB_SIZE, assert_nothing_under_way, check_books
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, SchedulerRules
+from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
 from sim_disk import SimDisk
 
 from pagoda.engine.batching import SchedulerLimits
@@ -101,12 +103,19 @@ class TiersMachine(SchedulerRules):
         tail=st.lists(st.integers(0, 2), max_size=2),
         max_tokens=st.integers(1, 8),
         priority=st.integers(-1, 1),
+        wanted=st.sampled_from(WANTED),
     )
     def add(
-        self, document: list[int], length: int, tail: list[int], max_tokens: int, priority: int
+        self,
+        document: list[int],
+        length: int,
+        tail: list[int],
+        max_tokens: int,
+        priority: int,
+        wanted: dict[str, Any],
     ) -> None:
         prompt = [*document[:length], *tail][: MAX_MODEL_LEN - 1]
-        self.arrive(prompt, max_tokens, priority)
+        self.arrive(prompt, max_tokens, priority, **wanted)
         self.submit_transfers()
 
     def submit_transfers(self) -> None:

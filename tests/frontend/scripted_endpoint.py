@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from itertools import pairwise
 
 import msgspec
 
+from pagoda.executor.sim import sim_embedding, sim_logprob
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.model_text import synthetic_model_text
 from pagoda.messages.frontend import (
@@ -15,6 +18,7 @@ from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
     KVSource,
+    PromptLogprobs,
     TokenChunk,
     TokenLogprobs,
 )
@@ -32,6 +36,21 @@ LIMITS = EngineReady(
     max_num_waiting=8,
     summary="scripted",
 )
+
+
+def _scores(request: GenerateRequest) -> PromptLogprobs | None:
+    """The simulated model's log-probabilities of a prompt; each token is its only likely one."""
+    num_top, prompt = request.sampling.prompt_logprobs, request.prompt_token_ids
+    if num_top is None or len(prompt) < 2:
+        return None
+    logprobs = [sim_logprob(one, other) for one, other in pairwise(prompt)]
+    return PromptLogprobs(
+        1,
+        num_top,
+        array("i", [1] * len(logprobs)).tobytes(),
+        array("i", [i for i in prompt[1:] for _ in range(num_top)]).tobytes(),
+        array("f", [value for value in logprobs for _ in range(1 + num_top)]).tobytes(),
+    )
 
 
 class ScriptedEndpoint:
@@ -55,6 +74,8 @@ class ScriptedEndpoint:
         self.any_aborted = asyncio.Event()
         self.raises: Exception | None = None
         self.breaks_after: int | None = None
+        self.breaks_prompts = False
+        """Requests without an answer fail."""
         self.num_cached_tokens = 0
         self.pause_after: int | None = None
         """Tokens after which an answer waits for `go_on`."""
@@ -109,6 +130,22 @@ class ScriptedEndpoint:
             source = KVSource(address="tcp://10.0.0.1:5700", engine_id="e1", transfer_id="t1")
             yield TokenChunk(request.request_id, [], kv_source=source)
             held = msgspec.structs.replace(source, block_ids=(7,))
+        scores = _scores(request)
+        if scores is not None:  # in two chunks, of which the second repeats a position
+            half = max(1, len(request.prompt_token_ids) // 2)
+            sizes = 4 * half, 4 * half * scores.num_top, 4 * half * (1 + scores.num_top)
+            columns = scores.ranks, scores.top_token_ids, scores.logprobs
+            cut = [column[:size] for column, size in zip(columns, sizes, strict=True)]
+            early = PromptLogprobs(1, scores.num_top, *cut)
+            yield TokenChunk(request.request_id, [], prompt_logprobs=early)
+            yield TokenChunk(request.request_id, [], prompt_logprobs=scores.since(half))
+        if limit == 0 and self.breaks_prompts:
+            yield TokenChunk(request.request_id, [], FinishReason.ERROR, error="It broke.")
+            return
+        if limit == 0:
+            vector = sim_embedding(request.prompt_token_ids) if request.pooling else None
+            end = FinishReason.LENGTH
+            yield TokenChunk(request.request_id, [], end, embedding=vector)
         for count, token_id in enumerate(ids[:limit]):
             if count == self.pause_after:
                 self.paused.set()

@@ -107,20 +107,32 @@ def test_special_tokens_are_variables() -> None:
 )
 def test_tells_what_the_model_can_do(source: str, can: bool, switches: tuple[str, ...]) -> None:
     made = template(source)
-    assert (made.takes_tools, made.hermes_tool_calls, made.thinks) == (can, can, can)
+    assert made.takes_tools == can
     assert made.switches == switches
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenize", "chat_template", "messages", "tools", "bos_token", "unknown"]
-)
-def test_only_the_templates_own_switches_can_be_set(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match="it has: enable_thinking") as caught:
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "tools", "bos_token"])
+def test_what_is_the_servers_own_cannot_be_set(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be set") as caught:
         template(QWEN).render(USER, chat_template_kwargs={name: True})
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
-@pytest.mark.parametrize("value", [None, [], {}, "x" * 1025])
+def test_a_switch_that_the_template_lacks_has_no_effect() -> None:
+    made = template(QWEN)
+    assert made.render(USER, chat_template_kwargs={"thinking": True}) == made.render(USER)
+
+
+def test_a_name_is_seen_by_the_model() -> None:
+    messages = [{"role": "user", "content": "hi", "name": "ada"}]
+    plain, named = "{{ messages[0].content }}", "{{ messages[0].name }}/{{ messages[0].content }}"
+    assert template(plain).render(messages) == "ada: hi"
+    assert template(named).render(messages) == "ada/hi"
+    call = [{"role": "tool", "content": "1", "name": "add"}]
+    assert template(plain).render(call) == "1", "the call names its function"
+
+
+@pytest.mark.parametrize("value", [[], {}, "x" * 1025])
 def test_switches_are_small_plain_values(value: object) -> None:
     with pytest.raises(InvalidRequestError, match="enable_thinking"):
         template(QWEN).render(USER, chat_template_kwargs={"enable_thinking": value})

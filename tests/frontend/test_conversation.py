@@ -52,7 +52,7 @@ def test_what_templates_see(message: dict[str, Any], turn: dict[str, Any]) -> No
     [
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": None}, "messages[0].content"),
-        ({"role": "assistant"}, "messages[0].content"),
+        ({"role": "tool"}, "messages[0].content"),
         ({"role": "user", "content": "x", "tool_calls": [call("{}")]}, "messages[0].tool_calls"),
         *(
             (
@@ -71,7 +71,8 @@ def test_messages_that_lack_what_their_role_needs(message: dict[str, Any], param
 
 def test_tools_as_they_should_be() -> None:
     nested = {"type": "array", "items": {"type": ["string", "null"], "pattern": "^a+$"}}
-    check_tools([tool(type="object", properties={"x": nested}, required=["x"]), tool()])
+    other = {"type": "function", "function": {"name": "g"}}
+    check_tools([tool(type="object", properties={"x": nested}, required=["x"]), other])
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -86,7 +87,6 @@ def deep(levels: int) -> dict[str, Any]:
     [
         ({}, "tools[0]"),
         ({"type": "other", "function": {"name": "f"}}, "tools[0].type"),
-        ({"type": "function", "function": {"name": "f", "x": 1}}, "tools[0].function"),
         ({"type": "function", "function": {"name": "a b"}}, "tools[0].function.name"),
         ({"type": "function", "function": {"name": "x" * 65}}, "tools[0].function.name"),
         (tool(type="text"), "tools[0].function.parameters.type"),
@@ -106,9 +106,14 @@ def test_malformed_tools(bad: dict[str, Any], param: str) -> None:
 def test_patterns_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some patterns take seconds to compile, and others are valid in JSON Schema but not in Python."""
     monkeypatch.setattr(re, "compile", lambda *_: pytest.fail("a pattern was compiled"))
-    check_tools(
-        [tool(pattern=pattern) for pattern in ("(?i)[\u0100-\U0010ffff]" * 50, r"\p{L}", "(")]
-    )
+    for pattern in ("(?i)[\u0100-\U0010ffff]" * 50, r"\p{L}", "("):
+        check_tools([tool(pattern=pattern)])
+
+
+def test_two_tools_have_two_names() -> None:
+    with pytest.raises(InvalidRequestError, match="earlier tool") as caught:
+        check_tools([tool(), tool(type="object")])
+    assert caught.value.param == "tools[1].function.name"
 
 
 def test_checking_a_schema_takes_linear_work() -> None:

@@ -62,6 +62,16 @@ def test_sampling_preferences_come_from_generation_config(model: Path) -> None:
     assert load_model_text(model).default_sampling == {"temperature": 0.6, "top_k": 20}
 
 
+@pytest.mark.parametrize(
+    ("says", "default"), [(False, {"temperature": 0.0}), (True, {}), (None, {})]
+)
+def test_a_model_that_is_not_to_be_sampled_answers_greedily(
+    model: Path, says: bool | None, default: dict[str, float]
+) -> None:
+    write(model / "generation_config.json", {"do_sample": says})
+    assert load_model_text(model).default_sampling == default
+
+
 def test_sampling_preferences_that_are_not_possible(model: Path) -> None:
     write(model / "generation_config.json", {"top_k": 20.5})
     with pytest.raises(ConfigError, match=r"generation_config\.json.*top_k"):

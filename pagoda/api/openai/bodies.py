@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from pagoda.api.fields import MAX_TOKEN_IDS, GenerationFields, TokenIds
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_TOOLS, Messages
-from pagoda.messages.sampling_params import MAX_LOGPROBS, TokenId
+from pagoda.messages.sampling_params import ALL_LOGPROBS, TokenId
 
 MAX_SEQUENCES_PER_BODY = 1024
 """Most answers that one body may ask for: prompts times `n`."""
 DEFAULT_COMPLETION_TOKENS = 16
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
@@ -29,18 +30,27 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     tools: Tools | None = None
-    tool_choice: Annotated[Any, ("auto", "none")] = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: Annotated[Any, ()] = None
-    functions: Annotated[Any, ([],)] = None
-    function_call: Annotated[Any, ("none", "auto")] = None
+    reasoning_effort: ReasoningEffort | None = None
+    stream_reasoning: bool | None = None
+    """SGLang's: false streams reasoning in one piece, when it has ended."""
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    """Tokens of reasoning, behind which it ends (vLLM)."""
+    functions: Tools | None = None
+    """OpenAI's name of tools before it had them, as is `function_call` of their choice."""
+    function_call: str | dict[str, Any] | None = None
     modalities: Annotated[Any, (["text"],)] = None
+    echo: Annotated[Any, (False,)] = None
+    separate_reasoning: bool | None = None
+    """False leaves reasoning where the model wrote it, in the content (SGLang)."""
+    parse_tool_calls: Annotated[Any, (True,)] = None
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
@@ -74,8 +84,12 @@ def chat_logprobs_count(body: ChatRequest) -> int | None:
 
 
 def chat_max_tokens(body: ChatRequest) -> int | None:
-    """`max_completion_tokens`, or its older name. Raises InvalidRequestError: both are given and differ."""
+    """`max_completion_tokens`, or its older name. Raises InvalidRequestError: both are given and differ, or one is
+    less than 1."""
     old, new = body.max_tokens, body.max_completion_tokens
+    for name, value in (("max_tokens", old), ("max_completion_tokens", new)):
+        if value is not None and value < 1:
+            refuse(name, f"must be at least 1, got {value}")
     if old is not None and new is not None and old != new:
         refuse("max_completion_tokens", "and max_tokens are both given and differ")
     return old if new is None else new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
@@ -15,11 +14,12 @@ from pagoda.api.conversation import Conversation, MessageReader, begin_conversat
 from pagoda.api.generation import Generation
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.choices import Choices, Envelope
-from pagoda.api.openai.logprobs import chat_logprobs
+from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventTemplate
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
+from pagoda.messages.frontend import TokenLogprobs
 
 _NO_TOKENS = TextDelta("", [])
 
@@ -40,15 +40,13 @@ async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Cho
         model=caller.service.name_of(generation.generator),
         id_prefix="chatcmpl",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
+        always_usage=caller.service.config.always_usage,
     )
-    extra = {}
-    if envelope.return_token_ids:
-        extra["prompt_token_ids"] = generation.requests[0].request.prompt_token_ids
     answers = [
         _ChatAnswer(envelope, conversation, index, body, reader)
         for index, reader in enumerate(conversation.readers)
     ]
-    return generation, Choices(envelope, answers, extra)
+    return generation, Choices(envelope, answers, answers[0].prompt_fields)
 
 
 class _ChatAnswer:
@@ -67,30 +65,47 @@ class _ChatAnswer:
         self._index = index
         self._reader = reader
         self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
+        as_ids = bool(body.return_tokens_as_token_ids)
         self._tokenizer = generation.generator.text.tokenizer
+        self._spelling = TokenSpelling(self._tokenizer, as_ids=as_ids)
+        self._num_top = generation.requests[index].sampling.prompt_logprobs
+        self._scores: list[TokenLogprobs] | None = None
+        """Log-probabilities of the prompt, once they are there."""
         self._has_logprobs = bool(body.logprobs)
         self._has_begun = False
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
         self._is_simple = not (self._has_logprobs or has_more)
         """Events differ in their text alone, but for the first and the last one."""
-        self._shows_reasoning = body.include_reasoning is not False
-        self._has_reasoning = conversation.has_reasoning and self._shows_reasoning
+        shows_reasoning = conversation.has_reasoning and body.include_reasoning is not False
+        self._unsaid = _reasoning(None) if shows_reasoning else {}
+        """Fields of reasoning where there is none."""
+        self._conversation = conversation
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
 
     @cached_property
     def _content_event(self) -> EventTemplate:
-        content = {"content": EventTemplate.PLACE}
+        content = {"content": EventTemplate.PLACE, **self._unsaid}
         return self._envelope.template(self._choice("delta", content))
 
     @cached_property
     def _reasoning_event(self) -> EventTemplate:
-        content = {"reasoning_content": EventTemplate.PLACE}
-        return self._envelope.template(self._choice("delta", content))
+        return self._envelope.template(self._choice("delta", _reasoning(EventTemplate.PLACE)))
 
     @property
     def is_complete(self) -> bool:
         return self._reader.is_complete
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """Fields beside the choices that tell of the prompt."""
+        fields: dict[str, Any] = {}
+        if self._envelope.return_token_ids:
+            fields["prompt_token_ids"] = self._prompt_token_ids
+        if self._num_top is not None and self._scores is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, self._prompt_token_ids, self._scores, self._num_top
+            )
+        return fields
 
     def _choice(
         self, shape: str, message: dict[str, Any], delta: TextDelta = _NO_TOKENS
@@ -98,7 +113,7 @@ class _ChatAnswer:
         """The choice with a whole `message` or a `delta` (`shape`)."""
         logprobs = None
         if self._has_logprobs and delta.logprobs is not None:
-            logprobs = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs)
+            logprobs = chat_logprobs(self._spelling, delta.token_ids, delta.logprobs)
         choice = self._envelope.choice(self._index, {shape: message}, delta, logprobs)
         choice["finish_reason"] = self._reader.finish_reason
         return choice
@@ -114,11 +129,16 @@ class _ChatAnswer:
         message: dict[str, Any] = {"role": "assistant", "content": parts.content}
         if parts.tool_calls:
             message["content"] = parts.content or None
-            calls = groupby(parts.tool_calls, attrgetter("index"))
-            message["tool_calls"] = [_whole_call(list(pieces)) for _, pieces in calls]
-        if self._has_reasoning:
-            message["reasoning_content"] = parts.reasoning or None
-        return self._choice("message", message, joined_deltas(self._deltas))
+            calls = [list(p) for _, p in groupby(parts.tool_calls, attrgetter("index"))]
+            if self._conversation.choice.is_function:
+                message["function_call"] = _function(calls[0])
+            else:
+                message["tool_calls"] = [self._whole_call(pieces) for pieces in calls]
+        if self._unsaid:
+            message |= _reasoning(parts.reasoning or None)
+        delta = joined_deltas(self._deltas)
+        self._scores = delta.prompt_logprobs
+        return self._choice("message", message, delta)
 
     # ---- as a stream
 
@@ -126,47 +146,59 @@ class _ChatAnswer:
         if self._has_begun:
             return self._event(delta)
         self._has_begun = True
-        fields: dict[str, Any] = {}
-        if self._envelope.return_token_ids:
-            fields["prompt_token_ids"] = self._prompt_token_ids
-        begin = self._choice("delta", {"role": "assistant", "content": ""})
-        return self._envelope.event(begin, **fields) + self._event(delta)
+        self._scores = delta.prompt_logprobs
+        message = {"role": "assistant", "content": "", **self._unsaid}
+        begin = self._envelope.begin(self._choice("delta", message), **self.prompt_fields())
+        return begin + self._event(delta)
 
     def _event(self, delta: TextDelta) -> bytes:
         is_simple = self._is_simple and delta.finish_reason is None
         if is_simple and self._reader.is_transparent:
             return self._content_event.fill(delta.text) if delta.text else b""
         parts = self._reader.read(delta)
-        reasoning = parts.reasoning if self._shows_reasoning else ""
         if is_simple and not self.is_complete and not parts.tool_calls:
-            if not reasoning:
+            if not parts.reasoning:
                 return self._content_event.fill(parts.content) if parts.content else b""
             if not parts.content:
-                return self._reasoning_event.fill(reasoning)
-        message: dict[str, Any] = {}
+                return self._reasoning_event.fill(parts.reasoning)
+        message: dict[str, Any] = dict(self._unsaid)
         if parts.content:
             message["content"] = parts.content
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if parts.tool_calls:
-            message["tool_calls"] = [_call_piece(piece) for piece in parts.tool_calls]
+        if parts.reasoning:
+            message |= _reasoning(parts.reasoning)
+        if parts.tool_calls and self._conversation.choice.is_function:
+            message["function_call"] = _function_piece(parts.tool_calls)
+        elif parts.tool_calls:
+            message["tool_calls"] = [self._call_piece(piece) for piece in parts.tool_calls]
         return self._envelope.event(self._choice("delta", message, delta), delta)
 
+    def _whole_call(self, pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
+        """A tool call as OpenAI spells it; the first piece has the name."""
+        first = pieces[0]
+        return {
+            "id": self._conversation.new_call_id(first.name or "", first.index),
+            "type": "function",
+            "function": _function(pieces),
+        }
 
-def _whole_call(pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
-    """A tool call as OpenAI spells it; the first piece has the name."""
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {
-            "name": pieces[0].name,
-            "arguments": "".join(piece.arguments for piece in pieces),
-        },
-    }
+    def _call_piece(self, piece: ToolCallDelta) -> dict[str, Any]:
+        """A piece of a tool call as OpenAI spells it; the first piece has the name and the id."""
+        if piece.name is None:
+            return {"index": piece.index, "function": {"arguments": piece.arguments}}
+        return {"index": piece.index, **self._whole_call([piece])}
 
 
-def _call_piece(piece: ToolCallDelta) -> dict[str, Any]:
-    """A piece of a tool call as OpenAI spells it; the first piece has the name and the id."""
-    if piece.name is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    return {"index": piece.index, **_whole_call([piece])}
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Reasoning under the name that DeepSeek gave it, and under that of OpenRouter and newer vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _function(pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    """Name and arguments of a call; the first piece has the name."""
+    return {"name": pieces[0].name, "arguments": "".join(piece.arguments for piece in pieces)}
+
+
+def _function_piece(pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    """A piece of the only call, for clients that speak of functions."""
+    whole = _function(pieces)
+    return whole if whole["name"] is not None else {"arguments": whole["arguments"]}

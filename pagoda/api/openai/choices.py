@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from pagoda.api.fields import GenerationFields
+from pagoda.api.fields import GenerationFields, StreamOptions
 from pagoda.api.generation import Answer, Generation
 from pagoda.api.kv_transfer import transfer_fields
 from pagoda.api.sse import DONE, EventTemplate, event
 from pagoda.frontend.text_generator import TextDelta
+from pagoda.messages.frontend import FinishReason
 from pagoda.version import __version__
+
+_NO_OPTIONS = StreamOptions()
 
 
 class Choice(Answer, Protocol):
@@ -34,12 +37,13 @@ class Envelope:
         model: str,
         id_prefix: str,
         kind: str,
+        always_usage: bool = False,
     ) -> None:
-        """`kind` is the `object` of the response or of its events."""
+        """`kind` is the `object` of the response or of its events; `always_usage` ends every stream with usage."""
         self.return_token_ids = bool(body.return_token_ids)
-        options = body.stream_options
-        self._sends_usage = options is not None and bool(options.include_usage)
-        self.sends_continuous_usage = options is not None and bool(options.continuous_usage_stats)
+        options = body.stream_options or _NO_OPTIONS
+        self._sends_usage = bool(options.include_usage) or always_usage
+        self.sends_continuous_usage = self._sends_usage and bool(options.continuous_usage_stats)
         self._generation = generation
         self._fields = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
@@ -48,6 +52,8 @@ class Envelope:
             "model": model,
             "system_fingerprint": f"pagoda-{__version__}",
         }
+        if body.service_tier is not None:
+            self._fields["service_tier"] = "default"
 
     def choice(
         self, index: int, content: dict[str, Any], delta: TextDelta, logprobs: object = None
@@ -60,6 +66,8 @@ class Envelope:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if delta.finish_reason is not None:
+            choice["matched_stop"] = _matched_stop(delta)
         if self.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
@@ -79,6 +87,14 @@ class Envelope:
             fields.update(transfer_fields(delta.kv_source))
         return event(self._around([choice], **fields))
 
+    def begin(self, choice: dict[str, Any], **fields: Any) -> bytes:
+        """The first event of an answer, before any of its tokens."""
+        if not self.sends_continuous_usage:
+            return self.event(choice, **fields)
+        usage = {**self.usage(), "completion_tokens": 0}
+        usage["total_tokens"] = usage["prompt_tokens"]
+        return event(self._around([choice], usage=usage, **fields))
+
     def template(self, choice: dict[str, Any]) -> EventTemplate:
         """The event with one choice, in which `EventTemplate.PLACE` stands for a text to be filled in."""
         return EventTemplate(self.event(choice))
@@ -94,28 +110,42 @@ class Envelope:
 
     def usage(self) -> dict[str, Any]:
         usage = self._generation.usage
-        return {
+        fields: dict[str, Any] = {
             "prompt_tokens": usage.num_prompt_tokens,
             "completion_tokens": usage.num_completion_tokens,
             "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         }
+        if usage.num_reasoning_tokens is not None:
+            details = {"reasoning_tokens": usage.num_reasoning_tokens}
+            fields["completion_tokens_details"] = details
+        return fields
 
 
 class Choices:
     """The shape of text and chat completions."""
 
     def __init__(
-        self, envelope: Envelope, answers: Sequence[Choice], extra: dict[str, Any] | None = None
+        self,
+        envelope: Envelope,
+        answers: Sequence[Choice],
+        extra: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`extra` are fields that a response in one piece has besides the usual ones."""
+        """`extra` gives the fields that a response in one piece has besides the usual ones."""
         self.answers = answers
         self._envelope = envelope
-        self._extra = extra or {}
+        self._extra = extra
 
     def whole(self) -> dict[str, Any]:
         choices = [answer.choice() for answer in self.answers]
-        return self._envelope.whole(choices, **self._extra)
+        return self._envelope.whole(choices, **self._extra())
 
     def end(self) -> bytes:
         return self._envelope.end()
+
+
+def _matched_stop(delta: TextDelta) -> int | str | None:
+    """SGLang's name of `stop_reason`; the model's own end token has its id there."""
+    if delta.finish_reason is FinishReason.STOP and delta.stop_reason is None and delta.token_ids:
+        return delta.token_ids[-1]
+    return delta.stop_reason

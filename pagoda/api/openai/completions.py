@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,11 +11,13 @@ from aiohttp import web
 from pagoda.api.generation import Generation, prepare
 from pagoda.api.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionRequest, prompts_of
 from pagoda.api.openai.choices import Choices, Envelope
-from pagoda.api.openai.logprobs import CompletionLogprobs
+from pagoda.api.openai.logprobs import CompletionLogprobs, TokenSpelling, prompt_logprobs
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventTemplate
 from pagoda.errors import refuse
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
+from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.sampling_params import ALL_LOGPROBS
 
 
 async def completions(context: RequestContext) -> web.StreamResponse:
@@ -27,8 +30,8 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
     """Prepares the answers to a body, and their shape.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model)
-    if body.echo and body.logprobs is not None:
-        refuse("echo", "together with logprobs is not supported yet")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        refuse("max_tokens", "must be at least 1 without echo or prompt_logprobs")
     is_bounded = body.max_tokens is not None
     generation = await prepare(
         caller,
@@ -37,14 +40,31 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
         prompts_of(body),
         max_tokens=body.max_tokens if is_bounded else DEFAULT_COMPLETION_TOKENS,
         logprobs=body.logprobs,
+        prompt_logprobs=_num_top_of_prompt(body),
         add_special_tokens=body.add_special_tokens is not False,
         clamp_max_tokens=not is_bounded,
     )
-    model = caller.service.name_of(generator)
-    envelope = Envelope(body, generation, model=model, id_prefix="cmpl", kind="text_completion")
+    envelope = Envelope(
+        body,
+        generation,
+        model=caller.service.name_of(generator),
+        id_prefix="cmpl",
+        kind="text_completion",
+        always_usage=caller.service.config.always_usage,
+    )
     indices = range(len(generation.requests))
     answers = [_CompletionAnswer(envelope, generation, index, body) for index in indices]
+    if not body.stream:
+        for answer, request in zip(answers, generation.requests, strict=True):
+            answer.first = answers[answer.index - request.index]
     return generation, Choices(envelope, answers)
+
+
+def _num_top_of_prompt(body: CompletionRequest) -> int | None:
+    """Likeliest tokens that are wanted at each position of the prompt; None without log-probabilities."""
+    both = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    wanted = [number for number in both if number is not None]
+    return ALL_LOGPROBS if ALL_LOGPROBS in wanted else max(wanted, default=None)
 
 
 class _CompletionAnswer:
@@ -55,12 +75,25 @@ class _CompletionAnswer:
     ) -> None:
         self.is_complete = False
         self._envelope = envelope
-        self._index = index
+        self.index = index
+        self.first = self
+        """The answer to the same prompt that its log-probabilities come with."""
         self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
         self._has_begun = False
         self._deltas: list[TextDelta] = []
         tokenizer = generation.generator.text.tokenizer
-        self._logprobs = None if body.logprobs is None else CompletionLogprobs(tokenizer)
+        self._logprobs = None
+        sampling = generation.requests[index].sampling
+        if sampling.logprobs is not None:
+            as_ids = bool(body.return_tokens_as_token_ids)
+            spelling = TokenSpelling(tokenizer, as_ids=as_ids)
+            self._logprobs = CompletionLogprobs(spelling, sampling.logprobs)
+        self._tokenizer = tokenizer
+        self.scores: list[TokenLogprobs] | None = None
+        """Log-probabilities of the prompt, once they are there."""
+        self._num_top = None if body.prompt_logprobs is None else sampling.prompt_logprobs
+        if self._num_top is not None and body.prompt_logprobs != ALL_LOGPROBS:
+            self._num_top = body.prompt_logprobs
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
         self._is_simple = self._logprobs is None and not has_more
         """Events differ in their text alone, but for the first and the last one."""
@@ -74,30 +107,46 @@ class _CompletionAnswer:
         return self._envelope.template(self._choice(TextDelta(EventTemplate.PLACE, [])))
 
     def _choice(self, delta: TextDelta, prompt: str = "") -> dict[str, Any]:
+        """The choice with the text of a delta, behind that of the prompt if it is given."""
         logprobs = None
         if self._logprobs is not None and delta.logprobs is not None:
-            logprobs = self._logprobs.format(delta.token_ids, delta.logprobs)
+            token_ids: Sequence[int] = delta.token_ids
+            entries: Sequence[TokenLogprobs | None] = delta.logprobs
+            if prompt and self.first.scores is not None:
+                token_ids = [*self._prompt_token_ids, *token_ids]
+                entries = [None, *self.first.scores, *entries]
+            logprobs = self._logprobs.format(token_ids, entries)
         text = {"text": prompt + delta.text}
-        choice = self._envelope.choice(self._index, text, delta, logprobs)
-        if self._envelope.return_token_ids and not self._has_begun:
-            choice["prompt_token_ids"] = self._prompt_token_ids
+        choice = self._envelope.choice(self.index, text, delta, logprobs)
+        if not self._has_begun:
+            if self._envelope.return_token_ids:
+                choice["prompt_token_ids"] = self._prompt_token_ids
+            if self._num_top is not None and self.first.scores is not None:
+                choice["prompt_logprobs"] = prompt_logprobs(
+                    self._tokenizer, self._prompt_token_ids, self.first.scores, self._num_top
+                )
         return choice
 
     def add(self, delta: TextDelta) -> None:
         self._deltas.append(delta)
 
     def choice(self) -> dict[str, Any]:
-        return self._choice(joined_deltas(self._deltas), self._prompt)
+        delta = joined_deltas(self._deltas)
+        if self.first is self:
+            self.scores = delta.prompt_logprobs
+        return self._choice(delta, self._prompt)
 
     def events(self, delta: TextDelta) -> bytes:
         if self._has_begun and self._is_simple and delta.finish_reason is None:
             return self._template.fill(delta.text)
         before = b""
-        if not self._has_begun and self._prompt:
-            before = self._event(TextDelta(self._prompt, []))
+        if not self._has_begun:
+            self.scores = delta.prompt_logprobs
+            if self._prompt:
+                before = self._event(TextDelta("", [], logprobs=[]), self._prompt)
         return before + self._event(delta)
 
-    def _event(self, delta: TextDelta) -> bytes:
-        choice = self._choice(delta)
+    def _event(self, delta: TextDelta, prompt: str = "") -> bytes:
+        choice = self._choice(delta, prompt)
         self._has_begun = True
         return self._envelope.event(choice, delta)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from pagoda.frontend.tokenizer import Tokenizer
@@ -20,8 +21,53 @@ def token_text(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
+class TokenSpelling:
+    """The strings that stand for tokens: their text, or their ids."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return token_text(self._tokenizer.token_bytes(token_id))
+
+    def length(self, token_id: int) -> int:
+        """Characters of the token's own text."""
+        return len(token_text(self._tokenizer.token_bytes(token_id)))
+
+    def chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token = self._tokenizer.token_bytes(token_id)
+        text = self.text(token_id)
+        return {"token": text, "logprob": max(logprob, _FLOOR), "bytes": list(token)}
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM has them: None for the first of the prompt's tokens, for each other one an object
+    by token id with the token itself and the `num_top` likeliest ones."""
+    positions: list[dict[str, Any] | None] = [None]
+    for token_id, entry in zip(token_ids[1:], entries, strict=True):
+        top = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[:num_top]
+        ranked = [(token_id, entry.logprob, entry.rank)]
+        ranked += [(i, logprob, rank) for rank, (i, logprob) in enumerate(top, 1) if i != token_id]
+        positions.append(
+            {
+                str(i): {
+                    "logprob": max(logprob, _FLOOR),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_bytes(i).decode("utf-8", errors="replace"),
+                }
+                for i, logprob, rank in ranked
+            }
+        )
+    return positions
+
+
 def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
+    spelling: TokenSpelling, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
 ) -> dict[str, Any]:
     """`choices[].logprobs` of chat completions."""
     content = []
@@ -29,41 +75,46 @@ def chat_logprobs(
         top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
         content.append(
             {
-                **_chat_token(tokenizer, token_id, entry.logprob),
-                "top_logprobs": [_chat_token(tokenizer, i, logprob) for i, logprob in top],
+                **spelling.chat_token(token_id, entry.logprob),
+                "top_logprobs": [spelling.chat_token(i, logprob) for i, logprob in top],
             }
         )
     return {"content": content}
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    token = tokenizer.token_bytes(token_id)
-    return {"token": token_text(token), "logprob": max(logprob, _FLOOR), "bytes": list(token)}
-
-
 class CompletionLogprobs:
     """`choices[].logprobs` of completions; counts the offsets of the tokens in the text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, spelling: TokenSpelling, num_top: int) -> None:
+        self._spelling = spelling
+        self._num_top = num_top
         self._offset = 0
 
     def format(
-        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
     ) -> dict[str, list[Any]]:
-        tokens, offsets, top_logprobs = [], [], []
+        """The entry of the first token of a prompt, which nothing is in front of, is None."""
+        tokens, offsets = [], []
+        logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
         for token_id, entry in zip(token_ids, entries, strict=True):
-            token = token_text(self._tokenizer.token_bytes(token_id))
-            top = {token: max(entry.logprob, _FLOOR)}
-            for i, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True):
-                top.setdefault(token_text(self._tokenizer.token_bytes(i)), max(logprob, _FLOOR))
+            token = self._spelling.text(token_id)
             tokens.append(token)
             offsets.append(self._offset)
+            self._offset += self._spelling.length(token_id)
+            if entry is None:
+                logprobs.append(None)
+                top_logprobs.append(None)
+                continue
+            top = {token: max(entry.logprob, _FLOOR)}
+            likeliest = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+            for i, logprob in islice(likeliest, self._num_top):
+                top.setdefault(self._spelling.text(i), max(logprob, _FLOOR))
+            logprobs.append(top[token])
             top_logprobs.append(top)
-            self._offset += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [max(entry.logprob, _FLOOR) for entry in entries],
+            "token_logprobs": logprobs,
             "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }

@@ -42,7 +42,7 @@ from pagoda.backend.cpu.weights import (
 from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
-from pagoda.backend.sampling import SampledRow, SamplingRow, check_logits
+from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow, ScoredRows, check_logits
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
@@ -275,6 +275,22 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             sampled_row(row, found, values, vocab_size)
             for row, found, values in zip(rows, numbers.tolist(), logprobs.tolist(), strict=True)
         ]
+
+    def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
+        check_logits(logits, token_ids)
+        rows, vocab_size = _checked(logits).shape
+        check_token_ids(token_ids, vocab_size)
+        num_top = min(num_top, vocab_size)
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        ids = token_ids.contiguous()
+        numbers = torch.empty((rows, 3 + num_top), dtype=torch.int64)
+        logprobs = torch.empty((rows, 1 + num_top))
+        sizes = (rows, logits.stride(0), vocab_size, num_top)
+        reports = (numbers.data_ptr(), logprobs.data_ptr())
+        self._kernels.score(ids.data_ptr(), logits.data_ptr(), *sizes, *reports)
+        finite = bool((numbers[:, 0] == int(Outcome.DRAWN)).all())
+        return ScoredRows(finite, numbers[:, 2], numbers[:, 3:], logprobs)
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         x, delta = _checked(x).contiguous(), _checked(delta).contiguous()

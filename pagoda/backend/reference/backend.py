@@ -39,8 +39,8 @@ from pagoda.backend.reference.quantized import (
     quantize_int8,
     quantized_product,
 )
-from pagoda.backend.reference.sampling import sample_row
-from pagoda.backend.sampling import SampledRow, SamplingRow, check_logits
+from pagoda.backend.reference.sampling import sample_row, token_logprobs
+from pagoda.backend.sampling import SampledRow, SamplingRow, ScoredRows, check_logits
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
@@ -171,6 +171,24 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
         check_logits(logits, rows)
         return [sample_row(own, row) for own, row in zip(logits, rows, strict=True)]
+
+    def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
+        check_logits(logits, token_ids)
+        check_token_ids(token_ids, logits.shape[1])
+        num_top = min(num_top, logits.shape[1])
+        finite = bool(logits.isfinite().all())
+        entries = [
+            token_logprobs(own, token_id, num_top)
+            for own, token_id in zip(logits, token_ids.tolist(), strict=True)
+            if finite
+        ]
+        shape = (len(entries), num_top)
+        return ScoredRows(
+            finite,
+            torch.tensor([entry.rank for entry in entries], dtype=torch.int64),
+            torch.tensor([entry.top_token_ids for entry in entries]).long().reshape(shape),
+            torch.tensor([[entry.logprob, *entry.top_logprobs] for entry in entries]),
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

@@ -46,15 +46,15 @@ def sample_row(logits: Tensor, row: SamplingRow) -> SampledRow:
     else:
         token_id = _draw(changed, row)
     num_top = row.rules.sampling.logprobs
-    reported = None if num_top is None else _token_logprobs(logits, token_id, num_top)
+    reported = None if num_top is None else token_logprobs(logits, token_id, num_top)
     return SampledRow(Outcome.DRAWN, token_id, reported)
 
 
 def apply_rules(logits: Tensor, row: SamplingRow) -> Tensor:
     """Logits [vocab] as the rules of a request leave them, in the order in which vLLM applies these."""
     rules, sampling, logits = row.rules, row.rules.sampling, logits.clone()
-    if rules.allowed is not None:
-        bits = rules.allowed[:, None] >> torch.arange(32, dtype=torch.int32) & 1
+    if row.allowed is not None:
+        bits = row.allowed[:, None] >> torch.arange(32, dtype=torch.int32) & 1
         logits.masked_fill_(bits.flatten()[: len(logits)] == 0, -torch.inf)
     if row.holds_back_stops:
         logits[torch.tensor(rules.stops)] = -torch.inf
@@ -127,7 +127,7 @@ def _draw(logits: Tensor, row: SamplingRow) -> int:
     return int(torch.searchsorted(cumulative, target, right=True))
 
 
-def _token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
     """Report on a token and the `num_top` likeliest ones, of equal ones those of lower ids."""
     powers = powers_of(logits, math.log2(math.e))
     weights = weights_of(powers).round().long()

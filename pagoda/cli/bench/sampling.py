@@ -12,7 +12,7 @@ from cyclopts.validators import Number
 from pagoda.cli.bench.datasets import Endpoint, Sample
 from pagoda.cli.options import SamplingOptions
 from pagoda.errors import ConfigError, InvalidRequestError
-from pagoda.messages.sampling_params import MAX_LOGPROBS, SamplingParams
+from pagoda.messages.sampling_params import SamplingParams
 
 _NEUTRAL: Mapping[str, object] = {
     "top_p": 1.0,
@@ -31,7 +31,7 @@ class BenchSampling:
     """Sampling of all requests: greedy without a --temperature, whatever the model's defaults."""
 
     parameters: SamplingOptions = field(default_factory=SamplingOptions)
-    logprobs: Annotated[int | None, Parameter(validator=Number(gte=0, lte=MAX_LOGPROBS))] = None
+    logprobs: Annotated[int | None, Parameter(validator=Number(gte=0))] = None
     """Ask for the log-probability of each token and of this many most likely ones."""
 
     def params(self, **more: Any) -> SamplingParams:

@@ -1,0 +1,1 @@
+"""The API of llama.cpp's server, besides what it has in common with OpenAI's."""

@@ -1,0 +1,162 @@
+"""`POST /completion` and `POST /infill`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from pagoda.api.body import convert_body
+from pagoda.api.errors import ApiError
+from pagoda.api.fields import renamed
+from pagoda.api.generation import Generation
+from pagoda.api.llamacpp.answers import Asked, LlamaAnswer, LlamaShape
+from pagoda.api.llamacpp.bodies import (
+    NAMES,
+    CompletionBody,
+    ExtraFile,
+    InfillBody,
+    SamplingFields,
+    length_of,
+    prompts_of,
+    request_fields,
+)
+from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, CompletionRequest
+from pagoda.api.openai.completions import begin_completion
+from pagoda.api.request_context import Caller, RequestContext
+from pagoda.errors import refuse
+from pagoda.frontend.text_generator import TextGenerator, TextRequest
+from pagoda.frontend.tokenizer import Tokenizer
+
+_FIM_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<|fim▁begin|>", "<|fim▁hole|>", "<|fim▁end|>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+)
+"""Tokens before the text in front of the gap, before the text behind it, and before what fills it: of Qwen,
+StarCoder, Granite, DeepSeek and CodeLlama."""
+_FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"))
+
+
+async def completion(context: RequestContext) -> web.StreamResponse:
+    body = await context.parse(CompletionBody)
+    generator = context.service.admit(body.model)
+    prompts = await prompts_of(body.prompt, generator)
+    is_list = len(prompts) > 1 or (
+        isinstance(body.prompt, list) and not any(isinstance(item, int) for item in body.prompt)
+    )
+    return await _respond(context, body, prompts, is_list=is_list)
+
+
+async def infill(context: RequestContext) -> web.StreamResponse:
+    body = await context.parse(InfillBody)
+    generator = context.service.admit(body.model)
+    return await _respond(context, body, [await _infill_prompt(body, generator)], is_list=False)
+
+
+async def _respond(
+    context: RequestContext, body: SamplingFields, prompts: Sequence[list[int]], *, is_list: bool
+) -> web.StreamResponse:
+    generation, shape = await begin_llama(context.caller, body, prompts, is_list=is_list)
+    return await generation.respond(context, shape, streams=bool(body.stream))
+
+
+async def begin_llama(
+    caller: Caller, body: SamplingFields, prompts: Sequence[list[int]], *, is_list: bool
+) -> tuple[Generation, LlamaShape]:
+    """Prepares the answers to prompts, and their shape.
+    Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
+    generator = caller.service.admit(body.model)
+    limits = generator.endpoint.limits
+    total = len(prompts) * (body.n or body.n_cmpl or 1)
+    if total > MAX_SEQUENCES_PER_BODY:
+        rule = f"asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served"
+        refuse("prompt", rule)
+    requests: list[TextRequest] = []
+    texts: list[str] = []
+    with renamed(NAMES):
+        fields = await request_fields(body, generator)
+        for prompt in prompts:
+            room = limits.max_model_len - len(prompt)
+            if room < 1:
+                raise ApiError(
+                    400,
+                    f"the request ({len(prompt)} tokens) exceeds the available context size "
+                    f"({limits.max_model_len} tokens), the maximum context length of prompt and answer.",
+                    "prompt",
+                    "context_length_exceeded",
+                )
+            request = {**fields, "prompt": prompt, "max_tokens": length_of(body, room)}
+            begun, _ = await begin_completion(caller, convert_body(request, CompletionRequest))
+            requests += begun.requests
+            texts += [await generator.decode(prompt)] * len(begun.requests)
+    generation = Generation(generator, requests)
+    asked = Asked(
+        body,
+        body.model or caller.service.config.served_model_name,
+        limits.max_model_len,
+        generator.text.eos_token_ids,
+    )
+    answers = [LlamaAnswer(generation, index, asked, text) for index, text in enumerate(texts)]
+    return generation, LlamaShape(answers, is_list=is_list or len(requests) > 1)
+
+
+async def _infill_prompt(body: InfillBody, generator: TextGenerator) -> list[int]:
+    """The prompt of fill in the middle (Bavarian et al. 2022) for the gap between prefix and suffix.
+    Raises ApiError: 501, the model has no tokens for it."""
+    tokenizer = generator.text.tokenizer
+    marks = _known(tokenizer, _FIM_TOKENS)
+    if marks is None:
+        raise ApiError(501, "Infill is not supported by this model: it has no tokens for it.")
+
+    async def encode(text: str, param: str) -> list[int]:
+        return await generator.encode(text, add_special_tokens=False, param=param)
+
+    before, behind, middle = marks
+    begin = await generator.encode("", add_special_tokens=True)
+    return [
+        *begin,
+        *await _extra_prompt(body.input_extra or (), generator),
+        before,
+        *await encode(body.input_prefix, "input_prefix"),
+        behind,
+        *await encode(body.input_suffix, "input_suffix"),
+        middle,
+        *await encode(body.prompt or "", "prompt"),
+    ]
+
+
+async def _extra_prompt(files: Sequence[ExtraFile], generator: TextGenerator) -> list[int]:
+    """Further files of the project, in the form that Qwen2.5-Coder was trained with, or else as text."""
+    if not files:
+        return []
+    marks = _known(generator.text.tokenizer, _FILE_TOKENS)
+    token_ids: list[int] = []
+    if marks is not None:
+        token_ids.append(marks[0])
+        token_ids += await generator.encode("project\n", add_special_tokens=False)
+    for file in files:
+        head = f"\n--- {file.filename} ---\n"
+        if marks is not None:
+            token_ids.append(marks[1])
+            head = f"{file.filename}\n"
+        text = f"{head}{file.text}\n"
+        token_ids += await generator.encode(text, add_special_tokens=False, param="input_extra")
+    if marks is not None:
+        token_ids.append(marks[1])
+        token_ids += await generator.encode("filename\n", add_special_tokens=False)
+    return token_ids
+
+
+def _known(tokenizer: Tokenizer, families: Sequence[Sequence[str]]) -> list[int] | None:
+    """The ids of the first family whose tokens are all in the vocabulary."""
+    for family in families:
+        ids = [tokenizer.token_id(token) for token in family]
+        known = [token_id for token_id in ids if token_id is not None]
+        if len(known) == len(family):
+            return known
+    return None

@@ -1,0 +1,38 @@
+"""The routes of llama.cpp that OpenAI has not."""
+
+from __future__ import annotations
+
+from pagoda.api.llamacpp.bodies import CompletionBody, InfillBody
+from pagoda.api.llamacpp.completion import completion, infill
+from pagoda.api.llamacpp.dialect import LLAMACPP
+from pagoda.api.llamacpp.server import TemplateBody, adapters, apply_template, props, slots
+from pagoda.api.route import Route, refused
+
+_completion = Route(
+    completion, "Continues prompts.", CompletionBody, dialect=LLAMACPP, streams=True
+)
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/completion": {"POST": _completion},
+    "/completions": {"POST": _completion},
+    "/infill": {
+        "POST": Route(
+            infill, "Fills a gap.", InfillBody, dialect=LLAMACPP, streams=True, statuses=(501,)
+        )
+    },
+    "/apply-template": {
+        "POST": Route(
+            apply_template, "The prompt of a conversation.", TemplateBody, dialect=LLAMACPP
+        )
+    },
+    "/props": {
+        "GET": Route(props, "Properties of the server.", dialect=LLAMACPP),
+        "POST": refused("flags set the properties when the server starts.", LLAMACPP),
+    },
+    "/slots": {"GET": Route(slots, "Sequences that run.", dialect=LLAMACPP)},
+    "/slots/*": {"POST": refused("all requests share one cache of prompts.", LLAMACPP)},
+    "/lora-adapters": {
+        "GET": Route(adapters, "Adapters whose scale can be set.", dialect=LLAMACPP),
+        "POST": refused("a request names an adapter as its model.", LLAMACPP),
+    },
+}

@@ -1,0 +1,134 @@
+"""`POST /api/chat` and `POST /api/generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from pagoda.api.body import convert_body
+from pagoda.api.conversation import begin_conversation
+from pagoda.api.errors import ApiError
+from pagoda.api.fields import renamed
+from pagoda.api.generation import Generation
+from pagoda.api.ollama.answers import (
+    OllamaAnswer,
+    OllamaShape,
+    spell_message,
+    spell_response,
+)
+from pagoda.api.ollama.bodies import (
+    NAMES,
+    ChatBody,
+    GenerateBody,
+    GenerateFields,
+    chat_messages,
+    common_fields,
+)
+from pagoda.api.ollama.names import now, served_name
+from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
+from pagoda.api.openai.completions import begin_completion
+from pagoda.api.request_context import Caller, RequestContext
+from pagoda.errors import refuse
+
+
+async def chat(context: RequestContext) -> web.StreamResponse:
+    body = await context.parse(ChatBody)
+    if not body.messages:
+        return _loaded(context, body, {"message": {"role": "assistant", "content": ""}})
+    generation, shape = await begin_chat(context.caller, body)
+    return await generation.respond(context, shape, streams=body.stream is not False)
+
+
+async def generate(context: RequestContext) -> web.StreamResponse:
+    body = await context.parse(GenerateBody)
+    if not body.prompt and not body.raw:
+        return _loaded(context, body, {"response": ""})
+    generation, shape = await begin_generate(context.caller, body)
+    return await generation.respond(context, shape, streams=body.stream is not False)
+
+
+def _loaded(
+    context: RequestContext, body: GenerateFields, fields: dict[str, Any]
+) -> web.StreamResponse:
+    """The answer to a body without a prompt, which asks to load the model or to unload it."""
+    if body.keep_alive in (0, "0", "0s", "0m"):
+        raise ApiError(501, "keep_alive: the model of this server stays loaded.", "keep_alive")
+    context.service.admit(served_name(context.service, body.model))
+    answer = {"model": body.model, "created_at": now(), **fields, "done": True}
+    return context.json({**answer, "done_reason": "load"})
+
+
+async def begin_chat(caller: Caller, body: ChatBody) -> tuple[Generation, OllamaShape]:
+    """Prepares an answer to a conversation, and its shape. Raises as `begin_conversation`."""
+    fields = {"messages": chat_messages(body.messages or []), "tools": body.tools}
+    return await _begin_conversation(caller, body, fields, is_chat=True)
+
+
+async def begin_generate(caller: Caller, body: GenerateBody) -> tuple[Generation, OllamaShape]:
+    """Prepares an answer to a prompt, and its shape. Raises as `begin_conversation`."""
+    if body.suffix:
+        refuse("suffix", "is not supported here; POST /infill fills in the middle", "not_supported")
+    if body.template:
+        refuse("template", "is not supported; the model has its own, see raw", "not_supported")
+    if body.images:
+        refuse("images", "are not supported: this server reads text only", "not_supported")
+    if body.context:
+        refuse("context", "is not supported; send the conversation to /api/chat", "not_supported")
+    if not body.raw:
+        turns = [{"role": "user", "content": body.prompt}]
+        if body.system:
+            turns.insert(0, {"role": "system", "content": body.system})
+        return await _begin_conversation(caller, body, {"messages": turns}, is_chat=False)
+    if body.system:
+        refuse("system", "needs the template; leave it out with raw: true")
+    name = served_name(caller.service, body.model)
+    generator = caller.service.admit(name)
+    limits = generator.endpoint.limits
+    fields = common_fields(body, generator.text, limits.max_model_len)
+    if "max_tokens" not in fields:
+        tokens = await generator.encode(body.prompt or "", add_special_tokens=True)
+        fields["max_tokens"] = max(limits.max_model_len - len(tokens), 1)
+    if body.think is not None:
+        refuse("think", "needs the template; leave it out with raw: true")
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    with renamed({**NAMES, "logprobs": "top_logprobs"}):
+        request = convert_body({"model": name, "prompt": body.prompt, **fields}, CompletionRequest)
+        generation, _ = await begin_completion(caller, request)
+    answer = OllamaAnswer(
+        generation,
+        body.model,
+        spell_response,
+        reader=None,
+        has_logprobs=bool(body.logprobs),
+    )
+    return generation, OllamaShape(answer)
+
+
+async def _begin_conversation(
+    caller: Caller, body: GenerateFields, fields: dict[str, Any], *, is_chat: bool
+) -> tuple[Generation, OllamaShape]:
+    name = served_name(caller.service, body.model)
+    generator = caller.service.admit(name)
+    common = common_fields(body, generator.text, generator.endpoint.limits.max_model_len)
+    with renamed(NAMES):
+        request = convert_body(
+            {
+                "model": name,
+                **fields,
+                **common,
+                "logprobs": body.logprobs,
+                "top_logprobs": body.top_logprobs if body.logprobs else None,
+            },
+            ChatRequest,
+        )
+        conversation = await begin_conversation(caller, request, clamp_max_tokens=True)
+    answer = OllamaAnswer(
+        conversation.generation,
+        body.model,
+        spell_message if is_chat else spell_response,
+        reader=conversation.readers[0],
+        has_logprobs=bool(body.logprobs),
+    )
+    return conversation.generation, OllamaShape(answer)

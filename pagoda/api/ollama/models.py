@@ -1,0 +1,86 @@
+"""Ollama's list of models, and what it says of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pagoda.api.errors import ApiError
+from pagoda.api.ollama.names import rfc3339, served_name, tagged_name
+from pagoda.api.request_context import RequestContext
+from pagoda.version import __version__
+
+_FAR_FUTURE = "9999-12-31T23:59:59Z"
+"""The model stays loaded."""
+
+
+class ShowBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /api/show`."""
+
+    model: str | None = None
+    name: str | None = None
+    """Older name of `model`."""
+    verbose: bool | None = None
+
+
+async def tags(context: RequestContext) -> web.StreamResponse:
+    """The models that are served. Size and digest of their files are not known here, and left out."""
+    context.service.ready_generator()
+    return context.json({"models": [_entry(context)]})
+
+
+async def running(context: RequestContext) -> web.StreamResponse:
+    """The models in memory, which are all that are served."""
+    limits = context.service.ready_generator().endpoint.limits
+    more = {"expires_at": _FAR_FUTURE, "context_length": limits.max_model_len}
+    return context.json({"models": [{**_entry(context), **more}]})
+
+
+def _entry(context: RequestContext) -> dict[str, Any]:
+    service = context.service
+    name = tagged_name(service.config.served_model_name)
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": rfc3339(service.created),
+        "details": {"parent_model": ""},
+    }
+
+
+async def show(context: RequestContext) -> web.StreamResponse:
+    """The template, the preferred sampling and the abilities of a model."""
+    body = await context.parse(ShowBody)
+    name = body.model or body.name
+    if not name:
+        raise ApiError(400, "model is missing.", "model")
+    service = context.service
+    service.check_model(served_name(service, name))
+    generator = service.ready_generator()
+    text, limits = generator.text, generator.endpoint.limits
+    template = text.chat_template
+    abilities = ["completion"]
+    if template is not None and template.takes_tools:
+        abilities.append("tools")
+    if text.formats.reasoning is not None:
+        abilities.append("thinking")
+    parameters = [f"{field} {value}" for field, value in text.default_sampling.items()]
+    return context.json(
+        {
+            "modified_at": rfc3339(service.created),
+            "template": "" if template is None else template.source,
+            "parameters": "\n".join(parameters),
+            "details": {"parent_model": ""},
+            "model_info": {
+                "general.basename": service.config.served_model_name,
+                "pagoda.context_length": limits.max_model_len,
+                "pagoda.vocab_size": limits.vocab_size,
+            },
+            "capabilities": abilities,
+        }
+    )
+
+
+async def version(context: RequestContext) -> web.StreamResponse:
+    return context.json({"version": __version__})

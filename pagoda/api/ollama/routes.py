@@ -1,0 +1,29 @@
+"""The routes of Ollama."""
+
+from __future__ import annotations
+
+from pagoda.api.ollama.bodies import ChatBody, GenerateBody
+from pagoda.api.ollama.dialect import OLLAMA
+from pagoda.api.ollama.generate import chat, generate
+from pagoda.api.ollama.models import ShowBody, running, show, tags, version
+from pagoda.api.route import Route, refused
+
+_operators = refused("the operator chooses the model when the server starts.", OLLAMA)
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/api/chat": {
+        "POST": Route(chat, "Answers a conversation.", ChatBody, dialect=OLLAMA, streams=True)
+    },
+    "/api/generate": {
+        "POST": Route(generate, "Answers a prompt.", GenerateBody, dialect=OLLAMA, streams=True)
+    },
+    "/api/tags": {"GET": Route(tags, "The models.", dialect=OLLAMA)},
+    "/api/ps": {"GET": Route(running, "The models in memory.", dialect=OLLAMA)},
+    "/api/show": {"POST": Route(show, "One model.", ShowBody, dialect=OLLAMA, statuses=(404,))},
+    "/api/version": {"GET": Route(version, "The version.", dialect=OLLAMA)},
+    "/api/pull": {"POST": _operators},
+    "/api/push": {"POST": _operators},
+    "/api/create": {"POST": _operators},
+    "/api/copy": {"POST": _operators},
+    "/api/delete": {"DELETE": _operators},
+}

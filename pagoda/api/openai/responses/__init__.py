@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: `/v1/responses`, its events, and responses that are kept in memory."""

@@ -1,0 +1,250 @@
+"""Translation of a body of the Responses API: items become messages, and errors keep the client's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pagoda.api.body import convert_body, text_in
+from pagoda.api.fields import GenerationFields, renamed
+from pagoda.api.openai.bodies import ChatRequest
+from pagoda.api.openai.responses.bodies import InputTokensRequest, Item, ResponsesRequest
+from pagoda.errors import refuse
+
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url"})
+_ROLES = frozenset({"user", "assistant", "system", "developer"})
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+_OWN_FIELDS = frozenset(
+    {"stream", "stream_options", "store", "metadata", "service_tier", "max_tokens", "n", "best_of"}
+)
+"""Fields of a response that chat completions need not know."""
+_SHARED_FIELDS = tuple(
+    name for name in GenerationFields.__struct_fields__ if name not in _OWN_FIELDS
+)
+_CHAT_FIELDS = (
+    *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "include_reasoning"),
+    *_SHARED_FIELDS,
+)
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+}
+
+
+class ChatTranslation:
+    """The messages of a conversation of items, with the items' names for errors."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.names: dict[str, str] = dict(_NAMES)
+        self._reply: dict[str, Any] | None = None
+        """The assistant's message that the next item may be part of."""
+
+    def add_instructions(self, instructions: str) -> None:
+        """The system message, which comes first."""
+        self._add({"role": "system", "content": instructions}, "instructions")
+        self.names["messages[0].content"] = "instructions"
+
+    def add_text(self, text: str) -> None:
+        """The whole input, as the user's message."""
+        self._add({"role": "user", "content": text}, "input")
+        self.names[f"messages[{len(self.messages) - 1}].content"] = "input"
+
+    def add_item(self, item: Item, place: str) -> None:
+        """Adds an item, which errors name `place`. Raises InvalidRequestError: it is no such item."""
+        kind = item.get("type") or ("message" if "role" in item else None)
+        match kind:
+            case "message":
+                self._add_message(item, place)
+            case "reasoning":
+                self._open_reply(place, "reasoning_content", "content", "tool_calls")[
+                    "reasoning_content"
+                ] = _reasoning(item, place)
+            case "function_call":
+                self._add_call(item, place)
+            case "function_call_output":
+                call_id = text_in(item, "call_id", place)
+                content = _content(item.get("output"), f"{place}.output")
+                self._add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
+            case str():
+                refuse(f"{place}.type", f"{kind[:64]!r} is not served here", "not_supported")
+            case _:
+                refuse(f"{place}.type", "is missing", "missing_field")
+
+    def _add_message(self, item: Item, place: str) -> None:
+        role = text_in(item, "role", place)
+        if role not in _ROLES:
+            refuse(f"{place}.role", f"must be one of {', '.join(sorted(_ROLES))}")
+        content = _content(item.get("content"), f"{place}.content")
+        if role == "assistant":
+            self._open_reply(place, "content", "tool_calls")["content"] = content
+            return
+        first = self.messages[0] if len(self.messages) == 1 else None
+        if role in _SYSTEM_ROLES and first is not None and first["role"] == "system":
+            # Instructions and a system message: many templates take one system message only.
+            first["content"] = f"{first['content']}\n\n{content}"
+            return
+        self._add({"role": role, "content": content}, place)
+
+    def _add_call(self, item: Item, place: str) -> None:
+        function = {
+            "name": text_in(item, "name", place),
+            "arguments": text_in(item, "arguments", place),
+        }
+        call = {"id": text_in(item, "call_id", place), "type": "function", "function": function}
+        calls = self._open_reply(place).setdefault("tool_calls", [])
+        calls.append(call)
+        message = f"messages[{len(self.messages) - 1}]"
+        self.names[f"{message}.tool_calls[{len(calls) - 1}].function"] = place
+
+    def _open_reply(self, place: str, *taken: str) -> dict[str, Any]:
+        """The assistant's message that goes on, or a new one if it has one of the parts `taken` already."""
+        reply = self._reply
+        if reply is None or any(part in reply for part in taken):
+            reply = {"role": "assistant"}
+            self._add(reply, place)
+            self._reply = reply
+        return reply
+
+    def _add(self, message: dict[str, Any], place: str) -> None:
+        self._reply = None
+        self.names[f"messages[{len(self.messages)}]"] = place
+        self.messages.append(message)
+
+    def end(self) -> list[dict[str, Any]]:
+        """All messages. A reply of reasoning alone has an empty content."""
+        for message in self.messages:
+            if message["role"] == "assistant" and "tool_calls" not in message:
+                message.setdefault("content", "")
+        return self.messages
+
+
+@contextmanager
+def named_as_items(translation: ChatTranslation) -> Iterator[None]:
+    """Lets errors of the chat body name the fields of the response's body."""
+    with renamed(translation.names):
+        yield
+
+
+def chat_request(
+    body: ResponsesRequest | InputTokensRequest,
+    translation: ChatTranslation,
+    history: Sequence[Item],
+    items: Sequence[Item],
+) -> ChatRequest:
+    """The chat body of `history`, which earlier responses hold, and the new `items`.
+    Raises InvalidRequestError: an item or a field is not as it must be; names the field."""
+    if body.instructions:
+        translation.add_instructions(body.instructions)
+    for item in history:
+        translation.add_item(item, "previous_response_id")
+    if isinstance(body.input, str):
+        translation.add_text(body.input)
+    else:
+        for index, item in enumerate(items):
+            translation.add_item(item, f"input[{index}]")
+    fields: dict[str, Any] = {"messages": translation.end()}
+    for name in _CHAT_FIELDS:
+        value = getattr(body, name, None)
+        if value is not None:
+            fields[name] = value
+    last = items[-1] if items else {}
+    if last.get("role") == "assistant" and last.get("status") in ("in_progress", "incomplete"):
+        fields["continue_final_message"] = True
+    if isinstance(body, ResponsesRequest):
+        fields["max_completion_tokens"] = body.max_output_tokens
+        fields["logprobs"] = body.wants_logprobs
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        if "response_format" in fields:
+            refuse("text.format", "and response_format are both given")
+        fields["response_format"] = _response_format(body.text.format)
+    if body.tools:
+        tools = [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+        fields["tools"] = tools
+        for index in range(len(tools)):
+            translation.names[f"tools[{index}].function"] = f"tools[{index}]"
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _chat_tool_choice(body.tool_choice)
+    with named_as_items(translation):
+        return convert_body(fields, ChatRequest)
+
+
+def _content(content: object, place: str) -> str:
+    """The text of a message or of a function's output: a string, or the texts of its parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        refuse(place, "must be a string or a list of parts")
+    return "\n".join(_part_text(part, f"{place}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: object, place: str) -> str:
+    if not isinstance(part, dict):
+        refuse(place, "must be an object")
+    kind = part.get("type")
+    if kind == "refusal":
+        return text_in(part, "refusal", place)
+    if kind in _MEDIA_PARTS:
+        refuse(f"{place}.type", f"{kind!r} is not served: the model reads text", "not_supported")
+    if kind not in _TEXT_PARTS:
+        refuse(f"{place}.type", "must be input_text, output_text or refusal")
+    return text_in(part, "text", place)
+
+
+def _reasoning(item: Item, place: str) -> str:
+    """The text of a reasoning item: its content, else its summary."""
+    for name in ("content", "summary"):
+        if item.get(name):
+            return _content(item[name], f"{place}.{name}")
+    if item.get("encrypted_content"):
+        refuse(f"{place}.encrypted_content", "of another server cannot be read", "not_supported")
+    return ""
+
+
+def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
+    """`text.format` as `response_format` of chat completions."""
+    if text_format.get("type") != "json_schema":
+        return dict(text_format)
+    schema = {name: value for name, value in text_format.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _chat_tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+    kind = text_in(tool, "type", place)
+    if kind != "function":
+        rule = f"{kind[:64]!r} is not served here; only function tools are"
+        refuse(f"{place}.type", rule, "not_supported")
+    if "function" in tool:  # as chat completions spell it
+        return dict(tool)
+    given = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in given if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: str | Mapping[str, Any]) -> str | dict[str, Any]:
+    """`tool_choice` as chat completions spell it."""
+    if isinstance(choice, str):
+        return choice
+    kind = choice.get("type")
+    if kind == "function":
+        if "function" in choice:
+            return dict(choice)
+        name = text_in(choice, "name", "tool_choice")
+        return {"type": "function", "function": {"name": name}}
+    if kind != "allowed_tools":
+        rule = "must be auto, none, required, function or allowed_tools"
+        refuse("tool_choice.type", rule, "not_supported")
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        refuse("tool_choice.tools", "must be a list of tools")
+    named = [_chat_tool(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)]
+    allowed = {"mode": choice.get("mode"), "tools": named}
+    return {"type": "allowed_tools", "allowed_tools": allowed}

@@ -1,0 +1,1 @@
+"""Readers of what models write: reasoning, tool calls in the format of each family, and content."""

@@ -1,0 +1,55 @@
+"""The types of arguments by the schemas of tools, for formats that write values without quotes."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pagoda.frontend.schema_types import type_name, types_of
+
+_STRING = frozenset({"string"})
+
+
+class ToolSchemas:
+    """The tools of a request by name."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """`tools` are in OpenAI's form, and checked."""
+        functions = [tool["function"] for tool in tools]
+        self._parameters = {f["name"]: f.get("parameters") or {} for f in functions}
+
+    def has(self, name: str) -> bool:
+        return name in self._parameters
+
+    def is_string(self, tool: str, argument: str) -> bool:
+        """The argument is certainly a string; so is one that the schema does not know."""
+        return self._types(tool, argument) == _STRING
+
+    def value(self, tool: str, argument: str, text: str) -> str:
+        """The JSON text of an argument that was written as `text`: a string unless its schema says otherwise."""
+        types = self._types(tool, argument)
+        if types == _STRING:
+            return quoted(text)
+        for read in (json.loads, ast.literal_eval):
+            try:
+                value = read(text.strip())
+                name = type_name(value)
+                fits = not types or name in types or (name == "integer" and "number" in types)
+                if fits:
+                    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+                continue
+        return quoted(text)
+
+    def _types(self, tool: str, argument: str) -> frozenset[str]:
+        """Types that the argument may have; empty if its schema does not say."""
+        properties = self._parameters.get(tool, {}).get("properties")
+        schema = properties.get(argument) if isinstance(properties, dict) else None
+        return _STRING if schema is None else types_of(schema)
+
+
+def quoted(text: str) -> str:
+    """The JSON string of a text."""
+    return json.dumps(text, ensure_ascii=False)

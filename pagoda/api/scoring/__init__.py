@@ -1,0 +1,1 @@
+"""Routes that answer with vectors, scores and ranks of texts."""

@@ -1,0 +1,141 @@
+"""`POST /v1/embeddings` as OpenAI has it, and `POST /pooling` as vLLM does."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+import uuid
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
+from pagoda.api.request_context import RequestContext
+from pagoda.errors import refuse
+from pagoda.frontend.embeddings import Embedding, EmbeddingOptions, embed
+from pagoda.messages.frontend import Pooling
+from pagoda.messages.sampling_params import TokenId
+
+MAX_INPUTS = 2048
+"""Most texts in one body, as OpenAI has it."""
+
+Inputs = str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
+
+
+class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that the bodies of all these routes have in common."""
+
+    model: str | None = None
+    user: str | None = None
+    pooling: Pooling | None = None
+    """Pooling other than the model's own."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+    def options(
+        self, *, normalize: bool | None = None, dimensions: int | None = None
+    ) -> EmbeddingOptions:
+        if self.truncate_prompt_tokens == 0:
+            refuse("truncate_prompt_tokens", "must be at least 1, or -1 for the whole context")
+        return EmbeddingOptions(
+            pooling=self.pooling,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            add_special_tokens=self.add_special_tokens is not False,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
+        )
+
+
+class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    """Leading elements of each vector that are wanted, normalised anew."""
+    normalize: bool | None = None
+    embed_dtype: Annotated[Any, ("float32", "auto")] = None
+    endianness: Annotated[Any, ("native", "little")] = None
+
+
+async def embeddings(context: RequestContext) -> web.StreamResponse:
+    return await _answer(context, kind="embedding", key="embedding", id_prefix="embd")
+
+
+async def pooling(context: RequestContext) -> web.StreamResponse:
+    return await _answer(context, kind="pooling", key="data", id_prefix="pool")
+
+
+async def _answer(
+    context: RequestContext, *, kind: str, key: str, id_prefix: str
+) -> web.StreamResponse:
+    body = await context.parse(EmbeddingRequest)
+    generator = context.service.admit(body.model)
+    found = await embed(
+        generator,
+        _inputs(body.input),
+        body.options(normalize=body.normalize, dimensions=body.dimensions),
+        client_request=context.client_request,
+    )
+    encode = _base64 if body.encoding_format == "base64" else _floats
+    data = [
+        {"object": kind, "index": index, key: encode(one.vector)} for index, one in enumerate(found)
+    ]
+    return context.json(
+        {**envelope(context, id_prefix), "object": "list", "data": data, "usage": usage(found)}
+    )
+
+
+def _inputs(given: str | list[Any]) -> list[str | list[int]]:
+    """The texts of a body: a string, token ids, or a list of either.
+    Raises InvalidRequestError: the list is empty, mixed, or too long."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        refuse("input", "is an empty list")
+    if all(isinstance(item, int) for item in given):
+        return [given]
+    if not (all(isinstance(i, str) for i in given) or all(isinstance(i, list) for i in given)):
+        kinds = "a string, token ids, a list of strings or a list of lists of token ids"
+        refuse("input", f"must be {kinds}")
+    if len(given) > MAX_INPUTS:
+        refuse("input", f"has {len(given)} texts; at most {MAX_INPUTS} are embedded in one body")
+    return given
+
+
+def _floats(vector: array[float]) -> list[float]:
+    return vector.tolist()
+
+
+def _base64(vector: array[float]) -> str:
+    """The elements as little-endian float32."""
+    if sys.byteorder != "little":
+        vector = array("f", vector)
+        vector.byteswap()
+    return base64.b64encode(vector.tobytes()).decode()
+
+
+def envelope(context: RequestContext, id_prefix: str) -> dict[str, Any]:
+    return {
+        "id": f"{id_prefix}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": context.service.config.served_model_name,
+    }
+
+
+def usage(found: Sequence[Embedding]) -> dict[str, Any]:
+    num_tokens = sum(one.num_tokens for one in found)
+    cached = sum(one.num_cached_tokens for one in found)
+    return {
+        "prompt_tokens": num_tokens,
+        "total_tokens": num_tokens,
+        "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

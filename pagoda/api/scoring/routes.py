@@ -1,0 +1,22 @@
+"""The routes of this package."""
+
+from __future__ import annotations
+
+from pagoda.api.route import Route
+from pagoda.api.scoring.embeddings import EmbeddingRequest, embeddings, pooling
+from pagoda.api.scoring.rerank import RerankRequest, ScoreRequest, rerank, score
+
+_embeddings = Route(embeddings, "Vectors of texts.", EmbeddingRequest)
+_score = Route(score, "Scores of pairs of texts.", ScoreRequest)
+_rerank = Route(rerank, "Documents by their scores against a query.", RerankRequest)
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/v1/embeddings": {"POST": _embeddings},
+    "/embeddings": {"POST": _embeddings},
+    "/pooling": {"POST": Route(pooling, "Vectors of texts, as vLLM has it.", EmbeddingRequest)},
+    "/v1/score": {"POST": _score},
+    "/score": {"POST": _score},
+    "/v1/rerank": {"POST": _rerank},
+    "/v2/rerank": {"POST": _rerank},
+    "/rerank": {"POST": _rerank},
+}

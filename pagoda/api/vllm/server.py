@@ -1,0 +1,83 @@
+"""Small routes of vLLM: its tokenizer, its load, SageMaker's names, and several conversations in one body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pagoda.api.body import convert_body, parse_body
+from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, ChatRequest
+from pagoda.api.openai.chat import begin_chat, chat_completions
+from pagoda.api.openai.completions import completions
+from pagoda.api.request_context import RequestContext
+from pagoda.errors import InvalidRequestError, refuse
+from pagoda.frontend.async_utils import gather_all
+
+
+async def tokenizer_info(context: RequestContext) -> web.StreamResponse:
+    """The tokenizer in the words of tokenizer_config.json."""
+    generator = context.service.ready_generator()
+    text = generator.text
+    template = text.chat_template
+    special = {} if template is None else template.special_tokens
+    added = {
+        str(token_id): {"content": token, "special": is_special}
+        for token_id, (token, is_special) in text.tokenizer.added_tokens().items()
+    }
+    return context.json(
+        {
+            "tokenizer_class": "TokenizersBackend",
+            **special,
+            "chat_template": None if template is None else template.source,
+            "model_max_length": generator.endpoint.limits.max_model_len,
+            "added_tokens_decoder": added,
+        }
+    )
+
+
+async def server_load(context: RequestContext) -> web.StreamResponse:
+    """The number of requests that are being answered."""
+    return context.json({"server_load": len(context.service.tracker.running)})
+
+
+async def invocations(context: RequestContext) -> web.StreamResponse:
+    """A body of SageMaker: that of a chat if it has messages, else that of a completion."""
+    fields = parse_body(await context.body(), dict[str, msgspec.Raw])
+    if "messages" in fields:
+        return await chat_completions(context)
+    if "prompt" in fields:
+        return await completions(context)
+    raise InvalidRequestError("give messages or a prompt.", kind="missing_field")
+
+
+async def chat_batch(context: RequestContext) -> web.StreamResponse:
+    """Conversations in one body: `messages` is a list of them, and each gives choices in their order."""
+    fields = await context.parse(dict[str, Any])
+    conversations = fields.get("messages")
+    if not isinstance(conversations, list) or not conversations:
+        refuse("messages", "must be a list of conversations")
+    if fields.get("stream"):
+        refuse("stream", "is not possible for several conversations", "not_supported")
+    num_answers = fields.get("n") or 1
+    if len(conversations) > MAX_SEQUENCES_PER_BODY or not isinstance(num_answers, int):
+        refuse("messages", f"takes at most {MAX_SEQUENCES_PER_BODY} conversations")
+    if len(conversations) * num_answers > MAX_SEQUENCES_PER_BODY:
+        refuse("n", f"times the conversations must be at most {MAX_SEQUENCES_PER_BODY}")
+    begun = []
+    for messages in conversations:
+        body = convert_body({**fields, "messages": messages}, ChatRequest)
+        begun.append(await begin_chat(context.caller, body))
+    wholes = await gather_all([generation.run(shape) for generation, shape in begun])
+    choices = [choice for whole in wholes for choice in whole["choices"]]
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    return context.json({**wholes[0], "choices": choices, "usage": _total(wholes)})
+
+
+def _total(wholes: list[dict[str, Any]]) -> dict[str, Any]:
+    usages: list[Mapping[str, Any]] = [whole["usage"] for whole in wholes]
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    return {name: sum(usage[name] for usage in usages) for name in names}

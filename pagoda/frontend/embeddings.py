@@ -1,0 +1,136 @@
+"""Vectors of texts: hidden states of a prompt's tokens, pooled by the engine, cut and normalised here."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from operator import mul
+
+from pagoda.errors import refuse
+from pagoda.frontend.async_utils import gather_all
+from pagoda.frontend.request_tracker import ClientRequest
+from pagoda.frontend.text_generator import TextGenerator, TextRequest
+from pagoda.messages.frontend import Pooling
+from pagoda.messages.sampling_params import SamplingParams
+
+_WHOLE_CONTEXT = -1
+"""Value of `truncate_prompt_tokens` that stands for the length of the context."""
+_SPARE_TOKENS = 8
+"""Tokens by which a text may be longer than what is kept of it, so that the cut does not change kept tokens."""
+
+
+class EmbeddingError(Exception):
+    """The engine failed with a text. The words are for the log, not for the client."""
+
+
+@dataclass(frozen=True)
+class EmbeddingOptions:
+    """Wishes of a client; those of the model stand for what is None."""
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    """Leading elements that are kept, before normalising (Matryoshka representations, Kusupati et al. 2022)."""
+    truncate_prompt_tokens: int | None = None
+    """Longer prompts are cut to so many tokens; -1 cuts to the context."""
+    add_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Embedding:
+    vector: array[float]
+    """[dimensions] float32."""
+    num_tokens: int
+    num_cached_tokens: int = 0
+
+
+async def embed(
+    generator: TextGenerator,
+    prompts: Sequence[str | Sequence[int]],
+    options: EmbeddingOptions,
+    *,
+    param: str = "input",
+    client_request: ClientRequest | None = None,
+) -> list[Embedding]:
+    """The vectors of texts or token ids, in their order; `param` is the client's name for them in errors.
+    Raises InvalidRequestError: a value does not fit the model; names the field. EmbeddingError: an engine failed.
+    OverloadedError, EngineDeadError: as `Endpoint.generate`."""
+    sampling = generator.check_sampling(SamplingParams(temperature=0, seed=0, max_tokens=0))
+    requests: list[TextRequest] = []
+    for prompt in prompts:
+        token_ids = await _token_ids(generator, prompt, options, param)
+        requests += await generator.prepare(
+            token_ids,
+            sampling,
+            param=param,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            pooling=options.pooling or generator.text.pooling.pooling,
+            client_request=client_request,
+        )
+    return await gather_all([_embedding(generator, request, options) for request in requests])
+
+
+async def _token_ids(
+    generator: TextGenerator, prompt: str | Sequence[int], options: EmbeddingOptions, param: str
+) -> Sequence[int]:
+    most = options.truncate_prompt_tokens
+    if most == _WHOLE_CONTEXT:
+        most = generator.endpoint.limits.max_model_len
+    if not isinstance(prompt, str):
+        return prompt if most is None else prompt[:most]
+    if most is not None:
+        prompt = prompt[: (most + _SPARE_TOKENS) * generator.text.tokenizer.longest_token_chars]
+        most = min(most, generator.endpoint.limits.max_model_len)
+    special = options.add_special_tokens
+    token_ids = await generator.encode(prompt, add_special_tokens=special, param=param)
+    if most is None or len(token_ids) <= most:
+        return token_ids
+    bare = await generator.encode(prompt, add_special_tokens=False, param=param)
+    num_special = len(token_ids) - len(bare)
+    begin = next(i for i in range(num_special + 1) if token_ids[i : i + len(bare)] == bare)
+    end = begin + len(bare)
+    # Special tokens stay: some models pool the last one.
+    cut = [*token_ids[:begin], *bare[: max(0, most - num_special)], *token_ids[end:]]
+    return cut[:most]
+
+
+async def _embedding(
+    generator: TextGenerator, request: TextRequest, options: EmbeddingOptions
+) -> Embedding:
+    async with aclosing(generator.stream(request)) as deltas:
+        async for delta in deltas:
+            if delta.error is not None:
+                raise EmbeddingError(f"{request.request.request_id}: {delta.error}")
+            if delta.embedding is not None:
+                normalize = options.normalize
+                if normalize is None:
+                    normalize = generator.text.pooling.normalize
+                return Embedding(
+                    _finished(delta.embedding, options.dimensions, normalize=normalize),
+                    len(request.request.prompt_token_ids),
+                    delta.num_cached_tokens,
+                )
+    raise EmbeddingError(f"{request.request.request_id}: it was aborted.")
+
+
+def _finished(pooled: bytes, dimensions: int | None, *, normalize: bool) -> array[float]:
+    vector = array("f")
+    vector.frombytes(pooled)
+    if dimensions is not None:
+        if dimensions > len(vector):
+            refuse("dimensions", f"must be at most {len(vector)}, which the model has")
+        vector = vector[:dimensions]
+    length = math.hypot(*vector) if normalize else 1.0
+    return array("f", [x / length for x in vector]) if normalize and length else vector
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """The cosine of the angle between two vectors; 0 if one of them has no length."""
+    lengths = math.hypot(*one) * math.hypot(*other)
+    return sum(map(mul, one, other)) / lengths if lengths else 0.0

@@ -1,0 +1,200 @@
+"""Reports on prompts: log-probabilities of their tokens, and their hidden states as one vector.
+
+The hidden state of a token scores the token behind it, so a chunk of a prompt gives the log-probabilities of the
+tokens behind its own. They are computed a few rows at a time: a row of logits is as long as the vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.sampling import ScoredRows
+from pagoda.messages.frontend import Pooling, PromptLogprobs
+from pagoda.messages.worker import SlotStart
+from pagoda.model.decoder import Decoder
+
+ROWS_AT_A_TIME = 64
+"""Rows of logits that exist at once."""
+
+ScoreRows = Callable[[Tensor, Tensor, int], ScoredRows]
+"""`Backend.score`."""
+
+
+@dataclass(frozen=True)
+class PromptOutputs:
+    """Results of a step for prompts, by slot; None where the model produced NaN or infinite values."""
+
+    logprobs: dict[int, PromptLogprobs | None] = field(default_factory=dict)
+    embeddings: dict[int, bytes | None] = field(default_factory=dict)
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    """Hidden states of the step's tokens [hidden], added up, of slots that take their mean."""
+
+    def update(self, other: PromptOutputs) -> None:
+        self.logprobs.update(other.logprobs)
+        self.embeddings.update(other.embeddings)
+        self.sums.update(other.sums)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Wanted rows of a step that belong to one slot."""
+
+    slot: int
+    first: int
+    """Position of the first of the slot's tokens in the step."""
+    start: int
+    """Row of that token."""
+    scored: range
+    """Positions of prompt tokens that the chunk gives log-probabilities of."""
+    pooled: range
+    """Rows of tokens that are pooled."""
+    is_last: bool
+    """The chunk ends the prompt."""
+
+    def scoring_rows(self) -> range:
+        offset = self.start - self.first - 1
+        return range(self.scored.start + offset, self.scored.stop + offset)
+
+    def rows(self) -> Iterable[int]:
+        return {*self.scoring_rows(), *self.pooled}
+
+
+class _Prompt:
+    def __init__(self, start: SlotStart) -> None:
+        self.num_tokens = start.num_prompt_tokens
+        self.num_top = start.sampling.prompt_logprobs
+        self.num_scored = max(1, start.num_scored_tokens)
+        if self.num_top is None:
+            self.num_scored = self.num_tokens
+        self.token_ids = torch.tensor(start.token_ids[: self.num_tokens])
+        self.pooling = start.pooling
+        self.sum: Tensor | None = None
+        """Hidden states of all tokens so far, added up in float64."""
+
+
+class PromptReader:
+    """One rank's part in it. All ranks of the last stage compute logits together, the first reads them."""
+
+    def __init__(self, score: ScoreRows, *, leads: bool = True) -> None:
+        self._score = score
+        self._leads = leads
+        self._prompts: dict[int, _Prompt] = {}
+        self._without_answer: set[int] = set()
+
+    def start(self, start: SlotStart) -> None:
+        if start.sampling.max_tokens == 0:
+            self._without_answer.add(start.slot)
+        is_scored = start.num_scored_tokens < start.num_prompt_tokens
+        if start.pooling is not None or (start.sampling.prompt_logprobs is not None and is_scored):
+            self._prompts[start.slot] = _Prompt(start)
+
+    def free(self, slot: int) -> None:
+        self._prompts.pop(slot, None)
+        self._without_answer.discard(slot)
+
+    def samples(self, slot: int) -> bool:
+        """False for a request that ends with its prompt."""
+        return slot not in self._without_answer
+
+    def chunks(self, parts: Iterable[tuple[int, int, int, int]]) -> list[_Chunk]:
+        """Rows that are wanted of slots that compute `count` tokens from position `first` on.
+
+        `parts` are (slot, first, count, row of the first token)."""
+        if not self._prompts:
+            return []
+        wanted = []
+        for slot, first, count, start in parts:
+            prompt = self._prompts.get(slot)
+            if prompt is None:
+                continue
+            # The token behind the last one of the chunk is scored too.
+            end = min(first + count + 1, prompt.num_tokens)
+            scored = range(min(max(first + 1, prompt.num_scored), end), end)
+            pooled = range(0)
+            is_last = first + count == prompt.num_tokens
+            if prompt.pooling is Pooling.MEAN:
+                pooled = range(start, start + count)
+            elif prompt.pooling is Pooling.LAST and is_last:
+                pooled = range(start + count - 1, start + count)
+            if scored or pooled:
+                wanted.append(_Chunk(slot, first, start, scored, pooled, is_last))
+        return wanted
+
+    def read(
+        self, model: Decoder[Any, Any], hidden: Tensor, places: dict[int, int], chunks: list[_Chunk]
+    ) -> PromptOutputs:
+        """`hidden` [m, hidden] are normed hidden states; `places` says which of them is which row of the step."""
+        outputs = PromptOutputs()
+        for chunk in chunks:
+            prompt = self._prompts[chunk.slot]
+            if chunk.scored:
+                rows = [places[row] for row in chunk.scoring_rows()]
+                outputs.logprobs[chunk.slot] = self._logprobs(model, hidden, rows, chunk, prompt)
+            if chunk.pooled:
+                self._pool(hidden[[places[row] for row in chunk.pooled]], chunk, prompt, outputs)
+        return outputs
+
+    def _logprobs(
+        self,
+        model: Decoder[Any, Any],
+        hidden: Tensor,
+        rows: list[int],
+        chunk: _Chunk,
+        prompt: _Prompt,
+    ) -> PromptLogprobs | None:
+        parts: list[ScoredRows] = []
+        num_top = prompt.num_top or 0
+        for begin in range(0, len(rows), ROWS_AT_A_TIME):
+            some = rows[begin : begin + ROWS_AT_A_TIME]
+            logits = model.logits(hidden[some])
+            if self._leads:
+                position = chunk.scored.start + begin
+                token_ids = prompt.token_ids[position : position + len(some)]
+                parts.append(self._score(logits, token_ids, num_top))
+        if not all(part.finite for part in parts):
+            return None
+        ranks = [part.ranks for part in parts]
+        top_ids = [part.top_token_ids for part in parts]
+        logprobs = [part.logprobs for part in parts]
+        return PromptLogprobs(
+            chunk.scored.start,
+            num_top,
+            _int32_bytes(ranks),
+            _int32_bytes(top_ids),
+            b"".join(map(_bytes, logprobs)),
+        )
+
+    def _pool(self, hidden: Tensor, chunk: _Chunk, prompt: _Prompt, outputs: PromptOutputs) -> None:
+        if prompt.pooling is Pooling.MEAN:
+            part = hidden.double().sum(0)
+            outputs.sums[chunk.slot] = part
+            total = part if prompt.sum is None else prompt.sum + part
+            pooled = (total / prompt.num_tokens).float()
+        else:
+            pooled = hidden[0]
+        if chunk.is_last:
+            is_finite = bool(pooled.isfinite().all())
+            outputs.embeddings[chunk.slot] = _bytes(pooled) if is_finite else None
+
+    def advance(self, outputs: PromptOutputs) -> None:
+        """Remembers what the step has given."""
+        for slot, part in outputs.sums.items():
+            prompt = self._prompts.get(slot)
+            if prompt is not None:
+                prompt.sum = part if prompt.sum is None else prompt.sum + part
+
+
+def _int32_bytes(parts: list[Tensor]) -> bytes:
+    return b"".join(_bytes(part.to(torch.int32)) for part in parts)
+
+
+def _bytes(values: Tensor) -> bytes:
+    """The elements in order, as they lie in memory; torch needs numpy for that."""
+    values = values.contiguous()
+    return ctypes.string_at(values.data_ptr(), values.nbytes)

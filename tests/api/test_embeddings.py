@@ -1,0 +1,145 @@
+"""Vectors, scores and ranks of texts, by the vectors of the simulated model."""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from typing import Any
+
+import pytest
+
+from pagoda.executor.sim import sim_embedding
+from pagoda.messages.frontend import Pooling
+
+
+def vector_of(text: str | list[int], dimensions: int = 8) -> list[float]:
+    ids = list(text.encode()) if isinstance(text, str) else text
+    vector = array("f", sim_embedding(ids))[:dimensions]
+    return [x / math.hypot(*vector) for x in vector]
+
+
+def cosine_of(one: str, other: str) -> float:
+    return sum(x * y for x, y in zip(vector_of(one), vector_of(other), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ("hello", ["hello"]),
+        (["a", "bc"], ["a", "bc"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/embeddings", "/embeddings", "/pooling"])
+async def test_embeddings(api, given: Any, texts: list[Any], route: str) -> None:
+    answer = (await api.post(route, {"model": "tiny", "input": given})).json()
+    key = "data" if route == "/pooling" else "embedding"
+    assert [item["index"] for item in answer["data"]] == list(range(len(texts)))
+    for item, text in zip(answer["data"], texts, strict=True):
+        assert item[key] == pytest.approx(vector_of(text), abs=1e-6)
+    assert (answer["object"], answer["model"]) == ("list", "tiny")
+    num_tokens = sum(map(len, texts))
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["total_tokens"]) == (num_tokens, num_tokens)
+    for request in api.endpoint.requests:
+        assert (request.pooling, request.sampling.max_tokens) == (Pooling.LAST, 0)
+
+
+async def test_forms_of_vectors(api) -> None:
+    async def embedding(**body: Any) -> Any:
+        answer = await api.post("/v1/embeddings", {"input": "abc", **body})
+        return answer.json()["data"][0]["embedding"]
+
+    raw = array("f", sim_embedding(list(b"abc"))).tolist()
+    assert await embedding(normalize=False) == raw
+    encoded = await embedding(encoding_format="base64", normalize=False)
+    assert array("f", base64.b64decode(encoded)).tolist() == raw
+    assert await embedding(dimensions=3) == pytest.approx(vector_of("abc", 3), abs=1e-6)
+    await embedding(pooling="mean", user="me")
+    assert api.endpoint.requests[-1].pooling is Pooling.MEAN
+
+
+@pytest.mark.parametrize(("most", "kept"), [(2, b"ab"), (5, b"abcde"), (-1, b"abcdef")])
+async def test_long_texts_are_cut_if_they_may_be(api, most: int, kept: bytes) -> None:
+    for given in ("abcdef", list(b"abcdef")):
+        await api.post("/v1/embeddings", {"input": given, "truncate_prompt_tokens": most})
+        assert api.endpoint.requests[-1].prompt_token_ids == list(kept)
+
+
+async def test_a_text_longer_than_the_context_is_cut_to_it(api) -> None:
+    refused = await api.post("/v1/embeddings", {"input": "x" * 300})
+    assert refused.error()["param"] == "input"
+    await api.post("/v1/embeddings", {"input": "x" * 300, "truncate_prompt_tokens": -1})
+    assert len(api.endpoint.requests[-1].prompt_token_ids) == 256
+
+
+@pytest.mark.parametrize("route", ["/v1/score", "/score"])
+@pytest.mark.parametrize(
+    ("body", "pairs"),
+    [
+        ({"text_1": "a", "text_2": "b"}, [("a", "b")]),
+        ({"text_1": "a", "text_2": ["b", "cd"]}, [("a", "b"), ("a", "cd")]),
+        ({"text_1": ["a", "x"], "text_2": ["b", "x"]}, [("a", "b"), ("x", "x")]),
+        ({"queries": "a", "documents": ["b"]}, [("a", "b")]),
+        ({"data_1": ["a"], "data_2": ["b", "a"]}, [("a", "b"), ("a", "a")]),
+    ],
+)
+async def test_scores(api, route: str, body: dict[str, Any], pairs: list[tuple[str, str]]) -> None:
+    answer = (await api.post(route, body)).json()
+    scores = [item["score"] for item in answer["data"]]
+    assert scores == pytest.approx([cosine_of(*pair) for pair in pairs], abs=1e-6)
+    assert [item["index"] for item in answer["data"]] == list(range(len(pairs)))
+
+
+@pytest.mark.parametrize("route", ["/v1/rerank", "/v2/rerank", "/rerank"])
+async def test_documents_are_ranked(api, route: str) -> None:
+    texts = ["first", "query", "second", "third one"]
+    body = {"query": "query", "documents": [texts[0], {"text": texts[1]}, *texts[2:]]}
+    answer = (await api.post(route, body)).json()
+    scores = [cosine_of("query", text) for text in texts]
+    order = sorted(range(4), key=lambda index: -scores[index])
+    assert [one["index"] for one in answer["results"]] == order
+    assert order[0] == 1
+    best = answer["results"][0]
+    assert best["document"] == {"text": "query"}
+    assert best["relevance_score"] == pytest.approx(1, abs=1e-6)
+    assert answer["usage"]["total_tokens"] == sum(map(len, ["query", *texts]))
+    few = (await api.post(route, {**body, "top_n": 2, "return_documents": False})).json()
+    assert [one.keys() for one in few["results"]] == [{"index", "relevance_score"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": ["a", 1]}, "input"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input"),
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": [512]}, "input"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 9}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
+        ("/v1/embeddings", {"input": "a", "pooling": "cls"}, "pooling"),
+        ("/v1/score", {"text_1": "a"}, "text_2"),
+        ("/v1/score", {"text_1": ["a", "b", "c"], "text_2": ["a", "b"]}, "text_1"),
+        ("/v1/score", {"text_1": "a", "queries": "b"}, "text_1"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("/v1/rerank", {"documents": ["b"]}, "query"),
+    ],
+)
+async def test_bad_bodies_name_the_field(api, route: str, body: dict[str, Any], param: str) -> None:
+    answer = await api.post(route, body)
+    assert (answer.status, answer.error()["param"]) == (400, param)
+
+
+async def test_a_failure_of_the_engine_is_not_shown(api) -> None:
+    api.endpoint.breaks_prompts = True
+    answer = await api.post("/v1/embeddings", {"input": ["a", "b"]})
+    assert answer.status == 500
+    assert "broke" not in answer.error()["message"]
