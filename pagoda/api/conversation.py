@@ -130,6 +130,8 @@ async def begin_conversation(
         refuse("tool_choice", "other than 'auto' is not supported yet", "not_supported")
     prompt = await _render(generator, body, choice)
     formats = generator.text.formats
+    if body.best_of is not None and body.best_of != (body.n or 1) and not body.use_beam_search:
+        refuse("best_of", "other than n is not supported for conversations", "not_supported")
     names = {"logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
