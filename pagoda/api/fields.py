@@ -19,6 +19,7 @@ from pagoda.frontend.beam_search import BeamSearchParams
 from pagoda.messages.sampling_params import (
     ALL_LOGPROBS,
     MAX_ALLOWED_TOKENS,
+    MAX_SEQUENCES_PER_REQUEST,
     MAX_STOP_STRINGS,
     MAX_TOKEN_LIST,
     SamplingParams,
@@ -134,6 +135,8 @@ def check_fields(body: GenerationFields) -> None:
             refuse("early_stopping", f"other than False {only}", "not_supported")
     if body.best_of is not None and body.best_of < (body.n or 1):
         refuse("best_of", f"must be at least n ({body.n or 1}), got {body.best_of}")
+    if body.best_of is not None and body.best_of > MAX_SEQUENCES_PER_REQUEST:
+        refuse("best_of", f"must be at most {MAX_SEQUENCES_PER_REQUEST}, got {body.best_of}")
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
         refuse("best_of", "other than n is not for streams")
     options = body.stream_options

@@ -24,7 +24,7 @@ from pagoda.errors import refuse
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
-from pagoda.messages.frontend import KVSource
+from pagoda.messages.frontend import Grammar, KVSource
 
 Prompt = str | Sequence[int]
 
@@ -167,10 +167,11 @@ async def prepare(
     add_special_tokens: bool,
     clamp_max_tokens: bool = False,
     param: str = "prompt",
+    grammar: Grammar | None = None,
     shown_tokens: tuple[str, ...] = (),
 ) -> Generation:
-    """The requests of all prompts of a body; `param` is the field of the prompt, `shown_tokens` are those of
-    `TextRequest`.
+    """The requests of all prompts of a body; `param` is the field of the prompt, `grammar` and `shown_tokens` are
+    those of `TextGenerator.prepare`.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     check_fields(body)
     is_router = caller.service.is_router
@@ -207,6 +208,7 @@ async def prepare(
             session=session_of(body, caller.session),
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
+            grammar=grammar,
             shown_tokens=shown_tokens,
             scores_once=not body.stream,
             client_request=caller.client_request,

@@ -5,21 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
-from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
-from pagoda.api.openai.responses.routes import (
-    RESPONSES,
-    change_response,
-    count_input_tokens,
-    create_response,
-    delete_response,
-    get_response,
-)
+from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
 from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
@@ -77,23 +70,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     },
     "/v1/chat/completions": {"POST": _chat},
     **SCORING_ROUTES,
-    "/v1/responses": {
-        "POST": Route(
-            create_response,
-            "Makes a response.",
-            ResponsesRequest,
-            dialect=RESPONSES,
-            streams=True,
-        )
-    },
-    "/v1/responses/input_tokens": {
-        "POST": Route(count_input_tokens, "Counts the tokens of an input.", InputTokensRequest)
-    },
-    "/v1/responses/*": {
-        "GET": Route(get_response, "A response, or its input items.", statuses=(404,)),
-        "POST": Route(change_response, "Cancels a background response.", statuses=(404,)),
-        "DELETE": Route(delete_response, "Forgets a response.", statuses=(404,)),
-    },
+    **MESSAGE_ROUTES,
+    **RESPONSE_ROUTES,
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},

@@ -89,6 +89,12 @@ class RequestRoutes:
             del self._origins[engine_id]
         return engine_id
 
+    def forget(self, engine_id: str) -> tuple[bytes, str]:
+        """Forgets a request by the engine's id; returns its frontend and wire id."""
+        origin = self._origins.pop(engine_id)
+        del self._engine_ids[origin]
+        return origin
+
     def sort(self, chunks: Iterable[TokenChunk]) -> dict[bytes, list[TokenChunk]]:
         """The chunks by frontend, under wire ids. Forgets requests that have ended."""
         by_frontend: dict[bytes, list[TokenChunk]] = {}
@@ -159,6 +165,8 @@ class EngineProcess:
                 self._sleep()
                 self._receive()
                 self._send_chunks(self._core.step())
+                for refusal in self._core.drain_refusals():
+                    self._refuse(refusal)
                 self._greet()
                 # Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one.
                 self._send_all(self._core.drain_load_report())
@@ -249,11 +257,14 @@ class EngineProcess:
             return
         answer = self._core.add(routed)
         if isinstance(answer, RequestRefused):
-            wire_id = request.wire_id or request.request_id
-            self._routes.remove(frontend, wire_id)
-            self._send(frontend, msgspec.structs.replace(answer, request_id=wire_id))
+            self._refuse(answer)
             return
         self._send_chunks(answer)
+
+    def _refuse(self, refusal: RequestRefused) -> None:
+        """Sends a refusal to the frontend of its request, which is named by the engine's id."""
+        frontend, wire_id = self._routes.forget(refusal.request_id)
+        self._send(frontend, msgspec.structs.replace(refusal, request_id=wire_id))
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
         by_frontend = self._routes.sort(chunks)

@@ -8,7 +8,7 @@ import msgspec
 
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import TransferEnd, Transfers
-from pagoda.messages.worker import StepPlan, StepResult, WorkerReady
+from pagoda.messages.worker import StepPlan, StepResult, TokenMasks, WorkerReady
 from pagoda.telemetry.tracer import TraceSession
 
 
@@ -42,6 +42,10 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> None:
         """Hands over a plan; a `StepResult` or `WorkerLost` event follows."""
+        ...
+
+    def submit_masks(self, masks: TokenMasks) -> None:
+        """Hands over what a plan with `masked_slots` waits for before it samples; once for each such plan."""
         ...
 
     def submit_transfers(self, message: Transfers) -> None:

@@ -24,6 +24,7 @@ from pagoda.messages.worker import (
     PROTOCOL_VERSION,
     StepPlan,
     StepResult,
+    TokenMasks,
     WorkerFailed,
     WorkerHello,
     WorkerMessage,
@@ -121,6 +122,12 @@ class GroupExecutor:
         group.send(group.ranks, self._encode_order(plan), now)
         group.num_in_flight += 1
         group.deadlines.setdefault("step", now + self._step_timeout_s)
+
+    def submit_masks(self, masks: TokenMasks) -> None:
+        group = self._group
+        if group is None:
+            raise RuntimeError("Masks were submitted without a worker.")
+        group.send([group.sampling_identity], self._encode_order(masks), self._clock.now())
 
     def submit_transfers(self, message: Transfers) -> None:
         group = self._group
@@ -274,6 +281,7 @@ class _Group:
         self.ranks = [b"%d" % rank for rank in ranks]
         self.links = [b"kv-%d" % rank for rank in ranks if configs[0].has_transfer_link]
         """ZeroMQ identities of the workers' connections, by rank in the replica."""
+        self.sampling_identity = self.ranks[self._sampling_rank]
         self._connections = _connections(self.ranks, WorkerMessage)
         self._connections |= _connections(self.links, TransferMessage)
         self._hellos: dict[int, WorkerHello] = {}

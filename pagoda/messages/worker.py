@@ -119,6 +119,24 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     freed_slots: list[int] = []
     new_tokens: list[tuple[int, int]] = []
     """(slot, token id) sampled by the last of several stages, for the others."""
+    forced_tokens: list[tuple[int, list[int]]] = []
+    """(slot, token ids) that a grammar has appended to what was sampled, for all stages; applied behind
+    `new_tokens`."""
+    masked_slots: list[int] = []
+    """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
+
+
+class TokenMasks(msgspec.Struct, frozen=True, omit_defaults=True, tag="masks"):
+    """Tokens that slots may sample in a step. Sent once, to the rank that samples, for a plan with `masked_slots`.
+
+    What a slot samples that is in neither is not wanted any more.
+    """
+
+    step: int
+    masks: dict[int, bytes] = {}
+    """Masks by slot, as `SamplingRules.allowed` in little-endian bytes. They say all that `min_tokens` does."""
+    tokens: dict[int, int] = {}
+    """Tokens by slot that are certain and need no sampling."""
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
@@ -145,7 +163,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 
-WorkerOrder = StepPlan | StartTrace | StopTrace | ClockPong
+WorkerOrder = StepPlan | TokenMasks | StartTrace | StopTrace | ClockPong
 """Messages from an engine to a worker that knows its peers."""
 
 

@@ -111,6 +111,12 @@ class InputBatch:
         """`num_tokens` more have been computed."""
         self._state(slot).num_computed_tokens += num_tokens
 
+    def append_forced(self, plan: StepPlan) -> None:
+        """Appends the tokens that grammars force."""
+        for slot, token_ids in plan.forced_tokens:
+            for token_id in token_ids:
+                self.append(slot, token_id)
+
     def append(self, slot: int, token_id: int) -> None:
         state = self._state(slot)
         self._token_ids[slot, state.num_tokens] = token_id

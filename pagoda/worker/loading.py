@@ -38,7 +38,7 @@ from pagoda.model.weights import DequantizedWeights, DummyWeights, WeightSource,
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.group_sampler import GroupSampler
+from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.kv.memory import SharedKVMemory, shares_kv
 from pagoda.worker.memory import (
@@ -164,11 +164,12 @@ def load_runner(
     num_blocks: int | None = None,
     group: Collectives | None = None,
     on_progress: Callable[[], None] = lambda: None,
+    await_masks: AwaitMasks = no_masks,
 ) -> LoadedWorker:
     """Loads weights and allocates a KV cache of `num_blocks`, by default as large as there is room for.
 
     `group` holds the tensor-parallel ranks of the stage; None where this rank is alone. `on_progress` is called
-    after each weight.
+    after each weight. `await_masks` waits for the masks of a step, where steps have any.
     Raises ConfigError: a file does not hold what it should."""
     config, shard = plan.config, plan.shard
     num_blocks = num_blocks or plan.num_blocks
@@ -216,7 +217,9 @@ def load_runner(
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     runner: Runner | StageRunner
     if shard.is_last:
-        sampler = GroupSampler(Sampler(shard.config.vocab_size, backend.sample), group, tracer)
+        sampler = GroupSampler(
+            Sampler(shard.config.vocab_size, backend.sample), group, tracer, await_masks
+        )
         alone = shard.is_first and group.size == 1
         prompts = PromptReader(backend.score, leads=group.rank == 0)
         runner = Runner(model, batch, sampler, prompts, tracer, alone=alone)

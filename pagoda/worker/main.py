@@ -174,7 +174,9 @@ def _load(
     tracer.span("import torch", began)
     plan = plan_worker(config)
     if config.parallel.replica_size == 1:
-        loaded = load_runner(plan, tracer, on_progress=engine.report_progress)
+        loaded = load_runner(
+            plan, tracer, on_progress=engine.report_progress, await_masks=engine.await_masks
+        )
         worker = _Worker(loaded, loaded.ready, populator(loaded))
     else:
         from pagoda.worker.rendezvous import Rendezvous
@@ -185,7 +187,9 @@ def _load(
         peers = engine.meet_peers(rendezvous.hello(plan.num_blocks))
         group = rendezvous.form_group(peers)
         tracer.span("meet peers", began)
-        loaded = load_runner(plan, tracer, peers.num_blocks, group, engine.report_progress)
+        loaded = load_runner(
+            plan, tracer, peers.num_blocks, group, engine.report_progress, engine.await_masks
+        )
         answers = config.place == config.parallel.sampling_place(config.place.dp)
         target = rendezvous.target(peers)
         worker = _Worker(loaded, loaded.ready, populator(loaded), rendezvous, target, answers)

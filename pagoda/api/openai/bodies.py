@@ -41,6 +41,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     reasoning_effort: ReasoningEffort | None = None
     stream_reasoning: bool | None = None
     """SGLang's: false streams reasoning in one piece, when it has ended."""
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    """Tokens of reasoning, behind which it ends (vLLM)."""
     functions: Tools | None = None
     """OpenAI's name of tools before it had them, as is `function_call` of their choice."""
     function_call: str | dict[str, Any] | None = None

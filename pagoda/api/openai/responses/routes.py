@@ -26,6 +26,7 @@ from pagoda.api.openai.responses.response import ResponseAnswer
 from pagoda.api.openai.responses.store import StoredResponse
 from pagoda.api.openai.responses.translation import ChatTranslation, chat_request, named_as_items
 from pagoda.api.request_context import RequestContext
+from pagoda.api.route import Route
 from pagoda.api.sse import EventStream, encode_json
 from pagoda.errors import refuse
 
@@ -228,3 +229,24 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
     if not (given.isascii() and given.isdecimal() and len(given) < _MAX_DIGITS):
         refuse(name, "must be a whole number")
     return int(given)
+
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/v1/responses": {
+        "POST": Route(
+            create_response,
+            "Makes a response.",
+            ResponsesRequest,
+            dialect=RESPONSES,
+            streams=True,
+        )
+    },
+    "/v1/responses/input_tokens": {
+        "POST": Route(count_input_tokens, "Counts the tokens of an input.", InputTokensRequest)
+    },
+    "/v1/responses/*": {
+        "GET": Route(get_response, "A response, or its input items.", statuses=(404,)),
+        "POST": Route(change_response, "Cancels a background response.", statuses=(404,)),
+        "DELETE": Route(delete_response, "Forgets a response.", statuses=(404,)),
+    },
+}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pagoda.api.body import convert_body
+from pagoda.api.body import convert_body, text_in
 from pagoda.api.fields import GenerationFields, renamed
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.responses.bodies import InputTokensRequest, Item, ResponsesRequest
@@ -69,7 +69,7 @@ class ChatTranslation:
             case "function_call":
                 self._add_call(item, place)
             case "function_call_output":
-                call_id = _string(item, "call_id", place)
+                call_id = text_in(item, "call_id", place)
                 content = _content(item.get("output"), f"{place}.output")
                 self._add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
             case str():
@@ -78,7 +78,7 @@ class ChatTranslation:
                 refuse(f"{place}.type", "is missing", "missing_field")
 
     def _add_message(self, item: Item, place: str) -> None:
-        role = _string(item, "role", place)
+        role = text_in(item, "role", place)
         if role not in _ROLES:
             refuse(f"{place}.role", f"must be one of {', '.join(sorted(_ROLES))}")
         content = _content(item.get("content"), f"{place}.content")
@@ -94,10 +94,10 @@ class ChatTranslation:
 
     def _add_call(self, item: Item, place: str) -> None:
         function = {
-            "name": _string(item, "name", place),
-            "arguments": _string(item, "arguments", place),
+            "name": text_in(item, "name", place),
+            "arguments": text_in(item, "arguments", place),
         }
-        call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
+        call = {"id": text_in(item, "call_id", place), "type": "function", "function": function}
         calls = self._open_reply(place).setdefault("tool_calls", [])
         calls.append(call)
         message = f"messages[{len(self.messages) - 1}]"
@@ -177,15 +177,6 @@ def chat_request(
         return convert_body(fields, ChatRequest)
 
 
-def _string(item: Mapping[str, Any], name: str, place: str) -> str:
-    value = item.get(name)
-    if value is None:
-        refuse(f"{place}.{name}", "is missing", "missing_field")
-    if not isinstance(value, str):
-        refuse(f"{place}.{name}", "must be a string")
-    return value
-
-
 def _content(content: object, place: str) -> str:
     """The text of a message or of a function's output: a string, or the texts of its parts."""
     if isinstance(content, str):
@@ -200,12 +191,12 @@ def _part_text(part: object, place: str) -> str:
         refuse(place, "must be an object")
     kind = part.get("type")
     if kind == "refusal":
-        return _string(part, "refusal", place)
+        return text_in(part, "refusal", place)
     if kind in _MEDIA_PARTS:
         refuse(f"{place}.type", f"{kind!r} is not served: the model reads text", "not_supported")
     if kind not in _TEXT_PARTS:
         refuse(f"{place}.type", "must be input_text, output_text or refusal")
-    return _string(part, "text", place)
+    return text_in(part, "text", place)
 
 
 def _reasoning(item: Item, place: str) -> str:
@@ -227,7 +218,7 @@ def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
-    kind = _string(tool, "type", place)
+    kind = text_in(tool, "type", place)
     if kind != "function":
         rule = f"{kind[:64]!r} is not served here; only function tools are"
         refuse(f"{place}.type", rule, "not_supported")
@@ -246,7 +237,7 @@ def _chat_tool_choice(choice: str | Mapping[str, Any]) -> str | dict[str, Any]:
     if kind == "function":
         if "function" in choice:
             return dict(choice)
-        name = _string(choice, "name", "tool_choice")
+        name = text_in(choice, "name", "tool_choice")
         return {"type": "function", "function": {"name": name}}
     if kind != "allowed_tools":
         rule = "must be auto, none, required, function or allowed_tools"
