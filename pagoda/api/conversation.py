@@ -17,7 +17,7 @@ from pagoda.api.output_parser import AnswerDelta, OutputParser
 from pagoda.api.parsers.deltas import delta_without_reasoning
 from pagoda.api.request_context import Caller
 from pagoda.api.tool_choice import ToolChoice, new_call_id, tool_choice_of
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
