@@ -68,7 +68,7 @@ def reasoning_prefix(writer: LarkWriter, reasoning: Reasoning) -> str:
 
 
 def harmony_prefix(writer: LarkWriter, max_tokens: int | None) -> str:
-    """An expression for messages before the last one, of reasoning and a preamble. Raises: as `behind_reasoning`."""
+    """An expression for reasoning and a preamble, the first messages. Raises: as `behind_reasoning`."""
     _check_budget(writer, max_tokens, "<|end|>")
     analysis = writer.literal("<|channel|>analysis<|message|>")
     preamble = writer.literal("<|channel|>commentary<|message|>")
