@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pagoda.api.anthropic.models import VERSION_HEADER, anthropic_model, anthropic_models
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.live_stats import live_answers
 from pagoda.api.request_context import RequestContext
@@ -50,9 +51,11 @@ async def models(context: RequestContext) -> web.StreamResponse:
     config = context.service.config
     names = (config.served_model_name, *config.model_aliases)
     adapters = context.service.ready_generator().adapters
-    own = [_model(context, name) for name in names]
-    data = [*own, *(_adapter(context, adapter) for adapter in adapters)]
-    return context.json({"object": "list", "data": data})
+    shown = [_model(context, name) for name in names]
+    shown += [_adapter(context, adapter) for adapter in adapters]
+    if VERSION_HEADER in context.http.headers:
+        return context.json(anthropic_models(shown))
+    return context.json({"object": "list", "data": shown})
 
 
 async def model(context: RequestContext) -> web.StreamResponse:
@@ -71,6 +74,8 @@ def _adapter(context: RequestContext, adapter: Adapter) -> dict[str, Any]:
 
 def _model(context: RequestContext, name: str) -> dict[str, Any]:
     limits = context.service.ready_generator().endpoint.limits
+    if VERSION_HEADER in context.http.headers:
+        return anthropic_model(name, context.service.created, limits.max_model_len)
     return {
         "id": name,
         "object": "model",
