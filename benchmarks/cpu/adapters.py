@@ -1,4 +1,4 @@
-"""What adapters cost: steps of one token for each of 16 requests, without and with adapters of theirs, in turn.
+"""Cost of adapters: steps of one token for each of 16 requests, without and with adapters of theirs, in turn.
 
 `python -m benchmarks.cpu.adapters [--model llama-3.2-1b] [--quantization int8] [--adapters 8] [--rank 16]`. Seven
 linear layers of each layer are adapted; request `i` has adapter `i % adapters`. Figures are medians of rounds

@@ -24,7 +24,7 @@ class LoadLoraAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class UnloadLoraAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lora_name: str
     lora_int_id: int | None = None
-    """Has no effect: adapters are known by their names."""
+    """Number of the adapter, without effect: adapters are known by their names."""
 
 
 async def load_lora_adapter(context: RequestContext) -> web.StreamResponse:

@@ -65,7 +65,7 @@ class AdapterFiles:
 
     directory: Path
     linears: Mapping[str, AdaptedLinear]
-    """By `LinearSpec.name` of the model's layers."""
+    """Tensors by `LinearSpec.name` of the model's layers."""
     rank: int
     """Highest rank of all layers."""
     scale: float
