@@ -67,7 +67,7 @@ class _Recorder:
         return out
 
     def _multiply(self, x: Value, weight: PackedLinear, out: Value, *, counts: bool = True) -> None:
-        """Records a product; one that stands in for another operation, in other steps, `counts` no weights again."""
+        """Records a product; one in place of another operation, in other steps, `counts` no weights again."""
         _expect(x, weight.inputs)
         self.kept.append(weight)
         column = 0
