@@ -13,8 +13,11 @@ import pytest
 from adapter_files import save_adapter_of
 from streams import children
 
+from pagoda import LLM, SamplingParams
 from pagoda.checkpoints.resolve import load_model_config, resolve_model
+from pagoda.cli.main import main
 from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.errors import InvalidRequestError
 
 CONFIG = load_model_config(resolve_model(None).model, "auto")
 MODEL = "pagoda-tiny"
@@ -153,3 +156,22 @@ async def test_a_server_that_does_not_allow_it(plain_url: str) -> None:
         assert status == 403
         assert "--allow-lora-loading" in text
         assert (await _change(session, "unload", lora_name="x"))[0] == 403
+
+
+def test_python_and_the_command_line(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = f"one={directory / 'inside' / 'one'}"
+    prompt, greedy = "One and", SamplingParams(temperature=0, max_tokens=12)
+    with LLM(lora=[one], dtype="float32") as llm:
+        both = llm.generate([prompt, prompt], greedy, lora_request=["one", None])
+        assert [out.outputs[0].text for out in llm.generate([prompt] * 2, greedy)] == [
+            both[1].outputs[0].text
+        ] * 2
+        with pytest.raises(InvalidRequestError, match="lora_request names no adapter"):
+            llm.generate([prompt], greedy, lora_request="two")
+    adapted, plain = (out.outputs[0].text for out in both)
+    assert adapted != plain
+    flags = ["--raw", "--temperature", "0", "--max-tokens", "12", "--dtype", "float32"]
+    assert main(["generate", prompt, *flags, "--lora", one]) == 0
+    assert adapted.strip() in capfd.readouterr().out
+    assert main(["generate", prompt, *flags, "--lora", f"bad={directory}"]) == 2
+    assert "is no LoRA adapter: adapter_config.json cannot be read" in capfd.readouterr().err
