@@ -20,9 +20,8 @@ from pagoda.api.tool_choice import ToolChoice, new_call_id, tool_choice_of
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
 from pagoda.frontend.chat_template import ChatTemplate
-from pagoda.frontend.reasoning_grammars import Reasoning
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
-from pagoda.frontend.tool_grammars import answer_grammar
+from pagoda.frontend.tool_grammars import Reasoning, answer_grammar
 from pagoda.messages.frontend import FinishReason, Grammar
 
 _EFFORTS_OF_HARMONY = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}

@@ -5,6 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.adapters import (
+    LoadLoraAdapter,
+    UnloadLoraAdapter,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
 from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
@@ -30,6 +36,20 @@ _server_info = Route(info.server_info, "The server, in the words of SGLang and v
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
+)
+_load_adapter = Route(
+    load_lora_adapter,
+    "Loads an adapter.",
+    LoadLoraAdapter,
+    content_type="text/plain",
+    statuses=(403, 404),
+)
+_unload_adapter = Route(
+    unload_lora_adapter,
+    "Unloads an adapter.",
+    UnloadLoraAdapter,
+    content_type="text/plain",
+    statuses=(403, 404),
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
 
@@ -70,6 +90,8 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/load_lora_adapter": {"POST": _load_adapter},
+    "/v1/unload_lora_adapter": {"POST": _unload_adapter},
     **SCORING_ROUTES,
     **MESSAGE_ROUTES,
     **RESPONSE_ROUTES,

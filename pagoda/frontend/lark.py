@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-TEXT = "ANY_TEXT"
+TEXT = "TEXT"
 """Any text without added tokens."""
-GAP = "SHORT_GAP"
+GAP = "GAP"
 """A little white space."""
 _JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -25,20 +25,20 @@ class LarkWriter:
         self._ids = {tag: token_id for tag in tags if (token_id := added_token_id(tag)) is not None}
         names = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
         self._split = re.compile(f"({names})" if names else "(?!)()")
-        self._rules = [rf"{TEXT}: /(?s:.*)/", rf"{GAP}: /[ \t\n]{{0,8}}/"]
+        self._rules = [r"TEXT: /(?s:.*)/", r"GAP: /[ \t\n]{0,8}/"]
 
     def is_token(self, tag: str) -> bool:
         return tag in self._ids
 
     def rule(self, body: str, options: str = "") -> str:
         """Adds a rule; returns its name."""
-        name = f"held_rule_{len(self._rules)}"
+        name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
 
     def terminal(self, body: str) -> str:
         """Adds a terminal, a regular expression; returns its name."""
-        name = f"HELD_TERMINAL_{len(self._rules)}"
+        name = f"T{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 

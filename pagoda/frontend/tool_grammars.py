@@ -14,14 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from pagoda.errors import refuse
-from pagoda.frontend.answer_formats import HARMONY, AnswerFormats, ToolFormatName
-from pagoda.frontend.lark import TEXT, LarkWriter
-from pagoda.frontend.reasoning_grammars import (
-    HARMONY_FINAL,
-    Reasoning,
-    harmony_prefix,
-    reasoning_prefix,
-)
+from pagoda.frontend.answer_formats import HARMONY, AnswerFormats, ReasoningFormat, ToolFormatName
+from pagoda.frontend.lark import GAP, TEXT, LarkWriter
 from pagoda.frontend.schema_types import types_of
 from pagoda.messages.frontend import Grammar
 
@@ -48,6 +42,17 @@ class CallRules:
     tools: Sequence[CallableTool]
     must_call: bool
     is_single: bool
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Reasoning in front of an answer."""
+
+    style: ReasoningFormat
+    is_open: bool
+    """The prompt has opened it."""
+    max_tokens: int | None = None
+    """Tokens after which it ends; the tag behind it must be a token then."""
 
 
 _Arguments = Callable[[LarkWriter, CallableTool], str]
@@ -201,9 +206,14 @@ def answer_grammar(
     Raises InvalidRequestError: a strict tool cannot be held to its schema in this format, or reasoning to its
     budget."""
     writer = LarkWriter(added_token_id, formats.tokens(calls_tools=True))
+    if reasoning is not None and reasoning.max_tokens is not None:
+        end = reasoning.style.end[0]
+        if not writer.is_token(end):
+            rule = f"needs a model with a token for the end of its reasoning; {end!r} is none here"
+            refuse("thinking_token_budget", rule, "not_supported")
     if tool_format == "openai" or (reasoning is not None and reasoning.style is HARMONY):
         return Grammar("lark", writer.grammar(_harmony(writer, calls, reasoning)))
-    begin = "" if reasoning is None else reasoning_prefix(writer, reasoning)
+    begin = "" if reasoning is None else _reasoning(writer, reasoning)
     if calls is None or tool_format is None:
         return Grammar("lark", writer.grammar(f"{begin} {TEXT}"))
     style = _STYLES[_variant(writer, tool_format)]
@@ -273,14 +283,29 @@ def _call(writer: LarkWriter, text: str, calls: CallRules, tool_format: ToolForm
     return writer.rule(" | ".join(choices))
 
 
+def _reasoning(writer: LarkWriter, reasoning: Reasoning) -> str:
+    """An expression for the reasoning and a little white space behind it."""
+    opening = writer.literal(reasoning.style.begin[0])
+    body = writer.until(reasoning.style.end[0], max_tokens=reasoning.max_tokens)
+    if not reasoning.is_open:
+        return f"({opening} {body} {GAP})?"
+    again = f"({opening})? " if writer.is_token(reasoning.style.begin[0]) else ""
+    return f"{again}{body} {GAP}"
+
+
 def _harmony(writer: LarkWriter, calls: CallRules | None, reasoning: Reasoning | None) -> str:
     """An expression for messages: reasoning, a preamble, and a call or the final one."""
-    begin = harmony_prefix(writer, None if reasoning is None else reasoning.max_tokens)
-    final = f"{writer.literal(HARMONY_FINAL)} {TEXT}"
-    if calls is None:
-        return f"{begin} {final}"
-    call = _call(writer, _STYLES["openai"].call, calls, "openai")
-    return f"{begin} {call}" if calls.must_call else f"{begin} ({call} | {final})"
+    bound = None if reasoning is None else reasoning.max_tokens
+    ending = "<|end|><|start|>assistant"
+    analysis = writer.literal("<|channel|>analysis<|message|>")
+    preamble = writer.literal("<|channel|>commentary<|message|>")
+    final = f"{writer.literal('<|channel|>final<|message|>')} {TEXT}"
+    last = final
+    if calls is not None:
+        call = _call(writer, _STYLES["openai"].call, calls, "openai")
+        last = call if calls.must_call else f"({call} | {final})"
+    thinks = f"({analysis} {writer.until(ending, max_tokens=bound)})?"
+    return f"{thinks} ({preamble} {writer.until(ending)})? {last}"
 
 
 def _properties(tool: CallableTool) -> tuple[Mapping[str, Any], Sequence[str]]:

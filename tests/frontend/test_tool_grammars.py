@@ -18,10 +18,8 @@ from pagoda.api.parsers.deltas import AnswerDelta
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.answer_formats import HARMONY, THINK, AnswerFormats, ParserChoice
 from pagoda.frontend.detokenizer import byte_level_alphabet
-from pagoda.frontend.reasoning_grammars import Reasoning, behind_reasoning
 from pagoda.frontend.tokenizer import Tokenizer
-from pagoda.frontend.tool_grammars import CallableTool, CallRules, answer_grammar
-from pagoda.messages.frontend import Grammar
+from pagoda.frontend.tool_grammars import CallableTool, CallRules, Reasoning, answer_grammar
 
 ADD: dict[str, Any] = {
     "type": "object",
@@ -276,32 +274,3 @@ def test_a_strict_tool_whose_strings_cannot_be_held_is_refused() -> None:
             tool_format="glm45",
             reasoning=None,
         )
-
-
-@pytest.mark.parametrize(
-    "grammar",
-    [
-        Grammar("json_schema", '{"enum": ["yes/no"]}'),
-        Grammar("regex", '"yes[/]no"'),
-        Grammar("lark", 'start: "\\"" start_2 /o"/  // start\nstart_2: "yes/n"\n'),
-        Grammar("lark", '%ignore " "\nstart: QUOTED\nQUOTED: /"yes\\/no"/'),
-    ],
-)
-@pytest.mark.parametrize("style", [THINK, HARMONY])
-def test_any_grammar_can_stand_behind_reasoning(style: Any, grammar: Grammar) -> None:
-    formats = AnswerFormats("openai" if style is HARMONY else None, style)
-    model = Model(formats.tokens(calls_tools=False))
-    held = behind_reasoning(
-        grammar,
-        model.tokenizer.added_token_id,
-        formats,
-        Reasoning(style, is_open=False, max_tokens=9),
-    )
-    assert held.kind == "lark"
-    begin = "<|channel|>final<|message|>" if style is HARMONY else ""
-    thinks = "<think>why</think>"
-    if style is HARMONY:
-        thinks = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
-    assert model.accepts(held.text, f'{begin}"yes/no"')
-    assert model.accepts(held.text, f'{thinks}{begin}"yes/no"')
-    assert not model.accepts(held.text, f'{thinks}{begin}"no"')

@@ -86,7 +86,7 @@ async def create_response(context: RequestContext) -> web.StreamResponse:
     answer = ResponseAnswer(
         body,
         conversation,
-        model=context.service.config.served_model_name,
+        model=context.service.name_of(generation.generator),
         writer=EventWriter(None if log is None else log.append) if streams else None,
         on_finish=keep,
     )
