@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.batches.routes import ROUTES as BATCH_ROUTES
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
@@ -104,6 +105,7 @@ ROUTES: dict[str, dict[str, Route]] = {
         )
     },
     "/docs": {"GET": Route(info.docs, "A page that shows the routes.", content_type="text/html")},
+    **BATCH_ROUTES,
     **OLLAMA_ROUTES,
     **LLAMACPP_ROUTES,
     **VLLM_ROUTES,
