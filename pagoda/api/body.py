@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 
 T = TypeVar("T")
 
@@ -104,6 +104,16 @@ def convert_body(fields: Mapping[str, Any], kind: type[T]) -> T:
     if isinstance(converted, msgspec.Struct):
         _check_neutral(converted)
     return converted
+
+
+def text_in(fields: Mapping[str, Any], name: str, place: str) -> str:
+    """The string `name` of an object at `place` in a body. Raises InvalidRequestError: it is missing, or none."""
+    value = fields.get(name)
+    if value is None:
+        refuse(f"{place}.{name}", "is missing", "missing_field")
+    if not isinstance(value, str):
+        refuse(f"{place}.{name}", "must be a string")
+    return value
 
 
 _NOT_BRACES = bytes(byte for byte in range(256) if byte not in b"{}")

@@ -21,7 +21,8 @@ from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
-from pagoda.messages.frontend import FinishReason
+from pagoda.frontend.tool_grammars import Reasoning, answer_grammar
+from pagoda.messages.frontend import FinishReason, Grammar
 
 _EFFORTS_OF_HARMONY = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """The efforts that gpt-oss does not know, and the nearest that it does."""
@@ -126,10 +127,10 @@ async def begin_conversation(
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model)
     choice = tool_choice_of(body)
-    if choice.must_call or choice.allowed is not None:
-        refuse("tool_choice", "other than 'auto' is not supported yet", "not_supported")
     prompt = await _render(generator, body, choice)
     formats = generator.text.formats
+    if body.best_of is not None and body.best_of != (body.n or 1) and not body.use_beam_search:
+        refuse("best_of", "other than n is not supported for conversations", "not_supported")
     names = {"logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -145,6 +146,7 @@ async def begin_conversation(
             add_special_tokens=bool(body.add_special_tokens),
             clamp_max_tokens=clamp_max_tokens,
             param="messages",
+            grammar=_grammar(body, generator, choice, prompt),
             shown_tokens=formats.tokens(calls_tools=choice.calls_tools),
         )
     reasoning = None if body.separate_reasoning is False else formats.reasoning
@@ -221,6 +223,25 @@ def _switches(
     }
     known = {name: value for name, value in meant.items() if name in template.switches}
     return known | (body.chat_template_kwargs or {})
+
+
+def _grammar(
+    body: ChatRequest, generator: TextGenerator, choice: ToolChoice, prompt: str
+) -> Grammar | None:
+    """The grammar that the answer is held to for its calls or for the bound of its reasoning; None without."""
+    text = generator.text
+    rules = choice.rules()
+    style = text.formats.reasoning
+    budget = None if style is None else body.thinking_token_budget
+    if rules is None and budget is None:
+        return None
+    return answer_grammar(
+        text.tokenizer.added_token_id,
+        text.formats,
+        calls=rules,
+        tool_format=choice.format_in(text.formats),
+        reasoning=None if style is None else Reasoning(style, _is_open(prompt, style), budget),
+    )
 
 
 def _is_open(prompt: str, reasoning: ReasoningFormat) -> bool:

@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pagoda.api.anthropic.models import VERSION_HEADER, anthropic_model, anthropic_models
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.live_stats import live_answers
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventStream, event
 from pagoda.frontend.registry import HostReport
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.messages.worker_config import Role
 from pagoda.version import __version__
@@ -48,22 +50,39 @@ async def version(context: RequestContext) -> web.StreamResponse:
 async def models(context: RequestContext) -> web.StreamResponse:
     config = context.service.config
     names = (config.served_model_name, *config.model_aliases)
-    return context.json({"object": "list", "data": [_model(context, name) for name in names]})
+    adapters = context.service.ready_generator().adapters
+    shown = [_model(context, name) for name in names]
+    shown += [_adapter(context, adapter) for adapter in adapters]
+    if VERSION_HEADER in context.http.headers:
+        return context.json(anthropic_models(shown))
+    return context.json({"object": "list", "data": shown})
 
 
 async def model(context: RequestContext) -> web.StreamResponse:
     context.service.check_model(context.path_argument)
-    return context.json(_model(context, context.path_argument))
+    name = context.path_argument
+    adapter = context.service.ready_generator().adapters.find(name)
+    found = _model(context, name) if adapter is None else _adapter(context, adapter)
+    return context.json(found)
+
+
+def _adapter(context: RequestContext, adapter: Adapter) -> dict[str, Any]:
+    parent = context.service.config.served_model_name
+    own = {"root": adapter.path, "parent": parent}
+    return {**_model(context, adapter.name), **own}
 
 
 def _model(context: RequestContext, name: str) -> dict[str, Any]:
     limits = context.service.ready_generator().endpoint.limits
+    if VERSION_HEADER in context.http.headers:
+        return anthropic_model(name, context.service.created, limits.max_model_len)
     return {
         "id": name,
         "object": "model",
         "created": context.service.created,
         "owned_by": "pagoda",
         "root": context.service.config.served_model_name,
+        "parent": None,
         "max_model_len": limits.max_model_len,
     }
 

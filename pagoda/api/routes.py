@@ -5,6 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.adapters import (
+    LoadLoraAdapter,
+    UnloadLoraAdapter,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
+from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
 from pagoda.api.batches.routes import ROUTES as BATCH_ROUTES
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
@@ -12,15 +19,7 @@ from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
-from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
-from pagoda.api.openai.responses.routes import (
-    RESPONSES,
-    change_response,
-    count_input_tokens,
-    create_response,
-    delete_response,
-    get_response,
-)
+from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
 from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
@@ -37,6 +36,20 @@ _server_info = Route(info.server_info, "The server, in the words of SGLang and v
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
+)
+_load_adapter = Route(
+    load_lora_adapter,
+    "Loads an adapter.",
+    LoadLoraAdapter,
+    content_type="text/plain",
+    statuses=(403, 404),
+)
+_unload_adapter = Route(
+    unload_lora_adapter,
+    "Unloads an adapter.",
+    UnloadLoraAdapter,
+    content_type="text/plain",
+    statuses=(403, 404),
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
 
@@ -77,24 +90,11 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/load_lora_adapter": {"POST": _load_adapter},
+    "/v1/unload_lora_adapter": {"POST": _unload_adapter},
     **SCORING_ROUTES,
-    "/v1/responses": {
-        "POST": Route(
-            create_response,
-            "Makes a response.",
-            ResponsesRequest,
-            dialect=RESPONSES,
-            streams=True,
-        )
-    },
-    "/v1/responses/input_tokens": {
-        "POST": Route(count_input_tokens, "Counts the tokens of an input.", InputTokensRequest)
-    },
-    "/v1/responses/*": {
-        "GET": Route(get_response, "A response, or its input items.", statuses=(404,)),
-        "POST": Route(change_response, "Cancels a background response.", statuses=(404,)),
-        "DELETE": Route(delete_response, "Forgets a response.", statuses=(404,)),
-    },
+    **MESSAGE_ROUTES,
+    **RESPONSE_ROUTES,
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},

@@ -101,12 +101,21 @@ class Service:
         self.check_model(model)
         if self.draining:
             raise unavailable("The server is shutting down.")
-        return self.ready_generator()
+        generator = self.ready_generator()
+        adapter = None if model is None else generator.adapters.find(model)
+        return generator if adapter is None else generator.with_adapter(adapter)
+
+    def name_of(self, generator: TextGenerator) -> str:
+        """The name under which a generator answers: the model's, or that of an adapter."""
+        adapter = generator.adapter
+        return self.config.served_model_name if adapter is None else adapter.name
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError: 404, the model is not served here."""
         served = self.config.served_model_name
-        if model is not None and model != served and model not in self.config.model_aliases:
+        if model is None or model == served or model in self.config.model_aliases:
+            return
+        if self.generator is None or self.generator.adapters.find(model) is None:
             raise ApiError(
                 404,
                 f"The model {model[:200]!r} is not served here; it is {served!r}.",

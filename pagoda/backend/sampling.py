@@ -51,7 +51,7 @@ class SamplingRules:
 
     sampling: SamplingParams
     allowed: Tensor | None
-    """[ceil(vocab / 32)] int32: bit `i % 32` of word `i // 32` is set if token `i` may be sampled."""
+    """[ceil(vocab / 32)] int32: bit `i % 32` of word `i // 32` is set if token `i` may ever be sampled."""
     stops: array[int]
     """Tokens that are not sampled before `min_tokens`; int64."""
     bias_ids: array[int]
@@ -84,6 +84,8 @@ class SamplingRow:
     rules: SamplingRules
     position: int
     """Number of tokens sampled before; with the seed it determines the random number."""
+    allowed: Tensor | None
+    """Tokens that may be sampled here, as `SamplingRules.allowed`, which they are among; None: all."""
     holds_back_stops: bool
     seen: array[int]
     """Tokens that penalties are for, each once; int64."""
@@ -97,7 +99,7 @@ class SamplingRow:
 
     @property
     def forbids_tokens(self) -> bool:
-        return self.rules.allowed is not None or self.holds_back_stops
+        return self.allowed is not None or self.holds_back_stops
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.grammars import Grammars, TokenTextsOrder, load_token_texts
 from pagoda.engine.kv_transfers import TiersBuilder, attach_hooks
 from pagoda.engine.reports import CacheReporter
 from pagoda.engine.scheduler import Scheduler
@@ -23,6 +26,17 @@ class EngineParts:
     scheduler: Scheduler
     cache_reporter: CacheReporter
     cache_recorder: CacheRecorder
+    grammars: Grammars
+
+
+GrammarsOpener = Callable[[EngineConfig, int], Grammars]
+
+
+def open_grammars(config: EngineConfig, vocab_size: int) -> Grammars:
+    """Grammars over the tokens of the engine's model, which are read for the first request with one."""
+    worker = config.worker
+    order = TokenTextsOrder(worker.model, worker.load_format, config.executor == "sim")
+    return Grammars(partial(load_token_texts, order), vocab_size)
 
 
 def build_parts(
@@ -31,6 +45,7 @@ def build_parts(
     clock: Clock,
     links: HandoffLinks | None,
     build_tiers: TiersBuilder,
+    open_grammars: GrammarsOpener,
 ) -> EngineParts:
     recorder = CacheRecorder(
         keeps_events=config.kv_events is not None,
@@ -50,4 +65,5 @@ def build_parts(
         scheduler=scheduler,
         cache_reporter=CacheReporter([kv.pool, *scheduler.hooks.near_pools], recorder, clock),
         cache_recorder=recorder,
+        grammars=open_grammars(config, worker.vocab_size),
     )

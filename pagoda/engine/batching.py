@@ -88,6 +88,8 @@ class PlanBuilder:
         self.starts: list[SlotStart] = []
         self.new_blocks: list[tuple[int, list[int]]] = []
         self.new_tokens: list[tuple[int, int]] = []
+        self.forced_tokens: list[tuple[int, list[int]]] = []
+        self.masked_slots: list[int] = []
         self.decodes_left = max_decodes
         self.has_decodes = False
         self.is_mixed = decodes is None
@@ -113,7 +115,11 @@ class PlanBuilder:
     def add(self, request: Request, slot: int, count: int, available: int) -> None:
         samples = count == available
         request.num_scheduled_tokens += count
-        request.num_pending_samples += samples
+        if samples:
+            request.num_pending_samples += 1
+            request.num_worker_tokens += 1
+            if request.constraint is not None:
+                self.masked_slots.append(slot)
         self.scheduled.append(Scheduled(request, request.admission, slot, count, samples))
         self.budget -= count
 
@@ -126,6 +132,8 @@ class PlanBuilder:
             self.new_blocks,
             freed_slots,
             self.new_tokens,
+            self.forced_tokens,
+            self.masked_slots,
         )
 
 
@@ -165,6 +173,8 @@ class Batcher:
     ) -> None:
         self.counters = Counters()
         self.in_flight: deque[InFlightStep] = deque()
+        self.unmasked: deque[InFlightStep] = deque()
+        """Steps in flight that sample with grammars, and whose masks have not been sent."""
         self.next_step = 0
         self.hooks = KVHooks()
         self.leaders = Leaders(kv)
@@ -191,7 +201,10 @@ class Batcher:
             if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
                 self.next_step += 1
-                self.in_flight.append(InFlightStep(plan.step, plan.scheduled, plan.has_decodes))
+                step = InFlightStep(plan.step, plan.scheduled, plan.has_decodes)
+                self.in_flight.append(step)
+                if plan.masked_slots:
+                    self.unmasked.append(step)
                 return plan.plan(self._places.drain_freed_slots())
         return None
 
@@ -320,9 +333,14 @@ class Batcher:
             plan.new_blocks.append((slot, new_blocks))
             self._places.update(request)
         if not request.runs_ahead:
-            new_tokens = request.token_ids[request.num_sent_tokens :]
+            new_tokens = request.token_ids[request.num_sent_tokens : request.num_worker_tokens]
             plan.new_tokens += [(slot, token_id) for token_id in new_tokens]
             request.num_sent_tokens = request.num_tokens
+        num_expected = request.num_tokens + request.num_pending_samples
+        if num_expected > request.num_worker_tokens:
+            forced = request.token_ids[request.num_worker_tokens - num_expected :]
+            plan.forced_tokens.append((slot, forced))
+            request.num_worker_tokens = num_expected
         plan.add(request, slot, count, available)
 
     def preempt(self, request: Request) -> None:
@@ -383,7 +401,7 @@ class Batcher:
         if slot is None:
             raise RuntimeError("A running request has no slot.")
         request.admission += 1
-        request.num_sent_tokens = request.num_tokens
+        request.num_sent_tokens = request.num_worker_tokens = request.num_tokens
         if request.num_cached_tokens is None:
             self._note_first_admission(request, len(hits))
         plan.starts.append(request.slot_start(slot))

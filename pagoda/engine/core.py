@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from pagoda.engine.assembly import EngineParts, build_parts
+from pagoda.engine.adapters import EngineAdapters
+from pagoda.engine.assembly import EngineParts, GrammarsOpener, build_parts, open_grammars
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.grammars import Constraint
 from pagoda.engine.kv_transfers import TiersBuilder
 from pagoda.engine.reports import StepRecorder
 from pagoda.engine.scheduler import Scheduler
@@ -16,6 +18,7 @@ from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import KVEvent
 from pagoda.kv.tiers import build_tiers
+from pagoda.messages.adapters import AdapterLoaded
 from pagoda.messages.frontend import (
     EngineReady,
     GenerateRequest,
@@ -99,10 +102,12 @@ class EngineCore:
         build_tiers: TiersBuilder = build_tiers,
         handoff: HandoffLinks | None = None,
         tracer: Tracer | None = None,
+        open_grammars: GrammarsOpener = open_grammars,
     ) -> None:
         """`handoff` is there if `config.handoff` is, and has what its role needs."""
         self._config = config
         self._build_tiers = build_tiers
+        self._open_grammars = open_grammars
         self.executor = executor
         self._clock = clock
         self._handoff = handoff
@@ -111,6 +116,8 @@ class EngineCore:
         self._follows_cache = False
         self.steps = StepRecorder(clock)
         self._restarts = WorkerRestarts(clock)
+        self.adapters = EngineAdapters(config.worker.adapters, executor)
+        self._refusals: list[RequestRefused] = []
         self.is_worker_ready = False
         """False while the first worker starts, and while a lost one is being replaced."""
         self._was_worker_ready = True
@@ -159,23 +166,41 @@ class EngineCore:
         """Takes a request. One that returns after a restart is never refused for want of room."""
         if self.parts is None:
             return RequestRefused(request.request_id, retry_after_s=1)
-        if request.grammar is not None:
-            return RequestRefused(
-                request.request_id, error="grammars for answers are not supported yet."
-            )
-        scheduler = self.parts.scheduler
+        scheduler, grammars = self.parts.scheduler, self.parts.grammars
         room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
-        is_full = len(scheduler.requests) >= room and not request.returns
+        if len(scheduler.requests) + grammars.num_held >= room and not request.returns:
+            scheduler.hooks.on_refused(request)
+            return RequestRefused(request.request_id, retry_after_s=1)
+        if request.grammar is None:
+            return self._add(scheduler, request, None)
+        constraint = grammars.take(request, request.grammar)
+        return [] if constraint is None else self._add(scheduler, request, constraint)
+
+    def _add(
+        self, scheduler: Scheduler, request: GenerateRequest, constraint: Constraint | str | None
+    ) -> RequestRefused | list[TokenChunk]:
+        """Gives a request to the scheduler; `constraint` is its place in its grammar, or what is wrong with it."""
+        problem = constraint if isinstance(constraint, str) else ""
+        if request.adapter and not self.adapters.has(request.adapter):
+            problem = "the adapter is not loaded here."
+        if problem or isinstance(constraint, str):
+            scheduler.hooks.on_refused(request)
+            return RequestRefused(request.request_id, error=problem)
         if not scheduler.requests:
             self._last_progress = self._clock.now()
-        chunks = [] if is_full else scheduler.add(request)
-        if is_full or (chunks and chunks[-1].finish_reason is not None):
+        chunks = scheduler.add(request, constraint)
+        if chunks and chunks[-1].finish_reason is not None:
             scheduler.hooks.on_refused(request)
         self._submit_transfers(scheduler)
-        return RequestRefused(request.request_id, retry_after_s=1) if is_full else chunks
+        return chunks
+
+    def drain_refusals(self) -> list[RequestRefused]:
+        """Requests that were taken, and whose grammars then turned out to be wrong."""
+        refusals, self._refusals = self._refusals, []
+        return refusals
 
     def abort(self, request_id: str) -> None:
-        if self.parts is not None:
+        if self.parts is not None and not self.parts.grammars.drop(request_id):
             self.parts.scheduler.abort(request_id)
 
     def step(self) -> list[TokenChunk]:
@@ -194,6 +219,8 @@ class EngineCore:
                         self.parts.scheduler.hooks.transfer_ended(event)
                 case WorkerReady():
                     self._on_worker_ready(event)
+                case AdapterLoaded():
+                    self.adapters.on_loaded(event)
                 case TraceStopped():
                     self.tracing.on_workers_stopped(event)
                 case WorkerLost():
@@ -207,20 +234,44 @@ class EngineCore:
         return chunks
 
     def _step_scheduler(self, scheduler: Scheduler) -> list[TokenChunk]:
-        chunks = scheduler.hooks.step()
+        chunks = self._add_constrained(scheduler)
+        chunks += scheduler.hooks.step()
+        self.adapters.step(scheduler.requests)
         if self.is_worker_ready:
-            self._submit_plans(scheduler)
+            chunks += self._submit_masks(scheduler)
+            chunks += self._submit_plans(scheduler)
         self._submit_transfers(scheduler)
         if self._tracer.e2e():
             self.tracing.count(scheduler)
         return chunks
 
-    def _submit_plans(self, scheduler: Scheduler) -> None:
+    def _add_constrained(self, scheduler: Scheduler) -> list[TokenChunk]:
+        """Takes requests whose grammars are compiled."""
+        chunks: list[TokenChunk] = []
+        grammars = None if self.parts is None else self.parts.grammars
+        for request, constraint in grammars.drain() if grammars else ():
+            answer = self._add(scheduler, request, constraint)
+            if isinstance(answer, RequestRefused):
+                self._refusals.append(answer)
+            else:
+                chunks += answer
+        return chunks
+
+    def _submit_masks(self, scheduler: Scheduler) -> list[TokenChunk]:
+        if not scheduler.batcher.unmasked:
+            return []
+        messages, chunks = scheduler.take_masks()
+        for masks in messages:
+            self.executor.submit_masks(masks)
+        return chunks
+
+    def _submit_plans(self, scheduler: Scheduler) -> list[TokenChunk]:
+        chunks: list[TokenChunk] = []
         while len(scheduler.in_flight) < self.executor.max_in_flight:
             began, trace_began = self._clock.now(), self._tracer.e2e()
             plan = scheduler.schedule()
             if plan is None:
-                return
+                break
             planned = self._clock.now()
             if trace_began:
                 self.tracing.scheduled(trace_began, plan, scheduler)
@@ -229,6 +280,8 @@ class EngineCore:
             self.steps.submitted(plan, began, planned)
             if trace_began:
                 self.tracing.submitted(trace_began, plan)
+            chunks += self._submit_masks(scheduler)
+        return chunks
 
     def _submit_transfers(self, scheduler: Scheduler) -> None:
         transfers = scheduler.hooks.drain_transfers()
@@ -263,7 +316,12 @@ class EngineCore:
         parts = self.parts
         if parts is None:
             parts = self.parts = build_parts(
-                self._config, worker, self._clock, self._handoff, self._build_tiers
+                self._config,
+                worker,
+                self._clock,
+                self._handoff,
+                self._build_tiers,
+                self._open_grammars,
             )
             if self._follows_cache:
                 parts.cache_reporter.follow()
@@ -289,6 +347,9 @@ class EngineCore:
         for chunk in chunks:
             _log.error("is given up: %s", chunk.error, extra={"request_id": chunk.request_id})
         return chunks
+
+    def unload_adapter(self, digest: str) -> None:
+        self.adapters.unload(digest, self.parts.scheduler.requests if self.parts else {})
 
     def start_trace(self, order: StartTrace) -> None:
         """Traces from now on, with all workers."""
@@ -344,7 +405,7 @@ class EngineCore:
         return LoadReport(
             **dataclasses.asdict(scheduler.counters),
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + self.parts.grammars.num_held,
             num_pending_tokens=scheduler.places.num_pending_tokens,
             num_free_blocks=scheduler.kv.pool.num_available,
             num_cached_blocks=scheduler.kv.pool.num_evictable,
@@ -375,6 +436,7 @@ class EngineCore:
         sources = self.executor.pollables()
         if self.parts is not None:
             sources += self.parts.scheduler.hooks.pollables()
+            sources += self.parts.grammars.pollables()
         for tracing in self._tracings:
             sources += tracing.pollables()
         return sources
@@ -382,6 +444,7 @@ class EngineCore:
     def close(self) -> None:
         if self.parts is not None:
             self.parts.scheduler.hooks.close()
+            self.parts.grammars.close()
         self.executor.close()
         for tracing in self._tracings:
             tracing.close()

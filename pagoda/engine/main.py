@@ -32,6 +32,7 @@ from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import memory_of
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
+from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
     AbortRequests,
@@ -88,6 +89,12 @@ class RequestRoutes:
         if engine_id is not None:
             del self._origins[engine_id]
         return engine_id
+
+    def forget(self, engine_id: str) -> tuple[bytes, str]:
+        """Forgets a request by the engine's id; returns its frontend and wire id."""
+        origin = self._origins.pop(engine_id)
+        del self._engine_ids[origin]
+        return origin
 
     def sort(self, chunks: Iterable[TokenChunk]) -> dict[bytes, list[TokenChunk]]:
         """The chunks by frontend, under wire ids. Forgets requests that have ended."""
@@ -159,6 +166,8 @@ class EngineProcess:
                 self._sleep()
                 self._receive()
                 self._send_chunks(self._core.step())
+                for refusal in self._core.drain_refusals():
+                    self._refuse(refusal)
                 self._greet()
                 # Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one.
                 self._send_all(self._core.drain_load_report())
@@ -166,6 +175,8 @@ class EngineProcess:
                     for frontend in self._followers[type(update)]:
                         self._send(frontend, update)
                 self._send_all(self._core.drain_trace_end())
+                for loaded in self._core.adapters.drain_news():
+                    self._send_all(loaded)
                 if self._publisher is not None:
                     self._publisher.publish(self._core.drain_kv_events())
                     self._publisher.replay()
@@ -220,6 +231,10 @@ class EngineProcess:
                 self._core.start_trace(message)
             case StopTrace():
                 self._core.stop_trace()
+            case LoadAdapter(adapter):
+                self._core.adapters.load(adapter)
+            case UnloadAdapter(digest):
+                self._core.unload_adapter(digest)
             case Shutdown():
                 self._stopping = True
 
@@ -249,11 +264,14 @@ class EngineProcess:
             return
         answer = self._core.add(routed)
         if isinstance(answer, RequestRefused):
-            wire_id = request.wire_id or request.request_id
-            self._routes.remove(frontend, wire_id)
-            self._send(frontend, msgspec.structs.replace(answer, request_id=wire_id))
+            self._refuse(answer)
             return
         self._send_chunks(answer)
+
+    def _refuse(self, refusal: RequestRefused) -> None:
+        """Sends a refusal to the frontend of its request, which is named by the engine's id."""
+        frontend, wire_id = self._routes.forget(refusal.request_id)
+        self._send(frontend, msgspec.structs.replace(refusal, request_id=wire_id))
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
         by_frontend = self._routes.sort(chunks)

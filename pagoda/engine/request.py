@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections import deque
 from dataclasses import InitVar, dataclass, field
 
+from pagoda.engine.grammars import Constraint
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
 from pagoda.messages.frontend import (
@@ -56,10 +58,14 @@ class Request:
     table: BlockTable
     runs_ahead: bool = True
     """True if a token may be computed before the engine knows the token in front of it."""
+    constraint: Constraint | None = None
+    """Place in the request's grammar, behind all of its tokens; None without one."""
     added_at: float = 0.0
     """Arrival, in seconds on the engine's clock."""
 
     request_id: str = field(init=False)
+    adapter: str = field(init=False)
+    """Digest of the adapter; empty for none."""
     sampling: SamplingParams = field(init=False)
     eos_token_ids: frozenset[int] = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
@@ -87,7 +93,15 @@ class Request:
     """Leading tokens that are computed once all steps in flight are."""
     num_computed_tokens: int = 0
     num_pending_samples: int = 0
-    """Steps in flight that will sample a token of the request."""
+    """Steps in flight that will sample a token of the request which is not known yet."""
+    num_known_samples: int = 0
+    """Steps in flight, older than those, whose samples are known: a grammar forces them."""
+    known_tokens: deque[int] = field(default_factory=deque)
+    """Known samples that the worker has not been told."""
+    num_masked: int = 0
+    """Pending samples for which the worker has been told what it may sample: 0 or 1."""
+    num_worker_tokens: int = 0
+    """Tokens that the slot will have, without any that a grammar appends, once all steps in flight are done."""
     num_sent_tokens: int = 0
     """Tokens that all stages of the worker know, or will from plans that are made."""
     num_cached_tokens: int | None = None
@@ -113,6 +127,7 @@ class Request:
 
     def __post_init__(self, message: GenerateRequest, max_model_len: int) -> None:
         self.request_id, self.kv_source = message.request_id, message.kv_source
+        self.adapter = message.adapter
         self.sampling = sampling = message.sampling
         self.eos_token_ids = frozenset(message.eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
@@ -182,6 +197,8 @@ class Request:
     def finish_reason(self) -> tuple[FinishReason | None, int | None]:
         """Reason why the last output token ends the answer, if it does, and the stop token named by the client."""
         token_id, is_full = self.token_ids[-1], len(self.token_ids) >= self.max_total_tokens
+        if self.constraint is not None and token_id in self.constraint.eos_token_ids:
+            return FinishReason.STOP, None
         if not is_full and token_id not in self.end_token_ids:
             return None, None
         if self.num_output_tokens >= self.sampling.min_tokens:
@@ -190,6 +207,31 @@ class Request:
             if token_id in self.stop_token_ids:
                 return FinishReason.STOP, token_id
         return (FinishReason.LENGTH, None) if is_full else (None, None)
+
+    @property
+    def may_force_tokens(self) -> bool:
+        """True if tokens that a grammar forces are not sampled: nobody wants to know how likely they were."""
+        return self.constraint is not None and self.sampling.logprobs is None
+
+    def expect(self, token_id: int) -> None:
+        """The last token was forced: the next sample that is pending will be this token."""
+        if self.num_pending_samples:
+            self.num_pending_samples -= 1
+            self.num_known_samples += 1
+            self.known_tokens.append(token_id)
+
+    def held_back_tokens(self) -> list[int]:
+        """Tokens that the next sample avoids where the grammar has a choice: those that would end the answer."""
+        if self.constraint is None:
+            return []
+        if self.num_output_tokens < self.sampling.min_tokens:
+            return sorted(self.end_token_ids | self.constraint.eos_token_ids)
+        return sorted(self.constraint.eos_token_ids) if self.sampling.ignore_eos else []
+
+    def forget_steps(self) -> None:
+        """The steps in flight are lost."""
+        self.num_pending_samples = self.num_known_samples = self.num_masked = 0
+        self.known_tokens.clear()
 
     def slot_start(self, slot: int) -> SlotStart:
         """The request in full, for a worker that does not know it."""
@@ -204,4 +246,5 @@ class Request:
             request_id=self.request_id,
             num_scored_tokens=self.num_scored_tokens,
             pooling=self.pooling,
+            adapter=self.adapter,
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from pagoda.engine.batching import Batcher, SchedulerLimits
+from pagoda.engine.grammars import Constraint
 from pagoda.engine.kv_hooks import KVHooks
 from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
@@ -27,7 +28,10 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.messages.worker import StepResult
+from pagoda.messages.worker import StepResult, TokenMasks
+
+_NOT_IN_LANGUAGE = "The answer left the language of its grammar."
+_TOO_COMPLEX = "The grammar takes too much work at this point of the answer."
 
 
 class Scheduler:
@@ -78,17 +82,22 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def add(self, message: GenerateRequest) -> list[TokenChunk]:
+    def add(
+        self, message: GenerateRequest, constraint: Constraint | None = None
+    ) -> list[TokenChunk]:
         """Takes a request, which may have been here or in another engine before.
+
+        `constraint` is the place in its grammar behind its output tokens.
 
         A request whose answer is already complete, or that can never run, is answered at once.
         """
         request = Request(
             message=message,
             order_key=self._order(message, self._num_arrivals),
-            table=self.kv.new_table(message.cache_salt),
+            table=self.kv.new_table(message.cache_salt, message.adapter),
             max_model_len=self.limits.max_model_len,
             runs_ahead=self.limits.num_stages == 1,
+            constraint=constraint,
             added_at=self._clock.now(),
         )
         self._num_arrivals += 1
@@ -164,8 +173,14 @@ class Scheduler:
         chunks: list[TokenChunk] = []
         for part in step.scheduled:
             request, slot, samples = part.request, part.slot, part.samples
+            is_known = False
             if samples:
-                request.num_pending_samples -= 1
+                is_known = request.num_known_samples > 0
+                if is_known:
+                    request.num_known_samples -= 1
+                else:
+                    request.num_pending_samples -= 1
+                    request.num_masked = 0
             if request.state is RequestState.FINISHED:
                 continue
             if slot in errors:
@@ -182,8 +197,10 @@ class Scheduler:
             elif samples:
                 if slot not in sampled:
                     raise RuntimeError(f"The result of step {result.step} lacks slot {slot}.")
-                self.counters.num_generated_tokens += 1
+                if is_known:
+                    continue
                 chunk = self.append(request, sampled[slot], logprobs.get(slot))
+                self.counters.num_generated_tokens += len(chunk.token_ids)
                 if scores is not None:
                     chunk = msgspec.structs.replace(chunk, prompt_logprobs=scores)
                 chunks.append(chunk)
@@ -212,12 +229,17 @@ class Scheduler:
         if request.transfer_id is not None:
             source = self.hooks.on_prefilled(request, token_id, logprobs)
         self.places.append(request, token_id)
+        token_ids = [token_id]
         reason, stop_reason = request.finish_reason()
+        if reason is None and request.constraint is not None:
+            if not request.constraint.consume(token_id):
+                return self.fail(request, _NOT_IN_LANGUAGE)
+            reason, stop_reason = self._append_forced(request, token_ids)
         if reason is not None:
             self.finish(request, reason)
         chunk = TokenChunk(
             request.request_id,
-            [token_id],
+            token_ids,
             reason,
             stop_reason,
             None if logprobs is None else [logprobs],
@@ -241,6 +263,64 @@ class Scheduler:
         )
         return _with_queue_time(chunk, request)
 
+    # ---- grammars
+
+    def _append_forced(
+        self, request: Request, token_ids: list[int]
+    ) -> tuple[FinishReason | None, int | None]:
+        """Appends the tokens that the grammar forces, to `token_ids` too, until one ends the answer."""
+        constraint = request.constraint
+        if constraint is None or not request.may_force_tokens:
+            return None, None
+        for token_id in constraint.forced_tokens():
+            self.places.append(request, token_id)
+            token_ids.append(token_id)
+            reason, stop_reason = request.finish_reason()
+            if reason is not None:
+                return reason, stop_reason
+            constraint.consume(token_id)
+            request.expect(token_id)
+        return None, None
+
+    def take_masks(self) -> tuple[list[TokenMasks], list[TokenChunk]]:
+        """The masks of all steps in flight for which they can be made now, each once, and the ends of requests
+        whose grammars take too much work."""
+        messages: list[TokenMasks] = []
+        chunks: list[TokenChunk] = []
+        unmasked = self.batcher.unmasked
+        while unmasked:
+            parts = [
+                (part.slot, part.request)
+                for part in unmasked[0].scheduled
+                if part.samples and part.request.constraint is not None
+            ]
+            # Of a request, all samples before this one must be known.
+            if any(r.num_masked and r.state is not RequestState.FINISHED for _, r in parts):
+                break
+            message = TokenMasks(unmasked.popleft().step)
+            for slot, request in parts:
+                if request.state is not RequestState.FINISHED:
+                    chunks += self._mask(request, slot, message)
+            messages.append(message)
+        return messages, chunks
+
+    def _mask(self, request: Request, slot: int, message: TokenMasks) -> list[TokenChunk]:
+        if request.known_tokens:
+            message.tokens[slot] = request.known_tokens.popleft()
+            return []
+        constraint = request.constraint
+        if constraint is None:
+            raise RuntimeError(f"Request {request.request_id} has no grammar.")
+        request.num_masked = 1
+        if request.may_force_tokens and (forced := constraint.forced_tokens()):
+            message.tokens[slot] = forced[0]
+            return []
+        mask = constraint.mask(request.held_back_tokens())
+        if mask is None:
+            return [self.fail(request, _TOO_COMPLEX)]
+        message.masks[slot] = mask
+        return []
+
     # ---- when the worker is lost
 
     def recover(self) -> list[TokenChunk]:
@@ -250,6 +330,7 @@ class Scheduler:
         """
         crashed = {part.request for step in self.in_flight for part in step.scheduled}
         self.in_flight.clear()
+        self.batcher.unmasked.clear()
         self.batcher.leaders.clear()
         failing = self.quarantine.on_crash(crashed)
         for request in list(self.running):
@@ -258,7 +339,8 @@ class Scheduler:
         for request in self.hooks.workers_lost():
             self._wait_again(request)
         for request in self.waiting:
-            request.num_pending_samples = request.num_saved = 0
+            request.forget_steps()
+            request.num_saved = 0
         self.kv.pool.clear_cache()
         self.places.drain_freed_slots()
         self.batcher.forget_blocked()

@@ -1,7 +1,8 @@
 """Workers that only exist as a cost model: no weights, no torch, real or virtual time.
 
 The simulated worker keeps slots as a real one does, and its "model" is a hash of seed, position and the previous
-token, so an answer depends on nothing but the request. With `check_kv` it remembers which sequence was last
+token, so an answer depends on nothing but the request; where a grammar leaves no such token, the next one in the
+vocabulary is taken that it does leave. With `check_kv` it remembers which sequence was last
 written to every cell of the KV cache, and refuses to read a cell that holds anything else. With several stages it
 refuses to compute a token that the first of them was not told of.
 
@@ -13,6 +14,7 @@ engine in this process are read as they are when the transfer ends; of one in an
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 from pagoda.engine.config import SimConfig
 from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
+from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
@@ -36,7 +39,14 @@ from pagoda.messages.transfers import (
     TransferPlace,
     Transfers,
 )
-from pagoda.messages.worker import Capabilities, SlotStart, StepPlan, StepResult, WorkerReady
+from pagoda.messages.worker import (
+    Capabilities,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+    WorkerReady,
+)
 from pagoda.telemetry.tracer import TraceSession
 
 _MASK = 2**64 - 1
@@ -108,10 +118,14 @@ class SimExecutor:
         self._order = count_from()
         self._steps: deque[tuple[float, int]] = deque()
         """Steps under way, and when they will have been executed."""
+        self._plans: deque[tuple[float, StepPlan, float]] = deque()
+        """Steps that await masks, or come behind such a step: when they end, plans and costs."""
         self._executed_step = -1
         self._busy_until = [0.0] * num_stages
         self._disk = {} if disk is None else disk
         self._neighbours = neighbours
+        self._loaded: list[ExecutorEvent] = []
+        """Adapters that were loaded, which outlive workers."""
         self._name = b""
         self._peers: dict[str, KVPeer] = {}
         self.worker: SimWorker
@@ -159,7 +173,22 @@ class SimExecutor:
             self._busy_until[stage] = done
         self._forget_executed_steps()
         self._steps.append((done, plan.step))
-        self._foresee(done, self.worker.execute(plan, cost))
+        self._plans.append((done, plan, cost))
+        self._execute()
+
+    def submit_masks(self, masks: TokenMasks) -> None:
+        self.worker.take_masks(masks)
+        self._execute()
+
+    def _execute(self) -> None:
+        """Executes plans in order, until one awaits its masks."""
+        while self._plans and self.worker.has_masks_for(self._plans[0][1]):
+            done, plan, cost = self._plans.popleft()
+            now = self._clock.now()
+            if done < now:  # the masks came late
+                late = ((max(at, now) if it == plan.step else at, it) for at, it in self._steps)
+                self._steps = deque(late)
+            self._foresee(max(done, now), self.worker.execute(plan, cost))
 
     def submit_transfers(self, message: Transfers) -> None:
         self._forget_executed_steps()
@@ -172,6 +201,12 @@ class SimExecutor:
             self._foresee(begins + cost, (transfer, fate))
         for peer_id in message.removed_peers:
             del self._peers[peer_id]
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        self._loaded.append(AdapterLoaded(adapter.digest))
+
+    def unload_adapter(self, digest: str) -> None:
+        """A cost model has no adapters to forget."""
 
     def start_trace(self, session: TraceSession) -> None:
         """There is no process that could trace."""
@@ -197,13 +232,16 @@ class SimExecutor:
         heapq.heappush(self._events, (instant, next(self._order), event))
 
     def _forget_executed_steps(self) -> None:
-        while self._steps and self._steps[0][0] <= self._clock.now():
+        waiting = self._plans[0][1].step if self._plans else math.inf
+        while (
+            self._steps and self._steps[0][0] <= self._clock.now() and self._steps[0][1] < waiting
+        ):
             _, self._executed_step = self._steps.popleft()
             self.worker.step_done(self._executed_step)
 
     def poll(self) -> list[ExecutorEvent]:
         now = self._clock.now()
-        due: list[ExecutorEvent] = []
+        due, self._loaded = self._loaded, []
         while self._events and self._events[0][0] <= now:
             _, _, event = heapq.heappop(self._events)
             due.append(self._end(*event) if isinstance(event, tuple) else event)
@@ -229,11 +267,14 @@ class SimExecutor:
         return {}
 
     def next_event_at(self) -> float | None:
+        if self._loaded:
+            return self._clock.now()
         return self._events[0][0] if self._events else None
 
     def close(self) -> None:
         self._events.clear()
         self._steps.clear()
+        self._plans.clear()
         self._peers.clear()
         if self._neighbours is not None:
             self._neighbours.pop(self._name, None)
@@ -264,9 +305,20 @@ class SimWorker:
         self._step_writes: defaultdict[int, set[_Place]] = defaultdict(set)
         self._step_reads: defaultdict[int, set[_Place]] = defaultdict(set)
         """Places that each step under way uses."""
+        self._masks: dict[int, TokenMasks] = {}
+        """Masks of steps that have not been executed."""
         self._reading: Counter[_Place] = Counter()
         self._writing: set[_Place] = set()
         """Places that transfers use."""
+
+    def take_masks(self, masks: TokenMasks) -> None:
+        """Raises ValueError if the step has masks already."""
+        if masks.step in self._masks:
+            raise ValueError(f"Step {masks.step} was given masks twice.")
+        self._masks[masks.step] = masks
+
+    def has_masks_for(self, plan: StepPlan) -> bool:
+        return not plan.masked_slots or plan.step in self._masks
 
     def execute(self, plan: StepPlan, cost_s: float) -> StepResult:
         for slot_id in plan.freed_slots:
@@ -279,6 +331,9 @@ class SimWorker:
             self.slots[slot_id].block_ids.extend(block_ids)
         for slot_id, token_id in plan.new_tokens:
             self.slots[slot_id].tell(token_id)
+        for slot_id, forced in plan.forced_tokens:
+            self.slots[slot_id].append_forced(forced)
+        masks = self._masks.pop(plan.step, TokenMasks(plan.step))
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         embeddings: dict[int, bytes] = {}
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
@@ -304,7 +359,11 @@ class SimWorker:
                     embeddings[slot_id] = sim_embedding(slot.token_ids)
                 if slot.sampling.max_tokens == 0:
                     continue
-                token_id = slot.sample(self._config.vocab_size)
+                if slot_id in masks.tokens:
+                    token_id = masks.tokens[slot_id]
+                else:
+                    token_id = slot.choose(self._config.vocab_size, masks.masks.get(slot_id))
+                slot.token_ids.append(token_id)
                 sampled.append(slot_id)
                 token_ids.append(token_id)
                 if slot.sampling.logprobs is not None:
@@ -462,11 +521,20 @@ class _Slot:
             raise ValueError(f"Token {token_id} was not what the last stage sampled.")
         self.num_told_tokens += 1
 
-    def sample(self, vocab_size: int) -> int:
+    def append_forced(self, token_ids: list[int]) -> None:
+        """Takes tokens that all stages are told."""
+        self.token_ids += token_ids
+        self.num_told_tokens += len(token_ids)
+
+    def choose(self, vocab_size: int, mask: bytes | None) -> int:
+        """The next token; `mask` says which may be chosen."""
         position = len(self.token_ids) - self.num_prompt_tokens
         previous = self.token_ids[-1]
         token_id = sim_token(self.sampling.seed or 0, position, previous, vocab_size)
+        if mask is not None:
+            while not mask[token_id >> 3] >> (token_id & 7) & 1:
+                token_id = (token_id + 1) % vocab_size
+            return token_id
         while position < self.sampling.min_tokens and token_id in self._eos_token_ids:
             token_id = (token_id + 1) % vocab_size
-        self.token_ids.append(token_id)
         return token_id

@@ -14,11 +14,20 @@ import msgspec
 
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import gather_all, merge
+from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.conversation import Messages, render_conversation
+from pagoda.frontend.embeddings import EmbeddingOptions, embed
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.llm_arguments import Configuration, configure
 from pagoda.frontend.model_text import ModelText, load_text
-from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
+from pagoda.frontend.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    GrowingAnswer,
+    RequestOutput,
+    request_output,
+)
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
@@ -28,6 +37,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
 
 Conversation = Sequence[Mapping[str, Any]]
+
+
+_AS_THE_MODEL_SAYS = EmbeddingOptions()
 
 
 class AsyncLLM:
@@ -113,13 +125,18 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to `prompt` as they grow; every item has all of the text so far.
+
+        `lora_request` is the name of the adapter that answers; None for the model alone.
 
         Raises InvalidRequestError: the prompt or a parameter does not fit the model, or a request with this id
         runs; OverloadedError: too many requests are waiting.
         """
-        prepare = partial(self.prepare, prompt, sampling_params, priority=priority)
+        prepare = partial(
+            self.prepare, prompt, sampling_params, priority=priority, lora_request=lora_request
+        )
         return self._growing(prepare, request_id)
 
     def chat(
@@ -129,14 +146,19 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The answers to a conversation as they grow; `options` are those of `render`."""
+        """The answers to a conversation as they grow; `options` are those of `render`, others of `generate`."""
 
         async def prepare() -> list[TextRequest]:
             prompt = self.render(messages, **options)
             return await self.prepare(
-                prompt, sampling_params, priority=priority, add_special_tokens=False
+                prompt,
+                sampling_params,
+                priority=priority,
+                add_special_tokens=False,
+                lora_request=lora_request,
             )
 
         return self._growing(prepare, request_id)
@@ -185,17 +207,54 @@ class AsyncLLM:
         *,
         priority: int = 0,
         add_special_tokens: bool = True,
+        lora_request: str | None = None,
     ) -> list[TextRequest]:
         """The requests of one prompt. An answer too long for the context is shortened to fit, as in vLLM.
         Raises InvalidRequestError: the prompt or a parameter does not fit the model."""
         params = sampling_params or self.get_default_sampling_params()
-        return await self.generator.prepare(
+        generator = self.generator
+        if lora_request is not None:
+            adapter = generator.adapters.find(lora_request)
+            if adapter is None:
+                refuse("lora_request", f"names no adapter, got {lora_request!r}")
+            generator = generator.with_adapter(adapter)
+        return await generator.prepare(
             _plain_prompt(prompt),
-            self.generator.check_sampling(params),
+            generator.check_sampling(params),
             add_special_tokens=add_special_tokens,
             clamp_max_tokens=True,
             priority=priority,
         )
+
+    async def beam_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearchOutput:
+        """The best beams behind a prompt. Raises InvalidRequestError: as `prepare`."""
+        params = params.checked()
+        sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=0)
+        [request] = await self.prepare(prompt, sampling)
+        room = request.request.sampling.max_tokens or params.max_tokens
+        params = msgspec.structs.replace(params, max_tokens=room)
+        found = await beam_search(self.generator, request, params)
+        return BeamSearchOutput(
+            [
+                BeamSearchSequence(
+                    tokens=[*request.request.prompt_token_ids, *beam.token_ids],
+                    text=delta.text,
+                    cum_logprob=beam.cumulative_logprob,
+                    score=beam.score,
+                    finish_reason=str(delta.finish_reason),
+                )
+                for beam, delta in found
+            ]
+        )
+
+    async def embed(
+        self, prompts: Sequence[Prompt], options: EmbeddingOptions = _AS_THE_MODEL_SAYS
+    ) -> list[EmbeddingOutput]:
+        """The vectors of prompts, in their order.
+        Raises InvalidRequestError: a prompt does not fit the model."""
+        plain = [_plain_prompt(prompt) for prompt in prompts]
+        found = await embed(self.generator, plain, options, param="prompt")
+        return [EmbeddingOutput(one.vector.tolist(), one.num_tokens) for one in found]
 
     def render(
         self,

@@ -13,8 +13,10 @@ from typing import Any, Self, TypeVar
 from pagoda.errors import refuse
 from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
 from pagoda.frontend.async_utils import gather_all
+from pagoda.frontend.beam_search import BeamSearchParams
+from pagoda.frontend.embeddings import EmbeddingOptions
 from pagoda.frontend.event_loop import new_event_loop
-from pagoda.frontend.outputs import RequestOutput
+from pagoda.frontend.outputs import BeamSearchOutput, EmbeddingOutput, RequestOutput
 from pagoda.frontend.text_generator import TextRequest
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.sampling_params import SamplingParams
@@ -75,12 +77,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        lora_request: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts, in their order.
 
         A prompt is a string, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`.
         `sampling_params` is for all prompts or one for each; None takes the model's own. `use_tqdm` shows a
-        progress bar, where standard error is a terminal or a notebook. An answer that fails has `finish_reason`
+        progress bar, where standard error is a terminal or a notebook. `lora_request` names the adapter that
+        answers all prompts, or one for each; None is the model alone. An answer that fails has `finish_reason`
         `error` and says why in `error`; the others are complete.
 
         Raises InvalidRequestError: a prompt or a parameter does not fit the model, or there is one prompt for
@@ -90,16 +94,21 @@ class LLM:
         self._check_prompts(len(several), "prompts")
         params = _for_each(sampling_params, len(several), "sampling_params")
         priorities = _for_each(priority, len(several), "priority")
-        return self._complete_all(several, params, priorities, use_tqdm)
+        adapters = _adapter_for_each(lora_request, len(several))
+        return self._complete_all(several, params, priorities, adapters, use_tqdm)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: str | Sequence[str | None] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several in their order; `options` are those of `AsyncLLM.render`.
+
+        `lora_request` is as in `generate`.
 
         Raises InvalidRequestError: a conversation or a parameter does not fit the model, or there is one for
         several replicas; nothing was generated.
@@ -108,9 +117,29 @@ class LLM:
         self._check_prompts(len(conversations), "messages")
         prompts = [self._llm.render(conversation, **options) for conversation in conversations]
         params = _for_each(sampling_params, len(prompts), "sampling_params")
+        adapters = _adapter_for_each(lora_request, len(prompts))
         return self._complete_all(
-            prompts, params, [None] * len(prompts), use_tqdm, add_special_tokens=False
+            prompts, params, [None] * len(prompts), adapters, use_tqdm, add_special_tokens=False
         )
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The best beams behind each prompt, one prompt after the other.
+
+        Raises InvalidRequestError: a prompt or a parameter does not fit the model."""
+
+        async def search_all() -> list[BeamSearchOutput]:
+            return [await self._llm.beam_search(prompt, params) for prompt in _prompt_list(prompts)]
+
+        return self._thread.run(search_all())
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], options: EmbeddingOptions | None = None
+    ) -> list[EmbeddingOutput]:
+        """The vectors of prompts, in their order. Raises InvalidRequestError: a prompt does not fit the model."""
+        several = _prompt_list(prompts)
+        return self._thread.run(self._llm.embed(several, options or EmbeddingOptions()))
 
     def _check_prompts(self, count: int, param: str) -> None:
         if count == 1 and self._llm.num_replicas > 1:
@@ -125,6 +154,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | None],
         priorities: Sequence[int | None],
+        adapters: Sequence[str | None],
         shows_progress: bool,
         *,
         add_special_tokens: bool = True,
@@ -134,9 +164,15 @@ class LLM:
         async def complete_all(advance: Advance) -> list[RequestOutput]:
             prepared = [
                 await llm.prepare(
-                    prompt, one, priority=priority or 0, add_special_tokens=add_special_tokens
+                    prompt,
+                    one,
+                    priority=priority or 0,
+                    add_special_tokens=add_special_tokens,
+                    lora_request=adapter,
                 )
-                for prompt, one, priority in zip(prompts, params, priorities, strict=True)
+                for prompt, one, priority, adapter in zip(
+                    prompts, params, priorities, adapters, strict=True
+                )
             ]
             limits = llm.generator.endpoint.limits
             # Enough to keep the engine full; more would only wait there, and be refused past its limit.
@@ -200,6 +236,14 @@ def _conversation_list(messages: Conversation | Sequence[Conversation]) -> list[
     if messages and isinstance(messages[0], Mapping):
         return [messages]  # type: ignore[list-item]
     return list(messages)  # type: ignore[arg-type]
+
+
+def _adapter_for_each(names: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    if names is None or isinstance(names, str):
+        return [names] * count
+    if len(names) != count:
+        refuse("lora_request", f"has {len(names)} entries for {count} prompts")
+    return list(names)
 
 
 def _for_each(values: T | Sequence[T] | None, count: int, name: str) -> list[T | None]:

@@ -44,6 +44,7 @@ class Tokenizer:
         """No token stands for more characters of a text than this."""
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added_ids = frozenset(added)
         self._family, self._strips_space = _decoder_kind(backend)
         self._tables: dict[tuple[object, frozenset[int]], _Table[Any]] = {}
         """Pieces by the function that makes them and the ids that have none."""
@@ -88,10 +89,10 @@ class Tokenizer:
             lambda ids: self.decode([i for i in ids if i not in skipped], skip_special_tokens=False)
         )
 
-    def special_token_id(self, token: str) -> int | None:
-        """The id of a special token; None if `token` is none."""
+    def added_token_id(self, token: str) -> int | None:
+        """The id of a token beside those of texts, special or not; None if `token` is none."""
         token_id = self.token_id(token)
-        return token_id if token_id in self._special_ids else None
+        return token_id if token_id in self._added_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, special tokens included; what log-probabilities are labelled with."""
@@ -101,6 +102,11 @@ class Tokenizer:
             piece = self._table(sentencepiece_piece, frozenset())[token_id]
             return bytes([piece]) if isinstance(piece, int) else piece.encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def spec(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
 
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
         """Tokens besides those of the vocabulary's model: the text of each, and True if it is special."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -98,6 +99,8 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     num_scored_tokens: int = 0
     """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""
     pooling: Pooling | None = None
+    adapter: str = ""
+    """Digest of the request's adapter, which is loaded; empty for none."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
@@ -119,6 +122,24 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     freed_slots: list[int] = []
     new_tokens: list[tuple[int, int]] = []
     """(slot, token id) sampled by the last of several stages, for the others."""
+    forced_tokens: list[tuple[int, list[int]]] = []
+    """(slot, token ids) that a grammar has appended to what was sampled, for all stages; applied behind
+    `new_tokens`."""
+    masked_slots: list[int] = []
+    """Slots that sample with a grammar: before that, the worker awaits the step's `TokenMasks`."""
+
+
+class TokenMasks(msgspec.Struct, frozen=True, omit_defaults=True, tag="masks"):
+    """Tokens that slots may sample in a step. Sent once, to the rank that samples, for a plan with `masked_slots`.
+
+    What a slot samples that is in neither is not wanted any more.
+    """
+
+    step: int
+    masks: dict[int, bytes] = {}
+    """Masks by slot, as `SamplingRules.allowed` in little-endian bytes. They say all that `min_tokens` does."""
+    tokens: dict[int, int] = {}
+    """Tokens by slot that are certain and need no sampling."""
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
@@ -145,7 +166,9 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 
-WorkerOrder = StepPlan | StartTrace | StopTrace | ClockPong
+WorkerOrder = (
+    StepPlan | TokenMasks | StartTrace | StopTrace | ClockPong | LoadAdapter | UnloadAdapter
+)
 """Messages from an engine to a worker that knows its peers."""
 
 
@@ -159,6 +182,7 @@ WorkerMessage = (
     | WorkerReady
     | WorkerFailed
     | StepResult
+    | AdapterLoaded
     | ClockPing
     | TraceStopped
 )

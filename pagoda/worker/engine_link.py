@@ -12,9 +12,11 @@ import zmq
 
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
+from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
 from pagoda.messages.worker import (
     StepPlan,
+    TokenMasks,
     WorkerHello,
     WorkerMessage,
     WorkerOrder,
@@ -31,7 +33,7 @@ _FAREWELL_MS = 5000
 _PONG_MS = 1000
 """An engine that does not tell its time within this is not asked again: steps are more important."""
 
-Order = StepPlan | StartTrace | StopTrace
+Order = StepPlan | TokenMasks | StartTrace | StopTrace | LoadAdapter | UnloadAdapter
 
 
 class EngineLink:
@@ -83,6 +85,19 @@ class EngineLink:
             order: WorkerOrder = self._decode(self._socket.recv())
             if not isinstance(order, ClockPong):
                 return order
+
+    def await_masks(self, step: int) -> TokenMasks:
+        """Waits for the masks of a step; the engine's end ends this process meanwhile."""
+        for order in self._kept:
+            if isinstance(order, TokenMasks) and order.step == step:
+                self._kept.remove(order)
+                return order
+        while True:
+            message: WorkerOrder = self._decode(self._socket.recv())
+            if isinstance(message, TokenMasks) and message.step == step:
+                return message
+            if not isinstance(message, ClockPong):
+                self._kept.append(message)
 
     def start_trace(self, tracer: Tracer, session: TraceSession) -> None:
         tracer.start(session)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor
 
-from pagoda.messages.worker import SlotStart
+from pagoda.messages.worker import SlotStart, StepPlan, TokenMasks
 from pagoda.model.decoder import Decoder
 from pagoda.parallel.collectives import Collectives
 from pagoda.telemetry.tracer import Tracer
@@ -32,17 +32,55 @@ _DRAWN = msgspec.msgpack.Decoder(tuple[dict[int, int], dict[int, str]])
 _log = logging.getLogger(__name__)
 
 
+AwaitMasks = Callable[[int], TokenMasks]
+"""Waits for the masks of the step of that number."""
+
+
+def no_masks(step: int) -> TokenMasks:
+    """Stands for an engine that sends no masks."""
+    raise RuntimeError(f"Nobody sends masks for step {step}.")
+
+
 class GroupSampler:
     """One rank's part in sampling."""
 
-    def __init__(self, sampler: Sampler, group: Collectives, tracer: Tracer) -> None:
-        """`sampler` is used on the first rank of the group only."""
+    def __init__(
+        self,
+        sampler: Sampler,
+        group: Collectives,
+        tracer: Tracer,
+        await_masks: AwaitMasks,
+    ) -> None:
+        """`sampler` and `await_masks` are used on the first rank of the group only."""
         self._sampler = sampler
         self._tracer = tracer
         self._group = group
         self._leads = group.rank == 0
+        self._await_masks = await_masks
+        self._step = -1
+        self._masked: frozenset[int] = frozenset()
+        """Slots that sample with masks which are not here yet."""
+        self._certain: dict[int, int] = {}
+        """Tokens of this step that grammars force, by slot."""
         self._errors: dict[int, str] = {}
         """Errors of slots that could not start; reported when they sample, as all ranks must compute alike."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begins a step, whose `masked_slots` sample with masks. Only the first rank is sent these."""
+        self._certain.clear()
+        self._masked = frozenset(plan.masked_slots) if self._leads else frozenset()
+        self._step = plan.step
+
+    def _take_masks(self, rows: Rows) -> dict[int, int]:
+        """Awaits the step's masks if rows need them; returns the tokens of rows that are certain, by slot.
+
+        The forward pass is done: meanwhile the engine has made the masks.
+        """
+        if not self._masked.isdisjoint(rows):
+            masks, self._masked = self._await_masks(self._step), frozenset()
+            self._sampler.take_masks(masks.masks)
+            self._certain.update(masks.tokens)
+        return {slot: self._certain[slot] for slot in rows if slot in self._certain}
 
     def start(self, start: SlotStart) -> None:
         """Takes a request; if that fails, `sample` says so."""
@@ -64,8 +102,10 @@ class GroupSampler:
         Sampling again gives the same tokens until `append` adds one to a slot's answer.
         """
         errors = {slot: self._errors[slot] for slot in rows if slot in self._errors}
-        parts = [Sampled(errors=errors)]
-        modes = self._modes({slot: row for slot, row in rows.items() if slot not in errors})
+        certain = self._take_masks(rows)
+        parts = [Sampled(errors=errors), Sampled(certain)]
+        known = errors.keys() | certain.keys()
+        modes = self._modes({slot: row for slot, row in rows.items() if slot not in known})
         likeliest, whole = self._of_first(modes, _MODES)
         if likeliest:
             tokens, finite = self._computed("argmax", model.argmax, hidden, likeliest)

@@ -43,6 +43,7 @@ class StageRunner:
         batch.apply(plan)
         for slot, token_id in plan.new_tokens:
             batch.append(slot, token_id)
+        batch.append_forced(plan)
         tokens = batch.prepare(plan.slots, plan.num_tokens)
         self._clock.ended("prepare")
         computed = self.model.forward(tokens, None if before is None else before.hidden)
@@ -94,6 +95,7 @@ class Runner:
         """
         self._clock.start()
         self._apply(plan)
+        self._sampler.begin(plan)
         counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
         errors = {slot: self.failed[slot] for slot in counts if slot in self.failed}
         hidden = None if before is None else _without(errors.keys(), plan, before.hidden)
@@ -134,6 +136,10 @@ class Runner:
         for start in plan.starts:
             self._sampler.start(start)
             self._prompts.start(start)
+        self.batch.append_forced(plan)
+        for slot, token_ids in plan.forced_tokens:
+            for token_id in token_ids:
+                self._sampler.append(slot, token_id)
 
     def _compute_isolated(
         self, counts: dict[int, int], hidden: Tensor | None

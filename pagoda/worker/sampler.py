@@ -80,6 +80,12 @@ class Sampler:
         """Forgets a slot, even one whose start failed."""
         self._states.pop(slot, None)
 
+    def take_masks(self, masks: dict[int, bytes]) -> None:
+        """Takes the masks of slots for their next tokens; `append` forgets them."""
+        for slot, mask in masks.items():
+            if slot in self._states:
+                self._states[slot].take_mask(mask)
+
     def needs_logits(self, slot: int) -> bool:
         """False if the slot's next step needs the likeliest token only."""
         return self._states[slot].needs_logits()

@@ -17,6 +17,7 @@ from pagoda.messages.worker import SlotStart
 class SamplingState:
     def __init__(self, start: SlotStart, vocab_size: int) -> None:
         sampling = start.sampling
+        self._num_words = -(-vocab_size // 32)
         output = start.token_ids[start.num_prompt_tokens :]
         bias = sampling.logit_bias or {}
         self._rules = SamplingRules(
@@ -26,6 +27,8 @@ class SamplingState:
             bias_ids=array("q", bias),
             biases=array("f", bias.values()),
         )
+        self._mask: Tensor | None = None
+        """Tokens that the grammar allows at the next position; None without one."""
         self._num_output_tokens = len(output)
         self._counts_output = bool(sampling.presence_penalty or sampling.frequency_penalty)
         repeats = sampling.repetition_penalty != 1
@@ -50,12 +53,25 @@ class SamplingState:
         return SamplingRow(
             rules=self._rules,
             position=self._num_output_tokens,
-            holds_back_stops=self._holds_back_stops(),
+            allowed=self._rules.allowed if self._mask is None else self._mask,
+            holds_back_stops=self._mask is None and self._holds_back_stops(),
             seen=self._seen,
             counts=self._counts,
         )
 
+    def take_mask(self, mask: bytes) -> None:
+        """Takes the mask of the next token, which also says what `min_tokens` does.
+        Raises ValueError: it is of another vocabulary."""
+        bits = torch.frombuffer(bytearray(mask), dtype=torch.int32)
+        if len(bits) != self._num_words:
+            raise ValueError(
+                f"A mask of tokens has {len(bits)} words instead of {self._num_words}."
+            )
+        allowed = self._rules.allowed
+        self._mask = bits if allowed is None else bits & allowed
+
     def append(self, token_id: int) -> None:
+        self._mask = None
         self._num_output_tokens += 1
         if self._penalises:
             place = self._see(token_id)

@@ -12,6 +12,11 @@ from pagoda.api.openai.responses.events import EventWriter
 from pagoda.api.openai.responses.output import Output
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 
+
+def new_call_id(name: str, index: int) -> str:
+    return f"call_{name}_{index}"
+
+
 TEXTS = st.text("aé\n", max_size=3)
 
 
@@ -71,7 +76,7 @@ def test_the_events_of_an_answer_add_up_to_its_items(
     deltas: list[AnswerDelta], as_summary: bool, is_cut: bool
 ) -> None:
     encoded: list[bytes] = []
-    output = Output(EventWriter(encoded.append), as_summary=as_summary)
+    output = Output(EventWriter(encoded.append), new_call_id, as_summary=as_summary)
     for delta in deltas:
         output.add(delta)
     items = output.end(is_cut=is_cut)
@@ -92,7 +97,10 @@ def test_the_events_of_an_answer_add_up_to_its_items(
 @given(answers(), st.booleans())
 def test_items_are_the_same_without_events(deltas: list[AnswerDelta], is_cut: bool) -> None:
     encoded: list[bytes] = []
-    outputs = [Output(writer, as_summary=False) for writer in (None, EventWriter(encoded.append))]
+    outputs = [
+        Output(writer, new_call_id, as_summary=False)
+        for writer in (None, EventWriter(encoded.append))
+    ]
     for output in outputs:
         for delta in deltas:
             output.add(delta)

@@ -194,3 +194,119 @@ def test_special_tokens_of_a_format_reach_the_parser_and_nobody_else() -> None:
     assert "".join(plain.push(i) for i in [other, calls, letter]) == "f"
     shown = made.tokenizer.incremental((), skip_special_tokens=False)
     assert shown.push(other) == "[OTHER]"
+
+
+NOW = {"type": "function", "function": {"name": "now", "strict": True}}
+FREE = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}, NOW]
+ALLOWED = {"allowed_tools": {"mode": "required", "tools": [{"function": {"name": "now"}}]}}
+
+
+def grammar_of(api: Any) -> str | None:
+    grammar = api.endpoint.requests[-1].grammar
+    return None if grammar is None else grammar.text
+
+
+@pytest.mark.parametrize(
+    ("body", "held", "free"),
+    [
+        ({"tools": TOOLS}, [], None),
+        ({"tools": TOOLS, "tool_choice": "auto"}, [], None),
+        ({"tools": FREE, "tool_choice": "none"}, [], None),
+        ({"tools": TOOLS, "tool_choice": "required"}, ["add"], False),
+        ({"tools": FREE, "tool_choice": "any"}, ["add", "now"], False),
+        ({"tools": FREE}, ["add", "now"], True),
+        (
+            {"tools": FREE, "tool_choice": {"type": "function", "function": {"name": "now"}}},
+            ["now"],
+            False,
+        ),
+        (
+            {
+                "tools": FREE,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "auto",
+                        "tools": [{"type": "function", "function": {"name": "add"}}],
+                    },
+                },
+            },
+            ["add"],
+            True,
+        ),
+        (
+            {"functions": [FUNCTION, {"name": "now"}], "function_call": {"name": "add"}},
+            ["add"],
+            False,
+        ),
+    ],
+)
+async def test_the_engine_is_told_what_may_be_called(
+    serve_api, body: dict[str, Any], held: list[str], free: bool | None
+) -> None:
+    api = await serve_api(CALL, text=text(reasoning="none"), max_model_len=1000)
+    assert (await api.chat(**body)).status == 200
+    grammar = grammar_of(api)
+    assert (grammar is None) == (free is None)
+    if grammar is not None:
+        assert [name for name in ("add", "now") if f'\\"{name}\\"' in grammar] == held
+        assert ("TEXT" in grammar.split("\n")[1]) is free
+
+
+@WHOLE_AND_STREAM
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ("required", "tool_calls"),
+        ({"type": "function", "function": {"name": "add"}}, "stop"),
+    ],
+)
+async def test_why_an_answer_that_must_call_ends(
+    serve_api, stream: bool, choice: object, reason: str
+) -> None:
+    api = await serve_api(CALL, text=text(), max_model_len=1000)
+    answer = await api.chat(tools=TOOLS, tool_choice=choice, stream=stream)
+    [made] = answer.choices()
+    assert made["finish_reason"] == reason
+    assert made["message"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+async def test_a_model_with_no_format_can_be_made_to_call(serve_api) -> None:
+    call = '[{"name": "add", "parameters": {"a": 1}}]'
+    api = await serve_api(call, text=text("none"), max_model_len=1000)
+    [choice] = (await api.chat(tools=TOOLS, tool_choice="required")).choices()
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert (await api.chat(tools=TOOLS)).error()["param"] == "tools"
+
+
+async def test_a_budget_for_reasoning_needs_a_token(serve_api) -> None:
+    api = await serve_api("so", text=text())
+    error = (await api.chat(thinking_token_budget=5)).error()
+    assert error["param"] == "thinking_token_budget"
+    unthinking = await serve_api("so", text=text(reasoning="none"))
+    assert (await unthinking.chat(thinking_token_budget=5)).status == 200
+    assert grammar_of(unthinking) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": ALLOWED, "tools": FREE}, "tool_choice"),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": []},
+                },
+                "tools": FREE,
+            },
+            "tool_choice.allowed_tools.tools",
+        ),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+    ],
+)
+async def test_bad_choices_name_the_field(serve_api, body: dict[str, Any], param: str) -> None:
+    api = await serve_api(text=text())
+    answer = await api.chat(**body)
+    assert (answer.status, answer.error()["param"]) == (400, param)

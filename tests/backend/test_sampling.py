@@ -39,7 +39,9 @@ def row_of(
     rules = SamplingRules(
         sampling, allowed, array("q", stops), array("q", bias), array("f", bias.values())
     )
-    return SamplingRow(rules, position, bool(stops), array("q", seen), array("f", counts))
+    return SamplingRow(
+        rules, position, rules.allowed, bool(stops), array("q", seen), array("f", counts)
+    )
 
 
 def mask(tokens: list[int], vocab: int) -> Tensor:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import partial
 
 import msgspec
+import small_grammars
 from kv_subscriber import CacheView
 from sim_disk import SimDisk
+from small_grammars import VOCAB_SIZE
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import (
@@ -38,8 +40,6 @@ from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.links import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
 
-VOCAB_SIZE = 50
-
 
 def make_request(
     request_id: str, prompt: list[int], *, max_tokens: int = 8, **fields: object
@@ -52,6 +52,8 @@ def make_request(
 
 def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> list[int]:
     """Tokens that the simulated model answers, computed without any engine."""
+    if request.grammar is not None:
+        return small_grammars.constrained_tokens(request, max_model_len)
     sampling = request.sampling
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
@@ -155,7 +157,15 @@ class Harness:
         self.tracer = Tracer("engine dp0", clock_ns=self._clock_ns)
         disk = self.disk or SimDisk()
         build = partial(build_tiers, open_scanner=lambda _, clock: disk.open(clock), epoch_s=1e9)
-        self.core = EngineCore(config, executor, self.clock, build, links, self.tracer)
+        self.core = EngineCore(
+            config,
+            executor,
+            self.clock,
+            build,
+            links,
+            self.tracer,
+            open_grammars=lambda _config, _vocab_size: small_grammars.open_grammars(),
+        )
         self.cached = CacheView()
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, TokenChunk] = {}
@@ -184,8 +194,10 @@ class Harness:
         answer = self.core.add(request)
         assert isinstance(answer, list)
         self.record(answer)
-        if steps:
-            self.step()
+        if steps or request.grammar is not None:  # which is compiled at once, and then taken
+            chunks = self.step()
+            if request.grammar is not None:
+                answer += [it for it in chunks if it.request_id == request.request_id]
         return answer
 
     def step(self) -> list[TokenChunk]:

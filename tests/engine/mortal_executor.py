@@ -6,13 +6,14 @@ import random
 from typing import Any
 
 from harness import VOCAB_SIZE, Harness
+from small_grammars import GRAMMARS
 
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import StepPlan
+from pagoda.messages.worker import StepPlan, StepResult
 
 POISON = VOCAB_SIZE + 1
 
@@ -37,14 +38,19 @@ class MortalExecutor:
             self._clock.now() + self._rng.expovariate(self._rate) if self._rate else None
         )
         self._inner.start(num_blocks)
+        worker = self._inner.worker
+        execute = worker.execute
 
-    def submit(self, plan: StepPlan) -> None:
-        self._inner.submit(plan)
-        for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
-            slot = self._inner.worker.slots[slot_id]
-            end = slot.num_computed_tokens
-            if POISON in slot.token_ids[end - count : end]:
-                self._death_at = self._clock.now()
+        def execute_and_look(plan: StepPlan, cost_s: float) -> StepResult:
+            result = execute(plan, cost_s)
+            for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
+                slot = worker.slots[slot_id]
+                end = slot.num_computed_tokens
+                if POISON in slot.token_ids[end - count : end]:
+                    self._death_at = self._clock.now()
+            return result
+
+        worker.execute = execute_and_look  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -115,4 +121,5 @@ def random_request(rng: random.Random, index: int, max_model_len: int) -> Genera
         eos_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1, 2]))),
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "salt"]),
+        grammar=None if poison or index % 3 else GRAMMARS[index // 3 % len(GRAMMARS)],
     )

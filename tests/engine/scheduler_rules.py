@@ -9,11 +9,18 @@ from typing import Any
 from harness import VOCAB_SIZE, expected_tokens
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from small_grammars import constraint_of
 
 from pagoda.engine.config import SimConfig
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import Cells, SimWorker, sim_embedding, sim_logprob
-from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling, TokenChunk
+from pagoda.messages.frontend import (
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    Pooling,
+    TokenChunk,
+)
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
 
@@ -46,6 +53,8 @@ class SchedulerRules(RuleBasedStateMachine):
             num_stages=self.scheduler.limits.num_stages,
             disk=self.disk_objects,
         )
+        self.plans: deque[StepPlan] = deque()
+        """Plans that await masks, or are behind one that does."""
         self.results: deque[StepResult] = deque()
         self.executed_step = self.scheduler.batcher.next_step - 1
 
@@ -55,9 +64,11 @@ class SchedulerRules(RuleBasedStateMachine):
         max_tokens: int,
         priority: int,
         eos: tuple[int, ...] = (),
+        grammar: Grammar | None = None,
         *,
         num_top: int | None = None,
         pooling: Pooling | None = None,
+        **sampling: Any,
     ) -> None:
         """`num_top` asks for log-probabilities of the prompt; a pooled prompt has no answer."""
         number = len(self.tokens) + 1
@@ -65,13 +76,17 @@ class SchedulerRules(RuleBasedStateMachine):
             request_id=f"r{number}",
             prompt_token_ids=prompt,
             sampling=SamplingParams(
-                seed=number, max_tokens=0 if pooling else max_tokens, prompt_logprobs=num_top
+                seed=number,
+                max_tokens=0 if pooling else max_tokens,
+                prompt_logprobs=num_top,
+                **sampling,
             ),
             eos_token_ids=eos,
             priority=priority,
+            grammar=grammar,
             pooling=pooling,
         )
-        assert self.scheduler.add(request) == []
+        assert self.scheduler.add(request, constraint_of(request)) == []
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
         self.scores[request.request_id] = []
@@ -89,8 +104,23 @@ class SchedulerRules(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         if plan is not None:
             self.check_plan(plan)
-            self.results.append(self.worker.execute(plan, 0.0))
+            self.plans.append(plan)
+            self.execute()
         self.submit_transfers()
+
+    @precondition(lambda self: self.plans)
+    @rule()
+    def send_masks(self) -> None:
+        messages, chunks = self.scheduler.take_masks()
+        for masks in messages:
+            self.worker.take_masks(masks)
+        self.take(chunks)
+        self.execute()
+
+    def execute(self) -> None:
+        """The worker goes on, until it needs masks."""
+        while self.plans and self.worker.has_masks_for(self.plans[0]):
+            self.results.append(self.worker.execute(self.plans.popleft(), 0.0))
 
     def check_plan(self, plan: StepPlan) -> None:
         limits = self.scheduler.limits
@@ -165,11 +195,13 @@ class SchedulerRules(RuleBasedStateMachine):
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.scheduler.requests or self.results)
+        return bool(self.scheduler.requests or self.results or self.plans)
 
     def go_on(self) -> None:
         """Nothing goes wrong for a moment."""
         self.schedule()
+        if self.plans:
+            self.send_masks()
         if self.results:
             self.deliver()
 

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from kv_subscriber import CacheView
 from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
+from small_grammars import EOS, GRAMMARS
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import CacheRecorder, KVEventBatch
 from pagoda.kv.manager import KVManager
+from pagoda.messages.frontend import Grammar
 
 
 class SchedulerMachine(SchedulerRules):
@@ -66,6 +68,39 @@ class SchedulerMachine(SchedulerRules):
         wanted: dict[str, Any],
     ) -> None:
         self.arrive(prompt, max_tokens, priority, (eos,), **wanted)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        max_tokens=st.integers(1, 30),
+        priority=st.integers(-1, 1),
+        grammar=st.sampled_from(GRAMMARS),
+        min_tokens=st.sampled_from([0, 0, 1, 7]),
+        stop=st.sampled_from([(), (), (4,), (35,)]),
+        ignore_eos=st.booleans(),
+        logprobs=st.sampled_from([None, None, 1]),
+    )
+    def add_with_a_grammar(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        grammar: Grammar,
+        min_tokens: int,
+        stop: tuple[int, ...],
+        ignore_eos: bool,
+        logprobs: int | None,
+    ) -> None:
+        self.arrive(
+            prompt,
+            max_tokens,
+            priority,
+            () if ignore_eos else (EOS,),
+            grammar,
+            min_tokens=min(min_tokens, max_tokens),
+            stop_token_ids=stop,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
 
     @precondition(lambda self: self.results and self.results[0].slots)
     @rule(data=st.data())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from thread_group import ThreadGroup
@@ -16,12 +17,13 @@ from transformers import PreTrainedModel
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
+from pagoda.engine.grammars import Grammars, TokenTexts
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest, TokenChunk
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import StepPlan
+from pagoda.messages.worker import StepPlan, TokenMasks
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
@@ -42,6 +44,8 @@ class InProcessExecutor:
     def __init__(self, config: WorkerConfig) -> None:
         parallel = config.parallel
         self.max_in_flight = 2 if parallel.pipeline_parallel_size == 1 else 3
+        self._plans: deque[StepPlan] = deque()
+        self._masks: dict[int, TokenMasks] = {}
         self._pool = ThreadPoolExecutor(max_workers=parallel.tensor_parallel_size)
         groups = [
             ThreadGroup(parallel.tensor_parallel_size)
@@ -61,6 +65,7 @@ class InProcessExecutor:
                     Tracer("worker"),
                     num_blocks,
                     group.member(plan.config.place.tp),
+                    await_masks=self._await_masks,
                 )
                 for plan in plans
                 if plan.config.place.pp == pp
@@ -73,7 +78,25 @@ class InProcessExecutor:
     def start(self, num_blocks: int | None = None) -> None:  # noqa: ARG002 - never started again
         self._events.append(self._ready)
 
+    def _await_masks(self, step: int) -> TokenMasks:
+        return self._masks.pop(step)
+
+    def submit_masks(self, masks: TokenMasks) -> None:
+        self._masks[masks.step] = masks
+        self._execute()
+
     def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+        self._execute()
+
+    def _execute(self) -> None:
+        """Executes plans in order, until one needs masks that are not there."""
+        while self._plans and (
+            not self._plans[0].masked_slots or self._plans[0].step in self._masks
+        ):
+            self._step(self._plans.popleft())
+
+    def _step(self, plan: StepPlan) -> None:
         states: list[StageState | None] = [None] * len(self.stages[0])
         for stage in self.stages[:-1]:
             computed = self._pool.map(StageRunner.step, stage, repeat(plan), states)
@@ -107,9 +130,10 @@ class InProcessEngine:
         *,
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = False,
+        token_texts: TokenTexts | None = None,
         **options: Any,
     ) -> None:
-        """`options` are fields of `WorkerConfig`."""
+        """`options` are fields of `WorkerConfig`; grammars are over `token_texts`."""
         sizes = {"num_blocks": 512, "block_size": 16, "max_num_seqs": 16, "num_threads": 1}
         worker = WorkerConfig(model=str(directory), **sizes | options)
         config = EngineConfig(
@@ -118,7 +142,14 @@ class InProcessEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
         )
-        self._core = EngineCore(config, InProcessExecutor(worker), VirtualClock())
+        self._core = EngineCore(
+            config,
+            InProcessExecutor(worker),
+            VirtualClock(),
+            open_grammars=lambda _, vocab_size: Grammars(
+                lambda: cast(TokenTexts, token_texts), vocab_size, run=lambda work: work()
+            ),
+        )
         self._core.step()
 
     def answer(self, requests: list[GenerateRequest]) -> list[list[int]]:

@@ -11,7 +11,14 @@ import zmq
 
 from pagoda.ipc.codec import Codec
 from pagoda.messages.tracing import ClockPing, ClockPong, StopTrace
-from pagoda.messages.worker import WorkerHello, WorkerMessage, WorkerOrder, WorkerPeers
+from pagoda.messages.worker import (
+    StepPlan,
+    TokenMasks,
+    WorkerHello,
+    WorkerMessage,
+    WorkerOrder,
+    WorkerPeers,
+)
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker import engine_link
@@ -64,6 +71,21 @@ def test_an_answer_that_comes_too_late_is_no_answer_to_anything_else(
     assert engine.hear() == hello
     assert (peers.hellos, peers.num_blocks) == ([hello], 4)
     assert isinstance(link.receive(), StopTrace)
+
+
+def test_masks_are_found_among_later_orders(ends: tuple[EngineSide, EngineLink]) -> None:
+    engine, link = ends
+    link.send(ClockPing(0))
+    engine.hear()
+    plan = StepPlan(5, [0], [1])
+    engine.say(TokenMasks(3))  # of a step that needed none in the end
+    engine.say(plan)
+    engine.say(TokenMasks(4, {0: b"\x01"}))
+    engine.say(TokenMasks(5, {}, {0: 7}))
+    assert link.await_masks(4) == TokenMasks(4, {0: b"\x01"})
+    assert link.await_masks(5) == TokenMasks(5, {}, {0: 7})
+    assert link.receive() == TokenMasks(3)
+    assert link.receive() == plan
 
 
 def test_what_is_readable_beside_the_engine_wakes(ends: tuple[EngineSide, EngineLink]) -> None:

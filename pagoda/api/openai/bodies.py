@@ -41,6 +41,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     reasoning_effort: ReasoningEffort | None = None
     stream_reasoning: bool | None = None
     """SGLang's: false streams reasoning in one piece, when it has ended."""
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    """Tokens of reasoning, behind which it ends (vLLM)."""
     functions: Tools | None = None
     """OpenAI's name of tools before it had them, as is `function_call` of their choice."""
     function_call: str | dict[str, Any] | None = None
@@ -64,7 +66,7 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     if not (all(isinstance(i, str) for i in prompt) or all(isinstance(i, list) for i in prompt)):
         kinds = "a string, token ids, a list of strings or a list of lists of token ids"
         refuse("prompt", f"must be {kinds}")
-    total = len(prompt) * (body.n or 1)
+    total = len(prompt) * (body.best_of or body.n or 1)
     if total > MAX_SEQUENCES_PER_BODY:
         rule = f"asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served"
         refuse("prompt", rule)

@@ -7,17 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_TYPES: dict[type, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
-_MAX_DEPTH = 8
-"""Levels of `anyOf` that are looked into."""
+from pagoda.frontend.schema_types import type_name, types_of
+
 _STRING = frozenset({"string"})
 
 
@@ -44,7 +35,7 @@ class ToolSchemas:
         for read in (json.loads, ast.literal_eval):
             try:
                 value = read(text.strip())
-                name = _TYPES.get(type(value), "")
+                name = type_name(value)
                 fits = not types or name in types or (name == "integer" and "number" in types)
                 if fits:
                     return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -56,29 +47,9 @@ class ToolSchemas:
         """Types that the argument may have; empty if its schema does not say."""
         properties = self._parameters.get(tool, {}).get("properties")
         schema = properties.get(argument) if isinstance(properties, dict) else None
-        return _STRING if schema is None else _types_of(schema, _MAX_DEPTH)
+        return _STRING if schema is None else types_of(schema)
 
 
 def quoted(text: str) -> str:
     """The JSON string of a text."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _types_of(schema: object, depth: int) -> frozenset[str]:
-    if not isinstance(schema, dict) or not depth:
-        return frozenset()
-    types = schema.get("type")
-    if isinstance(types, str):
-        return frozenset({types})
-    if isinstance(types, list):
-        return frozenset(name for name in types if isinstance(name, str))
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-    if "const" in schema:
-        values = [schema["const"]]
-    if values:
-        return frozenset(_TYPES.get(type(value), "") for value in values)
-    choices = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(choices, list):
-        kinds = [_types_of(choice, depth - 1) for choice in choices]
-        return frozenset().union(*kinds) if all(kinds) else frozenset()
-    return frozenset()

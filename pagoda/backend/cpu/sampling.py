@@ -22,7 +22,7 @@ def add_row(batch: _native.SamplingBatch, row: SamplingRow, vocab_size: int) -> 
     """Adds a row, whose arrays must live on until the batch has been sampled.
     Raises ValueError: the mask of allowed tokens is not of this vocabulary."""
     rules, sampling = row.rules, row.rules.sampling
-    words, allowed = -(-vocab_size // 32), rules.allowed
+    words, allowed = -(-vocab_size // 32), row.allowed
     if allowed is not None and (
         allowed.dtype != torch.int32 or allowed.shape != (words,) or not allowed.is_contiguous()
     ):

@@ -53,8 +53,8 @@ def sample_row(logits: Tensor, row: SamplingRow) -> SampledRow:
 def apply_rules(logits: Tensor, row: SamplingRow) -> Tensor:
     """Logits [vocab] as the rules of a request leave them, in the order in which vLLM applies these."""
     rules, sampling, logits = row.rules, row.rules.sampling, logits.clone()
-    if rules.allowed is not None:
-        bits = rules.allowed[:, None] >> torch.arange(32, dtype=torch.int32) & 1
+    if row.allowed is not None:
+        bits = row.allowed[:, None] >> torch.arange(32, dtype=torch.int32) & 1
         logits.masked_fill_(bits.flatten()[: len(logits)] == 0, -torch.inf)
     if row.holds_back_stops:
         logits[torch.tensor(rules.stops)] = -torch.inf

@@ -7,7 +7,7 @@ add up to.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeGuard
 
 from pagoda.api.openai.responses.bodies import Item
@@ -122,11 +122,13 @@ class _SummaryItem:
 class _CallItem:
     """A function call."""
 
-    def __init__(self, call: ToolCallDelta, place: int, writer: EventWriter | None) -> None:
+    def __init__(
+        self, call: ToolCallDelta, call_id: str, place: int, writer: EventWriter | None
+    ) -> None:
         self.item_id = new_id("fc")
         self.index = call.index
         self._name = call.name or ""
-        self._call_id = f"call_{uuid.uuid4().hex[:24]}"
+        self._call_id = call_id
         self._writer = writer
         self._place = {"item_id": self.item_id, "output_index": place}
         self._arguments: list[str] = []
@@ -160,9 +162,17 @@ class _CallItem:
 class Output:
     """The items of one response."""
 
-    def __init__(self, writer: EventWriter | None, *, as_summary: bool) -> None:
-        """`as_summary`: reasoning is sent as summaries. Without a `writer` no events are made."""
+    def __init__(
+        self,
+        writer: EventWriter | None,
+        new_call_id: Callable[[str, int], str],
+        *,
+        as_summary: bool,
+    ) -> None:
+        """`new_call_id` makes the id of a call out of its name and index. `as_summary`: reasoning is sent as
+        summaries. Without a `writer` no events are made."""
         self._writer = writer
+        self._new_call_id = new_call_id
         self._as_summary = as_summary
         self._done: list[Item] = []
         self._open: _TextItem | _SummaryItem | _CallItem | None = None
@@ -219,7 +229,8 @@ class Output:
     def _call(self, piece: ToolCallDelta) -> None:
         item = self._open
         if not (isinstance(item, _CallItem) and item.index == piece.index):
-            item = _CallItem(piece, self._close(), self._writer)
+            call_id = self._new_call_id(piece.name or "", piece.index)
+            item = _CallItem(piece, call_id, self._close(), self._writer)
             self._begin(item)
         if piece.arguments:
             item.add(piece.arguments)

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import msgspec
-
 from pagoda.api.conversation import Conversation
 from pagoda.api.errors import ApiError
 from pagoda.api.generation import Answer, Generation
@@ -51,17 +49,13 @@ class ResponseAnswer:
         self._created_at = int(time.time())
         self._completed_at: int | None = None
         self._error: dict[str, Any] | None = None
-        self._output = Output(writer, as_summary=body.summary is not None)
-        self._shows_reasoning = body.include_reasoning is not False
+        self._output = Output(writer, conversation.new_call_id, as_summary=body.summary is not None)
         self._spelling = TokenSpelling(conversation.generation.generator.text.tokenizer)
         self._token_ids: list[int] = []
         self._logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose text has not come yet."""
-        self._is_in_content = True
+        self._is_in_content = not conversation.has_reasoning
         """False behind reasoning and calls, whose closing tags are tokens without text."""
-        self._num_unread_tokens = 0
-        """Tokens behind the last ones that were known to be reasoning, or not to be."""
-        self._num_reasoning_tokens = 0
         self._has_started = False
         self._has_begun = False
 
@@ -78,15 +72,8 @@ class ResponseAnswer:
     def add(self, delta: TextDelta) -> None:
         self._begin()
         parts = self._reader.read(delta)
-        self._num_unread_tokens += len(delta.token_ids)
-        if parts.reasoning:
-            self._num_reasoning_tokens += self._num_unread_tokens
-        if parts.reasoning or parts.content or parts.tool_calls:
-            self._num_unread_tokens = 0
         if self._body.enable_response_messages:
             self._token_ids += delta.token_ids
-        if not self._shows_reasoning:
-            parts = msgspec.structs.replace(parts, reasoning="")
         self._output.add(parts, self._content_logprobs(parts, delta))
 
     def events(self, delta: TextDelta) -> bytes:
@@ -185,7 +172,7 @@ class ResponseAnswer:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.num_completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens or 0},
             "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         }
 

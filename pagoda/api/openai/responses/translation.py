@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pagoda.api.body import convert_body
+from pagoda.api.body import convert_body, text_in
 from pagoda.api.fields import GenerationFields, renamed
 from pagoda.api.openai.bodies import ChatRequest
-from pagoda.api.openai.responses.bodies import InputTokensRequest, Item, ResponsesRequest
+from pagoda.api.openai.responses.bodies import Input, InputTokensRequest, Item, ResponsesRequest
 from pagoda.errors import refuse
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url"})
 _ROLES = frozenset({"user", "assistant", "system", "developer"})
+_TEXT_PLACE = "input"
+"""The name of an input that is a text."""
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _OWN_FIELDS = frozenset(
     {"stream", "stream_options", "store", "metadata", "service_tier", "max_tokens", "n", "best_of"}
@@ -37,6 +39,10 @@ _NAMES = {
 }
 
 
+PlacedItems = Sequence[tuple[Item, str]]
+"""Items with their names for errors."""
+
+
 class ChatTranslation:
     """The messages of a conversation of items, with the items' names for errors."""
 
@@ -51,11 +57,6 @@ class ChatTranslation:
         self._add({"role": "system", "content": instructions}, "instructions")
         self.names["messages[0].content"] = "instructions"
 
-    def add_text(self, text: str) -> None:
-        """The whole input, as the user's message."""
-        self._add({"role": "user", "content": text}, "input")
-        self.names[f"messages[{len(self.messages) - 1}].content"] = "input"
-
     def add_item(self, item: Item, place: str) -> None:
         """Adds an item, which errors name `place`. Raises InvalidRequestError: it is no such item."""
         kind = item.get("type") or ("message" if "role" in item else None)
@@ -69,7 +70,7 @@ class ChatTranslation:
             case "function_call":
                 self._add_call(item, place)
             case "function_call_output":
-                call_id = _string(item, "call_id", place)
+                call_id = text_in(item, "call_id", place)
                 content = _content(item.get("output"), f"{place}.output")
                 self._add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
             case str():
@@ -78,7 +79,7 @@ class ChatTranslation:
                 refuse(f"{place}.type", "is missing", "missing_field")
 
     def _add_message(self, item: Item, place: str) -> None:
-        role = _string(item, "role", place)
+        role = text_in(item, "role", place)
         if role not in _ROLES:
             refuse(f"{place}.role", f"must be one of {', '.join(sorted(_ROLES))}")
         content = _content(item.get("content"), f"{place}.content")
@@ -94,10 +95,10 @@ class ChatTranslation:
 
     def _add_call(self, item: Item, place: str) -> None:
         function = {
-            "name": _string(item, "name", place),
-            "arguments": _string(item, "arguments", place),
+            "name": text_in(item, "name", place),
+            "arguments": text_in(item, "arguments", place),
         }
-        call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
+        call = {"id": text_in(item, "call_id", place), "type": "function", "function": function}
         calls = self._open_reply(place).setdefault("tool_calls", [])
         calls.append(call)
         message = f"messages[{len(self.messages) - 1}]"
@@ -114,7 +115,10 @@ class ChatTranslation:
 
     def _add(self, message: dict[str, Any], place: str) -> None:
         self._reply = None
-        self.names[f"messages[{len(self.messages)}]"] = place
+        name = f"messages[{len(self.messages)}]"
+        self.names[name] = place
+        if place == _TEXT_PLACE:
+            self.names[f"{name}.content"] = place
         self.messages.append(message)
 
     def end(self) -> list[dict[str, Any]]:
@@ -132,29 +136,46 @@ def named_as_items(translation: ChatTranslation) -> Iterator[None]:
         yield
 
 
+def placed_items(
+    given: Input | None, history: Sequence[Item], items: Sequence[Item]
+) -> PlacedItems:
+    """The items of a conversation with their names for errors: `history`, which earlier responses hold, and the
+    new `items`, or the user's message if `given` is a text."""
+    placed = [(item, "previous_response_id") for item in history]
+    if isinstance(given, str):
+        return [*placed, ({"role": "user", "content": given}, _TEXT_PLACE)]
+    return placed + [(item, f"input[{index}]") for index, item in enumerate(items)]
+
+
+def turns(items: PlacedItems) -> list[int]:
+    """The places at which a conversation may begin if it is too long: 0, and the user's later messages."""
+    later = [index for index, (item, _) in enumerate(items) if item.get("role") == "user"]
+    return [0, *(index for index in later if index > 0)]
+
+
+def without_beginning(items: PlacedItems, start: int) -> PlacedItems:
+    """The items from `start` on, behind the messages of the system before it."""
+    system = [placed for placed in items[:start] if placed[0].get("role") in _SYSTEM_ROLES]
+    return [*system, *items[start:]]
+
+
 def chat_request(
     body: ResponsesRequest | InputTokensRequest,
     translation: ChatTranslation,
-    history: Sequence[Item],
-    items: Sequence[Item],
+    items: PlacedItems,
 ) -> ChatRequest:
-    """The chat body of `history`, which earlier responses hold, and the new `items`.
+    """The chat body of a conversation.
     Raises InvalidRequestError: an item or a field is not as it must be; names the field."""
     if body.instructions:
         translation.add_instructions(body.instructions)
-    for item in history:
-        translation.add_item(item, "previous_response_id")
-    if isinstance(body.input, str):
-        translation.add_text(body.input)
-    else:
-        for index, item in enumerate(items):
-            translation.add_item(item, f"input[{index}]")
+    for item, place in items:
+        translation.add_item(item, place)
     fields: dict[str, Any] = {"messages": translation.end()}
     for name in _CHAT_FIELDS:
         value = getattr(body, name, None)
         if value is not None:
             fields[name] = value
-    last = items[-1] if items else {}
+    last = items[-1][0] if items else {}
     if last.get("role") == "assistant" and last.get("status") in ("in_progress", "incomplete"):
         fields["continue_final_message"] = True
     if isinstance(body, ResponsesRequest):
@@ -177,15 +198,6 @@ def chat_request(
         return convert_body(fields, ChatRequest)
 
 
-def _string(item: Mapping[str, Any], name: str, place: str) -> str:
-    value = item.get(name)
-    if value is None:
-        refuse(f"{place}.{name}", "is missing", "missing_field")
-    if not isinstance(value, str):
-        refuse(f"{place}.{name}", "must be a string")
-    return value
-
-
 def _content(content: object, place: str) -> str:
     """The text of a message or of a function's output: a string, or the texts of its parts."""
     if isinstance(content, str):
@@ -200,12 +212,12 @@ def _part_text(part: object, place: str) -> str:
         refuse(place, "must be an object")
     kind = part.get("type")
     if kind == "refusal":
-        return _string(part, "refusal", place)
+        return text_in(part, "refusal", place)
     if kind in _MEDIA_PARTS:
         refuse(f"{place}.type", f"{kind!r} is not served: the model reads text", "not_supported")
     if kind not in _TEXT_PARTS:
         refuse(f"{place}.type", "must be input_text, output_text or refusal")
-    return _string(part, "text", place)
+    return text_in(part, "text", place)
 
 
 def _reasoning(item: Item, place: str) -> str:
@@ -227,7 +239,7 @@ def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
-    kind = _string(tool, "type", place)
+    kind = text_in(tool, "type", place)
     if kind != "function":
         rule = f"{kind[:64]!r} is not served here; only function tools are"
         refuse(f"{place}.type", rule, "not_supported")
@@ -246,7 +258,7 @@ def _chat_tool_choice(choice: str | Mapping[str, Any]) -> str | dict[str, Any]:
     if kind == "function":
         if "function" in choice:
             return dict(choice)
-        name = _string(choice, "name", "tool_choice")
+        name = text_in(choice, "name", "tool_choice")
         return {"type": "function", "function": {"name": name}}
     if kind != "allowed_tools":
         rule = "must be auto, none, required, function or allowed_tools"

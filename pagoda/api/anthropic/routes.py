@@ -1,0 +1,78 @@
+"""`/v1/messages`."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from pagoda.api.anthropic.bodies import CountTokensRequest, MessagesRequest
+from pagoda.api.anthropic.message import PING, MessageAnswer, message_event
+from pagoda.api.anthropic.translation import MessagesTranslation, chat_request, named_as_blocks
+from pagoda.api.conversation import begin_conversation, count_prompt_tokens
+from pagoda.api.dialect import Dialect
+from pagoda.api.errors import ApiError
+from pagoda.api.request_context import RequestContext
+from pagoda.api.route import Route
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors; other statuses are errors of the server."""
+
+
+def _error_body(error: ApiError) -> dict[str, object]:
+    kind = _ERROR_TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+ANTHROPIC = Dialect(
+    error_body=_error_body,
+    error_event=lambda error: message_event(_error_body(error)),
+    keep_alive=PING,
+)
+
+
+async def create_message(context: RequestContext) -> web.StreamResponse:
+    body = await context.parse(MessagesRequest)
+    translation = MessagesTranslation(body)
+    chat = chat_request(body, translation)
+    with named_as_blocks(translation):
+        conversation = await begin_conversation(context.caller, chat, clamp_max_tokens=True)
+    model = context.service.name_of(conversation.generation.generator)
+    answer = MessageAnswer(conversation, model=model, max_tokens=body.max_tokens)
+    return await conversation.generation.respond(context, answer, streams=bool(body.stream))
+
+
+async def count_tokens(context: RequestContext) -> web.StreamResponse:
+    """Answers with the number of tokens of a prompt, which may be longer than the context."""
+    body = await context.parse(CountTokensRequest)
+    translation = MessagesTranslation(body)
+    chat = chat_request(body, translation)
+    with named_as_blocks(translation):
+        count = await count_prompt_tokens(context.caller, chat)
+    return context.json({"input_tokens": count})
+
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/v1/messages": {
+        "POST": Route(
+            create_message,
+            "Answers a conversation, as Anthropic's API does.",
+            MessagesRequest,
+            dialect=ANTHROPIC,
+            streams=True,
+        )
+    },
+    "/v1/messages/count_tokens": {
+        "POST": Route(
+            count_tokens, "Counts the tokens of a prompt.", CountTokensRequest, dialect=ANTHROPIC
+        )
+    },
+}

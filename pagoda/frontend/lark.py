@@ -1,0 +1,75 @@
+"""Grammars in llguidance's dialect of Lark, put together as text.
+
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+TEXT = "TEXT"
+"""Any text without added tokens."""
+GAP = "GAP"
+"""A little white space."""
+_JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class LarkWriter:
+    """Rules of one grammar. Tags that are tokens of the model are written as such."""
+
+    def __init__(self, added_token_id: Callable[[str], int | None], tags: Sequence[str]) -> None:
+        """`added_token_id` gives the id of an added token; `tags` may be such tokens."""
+        self._ids = {tag: token_id for tag in tags if (token_id := added_token_id(tag)) is not None}
+        names = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
+        self._split = re.compile(f"({names})" if names else "(?!)()")
+        self._rules = [r"TEXT: /(?s:.*)/", r"GAP: /[ \t\n]{0,8}/"]
+
+    def is_token(self, tag: str) -> bool:
+        return tag in self._ids
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Adds a rule; returns its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """Adds a terminal, a regular expression; returns its name."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """An expression for a text with tags."""
+        return " ".join(
+            f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part, ensure_ascii=False)
+            for part in self._split.split(text)
+            if part
+        )
+
+    def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
+        """A rule for a JSON value. If it is not strict, keywords that grammars do not know are passed over."""
+        options = {"x-guidance": {**_JSON_LAYOUT, "lenient": not is_strict}}
+        return self.rule(f"%json {json.dumps({**schema, **options})}")
+
+    def until(self, ending: str, *, max_tokens: int | None = None) -> str:
+        """An expression for any text and `ending` behind it.
+
+        `max_tokens` bounds the text, which then ends; the first tag of `ending` must be a token for that.
+        """
+        first, *rest = [part for part in self._split.split(ending) if part]
+        if max_tokens == 0:
+            return self.literal(ending)
+        if first in self._ids:
+            bound = "" if max_tokens is None else f"[max_tokens={max_tokens}]"
+            body = self.rule(TEXT, bound) if bound else TEXT
+            return f"{body} {self.literal(ending)}"
+        body = self.rule(f"{TEXT} {json.dumps(first, ensure_ascii=False)}", "[lazy]")
+        return f"{body} {self.literal(''.join(rest))}"
+
+    def grammar(self, start: str) -> str:
+        """The grammar whose answers are `start`."""
+        return "\n".join(("%llguidance {}", f"start: {start}", *self._rules, ""))

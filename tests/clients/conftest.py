@@ -1,0 +1,108 @@
+"""Pagoda's server in a process of its own, for clients that live in another environment (`make test-clients`)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+MODEL = "pagoda-tiny"
+START_S = 90.0
+_ROOT = Path(__file__).parents[2]
+PAGODA = os.environ.get("PAGODA", str(_ROOT / ".venv" / "bin" / "pagoda"))
+"""The program under test; `make test-clients` names the one of `.venv`."""
+
+
+class Server(NamedTuple):
+    url: str
+    model: str = MODEL
+
+    @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+@contextmanager
+def running(command: Sequence[str], ready: str) -> Iterator[None]:
+    """Runs a program for as long as the context lasts, from when `ready` answers 200."""
+    program = subprocess.Popen(command, start_new_session=True)
+    try:
+        _await(program, ready)
+        yield
+    finally:
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGTERM)
+        try:
+            program.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+
+
+def _await(program: subprocess.Popen[bytes], ready: str) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if program.poll() is not None:
+            raise RuntimeError(f"{program.args!r} ended with the exit code {program.returncode}")
+        try:
+            get(ready)
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise RuntimeError(f"{program.args!r} did not become ready")
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[Server]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    quiet = ["--log-level", "warning", "--threads", "1"]
+    command = [PAGODA, "serve", "--port", str(port), *quiet, *flags]
+    with running(command, f"{url}/health/ready"):
+        yield Server(url)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with serving() as running_server:
+        yield running_server
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    """Starts servers that end with the test."""
+    with ExitStack() as stack:
+        yield lambda *flags: stack.enter_context(serving(*flags))
+
+
+@pytest.fixture
+def cluster_key(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.key"
+    path.write_text(secrets.token_hex(), encoding="utf-8")
+    return path
+
+
+def router_command(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]

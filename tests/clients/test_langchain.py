@@ -1,0 +1,45 @@
+"""langchain-openai, with the standard integration tests that langchain has for chat models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import Server
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+
+class TestChatModel(ChatModelIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Server) -> None:
+        type(self).server = server
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOpenAI
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        server = self.server
+        return {
+            "model": server.model,
+            "base_url": server.v1,
+            "api_key": "none",
+            "temperature": 0,
+            "max_tokens": 400,
+            "stream_usage": True,
+        }
+
+    @property
+    def supports_image_inputs(self) -> bool:
+        return False
+
+    @property
+    def has_tool_choice(self) -> bool:
+        return True
+
+    @property
+    def has_structured_output(self) -> bool:
+        return True

@@ -1,0 +1,263 @@
+"""Answers that are held to grammars: compiling, refusing, replaying, and forced tokens in a whole engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import threading
+
+import msgspec
+import pytest
+from harness import VOCAB_SIZE, Harness, make_request
+from mortal_executor import speaking
+from small_grammars import EOS, GRAMMARS, constraint_of, open_grammars, text_of, token_texts
+
+from pagoda.engine.grammars import (
+    MAX_CACHED_GRAMMARS,
+    Constraint,
+    Grammars,
+    TokenTexts,
+    TokenTextsOrder,
+    load_token_texts,
+)
+from pagoda.errors import PagodaError
+from pagoda.executor.base import WorkerLost
+from pagoda.frontend.model_text import synthetic_model_text
+from pagoda.frontend.token_texts import token_texts as read_token_texts
+from pagoda.messages.frontend import FinishReason, GenerateRequest, Grammar, RequestRefused
+
+LONG = Grammar("regex", "abcdabcdx(true|xyxyxy){1,2}z")
+
+
+def constrained(request_id: str, grammar: Grammar, **fields: object) -> GenerateRequest:
+    return make_request(request_id, [1, 2, 3], grammar=grammar, eos_token_ids=(EOS,), **fields)
+
+
+def sampled(request: GenerateRequest, **changes: object) -> GenerateRequest:
+    sampling = msgspec.structs.replace(request.sampling, **changes)
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_answers_are_in_the_language_and_end_with_it(num_stages: int) -> None:
+    harness = Harness(num_stages=num_stages)
+    requests = [constrained(f"r{i}", g, max_tokens=40) for i, g in enumerate(GRAMMARS * 3)]
+    harness.serve(*requests)
+    for request in requests:
+        assert harness.finished[request.request_id].finish_reason is FinishReason.STOP
+        *answer, end = harness.tokens[request.request_id]
+        assert end == EOS
+        if request.grammar and request.grammar.kind == "regex":
+            assert re.fullmatch(request.grammar.text, text_of(answer))
+
+
+def test_forced_tokens_take_no_steps_of_their_own() -> None:
+    harness = Harness()
+    harness.serve(constrained("forced", LONG, max_tokens=40))
+    with_forced = harness.core.load().num_steps
+    harness = Harness()
+    harness.serve(sampled(constrained("each", LONG, max_tokens=40), logprobs=0))
+    assert harness.core.load().num_steps >= with_forced + 3
+    assert harness.core.load().num_generated_tokens == len(harness.tokens["each"])
+
+
+def test_min_tokens_gives_way_to_a_finished_grammar() -> None:
+    request = constrained("r", Grammar("regex", "ab|cd"), max_tokens=30)
+    for logprobs in (None, 0):
+        harness = Harness()
+        harness.serve(sampled(request, min_tokens=20, logprobs=logprobs))
+        assert len(harness.tokens["r"]) == 2
+
+
+def test_ignore_eos_ends_where_the_grammar_ends() -> None:
+    request = constrained("r", Grammar("regex", "a{0,5}"), max_tokens=30)
+    request = msgspec.structs.replace(sampled(request, ignore_eos=True), eos_token_ids=())
+    harness = Harness()
+    harness.serve(request)
+    assert text_of(harness.tokens["r"][:-1]) == "aaaaa"
+    assert harness.finished["r"].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5, 8])
+def test_an_answer_goes_on_in_another_engine(cut: int) -> None:
+    whole = Harness()
+    for grammar in GRAMMARS:
+        request = constrained("r", grammar, max_tokens=40)
+        whole = Harness()
+        whole.serve(request)
+        chunks: list[int] = []
+        first = Harness()
+        first.add(request)
+        while len(first.tokens["r"]) < cut and "r" not in first.finished:
+            first.tick()
+        chunks = first.tokens["r"]
+        second = Harness()
+        second.add(msgspec.structs.replace(request, output_token_ids=list(chunks)))
+        second.run()
+        assert second.tokens["r"] == whole.tokens["r"]
+
+
+def test_an_answer_survives_its_worker_in_every_step() -> None:
+    request = constrained("r", LONG, max_tokens=40)
+    whole = Harness()
+    whole.serve(request)
+    for lost_at in range(8):
+        harness, executor = speaking()
+        harness.add(request)
+        harness.ticks(lost_at)
+        executor.say(WorkerLost("gone"))
+        harness.run()
+        assert harness.tokens["r"] == whole.tokens["r"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "error"),
+    [
+        (Grammar("regex", "(a"), "unclosed group"),
+        (Grammar("json_schema", '{"not": {"type": "string"}}'), "not supported: not"),
+        (Grammar("json_schema", '{"type": "foo"}'), "Invalid type: foo"),
+        (Grammar("lark", 'start: "a" b\nb: foo'), "line 2, column 4"),
+        (Grammar("lark", "start: start"), "allows no answer"),
+        (Grammar("lark", ""), "Empty grammar"),
+        (Grammar("regex", "(" * 5000 + "a" + ")" * 5000), "regular expression"),
+        (Grammar("json_schema", '{"a":' * 5000 + "1" + "}" * 5000), "JSON schema"),
+        (Grammar("json_schema", '{"enum": [' + ",".join(map(str, range(300_000))) + "]}"), "large"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_in_one_sentence(grammar: Grammar, error: str) -> None:
+    harness = Harness()
+    assert harness.core.add(constrained("r", grammar)) == []
+    harness.step()
+    (refusal,) = harness.core.drain_refusals()
+    assert refusal.request_id == "r"
+    assert error in refusal.error
+    assert refusal.error.endswith(".")
+    assert len(refusal.error) < 500
+    assert isinstance(harness.core.add(constrained("r", grammar)), RequestRefused)
+    harness.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "text", ["(a+)+b", "(.*a){30}", "((a{1,1000}){1,1000}){1,1000}", "(a|aa)+"]
+)
+def test_expressions_that_explode_elsewhere_are_served(text: str) -> None:
+    Harness().serve(constrained("r", Grammar("regex", text), max_tokens=20))
+
+
+def test_output_outside_of_the_language_is_refused() -> None:
+    harness = Harness()
+    request = constrained("r", LONG, output_token_ids=[2, 2])
+    harness.core.add(request)
+    harness.step()
+    (refusal,) = harness.core.drain_refusals()
+    assert "not in the language" in refusal.error
+
+
+def test_grammars_are_compiled_beside_the_loop_and_kept() -> None:
+    compiled_by: list[str] = []
+
+    def load() -> TokenTexts:
+        compiled_by.append(threading.current_thread().name)
+        return token_texts()
+
+    grammars = Grammars(load, VOCAB_SIZE)
+    request = constrained("r", LONG)
+    assert grammars.take(request, LONG) is None
+    assert grammars.take(constrained("dropped", LONG), LONG) is None
+    assert grammars.drop("dropped")
+    assert not grammars.drop("dropped")
+    found = []
+    while not found:
+        select.select(grammars.pollables(), [], [])
+        found = grammars.drain()
+    ((taken, place),) = found
+    assert taken is request
+    assert isinstance(place, Constraint)
+    assert grammars.num_held == 0
+    assert isinstance(grammars.take(request, LONG), Constraint)
+    grammars.close()
+    assert compiled_by == ["grammars"]
+    assert threading.stack_size() == 0
+
+
+def test_a_long_chain_of_rules_does_not_overflow_the_threads_stack() -> None:
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(9000))
+    chain = Grammar("lark", f'start: r0\n{rules}r9000: "a"')
+    grammars = Grammars(token_texts, VOCAB_SIZE)
+    grammars.take(constrained("r", chain), chain)
+    select.select(grammars.pollables(), [], [])
+    assert len(grammars.drain()) == 1
+    grammars.close()
+
+
+def test_the_number_of_kept_grammars_is_bounded() -> None:
+    grammars = open_grammars()
+    for number in range(2 * MAX_CACHED_GRAMMARS):
+        grammar = Grammar("regex", f"a{{{number + 1}}}")
+        grammars.take(constrained("r", grammar), grammar)
+        assert len(grammars.drain()) == 1
+    kept = [Grammar("regex", f"a{{{n + 1}}}") for n in range(2 * MAX_CACHED_GRAMMARS)]
+    found = [grammars.take(constrained("r", grammar), grammar) for grammar in reversed(kept)]
+    assert sum(place is not None for place in found) == MAX_CACHED_GRAMMARS
+
+
+def test_an_aborted_request_does_not_wait_for_its_grammar() -> None:
+    harness = Harness()
+    harness.core.add(constrained("r", LONG))
+    assert harness.core.load().num_waiting == 1
+    harness.core.abort("r")
+    harness.run()
+    assert harness.core.load().num_waiting == 0
+
+
+def test_a_model_without_an_end_token_refuses_grammars() -> None:
+    texts = msgspec.structs.replace(token_texts(), eos_token_ids=())
+    grammars = Grammars(lambda: texts, VOCAB_SIZE, run=lambda work: work())
+    grammars.take(constrained("r", LONG), LONG)
+    ((_, problem),) = grammars.drain()
+    assert "no end-of-sequence token" in str(problem)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 64, 200])
+def test_tokens_beyond_the_tokenizer_are_never_allowed(vocab_size: int) -> None:
+    grammars = Grammars(token_texts, vocab_size, run=lambda work: work())
+    grammars.take(constrained("r", GRAMMARS[1]), GRAMMARS[1])
+    ((_, place),) = grammars.drain()
+    assert isinstance(place, Constraint)
+    mask = place.mask()
+    assert mask is not None
+    assert len(mask) == -(-vocab_size // 32) * 4
+    assert int.from_bytes(mask, "little") >> VOCAB_SIZE == 0
+
+
+def test_tokens_of_a_smaller_model_alone_are_allowed() -> None:
+    texts = msgspec.structs.replace(token_texts(), eos_token_ids=(3,))
+    grammars = Grammars(lambda: texts, 40, run=lambda work: work())
+    grammar = Grammar("regex", r"(?s:.)*")
+    grammars.take(constrained("r", grammar), grammar)
+    ((_, place),) = grammars.drain()
+    assert isinstance(place, Constraint)
+    mask = place.mask()
+    assert mask is not None
+    assert int.from_bytes(mask, "little") >> 40 == 0
+
+
+def test_held_back_tokens_are_left_out_where_there_is_a_choice() -> None:
+    request = constrained("r", Grammar("regex", "ab?"))
+    place = constraint_of(request)
+    assert place is not None
+    assert place.consume(0)
+    bits = int.from_bytes(place.mask() or b"", "little")
+    assert bits == 1 << 1 | 1 << EOS
+    assert int.from_bytes(place.mask([EOS]) or b"", "little") == 1 << 1
+    assert place.mask([1, EOS]) == place.mask()
+
+
+def test_texts_of_tokens_come_from_a_process_that_reads_the_model() -> None:
+    order = TokenTextsOrder("tiny", "dummy", simulated=True)
+    texts = load_token_texts(order)
+    assert texts == read_token_texts(order)
+    assert texts.eos_token_ids == synthetic_model_text().eos_token_ids
+    with pytest.raises(PagodaError, match="there is no model directory"):
+        load_token_texts(TokenTextsOrder(f"no/such/{os.getpid()}/model", "auto", simulated=False))

@@ -1,0 +1,90 @@
+"""Runs the HTTP tests of another server against Pagoda, and prints what became of them.
+
+    python -m tests.peers vllm PATH [--output FILE.json] [-k EXPRESSION]
+
+PATH is a checkout of vLLM, or of llama.cpp (or llama-cpp-python, which holds one). Its requirements for tests
+must be installed: pytest-asyncio, openai, anthropic, requests, httpx, regex, wget, filelock, schemathesis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.peers.suites import SUITES, Suite
+
+VERDICTS = ("pass", "vacuous", "fail", "n/a", "skip")
+_HERE = Path(__file__).parent
+_PAGODA = _HERE.parent.parent
+
+
+def files_of(suite: Suite, path: Path) -> tuple[Path, list[Path]]:
+    """The root of a suite and its files. Raises SystemExit: there is none at the path."""
+    for below in suite.root:
+        root = path / below
+        found = sorted({file for pattern in suite.files for file in root.glob(pattern)})
+        kept = [it for it in found if not any(part in it.name for part in suite.left_out)]
+        if kept:
+            return root, kept
+    raise SystemExit(f"{path} holds none of the tests that are looked for.")
+
+
+def run(name: str, path: Path, options: list[str]) -> list[dict[str, str]]:
+    """Runs a suite; returns one verdict for each test, in their order."""
+    suite = SUITES[name]
+    root, files = files_of(suite, path)
+    with tempfile.TemporaryDirectory() as directory:
+        logs, results = Path(directory) / "logs", Path(directory) / "results"
+        logs.mkdir()
+        results.touch()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{_HERE}{os.pathsep}{_PAGODA}",
+            "PAGODA_PEERS_LOGS": str(logs),
+            "PAGODA_PEERS_RESULTS": str(results),
+            "PAGODA_PEERS_SUITE": str(root),
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "pytest", "--rootdir", str(root), "-q", "--tb=line"]
+        command += ["-p", "plugin", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
+        command += [part for plugin in suite.plugins for part in ("-p", plugin)]
+        command += ["--continue-on-collection-errors", *options]
+        subprocess.run([*command, *map(str, files)], cwd=root, env=environment, check=False)
+        return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+
+
+def tables(verdicts: list[dict[str, str]]) -> str:
+    """Tables in Markdown: counts by file, and failures by reason."""
+    by_file: dict[str, Counter[str]] = {}
+    for line in verdicts:
+        by_file.setdefault(line["test"].partition("::")[0], Counter())[line["verdict"]] += 1
+    total = sum(by_file.values(), Counter[str]())
+    rows = [f"| file | {' | '.join(VERDICTS)} |", "|---|" + "---|" * len(VERDICTS)]
+    for file, counts in [*by_file.items(), ("all", total)]:
+        rows.append(f"| {file} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} |")
+    reasons = Counter(line["reason"] for line in verdicts if line["verdict"] == "fail")
+    rows += ["", "| failures | reason |", "|---|---|"]
+    rows += [f"| {count} | {reason.replace('|', '/')} |" for reason, count in reasons.most_common()]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--output", type=Path, help="a file for all verdicts, as JSON")
+    arguments, options = parser.parse_known_args()
+    verdicts = run(arguments.suite, arguments.path.resolve(), options)
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(verdicts, indent=1), encoding="utf-8")
+    print(tables(verdicts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Command lines of other servers, translated to that of `pagoda serve`.
+
+The model is always the embedded one, under the name that was asked for. Flags that say how to compute, not what to
+answer, have no counterpart and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_MODEL_LEN = 2048
+"""The context of the embedded model."""
+_SMALL_LEN = 512
+"""A test that asks for a shorter context is about its end."""
+
+
+class NotApplicableError(Exception):
+    """A server is asked for something that is no part of Pagoda; says what."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The flags of one server."""
+
+    model: Sequence[str]
+    """Flags, or the empty string for the first positional argument, that name the model."""
+    names: Sequence[str]
+    """Flags that name the model in the API; the next arguments up to a flag are names."""
+    taken: Mapping[str, str]
+    """Flags with a value, and Pagoda's name for them."""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Flags without a value, and Pagoda's name for them; empty for flags without a counterpart."""
+    not_applicable: Mapping[str, str] = field(default_factory=dict)
+    """Flags of what is no part of Pagoda, with what that is."""
+
+
+VLLM = Dialect(
+    model=("", "--model"),
+    names=("--served-model-name",),
+    taken={
+        "--port": "--port",
+        "--host": "--host",
+        "--api-key": "--api-key",
+        "--root-path": "--root-path",
+        "--max-model-len": "--max-model-len",
+        "--max-num-seqs": "--max-num-seqs",
+        "--max-logprobs": "--max-logprobs",
+        "--chat-template": "--chat-template",
+        "--data-parallel-size": "--data-parallel-size",
+    },
+    switches={
+        "--enable-force-include-usage": "--enable-force-include-usage",
+        "--enforce-eager": "",
+        "--enable-lora": "",
+        "--enable-auto-tool-choice": "",
+        "--trust-remote-code": "",
+        "--disable-log-stats": "",
+        "--disable-frontend-multiprocessing": "",
+        "--enable-prefix-caching": "",
+        "--no-enable-prefix-caching": "",
+        "--enable-chunked-prefill": "",
+        "--enable-prompt-tokens-details": "",
+        "--enable-tokenizer-info-endpoint": "",
+        "--enable-request-id-headers": "",
+        "--enable-server-load-tracking": "",
+        "--return-tokens-as-token-ids": "--return-tokens-as-token-ids",
+        "--enable-prompt-embeds": "",
+        "--enable-log-outputs": "",
+        "--enable-log-requests": "",
+    },
+    not_applicable={
+        "--uds": "a server on a Unix socket",
+        "--enable-sleep-mode": "sleep mode",
+        "--tokens-only": "a server of tokens without a tokenizer",
+        "--skip-tokenizer-init": "a server without a tokenizer",
+        "--runner": "pooling models",
+        "--speculative-config": "speculative decoding",
+        "--middleware": "Python middleware of the operator",
+        "--limit-mm-per-prompt": "images, audio and video",
+        "--data-parallel-rank": "one server for each data-parallel rank",
+        "--headless": "data parallelism over nodes",
+        "--worker-extension-cls": "Python extensions of the operator",
+    },
+)
+
+_SILENT = (
+    *("--offline", "--cont-batching", "--metrics", "--kv-unified", "--swa-full", "--slots"),
+    *("--no-slots", "--verbose", "--jinja", "--no-jinja", "--no-mmproj", "--no-ui"),
+    *("--no-cache-idle-slots", "--backend_sampling", "--no-models-autoload"),
+)
+
+LLAMA_CPP = Dialect(
+    model=("--model", "--hf-repo", "--hf-file", "--model-url"),
+    names=("--alias",),
+    taken={
+        "--port": "--port",
+        "--host": "--host",
+        "--api-key": "--api-key",
+        "--ctx-size": "--max-model-len",
+        "--parallel": "--max-num-seqs",
+        "--cors-origins": "--cors-origins",
+        "--chat-template-file": "--chat-template",
+    },
+    switches=dict.fromkeys(_SILENT, ""),
+    not_applicable={
+        "--mmproj-url": "images and audio",
+        "--media-path": "images and audio",
+        "--model-draft": "a draft model for speculative decoding",
+        "--spec-type": "speculative decoding",
+        "--models-dir": "a router over the models of a directory",
+        "--models-preset": "a router over presets of models",
+        "--models-max": "a router over models that it loads and unloads",
+        "--lora": "adapters of a model that is not here",
+        "--slot-save-path": "slots that are saved to files",
+        "--sleep-idle-seconds": "sleep",
+        "--ui-mcp-proxy": "a proxy for the page",
+        "--tools": "tools that the server runs",
+        "--mcp-servers-config": "MCP servers that the server starts",
+        "--mcp-servers-json": "MCP servers that the server starts",
+        "--context-shift": "a context that forgets its beginning",
+        "--embedding": "a pooling model that is not here",
+        "--reranking": "a ranking model that is not here",
+    },
+)
+
+
+def translate(arguments: Sequence[str], dialect: Dialect) -> list[str]:
+    """The arguments of `pagoda serve`. Raises NotApplicableError: as its text says."""
+    found: list[str] = []
+    names: list[str] = []
+    model = ""
+    position = 0
+    while position < len(arguments):
+        flag, has_value, value = arguments[position].partition("=")
+        position += 1
+        if not flag.startswith("-"):
+            model = model or flag
+            continue
+        if flag in dialect.not_applicable:
+            raise NotApplicableError(dialect.not_applicable[flag])
+        if flag in dialect.switches:
+            found += [dialect.switches[flag]] if dialect.switches[flag] else []
+            continue
+        values = [value] if has_value else []
+        while not has_value and position < len(arguments) and not _is_flag(arguments[position]):
+            values.append(arguments[position])
+            position += 1
+        if flag in dialect.names:
+            names += values
+        elif flag in dialect.model:
+            model = model or values[0]
+        elif flag in dialect.taken and values:
+            found += _bounded(dialect.taken[flag], values)
+    for name in names or [model]:
+        found += ["--served-model-name", name] if name else []
+    return found
+
+
+def _is_flag(argument: str) -> bool:
+    return argument.startswith("-") and not argument.lstrip("-")[:1].isdigit()
+
+
+def _bounded(flag: str, values: Sequence[str]) -> list[str]:
+    """A flag as Pagoda can take it with the embedded model."""
+    if flag == "--max-model-len":
+        # A text takes several times as many tokens of the embedded model as of those that the tests are made for.
+        asked = int(values[0])
+        return [flag, str(asked if asked < _SMALL_LEN else MAX_MODEL_LEN)]
+    if flag == "--chat-template" and "tool_chat_template" in values[0]:
+        return []  # of a model that calls tools in another way
+    if flag == "--max-num-seqs":
+        return [flag, str(min(int(values[0]), 64))]
+    return [part for value in values for part in (flag, value)]

@@ -1,0 +1,40 @@
+"""A program that other servers' tests start in place of their server: `python launcher.py DIALECT ARGUMENT...`.
+
+It becomes `pagoda serve`; its log goes to a file in the directory `PAGODA_PEERS_LOGS`. The exit code 77 says
+that the server which was asked for is no part of Pagoda.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flags import LLAMA_CPP, VLLM, NotApplicableError, translate
+
+LOGS = "PAGODA_PEERS_LOGS"
+NOT_APPLICABLE = 77
+DIALECTS = {"vllm": VLLM, "llamacpp": LLAMA_CPP}
+
+
+def command(dialect: str, arguments: Sequence[str]) -> list[str]:
+    """The command of Pagoda's server. Raises NotApplicableError: as `translate`."""
+    flags = translate(arguments, DIALECTS[dialect])
+    return [sys.executable, "-m", "pagoda", "serve", *flags, "--log-level", "info"]
+
+
+def main() -> None:
+    logs = Path(os.environ[LOGS])
+    try:
+        argv = command(sys.argv[1], sys.argv[2:])
+    except NotApplicableError as reason:
+        (logs / f"not_applicable.{os.getpid()}").write_text(str(reason), encoding="utf-8")
+        sys.exit(NOT_APPLICABLE)
+    log = os.open(logs / f"{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, sys.stderr.fileno())
+    os.execv(sys.executable, argv)
+
+
+if __name__ == "__main__":
+    main()
