@@ -44,6 +44,8 @@ class LarkWriter:
         self._ids = {tag: token_id for tag in tags if (token_id := added_token_id(tag)) is not None}
         names = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
         self._split = re.compile(f"({names})" if names else "(?!)()")
+        self._content = ""
+        """The grammar within this one, if it has rules of its own."""
         self._rules = [r"TEXT: /(?s:.*)/", r"GAP: /[ \t\n]{0,8}/"]
 
     def is_token(self, tag: str) -> bool:
@@ -80,7 +82,7 @@ class LarkWriter:
             return self.rule(f"%json {grammar.text}")
         if grammar.kind == "regex":
             return self.terminal(f"/{_UNESCAPED_SLASH.sub(_escaped, grammar.text)}/")
-        self._rules.append(_IN_LARK.sub(_renamed, grammar.text))
+        self._content = _IN_LARK.sub(_renamed, grammar.text)
         return _CONTENT
 
     def until(self, ending: str, *, max_tokens: int | None = None) -> str:
@@ -100,4 +102,6 @@ class LarkWriter:
 
     def grammar(self, start: str) -> str:
         """The grammar whose answers are `start`."""
-        return "\n".join(("%llguidance {}", f"start: {start}", *self._rules, ""))
+        # A grammar within this one comes first, so that lines in errors are those of its author.
+        head = self._content or "%llguidance {}"
+        return "\n".join((head, f"start: {start}", *self._rules, ""))

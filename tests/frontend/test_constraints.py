@@ -147,3 +147,10 @@ def test_a_grammar_within_another(grammar: Grammar, inside: str, outside: str) -
     whole = writer.grammar(f'"<" {writer.content(grammar)} ">"')
     assert accepts(whole, f"<{inside}>")
     assert not accepts(whole, f"<{outside}>")
+
+
+def test_lines_in_errors_are_those_of_the_author() -> None:
+    writer = LarkWriter(lambda _: None, ())
+    inner = writer.content(Grammar("lark", 'start: "a" b\nb: foo'))
+    matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(writer.grammar(inner)), log_level=0)
+    assert "2(4)" in matcher.get_error()
