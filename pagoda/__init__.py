@@ -17,6 +17,7 @@ from pagoda.version import __version__
 
 if TYPE_CHECKING:
     from pagoda.frontend.async_llm import AsyncLLM
+    from pagoda.frontend.beam_search import BeamSearchParams
     from pagoda.frontend.llm import LLM
     from pagoda.frontend.outputs import CompletionOutput, RequestOutput
     from pagoda.messages.sampling_params import SamplingParams
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
@@ -32,6 +34,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncLLM": "pagoda.frontend.async_llm",
+    "BeamSearchParams": "pagoda.frontend.beam_search",
     "CompletionOutput": "pagoda.frontend.outputs",
     "LLM": "pagoda.frontend.llm",
     "RequestOutput": "pagoda.frontend.outputs",

@@ -18,7 +18,7 @@ from pagoda.api.output_parser import AnswerDelta, OutputParser
 from pagoda.api.parsers.deltas import delta_without_reasoning
 from pagoda.api.request_context import Caller
 from pagoda.api.tool_choice import ToolChoice, new_call_id, tool_choice_of
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
@@ -130,6 +130,8 @@ async def begin_conversation(
     choice = tool_choice_of(body)
     prompt = await _render(generator, body, choice)
     formats = generator.text.formats
+    if body.best_of is not None and body.best_of != (body.n or 1) and not body.use_beam_search:
+        refuse("best_of", "other than n is not supported for conversations", "not_supported")
     names = {"logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"

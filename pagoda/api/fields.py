@@ -8,16 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from pagoda.api.neutral import NeutralFields
 from pagoda.errors import InvalidRequestError, refuse
+from pagoda.frontend.beam_search import BeamSearchParams
 from pagoda.messages.sampling_params import (
     ALL_LOGPROBS,
     MAX_ALLOWED_TOKENS,
+    MAX_SEQUENCES_PER_REQUEST,
     MAX_STOP_STRINGS,
     MAX_TOKEN_LIST,
     SamplingParams,
@@ -118,8 +120,11 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     ebnf: Any = None
     json_schema: Any = None
 
-    best_of: Any = None
-    """Only `n` itself is allowed."""
+    best_of: int | None = None
+    """Answers of which the `n` likeliest are given; of chats only `n` itself."""
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     # Not supported yet: refused but for null and the values beside them, which change nothing.
     store: Annotated[Any, (False,)] = None
@@ -129,13 +134,56 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
 
 def check_fields(body: GenerationFields) -> None:
     """Raises InvalidRequestError: two fields of the body do not go together; names one."""
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        refuse("best_of", "other than n is not supported", "not_supported")
+    if not body.use_beam_search:
+        only = "is only for use_beam_search"
+        if body.length_penalty not in (None, 1):
+            refuse("length_penalty", f"other than 1 or 1.0 {only}", "not_supported")
+        if body.early_stopping not in (None, False):
+            refuse("early_stopping", f"other than False {only}", "not_supported")
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        refuse("best_of", f"must be at least n ({body.n or 1}), got {body.best_of}")
+    if body.best_of is not None and body.best_of > MAX_SEQUENCES_PER_REQUEST:
+        refuse("best_of", f"must be at most {MAX_SEQUENCES_PER_REQUEST}, got {body.best_of}")
+    if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
+        refuse("best_of", "other than n is not for streams")
     options = body.stream_options
     if options is not None and not body.stream:
         refuse("stream_options", "is only for requests with stream: true")
     if options is not None and options.include_obfuscation:
         refuse("stream_options.include_obfuscation", "other than false is not supported")
+
+
+def beam_search_params(body: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
+    """The beam search that a body asks for, with `best_of` or `n` beams; None if it asks for none.
+    Raises InvalidRequestError: a field has a value with which there is no beam search; names the field."""
+    if not body.use_beam_search:
+        return None
+    for name, neutral in _WITHOUT_BEAMS.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            refuse(name, "does not go together with use_beam_search", "not_supported")
+    with renamed({"beam_width": "n" if body.best_of is None else "best_of"}):
+        return BeamSearchParams(
+            beam_width=body.best_of or body.n or 1,
+            max_tokens=max_tokens,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            early_stopping=body.early_stopping or False,
+        ).checked()
+
+
+_WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
+    "stream": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "stop": ([],),
+    "prompt_logprobs": (),
+    "kv_transfer_params": (),
+}
+"""Fields that change which tokens are likely, or how an answer is computed, and their values that do not."""
 
 
 @contextmanager

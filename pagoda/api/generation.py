@@ -11,12 +11,19 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from pagoda.api.constraint_fields import FieldGrammar, constraint_of
-from pagoda.api.fields import GenerationFields, check_fields, sampling_params, session_of
+from pagoda.api.fields import (
+    GenerationFields,
+    beam_search_params,
+    check_fields,
+    sampling_params,
+    session_of,
+)
 from pagoda.api.kv_transfer import Handoff, handoff_of
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventStream
 from pagoda.errors import refuse
 from pagoda.frontend.async_utils import gather_all
+from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.messages.frontend import KVSource
 
@@ -75,8 +82,15 @@ class Usage:
 class Generation:
     """The requests of one body on their way to their answers."""
 
-    def __init__(self, generator: TextGenerator, requests: Sequence[TextRequest]) -> None:
+    def __init__(
+        self,
+        generator: TextGenerator,
+        requests: Sequence[TextRequest],
+        beams: BeamSearchParams | None = None,
+    ) -> None:
+        """`beams` lets the answers to each prompt be its best beams."""
         self.generator = generator
+        self._beams = beams
         self.requests = requests
         prompts = [r.request.prompt_token_ids for r in requests if r.index == 0]
         self.usage = Usage(sum(map(len, prompts)))
@@ -87,8 +101,21 @@ class Generation:
     async def run(self, shape: Shape) -> dict[str, Any]:
         """Generates all answers; returns the response in one piece.
         Raises GenerationError: the engine failed with a request."""
-        await gather_all([self._run(i, answer) for i, answer in enumerate(shape.answers)])
+        if self._beams is None:
+            works = [self._run(index, answer) for index, answer in enumerate(shape.answers)]
+        else:
+            firsts = [i for i, request in enumerate(self.requests) if request.index == 0]
+            works = [self._search(first, shape.answers, self._beams) for first in firsts]
+        await gather_all(works)
         return shape.whole()
+
+    async def _search(self, first: int, answers: Sequence[Answer], beams: BeamSearchParams) -> None:
+        """Brings the answers to one prompt, from `first` on, to their end."""
+        request = self.requests[first]
+        found = await beam_search(self.generator, request, beams)
+        for index, (_, delta) in enumerate(found[: request.sampling.n], start=first):
+            self._count(index, delta)
+            answers[index].add(delta)
 
     async def stream(self, shape: Shape, stream: EventStream) -> None:
         """Generates all answers, as events to `stream`. Raises GenerationError: as `run`."""
@@ -161,6 +188,8 @@ async def prepare(
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
+    if body.best_of is not None and not body.use_beam_search:
+        fields["n"] = body.best_of
     if handoff.holds_kv and body.min_tokens is not None and max_tokens is not None:
         # Proxies ask the prefill server for one token, whatever `min_tokens` their client has sent.
         fields["min_tokens"] = min(body.min_tokens, max_tokens)
@@ -187,4 +216,10 @@ async def prepare(
             scores_once=not body.stream,
             client_request=caller.client_request,
         )
-    return Generation(generator, requests)
+    beams = None
+    if body.use_beam_search:
+        if requests[0].request.grammar is not None:
+            refuse("use_beam_search", "does not go together with a grammar", "not_supported")
+        resolved = [request.request.sampling.max_tokens or 0 for request in requests]
+        beams = beam_search_params(body, min(resolved))
+    return Generation(generator, requests, beams)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from pagoda.api.anthropic.models import VERSION_HEADER, anthropic_model, anthropic_models
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.live_stats import live_answers
 from pagoda.api.request_context import RequestContext
@@ -48,7 +49,10 @@ async def version(context: RequestContext) -> web.StreamResponse:
 async def models(context: RequestContext) -> web.StreamResponse:
     config = context.service.config
     names = (config.served_model_name, *config.model_aliases)
-    return context.json({"object": "list", "data": [_model(context, name) for name in names]})
+    shown = [_model(context, name) for name in names]
+    if VERSION_HEADER in context.http.headers:
+        return context.json(anthropic_models(shown))
+    return context.json({"object": "list", "data": shown})
 
 
 async def model(context: RequestContext) -> web.StreamResponse:
@@ -58,6 +62,8 @@ async def model(context: RequestContext) -> web.StreamResponse:
 
 def _model(context: RequestContext, name: str) -> dict[str, Any]:
     limits = context.service.ready_generator().endpoint.limits
+    if VERSION_HEADER in context.http.headers:
+        return anthropic_model(name, context.service.created, limits.max_model_len)
     return {
         "id": name,
         "object": "model",

@@ -114,4 +114,6 @@ async def detokenize(context: RequestContext) -> web.StreamResponse:
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")
     text = await generator.decode(body.tokens)
+    if body.model is not None:  # llama.cpp's clients name none, and vLLM's read nothing else
+        return context.json({"prompt": text})
     return context.json({"prompt": text, "content": text})

@@ -14,11 +14,20 @@ import msgspec
 
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import gather_all, merge
+from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.conversation import Messages, render_conversation
+from pagoda.frontend.embeddings import EmbeddingOptions, embed
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.llm_arguments import Configuration, configure
 from pagoda.frontend.model_text import ModelText, load_text
-from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
+from pagoda.frontend.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    GrowingAnswer,
+    RequestOutput,
+    request_output,
+)
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
@@ -28,6 +37,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
 
 Conversation = Sequence[Mapping[str, Any]]
+
+
+_AS_THE_MODEL_SAYS = EmbeddingOptions()
 
 
 class AsyncLLM:
@@ -196,6 +208,36 @@ class AsyncLLM:
             clamp_max_tokens=True,
             priority=priority,
         )
+
+    async def beam_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearchOutput:
+        """The best beams behind a prompt. Raises InvalidRequestError: as `prepare`."""
+        params = params.checked()
+        sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=0)
+        [request] = await self.prepare(prompt, sampling)
+        room = request.request.sampling.max_tokens or params.max_tokens
+        params = msgspec.structs.replace(params, max_tokens=room)
+        found = await beam_search(self.generator, request, params)
+        return BeamSearchOutput(
+            [
+                BeamSearchSequence(
+                    tokens=[*request.request.prompt_token_ids, *beam.token_ids],
+                    text=delta.text,
+                    cum_logprob=beam.cumulative_logprob,
+                    score=beam.score,
+                    finish_reason=str(delta.finish_reason),
+                )
+                for beam, delta in found
+            ]
+        )
+
+    async def embed(
+        self, prompts: Sequence[Prompt], options: EmbeddingOptions = _AS_THE_MODEL_SAYS
+    ) -> list[EmbeddingOutput]:
+        """The vectors of prompts, in their order.
+        Raises InvalidRequestError: a prompt does not fit the model."""
+        plain = [_plain_prompt(prompt) for prompt in prompts]
+        found = await embed(self.generator, plain, options, param="prompt")
+        return [EmbeddingOutput(one.vector.tolist(), one.num_tokens) for one in found]
 
     def render(
         self,

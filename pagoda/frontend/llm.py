@@ -13,8 +13,10 @@ from typing import Any, Self, TypeVar
 from pagoda.errors import refuse
 from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
 from pagoda.frontend.async_utils import gather_all
+from pagoda.frontend.beam_search import BeamSearchParams
+from pagoda.frontend.embeddings import EmbeddingOptions
 from pagoda.frontend.event_loop import new_event_loop
-from pagoda.frontend.outputs import RequestOutput
+from pagoda.frontend.outputs import BeamSearchOutput, EmbeddingOutput, RequestOutput
 from pagoda.frontend.text_generator import TextRequest
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.sampling_params import SamplingParams
@@ -111,6 +113,25 @@ class LLM:
         return self._complete_all(
             prompts, params, [None] * len(prompts), use_tqdm, add_special_tokens=False
         )
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The best beams behind each prompt, one prompt after the other.
+
+        Raises InvalidRequestError: a prompt or a parameter does not fit the model."""
+
+        async def search_all() -> list[BeamSearchOutput]:
+            return [await self._llm.beam_search(prompt, params) for prompt in _prompt_list(prompts)]
+
+        return self._thread.run(search_all())
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], options: EmbeddingOptions | None = None
+    ) -> list[EmbeddingOutput]:
+        """The vectors of prompts, in their order. Raises InvalidRequestError: a prompt does not fit the model."""
+        several = _prompt_list(prompts)
+        return self._thread.run(self._llm.embed(several, options or EmbeddingOptions()))
 
     def _check_prompts(self, count: int, param: str) -> None:
         if count == 1 and self._llm.num_replicas > 1:

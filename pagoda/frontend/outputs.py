@@ -47,6 +47,30 @@ class RequestOutput:
     None for the first token, which nothing is in front of."""
 
 
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    tokens: list[int]
+    """Prompt and answer."""
+    text: str
+    """The answer."""
+    cum_logprob: float
+    score: float
+    """`cum_logprob` by the length penalty."""
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    sequences: list[BeamSearchSequence]
+    """The best first."""
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    embedding: list[float]
+    num_prompt_tokens: int
+
+
 class GrowingAnswer:
     def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
         self._request = request

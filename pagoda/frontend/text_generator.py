@@ -351,7 +351,10 @@ def _check_prompt(
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
-        refuse(param, f"takes token ids from 0 to {vocab_size - 1}, got {wrong}")
+        refuse(
+            param,
+            f"takes token ids from 0 to {vocab_size - 1}, got {wrong}, which is out of vocabulary",
+        )
 
 
 def _resolve(

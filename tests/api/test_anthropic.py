@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from template_texts import CALL, QWEN, prompt_of, text
 
@@ -252,6 +252,17 @@ async def test_counting_tokens(serve_api) -> None:
     answer = await api.post("/v1/messages/count_tokens", {"messages": long})
     assert answer.json()["input_tokens"] == 300 + len("[user][assistant]")
     assert api.endpoint.requests == []
+
+
+async def test_models(serve_api) -> None:
+    api = await serve_api("ok", text=QWEN)
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = (await api.get("/v1/models", headers=headers)).json()
+    assert (listed["has_more"], listed["first_id"]) == (False, "tiny")
+    answer = await api.get("/v1/models/tiny", headers=headers)
+    assert listed["data"] == [answer.json()]
+    model = ModelInfo.model_validate_json(answer.body, strict=True)
+    assert model.max_input_tokens == api.endpoint.limits.max_model_len
 
 
 @pytest.mark.parametrize(

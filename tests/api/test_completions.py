@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ from linked_hosts import until
 from pagoda.api.errors import INTERNAL_ERROR
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.executor.sim import sim_logprob
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 
 WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
 
@@ -161,6 +163,63 @@ async def test_log_probabilities_of_the_prompt(serve_api, stream: bool, num_top:
     alone = await api.complete(prompt="a", prompt_logprobs=0, max_tokens=0)
     [choice] = alone.choices()
     assert (choice["text"], choice["prompt_logprobs"]) == ("", [None])
+
+
+async def test_the_best_of_several_answers(serve_api) -> None:
+    """Every token costs the same, so the shortest answers are the likeliest."""
+    lengths = iter([3, 1, 4, 2, 2, 5, 1, 3])
+    api = await serve_api(lambda _: "x" * next(lengths))
+    answer = await api.complete(prompt=["a", "b"], n=2, best_of=4, echo=True)
+    choices = answer.choices()
+    assert [choice["text"] for choice in choices] == ["ax", "axx", "bx", "bxx"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in choices)
+    assert answer.json()["usage"]["completion_tokens"] == 21 + 8  # with the end tokens
+
+
+async def _likeliest(request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    """Behind each token the next letters are likely, the end is behind 'd'."""
+    last = request.prompt_token_ids[-1]
+    token_ids = [257] if last == ord("d") else [last + 1, last + 2]
+    logprobs = [-0.1] if last == ord("d") else [-0.5, -1.0]
+    entry = TokenLogprobs(logprobs[0], 1, token_ids, logprobs)
+    yield TokenChunk(request.request_id, token_ids[:1], FinishReason.LENGTH, None, [entry])
+
+
+async def test_beam_search(api) -> None:
+    api.endpoint.generate = _likeliest
+    beams = {"use_beam_search": True, "n": 2, "max_tokens": 8, "logprobs": 1}
+    answer = await api.complete(prompt="a", length_penalty=0.0, **beams)
+    choices = answer.choices()
+    # a b d costs 0.5 + 1.0, a c d 1.0 + 0.5, a b c d 1.5; the end 0.1.
+    assert {choice["text"] for choice in choices} < {"bd", "cd", "bcd"}
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "stop"]
+    assert [len(choice["logprobs"]["top_logprobs"][0]) for choice in choices] <= [2, 2]
+    [longest, _] = (await api.complete(prompt="a", length_penalty=2.0, **beams)).choices()
+    assert (longest["text"], longest["finish_reason"]) == ("bcefghij", "length")
+    chat = await api.chat(use_beam_search=True, best_of=2, max_tokens=3)
+    assert len(chat.choices()) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"length_penalty": 1.2}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": True, "n": 65}, "n"),
+        ({"use_beam_search": True, "best_of": 65}, "best_of"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "presence_penalty": 0.5}, "presence_penalty"),
+        ({"use_beam_search": True, "stop": ["x"]}, "stop"),
+        ({"use_beam_search": True, "length_penalty": 1e9}, "length_penalty"),
+        ({"use_beam_search": True, "echo": True, "logprobs": 1}, "echo"),
+    ],
+)
+async def test_what_does_not_go_together(api, body: dict[str, Any], param: str) -> None:
+    answer = await api.complete(**body)
+    assert (answer.status, answer.error()["param"]) == (400, param)
 
 
 async def test_tokens_as_ids(serve_api) -> None:

@@ -44,7 +44,6 @@ async def test_neutral_values_are_accepted(api, fields: dict[str, Any]) -> None:
     ("field", "value", "neutral"),
     [
         ("no_stop_trim", True, "False"),
-        ("length_penalty", 1.2, "1 or 1.0"),
         ("verbosity", "low", "'medium'"),
         ("spaces_between_special_tokens", 1, "True"),
         ("echo", True, "False"),

@@ -250,6 +250,10 @@ async def test_reasoning_of_an_earlier_turn_reaches_the_template(serve_api) -> N
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True, "store": False}, "background"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"what": 1}, "what"),
     ],
@@ -260,6 +264,36 @@ async def test_bad_bodies_name_the_field(serve_api, body: dict[str, Any], param:
     assert (answer.status, answer.error()["param"]) == (400, param)
     assert param in answer.error()["message"] or param == "previous_response_id"
     assert api.endpoint.requests == []
+
+
+LONG = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "a" * 100},
+    {"role": "assistant", "content": "b" * 100},
+    {"role": "user", "content": "c" * 50},
+    {"role": "assistant", "content": "d"},
+    {"role": "user", "content": "e"},
+]
+
+
+@pytest.mark.parametrize(
+    ("room", "prompt"),
+    [
+        (None, f"[system]S[user]{'c' * 50}[assistant]d[user]e[assistant]"),
+        (100, f"[system]S[user]{'c' * 50}[assistant]d[user]e[assistant]"),
+        (200, "[system]S[user]e[assistant]"),
+        (1000, "[system]S[user]e[assistant]"),
+    ],
+)
+async def test_truncation(serve_api, room: int | None, prompt: str) -> None:
+    api = await serve_api("ok", text=QWEN)
+    response = await respond(api, input=LONG, truncation="auto", max_output_tokens=room)
+    assert response["truncation"] == "auto"
+    assert prompt_of(api) == prompt
+    answer = await api.post("/v1/responses", {"input": LONG})
+    assert (answer.status, answer.error()["code"]) == (400, "context_length_exceeded")
+    body = {"input": [{"role": "user", "content": "x" * 300}], "truncation": "auto"}
+    assert (await api.post("/v1/responses", body)).status == 400
 
 
 async def test_input_tokens(serve_api) -> None:

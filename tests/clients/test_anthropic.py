@@ -24,7 +24,7 @@ def client(server: Server) -> anthropic.Anthropic:
 
 def test_a_message(client: anthropic.Anthropic, server: Server) -> None:
     answer = client.messages.create(
-        model=server.model, max_tokens=100, messages=MESSAGES, temperature=0, system="Be brief."
+        model=server.model, max_tokens=100, messages=MESSAGES, system="Be brief."
     )
     assert answer.stop_reason == "end_turn"
     assert answer.usage.output_tokens > 0
@@ -32,9 +32,7 @@ def test_a_message(client: anthropic.Anthropic, server: Server) -> None:
 
 
 def test_a_stream(client: anthropic.Anthropic, server: Server) -> None:
-    with client.messages.stream(
-        model=server.model, max_tokens=100, messages=MESSAGES, temperature=0
-    ) as stream:
+    with client.messages.stream(model=server.model, max_tokens=100, messages=MESSAGES) as stream:
         text = "".join(stream.text_stream)
         assert stream.get_final_text() == text
     assert ANSWER in text

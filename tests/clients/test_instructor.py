@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import instructor
@@ -30,7 +31,7 @@ MODES = [
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_a_mode(server: Server, mode: instructor.Mode) -> None:
     client = instructor.from_openai(openai.OpenAI(base_url=server.v1, api_key="none"), mode=mode)
-    kind = list[Place] if mode is instructor.Mode.PARALLEL_TOOLS else Place
+    kind = Iterable[Place] if mode is instructor.Mode.PARALLEL_TOOLS else Place
     place = client.chat.completions.create(
         model=server.model,
         messages=[{"role": "user", "content": QUESTION}],

@@ -66,7 +66,7 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     if not (all(isinstance(i, str) for i in prompt) or all(isinstance(i, list) for i in prompt)):
         kinds = "a string, token ids, a list of strings or a list of lists of token ids"
         refuse("prompt", f"must be {kinds}")
-    total = len(prompt) * (body.n or 1)
+    total = len(prompt) * (body.best_of or body.n or 1)
     if total > MAX_SEQUENCES_PER_BODY:
         rule = f"asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served"
         refuse("prompt", rule)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.generation import Generation, prepare
+from pagoda.api.generation import Generation, Shape, prepare
 from pagoda.api.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionRequest, prompts_of
 from pagoda.api.openai.choices import Choices, Envelope
 from pagoda.api.openai.logprobs import CompletionLogprobs, TokenSpelling, prompt_logprobs
@@ -26,12 +27,14 @@ async def completions(context: RequestContext) -> web.StreamResponse:
     return await generation.respond(context, shape, streams=bool(body.stream))
 
 
-async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Generation, Choices]:
+async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Generation, Shape]:
     """Prepares the answers to a body, and their shape.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model)
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         refuse("max_tokens", "must be at least 1 without echo or prompt_logprobs")
+    if body.use_beam_search and body.echo and body.logprobs is not None:
+        refuse("echo", "does not go together with logprobs and use_beam_search", "not_supported")
     is_bounded = body.max_tokens is not None
     generation = await prepare(
         caller,
@@ -39,7 +42,7 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
         generator,
         prompts_of(body),
         max_tokens=body.max_tokens if is_bounded else DEFAULT_COMPLETION_TOKENS,
-        logprobs=body.logprobs,
+        logprobs=0 if body.logprobs is None and _is_best_of(body) else body.logprobs,
         prompt_logprobs=_num_top_of_prompt(body),
         add_special_tokens=body.add_special_tokens is not False,
         clamp_max_tokens=not is_bounded,
@@ -57,7 +60,36 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
     if not body.stream:
         for answer, request in zip(answers, generation.requests, strict=True):
             answer.first = answers[answer.index - request.index]
+    if _is_best_of(body):
+        return generation, _BestOf(envelope, answers, body.n or 1)
     return generation, Choices(envelope, answers)
+
+
+def _is_best_of(body: CompletionRequest) -> bool:
+    """True if the likeliest of several answers are wanted."""
+    is_several = body.best_of is not None and body.best_of > (body.n or 1)
+    return is_several and not body.use_beam_search
+
+
+class _BestOf:
+    """The `n` likeliest answers to each prompt, the likeliest first."""
+
+    def __init__(self, envelope: Envelope, answers: Sequence[_CompletionAnswer], n: int) -> None:
+        self.answers = answers
+        self._envelope = envelope
+        self._n = n
+
+    def whole(self) -> dict[str, Any]:
+        chosen: list[_CompletionAnswer] = []
+        for _, group in groupby(self.answers, lambda answer: id(answer.first)):
+            ranked = sorted(group, key=lambda answer: -answer.cumulative_logprob)
+            chosen += ranked[: self._n]
+        for index, answer in enumerate(chosen):
+            answer.index = index
+        return self._envelope.whole([answer.choice() for answer in chosen])
+
+    def end(self) -> bytes:
+        return self._envelope.end()
 
 
 def _num_top_of_prompt(body: CompletionRequest) -> int | None:
@@ -84,7 +116,7 @@ class _CompletionAnswer:
         tokenizer = generation.generator.text.tokenizer
         self._logprobs = None
         sampling = generation.requests[index].sampling
-        if sampling.logprobs is not None:
+        if sampling.logprobs is not None and body.logprobs is not None:
             as_ids = bool(body.return_tokens_as_token_ids)
             spelling = TokenSpelling(tokenizer, as_ids=as_ids)
             self._logprobs = CompletionLogprobs(spelling, sampling.logprobs)
@@ -127,14 +159,18 @@ class _CompletionAnswer:
                 )
         return choice
 
+    @property
+    def cumulative_logprob(self) -> float:
+        """The sum over the tokens of the answer."""
+        return sum(entry.logprob for delta in self._deltas for entry in delta.logprobs or ())
+
     def add(self, delta: TextDelta) -> None:
+        if delta.prompt_logprobs is not None:
+            self.scores = delta.prompt_logprobs
         self._deltas.append(delta)
 
     def choice(self) -> dict[str, Any]:
-        delta = joined_deltas(self._deltas)
-        if self.first is self:
-            self.scores = delta.prompt_logprobs
-        return self._choice(delta, self._prompt)
+        return self._choice(joined_deltas(self._deltas), self._prompt)
 
     def events(self, delta: TextDelta) -> bytes:
         if self._has_begun and self._is_simple and delta.finish_reason is None:

@@ -137,8 +137,12 @@ def check_body(body: ResponsesRequest) -> None:
         refuse("input", "is missing", "missing_field")
     if body.background and not body.is_stored:
         refuse("background", "can only be used when `store` is true")
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and not body.stream:
         refuse("stream_options", "is only for requests with stream: true")
+    for name in ("include_obfuscation", "continuous_usage_stats"):
+        if options is not None and getattr(options, name):
+            refuse(f"stream_options.{name}", "other than false is not supported", "not_supported")
     if body.summary == "concise":
         refuse(
             "reasoning.summary",

@@ -12,7 +12,6 @@ from pagoda.api.conversation import Conversation, begin_conversation, count_prom
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.generation import Generation
-from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.responses.background import BackgroundRun
 from pagoda.api.openai.responses.bodies import (
     InputTokensRequest,
@@ -24,11 +23,20 @@ from pagoda.api.openai.responses.events import EventLog, EventWriter
 from pagoda.api.openai.responses.items import kept_items, without_references
 from pagoda.api.openai.responses.response import ResponseAnswer
 from pagoda.api.openai.responses.store import StoredResponse
-from pagoda.api.openai.responses.translation import ChatTranslation, chat_request, named_as_items
+from pagoda.api.openai.responses.translation import (
+    ChatTranslation,
+    PlacedItems,
+    chat_request,
+    named_as_items,
+    placed_items,
+    turns,
+    without_beginning,
+)
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import Route
 from pagoda.api.sse import EventStream, encode_json
 from pagoda.errors import refuse
+from pagoda.frontend.text_generator import PromptTooLongError
 
 _MAX_LISTED = 100
 _DEFAULT_LISTED = 20
@@ -90,7 +98,7 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(InputTokensRequest)
     items = _items(context, body)
     translation = ChatTranslation()
-    chat = _chat_request(context, body, translation, items)
+    chat = chat_request(body, translation, _conversation(context, body, items))
     with named_as_items(translation):
         count = await count_prompt_tokens(context.caller, chat)
     return context.json({"object": "response.input_tokens", "input_tokens": count})
@@ -152,24 +160,46 @@ def _items(context: RequestContext, body: ResponsesRequest | InputTokensRequest)
     return without_references(body.input, find)
 
 
-def _chat_request(
-    context: RequestContext,
-    body: ResponsesRequest | InputTokensRequest,
-    translation: ChatTranslation,
-    items: Sequence[Item],
-) -> ChatRequest:
+def _conversation(
+    context: RequestContext, body: ResponsesRequest | InputTokensRequest, items: Sequence[Item]
+) -> PlacedItems:
+    """All items: those of earlier responses, and those of the input."""
     history = context.service.responses.history(_key(context), body.previous_response_id)
-    return chat_request(body, translation, history, items)
+    return placed_items(body.input, history, items)
 
 
 async def _begin(
     context: RequestContext, body: ResponsesRequest, items: Sequence[Item]
 ) -> Conversation:
-    """Prepares the answer. Raises: as `begin_conversation`, with the names of the body's fields."""
-    translation = ChatTranslation()
-    chat = _chat_request(context, body, translation, items)
-    with named_as_items(translation):
-        return await begin_conversation(context.caller, chat, clamp_max_tokens=True)
+    """Prepares the answer. Raises: as `begin_conversation`, with the names of the body's fields.
+
+    With `truncation: auto`, a conversation that is too long loses as many of its first turns as it must.
+    """
+    placed = _conversation(context, body, items)
+
+    async def attempt(start: int, *, clamps: bool) -> Conversation:
+        translation = ChatTranslation()
+        chat = chat_request(body, translation, without_beginning(placed, start))
+        with named_as_items(translation):
+            return await begin_conversation(context.caller, chat, clamp_max_tokens=clamps)
+
+    is_auto = body.truncation == "auto"
+    clamps = not is_auto or body.max_output_tokens is None
+    try:
+        return await attempt(0, clamps=clamps)
+    except PromptTooLongError:
+        if not is_auto:
+            raise
+    starts = turns(placed)
+    found, low, high = None, 1, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            found = await attempt(starts[middle], clamps=clamps)
+            high = middle
+        except PromptTooLongError:
+            low = middle + 1
+    return await attempt(starts[-1], clamps=True) if found is None else found
 
 
 async def _stream(

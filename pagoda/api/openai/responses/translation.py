@@ -9,12 +9,14 @@ from typing import Any
 from pagoda.api.body import convert_body, text_in
 from pagoda.api.fields import GenerationFields, renamed
 from pagoda.api.openai.bodies import ChatRequest
-from pagoda.api.openai.responses.bodies import InputTokensRequest, Item, ResponsesRequest
+from pagoda.api.openai.responses.bodies import Input, InputTokensRequest, Item, ResponsesRequest
 from pagoda.errors import refuse
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _MEDIA_PARTS = frozenset({"input_image", "input_file", "input_audio", "image_url"})
 _ROLES = frozenset({"user", "assistant", "system", "developer"})
+_TEXT_PLACE = "input"
+"""The name of an input that is a text."""
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _OWN_FIELDS = frozenset(
     {"stream", "stream_options", "store", "metadata", "service_tier", "max_tokens", "n", "best_of"}
@@ -37,6 +39,10 @@ _NAMES = {
 }
 
 
+PlacedItems = Sequence[tuple[Item, str]]
+"""Items with their names for errors."""
+
+
 class ChatTranslation:
     """The messages of a conversation of items, with the items' names for errors."""
 
@@ -50,11 +56,6 @@ class ChatTranslation:
         """The system message, which comes first."""
         self._add({"role": "system", "content": instructions}, "instructions")
         self.names["messages[0].content"] = "instructions"
-
-    def add_text(self, text: str) -> None:
-        """The whole input, as the user's message."""
-        self._add({"role": "user", "content": text}, "input")
-        self.names[f"messages[{len(self.messages) - 1}].content"] = "input"
 
     def add_item(self, item: Item, place: str) -> None:
         """Adds an item, which errors name `place`. Raises InvalidRequestError: it is no such item."""
@@ -114,7 +115,10 @@ class ChatTranslation:
 
     def _add(self, message: dict[str, Any], place: str) -> None:
         self._reply = None
-        self.names[f"messages[{len(self.messages)}]"] = place
+        name = f"messages[{len(self.messages)}]"
+        self.names[name] = place
+        if place == _TEXT_PLACE:
+            self.names[f"{name}.content"] = place
         self.messages.append(message)
 
     def end(self) -> list[dict[str, Any]]:
@@ -132,29 +136,46 @@ def named_as_items(translation: ChatTranslation) -> Iterator[None]:
         yield
 
 
+def placed_items(
+    given: Input | None, history: Sequence[Item], items: Sequence[Item]
+) -> PlacedItems:
+    """The items of a conversation with their names for errors: `history`, which earlier responses hold, and the
+    new `items`, or the user's message if `given` is a text."""
+    placed = [(item, "previous_response_id") for item in history]
+    if isinstance(given, str):
+        return [*placed, ({"role": "user", "content": given}, _TEXT_PLACE)]
+    return placed + [(item, f"input[{index}]") for index, item in enumerate(items)]
+
+
+def turns(items: PlacedItems) -> list[int]:
+    """The places at which a conversation may begin if it is too long: 0, and the user's later messages."""
+    later = [index for index, (item, _) in enumerate(items) if item.get("role") == "user"]
+    return [0, *(index for index in later if index > 0)]
+
+
+def without_beginning(items: PlacedItems, start: int) -> PlacedItems:
+    """The items from `start` on, behind the messages of the system before it."""
+    system = [placed for placed in items[:start] if placed[0].get("role") in _SYSTEM_ROLES]
+    return [*system, *items[start:]]
+
+
 def chat_request(
     body: ResponsesRequest | InputTokensRequest,
     translation: ChatTranslation,
-    history: Sequence[Item],
-    items: Sequence[Item],
+    items: PlacedItems,
 ) -> ChatRequest:
-    """The chat body of `history`, which earlier responses hold, and the new `items`.
+    """The chat body of a conversation.
     Raises InvalidRequestError: an item or a field is not as it must be; names the field."""
     if body.instructions:
         translation.add_instructions(body.instructions)
-    for item in history:
-        translation.add_item(item, "previous_response_id")
-    if isinstance(body.input, str):
-        translation.add_text(body.input)
-    else:
-        for index, item in enumerate(items):
-            translation.add_item(item, f"input[{index}]")
+    for item, place in items:
+        translation.add_item(item, place)
     fields: dict[str, Any] = {"messages": translation.end()}
     for name in _CHAT_FIELDS:
         value = getattr(body, name, None)
         if value is not None:
             fields[name] = value
-    last = items[-1] if items else {}
+    last = items[-1][0] if items else {}
     if last.get("role") == "assistant" and last.get("status") in ("in_progress", "incomplete"):
         fields["continue_final_message"] = True
     if isinstance(body, ResponsesRequest):

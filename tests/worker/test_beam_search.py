@@ -1,0 +1,101 @@
+"""Beam search finds the sequences of transformers, with their scores."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from in_process import InProcessEngine
+from tiny_models import make_model
+
+from pagoda.frontend.beam_search import BeamSearch, BeamSearchParams
+from pagoda.messages.frontend import GenerateRequest, TokenLogprobs
+from pagoda.messages.sampling_params import SamplingParams
+
+CONTEXT = 96
+PROMPTS = [[random.Random(seed).randrange(320) for _ in range(10 + seed)] for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    directory = tmp_path_factory.mktemp("model")
+    made = make_model("qwen3")
+    made.save_pretrained(directory)
+    return directory, made
+
+
+def _search(engine: InProcessEngine, prompt: list[int], search: BeamSearch) -> None:
+    step = 0
+    while not search.is_over:
+        step += 1
+        sampling = SamplingParams(
+            temperature=0, seed=0, max_tokens=1, logprobs=search.num_candidates
+        )
+        requests = [
+            GenerateRequest(
+                request_id=f"{step}/{i}",
+                prompt_token_ids=[*prompt, *beam.token_ids],
+                sampling=sampling,
+            )
+            for i, beam in enumerate(search.running)
+        ]
+        found: dict[str, list[TokenLogprobs]] = {one.request_id: [] for one in requests}
+        for chunk in engine.chunks(requests):
+            found[chunk.request_id] += chunk.logprobs or []
+        search.advance([entry for entries in found.values() for entry in entries])
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -0.5])
+@pytest.mark.parametrize("num_ends", [0, 40])
+def test_the_beams_of_transformers(
+    model: tuple[Path, torch.nn.Module],
+    early_stopping: bool | Literal["never"],
+    length_penalty: float,
+    num_ends: int,
+) -> None:
+    directory, made = model
+    # Of many end tokens some come up early.
+    ends = list(range(3, 3 + num_ends))
+    engine = InProcessEngine(directory, max_model_len=CONTEXT, enable_prefix_caching=True)
+    for width, prompt in zip((1, 2, 4, 3), PROMPTS, strict=True):
+        params = BeamSearchParams(
+            beam_width=width,
+            max_tokens=12,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        ).checked()
+        search = BeamSearch(params, ends)
+        _search(engine, prompt, search)
+        if width == 1:
+            continue  # transformers decodes greedily then
+        with torch.no_grad():
+            expected = made.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                num_beams=width,
+                num_return_sequences=width,
+                max_new_tokens=12,
+                do_sample=False,
+                length_penalty=length_penalty,
+                early_stopping=early_stopping,
+                eos_token_id=ends or None,
+                pad_token_id=319,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        assert len(search.finished) == width
+        scores = [beam.score for beam in search.finished]
+        assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
+        for beam, sequence in zip(search.finished, expected.sequences.tolist(), strict=True):
+            answer = sequence[len(prompt) :]
+            assert list(beam.token_ids) == answer[: len(beam.token_ids)]
+            assert set(answer[len(beam.token_ids) :]) <= {319}
+            assert sum(one.logprob for one in beam.entries) == pytest.approx(
+                beam.cumulative_logprob
+            )
+    if not ends:
+        assert engine.load().num_prefix_hit_tokens > 0
