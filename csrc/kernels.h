@@ -17,6 +17,8 @@ inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == 
 constexpr int kPanel = 32;
 // Rows of a packed tile of activations: with two vectors of outputs, 24 accumulators of 32 registers.
 constexpr int kTileRows = 12;
+// Outputs whose weights lie together in the matrices of an adapter.
+constexpr int kLowRankBlock = 16;
 // Cached tokens of one softmax step.
 constexpr int kKeyTile = 64;
 // Cached tokens that are attended to as one, always from a multiple of it. Its results are merged in order.
@@ -272,6 +274,13 @@ struct KernelTable {
     // Outputs [rows, cols] of one panel, rows at most kTileRows, row_bytes apart; bias [kPanel] or null.
     void (*linear_panel)(Dtype, const void* panel, const void* packed, int64_t row_bytes, int rows, int64_t k,
                          const float* bias, float* out, int64_t out_stride, int cols, Prefetch);
+    // Outputs [rows, 16] times a scale of one block of an adapter's weights, which are floats or bf16; rows are packed
+    // and at most kTileRows.
+    void (*low_rank_down)(Dtype, const void* block, const void* packed, int64_t row_bytes, int rows, int64_t k,
+                          float scale, float* out);
+    // Adds outputs of the blocks from this one on to rows out[rows].
+    void (*low_rank_up)(Dtype, const void* blocks, const void* packed, int64_t row_bytes, int rows, int64_t k,
+                        float* const* out, int64_t outputs);
     // The weights [inputs] of one output of a dense panel.
     void (*widen_row)(Dtype, const void* panel, int output, int64_t inputs, float* out);
     // Bytes of a code of an activation.

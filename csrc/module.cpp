@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
@@ -10,6 +11,7 @@
 #include "buffer.h"
 #include "collectives.h"
 #include "experts.h"
+#include "low_rank.h"
 #include "ops.h"
 #include "pages.h"
 #include "populator.h"
@@ -105,6 +107,16 @@ class Kernels {
         in_team(n * inputs * outputs > 4 * kWorthThreads, [&] {
             pagoda::linear(*table_, shape, to(packed), to<float>(bias), to<float>(x), row_stride, n,
                            Outputs(to<float>(out), out_stride), scratch);
+        });
+    }
+
+    void add_low_rank(const LowRankMaps& maps, Address adapters, Address x, int64_t row_stride, int64_t n, Address out,
+                      int64_t out_stride) {
+        AdaptedRows adapted;
+        adapted.assign(to<int64_t>(adapters), nullptr, n);
+        void* scratch = buffer_.take(low_rank_scratch(*table_, maps, adapted.size()));
+        in_team(adapted.size() * maps.inputs > kWorthThreads / 16, [&] {
+            pagoda::add_low_rank(*table_, maps, adapted, to<float>(x), row_stride, to<float>(out), out_stride, scratch);
         });
     }
 
@@ -260,10 +272,10 @@ void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x
 }
 
 void run(Program& program, int64_t num_tokens, const AttentionMetadata& metadata, Address token_ids, Address hidden,
-         Address cosines, Address sines, Address rows, int64_t num_rows, Address out, Address times) {
+         Address cosines, Address sines, Address rows, int64_t num_rows, Address adapters, Address out, Address times) {
     nb::gil_scoped_release released;
     program.run({num_tokens, &metadata, to<int64_t>(token_ids), to<float>(hidden), to<float>(cosines), to<float>(sines),
-                 to<int64_t>(rows), num_rows},
+                 to<int64_t>(rows), num_rows, to<int64_t>(adapters)},
                 to<float>(out), to<int64_t>(times));
 }
 
@@ -271,6 +283,7 @@ void run(Program& program, int64_t num_tokens, const AttentionMetadata& metadata
 
 NB_MODULE(_native, m) {
     m.attr("PANEL_OUTPUTS") = kPanel;
+    m.attr("LOW_RANK_BLOCK") = kLowRankBlock;
     m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
     m.attr("MAX_EXPERTS") = kMaxExperts;
     m.def("instruction_sets", &available_instruction_sets);
@@ -309,8 +322,19 @@ NB_MODULE(_native, m) {
             })
         .def_ro("num_tokens", &AttentionMetadata::num_tokens)
         .def("num_tokens_read", &AttentionMetadata::num_tokens_read);
+    nb::class_<LowRankMaps>(m, "LowRankMaps")
+        .def(nb::init<int, int64_t, std::vector<int64_t>>())
+        .def("set",
+             [](LowRankMaps& self, int64_t adapter,
+                const std::vector<std::tuple<int64_t, float, Address, Address>>& parts) {
+                 std::vector<LowRankPart> known;
+                 for (const auto& [rank, scale, down, up] : parts) known.push_back({rank, scale, to(down), to(up)});
+                 self.set(adapter, std::move(known));
+             })
+        .def("remove", &LowRankMaps::remove);
     nb::class_<Kernels>(m, "Kernels")
         .def(nb::init<const std::string&>())
+        .def("add_low_rank", &Kernels::add_low_rank)
         .def("pack_weight", &Kernels::pack_weight)
         .def("embedding", &Kernels::embedding)
         .def("linear", &Kernels::linear)
@@ -416,6 +440,9 @@ NB_MODULE(_native, m) {
         .def("add_rms_norm", [](Program& self, int x, int delta, Address weight,
                                 float eps) { return self.add_rms_norm(x, delta, to<float>(weight), eps); })
         .def("silu_and_mul", &Program::silu_and_mul)
+        .def("silu_and_mul_to", &Program::silu_and_mul_to)
+        .def("add_low_rank", &Program::add_low_rank)
+        .def("record_when", [](Program& self, int when) { self.record_when(Program::When(when)); })
         .def("experts", &Program::experts)
         .def("rotate_and_cache",
              [](Program& self, int qkv, const Cache& cache, int64_t queries_width, Address q_norm,

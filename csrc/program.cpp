@@ -42,8 +42,8 @@ void Program::record(const std::vector<Value>& uses, int64_t work,
         value.first_use = std::min(value.first_use, operations_.size());
         value.last_use = operations_.size();
     }
-    operations_.push_back({uses[0], std::move(run), std::move(scratch), work});
-    token_work_ += work;
+    operations_.push_back({uses[0], std::move(run), std::move(scratch), work, when_});
+    if (when_ != When::adapted) token_work_ += work;
 }
 
 Program::Value Program::input(int64_t width) {
@@ -164,13 +164,30 @@ std::pair<Program::Value, Program::Value> Program::add_rms_norm(Value x, Value d
 }
 
 Program::Value Program::silu_and_mul(Value gate_up) {
+    const Value out = value(info(gate_up).width / 2);
+    silu_and_mul_to(gate_up, out);
+    return out;
+}
+
+void Program::silu_and_mul_to(Value gate_up, Value out) {
     const int64_t width = info(gate_up).width / 2;
-    const Value out = value(width);
     record({gate_up, out}, width, [=, this](const Step& step, void*) {
         pagoda::silu_and_mul(table_, address(gate_up, step), num_rows(gate_up, step), width,
                              written(out, step));
     });
-    return out;
+}
+
+void Program::add_low_rank(Value x, Value out, const LowRankMaps& maps) {
+    const LowRankMaps* kept = &maps;
+    record(
+        {x, out}, maps.inputs,
+        [=, this](const Step& step, void* scratch) {
+            pagoda::add_low_rank(table_, *kept, adapted_rows(x), address(x, step), info(x).width, written(out, step),
+                                 info(out).width, scratch);
+        },
+        [=, this](const Step& step) {
+            return step.adapters == nullptr ? 0 : low_rank_scratch(table_, *kept, adapted_rows(x).size());
+        });
 }
 
 Program::Value Program::experts(Value x, Value logits, const Experts& experts) {
@@ -259,6 +276,10 @@ void Program::run(const Step& step, float* out, int64_t* times) {
         }
     }
     if (step.num_rows > step.num_tokens) throw std::out_of_range("More rows are wanted than there are.");
+    if (step.adapters != nullptr) {
+        adapted_tokens_.assign(step.adapters, nullptr, step.num_tokens);
+        adapted_selected_.assign(step.adapters, step.rows, step.num_rows);
+    }
     out_ = out;
     size_t scratch_bytes = 0;
     for (const Operation& operation : operations_) {

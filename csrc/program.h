@@ -9,6 +9,7 @@
 #include "buffer.h"
 #include "collectives.h"
 #include "experts.h"
+#include "low_rank.h"
 #include "ops.h"
 
 namespace pagoda {
@@ -23,6 +24,7 @@ struct Step {
     const float* sines;
     const int64_t* rows = nullptr;  // [num_rows], tokens whose results are wanted
     int64_t num_rows = 0;
+    const int64_t* adapters = nullptr;  // [num_tokens], below 0 for none; null if no token has an adapter
 };
 
 class Program {
@@ -32,6 +34,11 @@ class Program {
     using Value = int;
 
     explicit Program(const KernelTable& table) : table_(table) {}
+
+    // Steps in which an operation is computed: all, or those in which no token, or some token, has an adapter.
+    enum class When { always, plain, adapted };
+    // Of operations that are recorded from now on.
+    void record_when(When when) { when_ = when; }
 
     Value value(int64_t width);
 
@@ -63,6 +70,9 @@ class Program {
     // x + delta, and its norm.
     std::pair<Value, Value> add_rms_norm(Value x, Value delta, const float* weight, float eps);
     Value silu_and_mul(Value gate_up);
+    void silu_and_mul_to(Value gate_up, Value out);
+    // Adds to the rows of `out` what adapters make of x.
+    void add_low_rank(Value x, Value out, const LowRankMaps& maps);
     Value experts(Value x, Value logits, const Experts& experts);
     Value rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width, const float* q_norm,
                            const float* k_norm, float eps);
@@ -92,10 +102,12 @@ class Program {
         std::function<void(const Step&, void* scratch)> run;
         std::function<size_t(const Step&)> scratch;  // bytes; may be empty
         int64_t work;                                // multiplications for each token
+        When when = When::always;
     };
 
     void run_timed(const Step& step, void* scratch, int64_t* times) const;
     void run(const Operation& operation, const Step& step, void* scratch) const {
+        if (operation.when != When::always && (operation.when == When::adapted) != (step.adapters != nullptr)) return;
         if (num_rows(operation.first, step) > 0) operation.run(step, scratch);
     }
     int64_t num_rows(Value value, const Step& step) const {
@@ -110,6 +122,7 @@ class Program {
     const float* address(Value value, const Step& step);
     // Where they are computed, from the column on.
     float* written(Value value, const Step& step, int64_t column = 0);
+    const AdaptedRows& adapted_rows(Value value) const { return info(value).selected ? adapted_selected_ : adapted_tokens_; }
     const ValueInfo& info(Value value) const { return values_.at(static_cast<size_t>(value)); }
 
     const KernelTable& table_;
@@ -119,6 +132,8 @@ class Program {
     float* out_ = nullptr;
     int64_t num_ids_ = INT64_MAX;  // token ids are below it, where they are looked at
     int64_t token_bytes_ = 0, token_work_ = 0;
+    When when_ = When::always;
+    AdaptedRows adapted_tokens_, adapted_selected_;  // of the step
     Buffer arena_, scratch_;
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagoda.ipc.machine import available_cores
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import LoadedWorker, load_runner, plan_worker
@@ -17,6 +18,8 @@ def load_dummy(
     max_model_len: int,
     max_num_seqs: int,
     num_blocks: int,
+    adapters: tuple[Adapter, ...] = (),
+    max_lora_rank: int = 64,
 ) -> LoadedWorker:
     """Loads a shape preset; `threads` is by default the number of usable cores."""
     config = WorkerConfig(
@@ -28,5 +31,7 @@ def load_dummy(
         max_num_seqs=max_num_seqs,
         num_blocks=num_blocks,
         num_threads=threads or available_cores(),
+        adapters=adapters,
+        max_lora_rank=max_lora_rank,
     )
     return load_runner(plan_worker(config), Tracer("worker"))

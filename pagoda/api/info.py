@@ -17,6 +17,7 @@ from pagoda.api.live_stats import live_answers
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventStream, event
 from pagoda.frontend.registry import HostReport
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.messages.worker_config import Role
 from pagoda.version import __version__
@@ -49,7 +50,9 @@ async def version(context: RequestContext) -> web.StreamResponse:
 async def models(context: RequestContext) -> web.StreamResponse:
     config = context.service.config
     names = (config.served_model_name, *config.model_aliases)
+    adapters = context.service.ready_generator().adapters
     shown = [_model(context, name) for name in names]
+    shown += [_adapter(context, adapter) for adapter in adapters]
     if VERSION_HEADER in context.http.headers:
         return context.json(anthropic_models(shown))
     return context.json({"object": "list", "data": shown})
@@ -57,7 +60,16 @@ async def models(context: RequestContext) -> web.StreamResponse:
 
 async def model(context: RequestContext) -> web.StreamResponse:
     context.service.check_model(context.path_argument)
-    return context.json(_model(context, context.path_argument))
+    name = context.path_argument
+    adapter = context.service.ready_generator().adapters.find(name)
+    found = _model(context, name) if adapter is None else _adapter(context, adapter)
+    return context.json(found)
+
+
+def _adapter(context: RequestContext, adapter: Adapter) -> dict[str, Any]:
+    parent = context.service.config.served_model_name
+    own = {"root": adapter.path, "parent": parent}
+    return {**_model(context, adapter.name), **own}
 
 
 def _model(context: RequestContext, name: str) -> dict[str, Any]:
@@ -70,6 +82,7 @@ def _model(context: RequestContext, name: str) -> dict[str, Any]:
         "created": context.service.created,
         "owned_by": "pagoda",
         "root": context.service.config.served_model_name,
+        "parent": None,
         "max_model_len": limits.max_model_len,
     }
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from pagoda.api import info
+from pagoda.api.adapters import (
+    LoadLoraAdapter,
+    UnloadLoraAdapter,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
 from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
@@ -12,6 +18,7 @@ from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
+from pagoda.api.openai.conversations.routes import ROUTES as CONVERSATION_ROUTES
 from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
 from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
@@ -29,6 +36,20 @@ _server_info = Route(info.server_info, "The server, in the words of SGLang and v
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
+)
+_load_adapter = Route(
+    load_lora_adapter,
+    "Loads an adapter.",
+    LoadLoraAdapter,
+    content_type="text/plain",
+    statuses=(403, 404),
+)
+_unload_adapter = Route(
+    unload_lora_adapter,
+    "Unloads an adapter.",
+    UnloadLoraAdapter,
+    content_type="text/plain",
+    statuses=(403, 404),
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
 
@@ -69,9 +90,12 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/load_lora_adapter": {"POST": _load_adapter},
+    "/v1/unload_lora_adapter": {"POST": _unload_adapter},
     **SCORING_ROUTES,
     **MESSAGE_ROUTES,
     **RESPONSE_ROUTES,
+    **CONVERSATION_ROUTES,
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},

@@ -3,6 +3,7 @@
 `Segment.bind` gives `*arguments` in the order of csrc/module.cpp: first the weight, then rows.
 """
 
+LOW_RANK_BLOCK: int
 PANEL_OUTPUTS: int
 MAX_HEAD_DIM: int
 MAX_EXPERTS: int
@@ -57,6 +58,15 @@ class Populator:
     def advance(self, end: int) -> None: ...
     def wait(self) -> None: ...
 
+class LowRankMaps:
+    """Maps of adapters for one layer; see csrc/low_rank.h."""
+
+    def __init__(self, dtype: int, inputs: int, outputs: list[int]) -> None: ...
+    def set(self, adapter: int, parts: list[tuple[int, float, int, int]]) -> None:
+        """Parts are rank, scale, and the addresses of both matrices."""
+
+    def remove(self, adapter: int) -> None: ...
+
 class Cache:
     """Keys and values of one layer; `key_pair` elements of a key lie side by side."""
 
@@ -92,6 +102,7 @@ class Kernels:
     def pack_weight(
         self, dtype: int, outputs: int, inputs: int, weight: int, packed: int
     ) -> None: ...
+    def add_low_rank(self, maps: LowRankMaps, *arguments: int) -> None: ...
     def embedding(self, *arguments: int) -> None: ...
     def linear(self, *arguments: int) -> None: ...
     def quantized_embedding(self, *arguments: int | QuantizedShape) -> None: ...
@@ -245,6 +256,11 @@ class Program:
     def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
     def add_rms_norm(self, x: int, delta: int, weight: int, eps: float) -> tuple[int, int]: ...
     def silu_and_mul(self, gate_up: int) -> int: ...
+    def silu_and_mul_to(self, gate_up: int, out: int) -> None: ...
+    def add_low_rank(self, x: int, out: int, maps: LowRankMaps) -> None: ...
+    def record_when(self, when: int) -> None:
+        """Of operations from now on: 0 in all steps, 1 in those without adapters, 2 in those with some."""
+
     def experts(self, x: int, logits: int, experts: Experts) -> int: ...
     def rotate_and_cache(
         self,
@@ -271,6 +287,7 @@ class Program:
         sines: int,
         rows: int,
         num_rows: int,
+        adapters: int,
         out: int,
         times: int,
     ) -> None:

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, device, dtype, empty
 
+from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.sampling import SampledRow, SamplingRow, ScoredRows
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
@@ -42,6 +43,8 @@ class TokenBatch:
     """[s] int64, tokens of each sequence that have K and V after this step."""
     block_tables: Tensor
     """[s, b] int64, ids of the cache blocks that hold each sequence; entries past its end are any valid id."""
+    adapters: Tensor | None = None
+    """[n] int64, number of each token's adapter, -1 for none; None where no token has one."""
 
 
 NewTensor = Callable[[tuple[int, ...], dtype], Tensor]
@@ -131,6 +134,8 @@ class StepInput(Generic[ValueT, MetadataT]):
     """[n, hidden] float32, what the pipeline stage before computed; None on the first stage."""
     rows: ValueT | None = None
     """[m] int64, the tokens whose hidden states are wanted, each once; for passes that select rows."""
+    adapters: ValueT | None = None
+    """[n] int64, as in `TokenBatch`; None where no token has an adapter."""
 
 
 class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
@@ -159,6 +164,13 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
         Rows that it does not have are zeros, so that those of all ranks add up to the table's.
         Raises IndexError: a token id is not from 0 to `vocab_size - 1`."""
 
+    def add_low_rank(self, out: ValueT, x: ValueT, maps: LowRankMaps, adapters: ValueT) -> ValueT:
+        """`out` [n, out] plus what each row's adapter makes of x [n, ...]; `out` is not used after.
+
+        Rows whose number in `adapters` [n] is below 0, or has no maps here, stay as they are. With maps in
+        bfloat16, x and the scaled product of the first matrix are rounded to bfloat16.
+        """
+
     def all_reduce(self, x: ValueT) -> ValueT:
         """The sum of x [n, d] over the ranks of the group; the same bits on all of them. x is not used after."""
 
@@ -176,8 +188,17 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
     ) -> tuple[ValueT, ValueT]:
         """x + delta [n, d] and its `rms_norm`."""
 
-    def gated_linear(self, x: ValueT, weight: LinearT_contra) -> ValueT:
-        """silu(left half) times right half of `linear` [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
+    def gated_linear(
+        self,
+        x: ValueT,
+        weight: LinearT_contra,
+        maps: LowRankMaps | None = None,
+        adapters: ValueT | None = None,
+    ) -> ValueT:
+        """silu(left half) times right half of `linear` [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020).
+
+        With maps and adapters, `add_low_rank` comes before.
+        """
 
     def experts(self, x: ValueT, logits: ValueT, experts: Experts[LinearT_contra]) -> ValueT:
         """Sends rows of x [n, hidden] through the experts with the highest of logits [n, num_experts].
@@ -288,6 +309,14 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
         Their outputs follow one another, and the bias [out] is of all of them; dense ones are kept in `dtype`.
         """
+
+    def set_low_rank(
+        self, maps: LowRankMaps, adapter: int, parts: Sequence[LowRank | None]
+    ) -> None:
+        """Gives an adapter its parts of a layer's maps, in place of those that it had."""
+
+    def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
+        """Forgets an adapter's parts, if there are any."""
 
     def argmax(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor, Tensor]:
         """The highest output of `linear` for each row of x [m, in], without storing the others.

@@ -74,7 +74,7 @@ class HostBackend(Backend[LinearT, MetadataT]):
         return self.group.all_reduce(x) if len(x) else x
 
     def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        return x[rows].flatten(1)
+        return x[rows].flatten(1) if x.dim() > 1 else x[rows]
 
     def rotary_table(
         self, positions: Tensor, frequencies: Tensor, scale: float
@@ -117,6 +117,7 @@ class DirectForward(Generic[LinearT, MetadataT]):
 _OPERATIONS: Mapping[str, tuple[Kind, int | None]] = {
     "linear": ("linear", 1),
     "embedding": ("embedding", 1),
+    "add_low_rank": ("low_rank", None),
     "all_reduce": ("all_reduce", None),
     "select_rows": ("select", None),
     "add": ("add", None),

@@ -10,6 +10,7 @@ Kind = Literal[
     "plan",
     "embedding",
     "linear",
+    "low_rank",
     "norm",
     "rotary",
     "attention",

@@ -73,7 +73,10 @@ async def _remote(
 async def _local(
     model: str | None, engine: EngineOptions, parallel: ParallelOptions
 ) -> AsyncIterator[Connection]:
-    """The API on a free port of this machine, behind a key that nobody else knows."""
+    """The API on a free port of this machine, behind a key that nobody else knows.
+
+    The connection's model is the last adapter, if there is one.
+    """
     executor = ExecutorOptions()
     files = executor.resolve(engine, model, parallel)
     config = executor.engine_config(engine, files.model, parallel)
@@ -94,4 +97,6 @@ async def _local(
             stack.push_async_callback(server.cleanup)
             await web.TCPSite(server, _HOST, 0).start()
         url = f"http://{_HOST}:{server.addresses[0][1]}"
-        yield Connection(await stack.enter_async_context(OpenAIClient(url, key)), files.served_name)
+        client = await stack.enter_async_context(OpenAIClient(url, key))
+        name = config.worker.adapters[-1].name if config.worker.adapters else files.served_name
+        yield Connection(client, name)

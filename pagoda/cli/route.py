@@ -8,11 +8,13 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from pagoda.checkpoints.adapters import MAX_RANK
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.options import Count, GeneralOptions, Seconds
 from pagoda.cli.serve import JoinOptions, ProfileOptions, ServerOptions, run_server
 from pagoda.errors import ConfigError
+from pagoda.frontend.adapters import AdapterRegistry, parse_adapters
 from pagoda.frontend.discovery.base import Discover
 from pagoda.frontend.discovery.flags import discovering
 from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
@@ -20,7 +22,7 @@ from pagoda.frontend.fleet import Fleet, RouterConfig
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
-from pagoda.messages.worker_config import CurveKeys
+from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 
 _JOIN_LISTEN = "127.0.0.1:5600"
@@ -39,6 +41,10 @@ class RouterOptions:
     """The rule that chooses a host for each request; see --data-parallel-policy of pagoda serve."""
     remote_prefill_min_tokens: Count = DEFAULT_MIN_TOKENS
     """Prompts of at least this many tokens, without the tokens believed to be cached, go to prefill hosts."""
+    lora: Annotated[
+        tuple[str, ...], Parameter(metavar="NAME=DIR", negative=(), show_default=False)
+    ] = ()
+    """An adapter that all hosts have, here for its name and digest; may be repeated."""
     no_replica_timeout: Seconds = DEFAULT_NO_REPLICA_TIMEOUT_S
     """Seconds that a request waits while no host takes requests; then it is refused with 503."""
 
@@ -77,11 +83,13 @@ def route(
         remote_prefill_min_tokens=router.remote_prefill_min_tokens,
         no_replica_timeout_s=router.no_replica_timeout,
     )
+    adapters = parse_adapters(router.lora, files.model, "auto", MAX_RANK)
+    known = AdapterRegistry(WorkerConfig(model=files.model, adapters=adapters))
     tracer = Tracer("router")
     options = (server, join, profile)
     return run_server(
         files,
-        lambda join: Fleet(routed, join=join, tracer=tracer),
+        lambda join: Fleet(routed, join=join, tracer=tracer, adapters=known),
         tracer,
         started,
         options,

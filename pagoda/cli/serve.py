@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
@@ -28,7 +29,7 @@ from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions, Seconds
 from pagoda.cli.server_process import READY_PREFIX
-from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.config import EngineConfig, KVTiersConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend import event_loop
 from pagoda.frontend.answer_formats import AUTO, ParserChoice
@@ -187,6 +188,30 @@ class JoinOptions:
         return read_cluster_key(self.cluster_key_file)
 
 
+@Parameter(name="*", group=Group("Adapters", sort_key=12))
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Adapters that come and go while the server runs."""
+
+    allow_lora_loading: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Let clients load adapters from below this directory, and unload adapters, while the server runs."""
+
+    def applied(self, config: EngineConfig) -> EngineConfig:
+        """The same configuration of workers that load adapters where that is allowed.
+        Raises ConfigError: there is no such directory, or no worker that loads."""
+        directory = self.allow_lora_loading
+        if directory is None:
+            return config
+        if config.executor == "sim":
+            raise ConfigError("--allow-lora-loading has no effect with --executor sim.")
+        if not directory.is_dir():
+            raise ConfigError(
+                f"--allow-lora-loading must name a directory, got {str(directory)!r}."
+            )
+        worker = msgspec.structs.replace(config.worker, loads_adapters=True)
+        return msgspec.structs.replace(config, worker=worker)
+
+
 @Parameter(name="*", group=Group("Traces", sort_key=80))
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
@@ -212,6 +237,7 @@ def serve(
     executor: ExecutorOptions = ExecutorOptions(),
     join: JoinOptions = JoinOptions(),
     handoff: HandoffOptions = HandoffOptions(),
+    adapters: AdapterOptions = AdapterOptions(),
     profile: ProfileOptions = ProfileOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
@@ -231,13 +257,18 @@ def serve(
         num_replicas=parallel.data_parallel_size,
     )
     config = executor.engine_config(engine, files.model, parallel, handed)
+    config = adapters.applied(config)
     if not join.is_used and join.cluster_key_file is not None and handed is None:
         raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
     tracer = Tracer("frontend")
     return run_server(
         files,
         lambda join: Fleet.of_engines(
-            config, parallel.data_parallel_policy, join=join, tracer=tracer
+            config,
+            parallel.data_parallel_policy,
+            join=join,
+            tracer=tracer,
+            adapter_directory=adapters.allow_lora_loading,
         ),
         tracer,
         started,

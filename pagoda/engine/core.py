@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from pagoda.engine.adapters import EngineAdapters
 from pagoda.engine.assembly import EngineParts, GrammarsOpener, build_parts, open_grammars
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.grammars import Constraint
@@ -17,6 +18,7 @@ from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import KVEvent
 from pagoda.kv.tiers import build_tiers
+from pagoda.messages.adapters import AdapterLoaded
 from pagoda.messages.frontend import (
     EngineReady,
     GenerateRequest,
@@ -114,6 +116,7 @@ class EngineCore:
         self._follows_cache = False
         self.steps = StepRecorder(clock)
         self._restarts = WorkerRestarts(clock)
+        self.adapters = EngineAdapters(config.worker.adapters, executor)
         self._refusals: list[RequestRefused] = []
         self.is_worker_ready = False
         """False while the first worker starts, and while a lost one is being replaced."""
@@ -177,9 +180,12 @@ class EngineCore:
         self, scheduler: Scheduler, request: GenerateRequest, constraint: Constraint | str | None
     ) -> RequestRefused | list[TokenChunk]:
         """Gives a request to the scheduler; `constraint` is its place in its grammar, or what is wrong with it."""
-        if isinstance(constraint, str):
+        problem = constraint if isinstance(constraint, str) else ""
+        if request.adapter and not self.adapters.has(request.adapter):
+            problem = "the adapter is not loaded here."
+        if problem or isinstance(constraint, str):
             scheduler.hooks.on_refused(request)
-            return RequestRefused(request.request_id, error=constraint)
+            return RequestRefused(request.request_id, error=problem)
         if not scheduler.requests:
             self._last_progress = self._clock.now()
         chunks = scheduler.add(request, constraint)
@@ -213,6 +219,8 @@ class EngineCore:
                         self.parts.scheduler.hooks.transfer_ended(event)
                 case WorkerReady():
                     self._on_worker_ready(event)
+                case AdapterLoaded():
+                    self.adapters.on_loaded(event)
                 case TraceStopped():
                     self.tracing.on_workers_stopped(event)
                 case WorkerLost():
@@ -228,6 +236,7 @@ class EngineCore:
     def _step_scheduler(self, scheduler: Scheduler) -> list[TokenChunk]:
         chunks = self._add_constrained(scheduler)
         chunks += scheduler.hooks.step()
+        self.adapters.step(scheduler.requests)
         if self.is_worker_ready:
             chunks += self._submit_masks(scheduler)
             chunks += self._submit_plans(scheduler)
@@ -338,6 +347,9 @@ class EngineCore:
         for chunk in chunks:
             _log.error("is given up: %s", chunk.error, extra={"request_id": chunk.request_id})
         return chunks
+
+    def unload_adapter(self, digest: str) -> None:
+        self.adapters.unload(digest, self.parts.scheduler.requests if self.parts else {})
 
     def start_trace(self, order: StartTrace) -> None:
         """Traces from now on, with all workers."""

@@ -32,6 +32,7 @@ from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import memory_of
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
+from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
     AbortRequests,
@@ -174,6 +175,8 @@ class EngineProcess:
                     for frontend in self._followers[type(update)]:
                         self._send(frontend, update)
                 self._send_all(self._core.drain_trace_end())
+                for loaded in self._core.adapters.drain_news():
+                    self._send_all(loaded)
                 if self._publisher is not None:
                     self._publisher.publish(self._core.drain_kv_events())
                     self._publisher.replay()
@@ -228,6 +231,10 @@ class EngineProcess:
                 self._core.start_trace(message)
             case StopTrace():
                 self._core.stop_trace()
+            case LoadAdapter(adapter):
+                self._core.adapters.load(adapter)
+            case UnloadAdapter(digest):
+                self._core.unload_adapter(digest)
             case Shutdown():
                 self._stopping = True
 

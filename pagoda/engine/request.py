@@ -64,6 +64,8 @@ class Request:
     """Arrival, in seconds on the engine's clock."""
 
     request_id: str = field(init=False)
+    adapter: str = field(init=False)
+    """Digest of the adapter; empty for none."""
     sampling: SamplingParams = field(init=False)
     eos_token_ids: frozenset[int] = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
@@ -125,6 +127,7 @@ class Request:
 
     def __post_init__(self, message: GenerateRequest, max_model_len: int) -> None:
         self.request_id, self.kv_source = message.request_id, message.kv_source
+        self.adapter = message.adapter
         self.sampling = sampling = message.sampling
         self.eos_token_ids = frozenset(message.eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
@@ -243,4 +246,5 @@ class Request:
             request_id=self.request_id,
             num_scored_tokens=self.num_scored_tokens,
             pooling=self.pooling,
+            adapter=self.adapter,
         )

@@ -94,7 +94,7 @@ class Scheduler:
         request = Request(
             message=message,
             order_key=self._order(message, self._num_arrivals),
-            table=self.kv.new_table(message.cache_salt),
+            table=self.kv.new_table(message.cache_salt, message.adapter),
             max_model_len=self.limits.max_model_len,
             runs_ahead=self.limits.num_stages == 1,
             constraint=constraint,

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import msgspec
 
+from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import TransferEnd, Transfers
 from pagoda.messages.worker import StepPlan, StepResult, TokenMasks, WorkerReady
@@ -21,7 +22,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
     """The worker could not start for a reason that trying again does not mend; `reason` is a sentence."""
 
 
-ExecutorEvent = WorkerReady | StepResult | TransferEnd | TraceStopped | WorkerLost
+ExecutorEvent = WorkerReady | StepResult | TransferEnd | AdapterLoaded | TraceStopped | WorkerLost
 
 
 class Executor(Protocol):
@@ -50,6 +51,17 @@ class Executor(Protocol):
 
     def submit_transfers(self, message: Transfers) -> None:
         """Begins transfers, which go on beside the steps; for each, a `TransferEnd` or `WorkerLost` follows."""
+        ...
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """The workers load an adapter, these between two plans and those after them at their start.
+
+        An `AdapterLoaded` follows, also where workers are lost meanwhile.
+        """
+        ...
+
+    def unload_adapter(self, digest: str) -> None:
+        """The workers forget an adapter behind all plans before; unknown digests are ignored."""
         ...
 
     def start_trace(self, session: TraceSession) -> None:

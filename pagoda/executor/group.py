@@ -13,11 +13,13 @@ import msgspec
 import zmq
 
 from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
+from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
+from pagoda.messages.adapters import Adapter, AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import TransferEnd, TransferLink, TransferMessage, Transfers
 from pagoda.messages.worker import (
@@ -86,6 +88,7 @@ class GroupExecutor:
         self._encode_order = Codec[WorkerOrder](WorkerOrder).encode
         self._encode_transfers = Codec[Transfers](Transfers).encode
         self._num_starts = 0
+        self._adapters = GroupAdapters(config.adapters, config.parallel.replica_size)
         self._group: _Group | None = None
         self._news: list[ExecutorEvent] = []
         """Events for `poll` that do not come from workers."""
@@ -99,6 +102,7 @@ class GroupExecutor:
             keys, address = new_keys(), f"{self._address}:*"
         else:
             keys, address = None, f"{self._address}-{self._num_starts}"
+        self._config = msgspec.structs.replace(self._config, adapters=self._adapters.start())
         parallel = self._config.parallel
         configs = [
             msgspec.structs.replace(self._config, place=place, curve=keys)
@@ -138,6 +142,25 @@ class GroupExecutor:
         group.transfers.begin(message.transfers, now)
         group.await_transfers()
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        self._adapters.load(adapter)
+        self._tell_of_adapters()
+
+    def unload_adapter(self, digest: str) -> None:
+        self._adapters.unload(digest)
+        self._tell(UnloadAdapter(digest))
+
+    def _tell_of_adapters(self) -> None:
+        """Tells workers that are ready of adapters that they do not know; starting workers do not listen."""
+        if self._group is not None and self._group.is_ready:
+            for adapter in self._adapters.take_orders():
+                self._tell(LoadAdapter(adapter))
+
+    def _tell(self, order: WorkerOrder) -> None:
+        group = self._group
+        if group is not None and group.is_ready:
+            group.send(group.ranks, self._encode_order(order), self._clock.now())
+
     def start_trace(self, session: TraceSession) -> None:
         session = self.tracer.session_for_children(session)
         self._config = msgspec.structs.replace(self._config, trace=session)
@@ -158,8 +181,7 @@ class GroupExecutor:
         if group is None or not group.is_ready:
             return
         group.trace = session
-        order = StopTrace() if session is None else StartTrace(session)
-        group.send(group.ranks, self._encode_order(order), self._clock.now())
+        self._tell(StopTrace() if session is None else StartTrace(session))
 
     def poll(self) -> list[ExecutorEvent]:
         news, self._news = self._news, []
@@ -193,6 +215,11 @@ class GroupExecutor:
                         events.append(event)
                         if self._config.trace != group.trace:
                             self._tell_of_trace()
+                        events += self._adapters.ready()
+                        self._tell_of_adapters()
+                case AdapterLoaded():
+                    loaded = self._adapters.answered(rank, message)
+                    events += [] if loaded is None else [loaded]
                 case ClockPing(number):
                     pong = ClockPong(number, self.tracer.process.uid, self.tracer.clock_ns())
                     group.send([group.ranks[rank]], self._encode_order(pong), self._clock.now())

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from pagoda.engine.config import SimConfig
 from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
+from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
@@ -123,6 +124,8 @@ class SimExecutor:
         self._busy_until = [0.0] * num_stages
         self._disk = {} if disk is None else disk
         self._neighbours = neighbours
+        self._loaded: list[ExecutorEvent] = []
+        """Adapters that were loaded, which outlive workers."""
         self._name = b""
         self._peers: dict[str, KVPeer] = {}
         self.worker: SimWorker
@@ -199,6 +202,12 @@ class SimExecutor:
         for peer_id in message.removed_peers:
             del self._peers[peer_id]
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        self._loaded.append(AdapterLoaded(adapter.digest))
+
+    def unload_adapter(self, digest: str) -> None:
+        """A cost model has no adapters to forget."""
+
     def start_trace(self, session: TraceSession) -> None:
         """There is no process that could trace."""
 
@@ -232,7 +241,7 @@ class SimExecutor:
 
     def poll(self) -> list[ExecutorEvent]:
         now = self._clock.now()
-        due: list[ExecutorEvent] = []
+        due, self._loaded = self._loaded, []
         while self._events and self._events[0][0] <= now:
             _, _, event = heapq.heappop(self._events)
             due.append(self._end(*event) if isinstance(event, tuple) else event)
@@ -258,6 +267,8 @@ class SimExecutor:
         return {}
 
     def next_event_at(self) -> float | None:
+        if self._loaded:
+            return self._clock.now()
         return self._events[0][0] if self._events else None
 
     def close(self) -> None:

@@ -125,13 +125,18 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to `prompt` as they grow; every item has all of the text so far.
+
+        `lora_request` is the name of the adapter that answers; None for the model alone.
 
         Raises InvalidRequestError: the prompt or a parameter does not fit the model, or a request with this id
         runs; OverloadedError: too many requests are waiting.
         """
-        prepare = partial(self.prepare, prompt, sampling_params, priority=priority)
+        prepare = partial(
+            self.prepare, prompt, sampling_params, priority=priority, lora_request=lora_request
+        )
         return self._growing(prepare, request_id)
 
     def chat(
@@ -141,14 +146,19 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The answers to a conversation as they grow; `options` are those of `render`."""
+        """The answers to a conversation as they grow; `options` are those of `render`, others of `generate`."""
 
         async def prepare() -> list[TextRequest]:
             prompt = self.render(messages, **options)
             return await self.prepare(
-                prompt, sampling_params, priority=priority, add_special_tokens=False
+                prompt,
+                sampling_params,
+                priority=priority,
+                add_special_tokens=False,
+                lora_request=lora_request,
             )
 
         return self._growing(prepare, request_id)
@@ -197,13 +207,20 @@ class AsyncLLM:
         *,
         priority: int = 0,
         add_special_tokens: bool = True,
+        lora_request: str | None = None,
     ) -> list[TextRequest]:
         """The requests of one prompt. An answer too long for the context is shortened to fit, as in vLLM.
         Raises InvalidRequestError: the prompt or a parameter does not fit the model."""
         params = sampling_params or self.get_default_sampling_params()
-        return await self.generator.prepare(
+        generator = self.generator
+        if lora_request is not None:
+            adapter = generator.adapters.find(lora_request)
+            if adapter is None:
+                refuse("lora_request", f"names no adapter, got {lora_request!r}")
+            generator = generator.with_adapter(adapter)
+        return await generator.prepare(
             _plain_prompt(prompt),
-            self.generator.check_sampling(params),
+            generator.check_sampling(params),
             add_special_tokens=add_special_tokens,
             clamp_max_tokens=True,
             priority=priority,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
@@ -22,6 +22,7 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.event_socket import EventSocket
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.rundir import ENGINE_SOCKET, RuntimeDirectory, socket_address
+from pagoda.messages.adapters import Adapter, AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import (
     EngineFailed,
     EngineMessage,
@@ -69,6 +70,8 @@ class EngineClient:
         self._tracer = tracer or Tracer("frontend")
         self._num_traces = 0
         self._trace_end: asyncio.Future[list[str]] | None = None
+        self._loads: dict[Adapter, asyncio.Future[None]] = {}
+        """Adapters that the engine is to load, and has not."""
         self._directory = RuntimeDirectory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
@@ -155,6 +158,34 @@ class EngineClient:
         if self._trace_end is not None and not self._trace_end.done():
             self._trace_end.set_result(problems)
 
+    # ---- adapters
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """This engine has the adapter when the call returns, and those after it from their start.
+        Raises ConfigError: the adapter cannot be loaded; EngineDeadError: the engine was given up."""
+        if adapter not in self._loads:
+            self._loads[adapter] = asyncio.get_running_loop().create_future()
+            self.send(LoadAdapter(adapter))
+        await asyncio.shield(self._loads[adapter])
+
+    def unload_adapter(self, digest: str) -> None:
+        self._set_adapters(a for a in self._config.worker.adapters if a.digest != digest)
+        self.send(UnloadAdapter(digest))
+
+    def _on_loaded(self, message: AdapterLoaded) -> None:
+        for adapter in [adapter for adapter in self._loads if adapter.digest == message.digest]:
+            loaded = self._loads.pop(adapter)
+            if message.error:
+                loaded.set_exception(ConfigError(message.error))
+            else:
+                self._set_adapters([*self._config.worker.adapters, adapter])
+                loaded.set_result(None)
+
+    def _set_adapters(self, adapters: Iterable[Adapter]) -> None:
+        by_digest = {adapter.digest: adapter for adapter in adapters}
+        worker = msgspec.structs.replace(self._config.worker, adapters=tuple(by_digest.values()))
+        self._config = msgspec.structs.replace(self._config, worker=worker)
+
     # ---- supervision
 
     async def _supervise(self) -> None:
@@ -230,6 +261,10 @@ class EngineClient:
                 self._config = msgspec.structs.replace(self._config, worker=worker)
                 self._ready_at = asyncio.get_running_loop().time()
                 self.replica.receive(message)
+                for adapter in self._loads:  # what the engine before was told is lost with it
+                    self.send(LoadAdapter(adapter))
+            case AdapterLoaded():
+                self._on_loaded(message)
             case _:
                 self.replica.receive(message)
 
@@ -244,6 +279,9 @@ class EngineClient:
 
     def _fail(self, error: ConfigError | EngineDeadError) -> None:
         self._end_trace([])
+        for loaded in self._loads.values():
+            loaded.set_exception(error)
+        self._loads.clear()
         self.replica.fail(error)
 
 

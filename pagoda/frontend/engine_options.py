@@ -18,6 +18,7 @@ import msgspec
 from cyclopts import Group, Parameter
 from msgspec import Meta
 
+from pagoda.checkpoints.adapters import MAX_RANK
 from pagoda.checkpoints.resolve import ModelFiles, resolve_model
 from pagoda.checkpoints.topology import check_topology
 from pagoda.devices import BackendName, check_devices_of_host
@@ -29,6 +30,7 @@ from pagoda.engine.config import (
     SimConfig,
 )
 from pagoda.errors import ConfigError
+from pagoda.frontend.adapters import parse_adapters
 from pagoda.frontend.fleet import read_cluster_secret
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_files import calibration_windows
@@ -119,6 +121,12 @@ class EngineOptions:
     """A KV block is written to disk once this many requests have passed through it."""
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     """recompute computes KV blocks that cannot be loaded; fail ends their request with an error."""
+    lora: Annotated[
+        tuple[str, ...], Parameter(metavar="NAME=DIR", negative=(), show_default=False)
+    ] = ()
+    """An adapter (LoRA, as PEFT stores it) that answers requests for the model NAME; may be repeated."""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 64
+    """The highest rank of an adapter."""
     threads: Count | None = None
     """CPU threads of the worker; by default the cores that this process may use."""
     pin_threads: bool = False
@@ -150,6 +158,10 @@ class EngineOptions:
             "num_blocks": options.num_kv_blocks,
             "num_threads": options.threads,
         }
+        if options.lora:
+            worker["adapters"] = parse_adapters(
+                options.lora, model, options.load_format, options.max_lora_rank
+            )
         if options.quantization_calibration is not None:
             files = resolve_model(model, load_format=options.load_format)
             worker["calibration_windows"] = calibration_windows(
@@ -262,7 +274,7 @@ _UNUSED = {
     "ray": ("pin_threads", "devices"),  # Ray chooses the cores of a rank, and counts them only
     "sim": (
         *("dtype", "quantization", "quantization_group_size", "quantization_calibration"),
-        *("kv_cache_dtype", "backend"),
+        *("kv_cache_dtype", "backend", "lora", "max_lora_rank"),
         *("kv_cache_memory_bytes", "memory_utilization", "threads", "pin_threads"),
         *("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "kv_disk_min_touches"),
         *("tensor_parallel_size", "devices"),

@@ -14,6 +14,7 @@ import zmq
 
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError
+from pagoda.frontend.adapters import AdapterRegistry
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.base import Context, Discover, Register, Registration
 from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S, Dispatcher
@@ -69,12 +70,14 @@ class Fleet:
         *,
         join: JoinConfig | None = None,
         tracer: Tracer | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         """`engines` are the replicas of the dispatcher that trace; `tracer` is that of this process.
 
         No `join` serves no routers. With both, the keys of the router and of `join` are the same.
         """
         self._engines = engines
+        self.adapters = adapters or AdapterRegistry()
         self._join = join
         self._tracer = tracer or Tracer("frontend")
         self._context: Context = zmq.Context()
@@ -107,15 +110,19 @@ class Fleet:
         *,
         join: JoinConfig | None = None,
         tracer: Tracer | None = None,
+        adapter_directory: Path | None = None,
     ) -> Fleet:
         """One engine process of this host for each replica of the configuration.
+
+        `adapter_directory` holds adapters that may be loaded while they run; None allows none.
 
         Raises ConfigError if there is no place for the engines' sockets.
         """
         engines = [EngineClient(config, tracer) for config in replicas_of(engine)]
         replicas = [engine.replica for engine in engines]
         dispatcher = Dispatcher(replicas, POLICIES[policy], tracer=tracer)
-        return cls(dispatcher, engines, join=join, tracer=tracer)
+        adapters = AdapterRegistry(engine.worker, engines, adapter_directory)
+        return cls(dispatcher, engines, join=join, tracer=tracer, adapters=adapters)
 
     async def start(self) -> None:
         """Returns when requests can be taken.

@@ -77,12 +77,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        lora_request: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts, in their order.
 
         A prompt is a string, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`.
         `sampling_params` is for all prompts or one for each; None takes the model's own. `use_tqdm` shows a
-        progress bar, where standard error is a terminal or a notebook. An answer that fails has `finish_reason`
+        progress bar, where standard error is a terminal or a notebook. `lora_request` names the adapter that
+        answers all prompts, or one for each; None is the model alone. An answer that fails has `finish_reason`
         `error` and says why in `error`; the others are complete.
 
         Raises InvalidRequestError: a prompt or a parameter does not fit the model, or there is one prompt for
@@ -92,16 +94,21 @@ class LLM:
         self._check_prompts(len(several), "prompts")
         params = _for_each(sampling_params, len(several), "sampling_params")
         priorities = _for_each(priority, len(several), "priority")
-        return self._complete_all(several, params, priorities, use_tqdm)
+        adapters = _adapter_for_each(lora_request, len(several))
+        return self._complete_all(several, params, priorities, adapters, use_tqdm)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: str | Sequence[str | None] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several in their order; `options` are those of `AsyncLLM.render`.
+
+        `lora_request` is as in `generate`.
 
         Raises InvalidRequestError: a conversation or a parameter does not fit the model, or there is one for
         several replicas; nothing was generated.
@@ -110,8 +117,9 @@ class LLM:
         self._check_prompts(len(conversations), "messages")
         prompts = [self._llm.render(conversation, **options) for conversation in conversations]
         params = _for_each(sampling_params, len(prompts), "sampling_params")
+        adapters = _adapter_for_each(lora_request, len(prompts))
         return self._complete_all(
-            prompts, params, [None] * len(prompts), use_tqdm, add_special_tokens=False
+            prompts, params, [None] * len(prompts), adapters, use_tqdm, add_special_tokens=False
         )
 
     def beam_search(
@@ -146,6 +154,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | None],
         priorities: Sequence[int | None],
+        adapters: Sequence[str | None],
         shows_progress: bool,
         *,
         add_special_tokens: bool = True,
@@ -155,9 +164,15 @@ class LLM:
         async def complete_all(advance: Advance) -> list[RequestOutput]:
             prepared = [
                 await llm.prepare(
-                    prompt, one, priority=priority or 0, add_special_tokens=add_special_tokens
+                    prompt,
+                    one,
+                    priority=priority or 0,
+                    add_special_tokens=add_special_tokens,
+                    lora_request=adapter,
                 )
-                for prompt, one, priority in zip(prompts, params, priorities, strict=True)
+                for prompt, one, priority, adapter in zip(
+                    prompts, params, priorities, adapters, strict=True
+                )
             ]
             limits = llm.generator.endpoint.limits
             # Enough to keep the engine full; more would only wait there, and be refused past its limit.
@@ -221,6 +236,14 @@ def _conversation_list(messages: Conversation | Sequence[Conversation]) -> list[
     if messages and isinstance(messages[0], Mapping):
         return [messages]  # type: ignore[list-item]
     return list(messages)  # type: ignore[arg-type]
+
+
+def _adapter_for_each(names: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    if names is None or isinstance(names, str):
+        return [names] * count
+    if len(names) != count:
+        refuse("lora_request", f"has {len(names)} entries for {count} prompts")
+    return list(names)
 
 
 def _for_each(values: T | Sequence[T] | None, count: int, name: str) -> list[T | None]:

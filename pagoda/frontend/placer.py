@@ -158,9 +158,15 @@ class Placer:
         if not self._uses_prefixes():
             return []
         if tracked.keys is None:
-            prompt, salt = tracked.request.prompt_token_ids, tracked.request.cache_salt
-            block_size = self._slots.limits.block_size
-            tracked.keys = short_keys(prefix_keys(prompt, block_size, salt, MAX_PREFIX_BLOCKS))
+            request, block_size = tracked.request, self._slots.limits.block_size
+            keys = prefix_keys(
+                request.prompt_token_ids,
+                block_size,
+                request.cache_salt,
+                MAX_PREFIX_BLOCKS,
+                request.adapter,
+            )
+            tracked.keys = short_keys(keys)
         return tracked.keys
 
     def leave(self, tracked: TrackedRequest) -> None:

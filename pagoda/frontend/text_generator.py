@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import hashlib
 import secrets
 import uuid
@@ -16,6 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from pagoda.errors import InvalidRequestError, refuse
+from pagoda.frontend.adapters import AdapterRegistry
 from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import Endpoint
@@ -24,6 +26,7 @@ from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.stop import StopHit, StopMatcher, StopStrings
 from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import (
     EngineReady,
     FinishReason,
@@ -109,18 +112,33 @@ async def start_generator(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    return TextGenerator(fleet.dispatcher, text, tracker)
+    return TextGenerator(fleet.dispatcher, text, tracker, fleet.adapters)
 
 
 class TextGenerator:
     """Turns prompts into requests, and tokens into text."""
 
-    def __init__(self, endpoint: Endpoint, text: ModelText, tracker: RequestTracker) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        text: ModelText,
+        tracker: RequestTracker,
+        adapters: AdapterRegistry | None = None,
+    ) -> None:
+        self.adapters = adapters or AdapterRegistry()
+        self.adapter: Adapter | None = None
+        """The adapter that answers; None for the model alone."""
         self.endpoint = endpoint
         self.text = text
         self.tracker = tracker
         self.long_texts = LongWork(_MAX_LONG_TEXTS)
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
+
+    def with_adapter(self, adapter: Adapter) -> TextGenerator:
+        """The same generator, whose answers come from an adapter."""
+        adapted = copy.copy(self)
+        adapted.adapter = adapter
+        return adapted
 
     async def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt"
@@ -243,6 +261,7 @@ class TextGenerator:
                     holds_kv=holds_kv,
                     kv_source=kv_source,
                     grammar=grammar,
+                    adapter=self.adapter.digest if self.adapter else "",
                     pooling=pooling,
                 ),
                 sampling=sampling,

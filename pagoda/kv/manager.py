@@ -45,8 +45,8 @@ class KVManager:
         self.block_size = block_size
         self._prefix_caching = prefix_caching
 
-    def new_table(self, cache_salt: str | None = None) -> BlockTable:
-        return BlockTable(root_key(self.block_size, cache_salt))
+    def new_table(self, cache_salt: str | None = None, adapter: str = "") -> BlockTable:
+        return BlockTable(root_key(self.block_size, cache_salt, adapter))
 
     def find_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[Block]:
         """The longest cached prefix of `token_ids`, as blocks; takes no references.

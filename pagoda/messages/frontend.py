@@ -11,12 +11,13 @@ from typing import Literal
 
 import msgspec
 
+from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams, TokenId
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -92,6 +93,8 @@ class GenerateRequest(
     tracestate: str | None = None
     grammar: Grammar | None = None
     """Language that the answer is held to. The engine compiles it, and refuses one that is wrong or too large."""
+    adapter: str = ""
+    """Digest of the adapter that answers (`Adapter.digest`); empty for the model alone."""
     num_scored_tokens: int = 0
     """Leading prompt tokens whose log-probabilities (`sampling.prompt_logprobs`) the sender has already."""
     pooling: Pooling | None = None
@@ -322,6 +325,8 @@ FrontendMessage = (
     | Shutdown
     | StartTrace
     | StopTrace
+    | LoadAdapter
+    | UnloadAdapter
 )
 EngineMessage = (
     EngineReady
@@ -332,4 +337,5 @@ EngineMessage = (
     | PrefixCacheUpdate
     | StepStatistics
     | TraceStopped
+    | AdapterLoaded
 )

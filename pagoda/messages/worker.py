@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -98,6 +99,8 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     num_scored_tokens: int = 0
     """Leading prompt tokens whose log-probabilities are not wanted, or not any more."""
     pooling: Pooling | None = None
+    adapter: str = ""
+    """Digest of the request's adapter, which is loaded; empty for none."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
@@ -163,7 +166,9 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 
-WorkerOrder = StepPlan | TokenMasks | StartTrace | StopTrace | ClockPong
+WorkerOrder = (
+    StepPlan | TokenMasks | StartTrace | StopTrace | ClockPong | LoadAdapter | UnloadAdapter
+)
 """Messages from an engine to a worker that knows its peers."""
 
 
@@ -177,6 +182,7 @@ WorkerMessage = (
     | WorkerReady
     | WorkerFailed
     | StepResult
+    | AdapterLoaded
     | ClockPing
     | TraceStopped
 )

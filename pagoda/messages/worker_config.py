@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from pagoda.messages.adapters import Adapter
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceSession
 
@@ -98,7 +99,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_path: str | None = None
     """Directory of blocks that outlive the server."""
     kv_handoff: KVHandoffConfig | None = None
+    adapters: tuple[Adapter, ...] = ()
+    loads_adapters: bool = False
+    """Adapters may be loaded while the worker runs."""
+    max_lora_rank: int = 64
     trace: TraceSession | None = None
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.loads_adapters or len(self.adapters) > 0
 
     @property
     def has_transfer_link(self) -> bool:

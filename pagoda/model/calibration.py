@@ -27,6 +27,7 @@ from pagoda.backend.base import (
     TokenBatch,
 )
 from pagoda.backend.host import DirectForward
+from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.backend import routed
 from pagoda.backend.weights import DenseWeight, LinearWeight
@@ -220,7 +221,13 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
         x = x.flatten(1)
         return self._inner.linear(x, self._rounded(weight, x))
 
-    def gated_linear(self, x: Tensor, weight: _Unread) -> Tensor:
+    def gated_linear(
+        self,
+        x: Tensor,
+        weight: _Unread,
+        maps: LowRankMaps | None = None,  # noqa: ARG002 - a model is rounded without adapters
+        adapters: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         return self._inner.gated_linear(x, self._rounded(weight, x))
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts[_Unread]) -> Tensor:

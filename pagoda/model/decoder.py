@@ -23,7 +23,9 @@ from pagoda.backend.base import (
     TokenBatch,
     ValueT,
 )
+from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
+from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.loader import DenseMlp, Layer, WeightLoader
 from pagoda.model.rotary import rotary_frequencies
 
@@ -39,8 +41,13 @@ class Decoder(Generic[LinearT, MetadataT]):
         loader: WeightLoader[LinearT],
         backend: Backend[LinearT, MetadataT],
         caches: Sequence[KVCache],
+        *,
+        has_adapters: bool = False,
     ) -> None:
-        """Loads the weights of the loader's shard; `caches` has one entry for each of its layers."""
+        """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
+
+        With `has_adapters`, tokens of a step may have adapters of `adapters`.
+        """
         shard, config, tracer = loader.shard, loader.shard.config, loader.tracer
         self._tracer = tracer
         self._shard = shard
@@ -56,6 +63,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
         self.caches = caches
+        self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
         began = tracer.e2e()
         self._compiled = backend.compile(
             self._compute,
@@ -80,7 +88,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         wanted = None
         if self._shard.is_last:
             wanted = torch.tensor(range(len(batch.token_ids)) if rows is None else rows).long()
-        step = StepInput(batch.token_ids, table, plan, hidden, wanted)
+        step = StepInput(batch.token_ids, table, plan, hidden, wanted, batch.adapters)
         planned = tracer.kernel()
         if not planned:
             computed = self._compiled(step)
@@ -159,14 +167,24 @@ class Decoder(Generic[LinearT, MetadataT]):
         h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
         # The norm in front of a layer is taken together with the sum behind the one before.
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
-        for layer, cache, next_norm in zip(self._layers, self.caches, norms, strict=True):
-            attended = self._attention(ops, step, layer, cache, h)
+        adapters = step.adapters
+        adapted: Sequence[AdaptedLayer | None] = [None] * len(self._layers)
+        if self.adapters is not None and adapters is not None:
+            adapted = self.adapters.layers
+        for layer, maps, cache, next_norm in zip(
+            self._layers, adapted, self.caches, norms, strict=True
+        ):
+            attended = self._attention(ops, step, layer, maps, cache, h)
             if layer is self._layers[-1] and self._shard.is_last and step.rows is not None:
                 # Only what is wanted goes on from here: of a prompt, the last token.
                 attended, x = ops.select_rows(attended, step.rows), ops.select_rows(x, step.rows)
-            attended = ops.all_reduce(ops.linear(attended, layer.attention_out))
-            x, h = ops.add_rms_norm(x, attended, layer.mlp_norm, eps)
-            mixed = ops.all_reduce(self._mlp(ops, layer, h))
+                if adapters is not None:
+                    adapters = ops.select_rows(adapters, step.rows)
+            out = ops.linear(attended, layer.attention_out)
+            if maps is not None:
+                out = _adapted(ops, out, attended, maps.attention_out, adapters)
+            x, h = ops.add_rms_norm(x, ops.all_reduce(out), layer.mlp_norm, eps)
+            mixed = ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
             if next_norm is None:
                 return ops.add(x, mixed)
             x, h = ops.add_rms_norm(x, mixed, next_norm, eps)
@@ -183,12 +201,20 @@ class Decoder(Generic[LinearT, MetadataT]):
         return step.hidden
 
     def _mlp(
-        self, ops: Operations[ValueT, LinearT, MetadataT], layer: Layer[LinearT], h: ValueT
+        self,
+        ops: Operations[ValueT, LinearT, MetadataT],
+        layer: Layer[LinearT],
+        maps: AdaptedLayer | None,
+        h: ValueT,
+        adapters: ValueT | None,
     ) -> ValueT:
         """This rank's part of the MLP's output [n, hidden], from normed hidden states [n, hidden]."""
         mlp = layer.mlp
         if isinstance(mlp, DenseMlp):
-            return ops.linear(ops.gated_linear(h, mlp.gate_up), mlp.down)
+            if maps is None:
+                return ops.linear(ops.gated_linear(h, mlp.gate_up), mlp.down)
+            inner = ops.gated_linear(h, mlp.gate_up, maps.gate_up, adapters)
+            return _adapted(ops, ops.linear(inner, mlp.down), inner, maps.down, adapters)
         return ops.experts(h, ops.linear(h, mlp.router), mlp.experts)
 
     def _attention(
@@ -196,10 +222,24 @@ class Decoder(Generic[LinearT, MetadataT]):
         ops: Operations[ValueT, LinearT, MetadataT],
         step: StepInput[ValueT, MetadataT],
         layer: Layer[LinearT],
+        maps: AdaptedLayer | None,
         cache: KVCache,
         h: ValueT,
     ) -> ValueT:
         qkv = ops.linear(h, layer.qkv)
+        if maps is not None:
+            qkv = _adapted(ops, qkv, h, maps.qkv, step.adapters)
         queries = ops.rotate_and_cache(qkv, cache, step.plan, step.rotary_table, layer.head_norms)
         scale = self._shard.config.head_dim**-0.5
         return ops.attention(queries, cache, step.plan, scale=scale, window=layer.window)
+
+
+def _adapted(
+    ops: Operations[ValueT, LinearT, MetadataT],
+    out: ValueT,
+    x: ValueT,
+    maps: LowRankMaps | None,
+    adapters: ValueT | None,
+) -> ValueT:
+    """`out` [n, out] of a layer with what adapters make of its inputs x."""
+    return out if maps is None or adapters is None else ops.add_low_rank(out, x, maps, adapters)

@@ -12,6 +12,7 @@ import zmq
 
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
+from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
 from pagoda.messages.worker import (
     StepPlan,
@@ -32,7 +33,7 @@ _FAREWELL_MS = 5000
 _PONG_MS = 1000
 """An engine that does not tell its time within this is not asked again: steps are more important."""
 
-Order = StepPlan | TokenMasks | StartTrace | StopTrace
+Order = StepPlan | TokenMasks | StartTrace | StopTrace | LoadAdapter | UnloadAdapter
 
 
 class EngineLink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,17 @@ def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_size: int) ->
     return 4 * max_num_seqs * (max_model_len + 1 + max_blocks)
 
 
+_NO_ADAPTER = -1
+
+
 @dataclass
 class _Slot:
     num_tokens: int
     num_computed_tokens: int
     num_blocks: int
     request_id: str
+    adapter: int
+    """Number of the adapter, or `_NO_ADAPTER`."""
 
 
 class InputBatch:
@@ -31,8 +37,16 @@ class InputBatch:
     the same slot can be seen. A plan that does not fit the slots raises ValueError.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        adapter_number: Callable[[str], int] | None = None,
+    ) -> None:
+        """`adapter_number` finds the number of a loaded adapter by its digest; None where there are none."""
         self._block_size = block_size
+        self._adapter_number = adapter_number
         max_blocks = -(-max_model_len // block_size)
         # The last token of a full context is sampled but never computed: one more place for it.
         self._token_ids = torch.empty((max_num_seqs, max_model_len + 1), dtype=torch.int32)
@@ -63,8 +77,18 @@ class InputBatch:
         if num_tokens >= self._token_ids.shape[1]:
             raise ValueError(f"Slot {start.slot} is started with {num_tokens} tokens, too many.")
         self._token_ids[start.slot, :num_tokens] = torch.tensor(start.token_ids, dtype=torch.int32)
-        self._slots[start.slot] = _Slot(num_tokens, start.num_computed_tokens, 0, start.request_id)
+        adapter = self._adapter_of(start)
+        self._slots[start.slot] = _Slot(
+            num_tokens, start.num_computed_tokens, 0, start.request_id, adapter
+        )
         self.add_blocks(start.slot, start.block_ids)
+
+    def _adapter_of(self, start: SlotStart) -> int:
+        if not start.adapter:
+            return _NO_ADAPTER
+        if self._adapter_number is None:
+            raise ValueError(f"Slot {start.slot} is started with an adapter, but there are none.")
+        return self._adapter_number(start.adapter)
 
     def add_blocks(self, slot: int, block_ids: list[int]) -> None:
         """Appends to a slot's block table."""
@@ -97,7 +121,15 @@ class InputBatch:
             query_lens=torch.tensor(num_tokens),
             context_lens=torch.tensor(context_lens),
             block_tables=self._block_tables[slots, :max_blocks].long(),
+            adapters=self._adapters(slots, num_tokens),
         )
+
+    def _adapters(self, slots: list[int], num_tokens: list[int]) -> torch.Tensor | None:
+        """Number of each token's adapter; None if no token has one."""
+        numbers = [self._slots[slot].adapter for slot in slots]
+        if max(numbers) == _NO_ADAPTER:
+            return None
+        return torch.tensor([a for a, n in zip(numbers, num_tokens, strict=True) for _ in range(n)])
 
     def will_sample(self, slot: int, num_tokens: int) -> bool:
         """True if computing `num_tokens` more leaves nothing to compute."""

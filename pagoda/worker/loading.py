@@ -16,6 +16,7 @@ from torch import Tensor
 from pagoda.backend.base import Backend, KVCache, new_tensor
 from pagoda.backend.operation import Operation
 from pagoda.backend.weights import DenseWeight, LinearWeight
+from pagoda.checkpoints.adapters import AdapterFiles, read_adapter
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.model_config import LinearSpec, ModelConfig
@@ -24,8 +25,10 @@ from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.weight_formats import DenseFormat, Quantization
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.model.adapters import Adapters, adapter_bytes
 from pagoda.model.calibration import CalibratedWeights, calibrate
 from pagoda.model.decoder import Decoder
 from pagoda.model.gguf_weights import GgufWeights
@@ -71,6 +74,7 @@ class WorkerPlan:
     max_model_len: int
     num_blocks: int
     """Blocks of the largest KV cache that fits into memory."""
+    adapters: tuple[AdapterFiles, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,7 +86,9 @@ class WorkerPlan:
 
     @property
     def weight_bytes(self) -> int:
-        return self.shard.weight_bytes(self.quantization, self.dtype.itemsize)
+        """Bytes of the model's weights, and of adapters that are loaded with it."""
+        own = self.shard.weight_bytes(self.quantization, self.dtype.itemsize)
+        return own + sum(adapter_bytes(files, self.shard, self.dtype) for files in self.adapters)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -121,6 +127,7 @@ def plan_worker(config: WorkerConfig) -> WorkerPlan:
         block_size=_block_size(config.block_size, capabilities),
         max_model_len=_max_model_len(config.max_model_len, shape, capabilities),
         num_blocks=0,
+        adapters=tuple(_adapter_files(adapter, shape, config) for adapter in config.adapters),
     )
     bytes_per_block = plan.block_size * plan.kv_bytes_per_token
     check_arena(config, bytes_per_block)
@@ -143,12 +150,43 @@ def plan_worker(config: WorkerConfig) -> WorkerPlan:
     return replace(plan, num_blocks=num_blocks)
 
 
+@dataclass(frozen=True)
+class AdapterLoader:
+    """Loads and forgets adapters of a worker that runs."""
+
+    plan: WorkerPlan
+    adapters: Adapters | None
+    """None where there are none and none may come."""
+
+    def load(self, adapter: Adapter) -> None:
+        """Raises ConfigError: the adapter cannot be loaded; says why."""
+        if self.adapters is None:
+            raise ConfigError("the worker was started without adapters.")
+        plan = self.plan
+        files = _adapter_files(adapter, plan.shard.config, plan.config)
+        num_bytes, available = (
+            adapter_bytes(files, plan.shard, plan.dtype),
+            available_memory_bytes(),
+        )
+        if num_bytes > available // plan.config.workers_on_host:
+            raise ConfigError(
+                f"the adapter {adapter.name} takes {format_bytes(num_bytes)}, but only {format_bytes(available)} "
+                "of memory are free; unload another."
+            )
+        self.adapters.load(files)
+
+    def unload(self, digest: str) -> None:
+        if self.adapters is not None:
+            self.adapters.unload(digest)
+
+
 class LoadedWorker(NamedTuple):
     runner: Runner | StageRunner
     ready: WorkerReady
     caches: Sequence[KVCache]
     description: Mapping[str, Mapping[str, object]]
     """Figures of the model for traces; see `_description`."""
+    adapters: AdapterLoader
     shared: SharedKVMemory | None = None
     """Memory that the caches' tensors lie in, if other processes may map them."""
 
@@ -203,7 +241,11 @@ def load_runner(
         if on_load is not None and config.calibration_windows:
             source, on_load = _calibrated(plan, on_load, source, backend, on_progress), None
         loader = WeightLoader(shard, backend, source, on_load, plan.dtype, tracer, on_loaded)
-        model = Decoder(loader, backend, caches)
+        model = Decoder(loader, backend, caches, has_adapters=config.has_adapters)
+    if model.adapters is not None:
+        for files in plan.adapters:
+            model.adapters.load(files)
+            on_progress()
     ready = WorkerReady(
         capabilities=backend.capabilities,
         num_blocks=num_blocks,
@@ -214,7 +256,12 @@ def load_runner(
         arithmetic=backend.arithmetic,
     )
     description = _description(plan, model.operations)
-    batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
+    batch = InputBatch(
+        config.max_num_seqs,
+        plan.max_model_len,
+        plan.block_size,
+        None if model.adapters is None else model.adapters.number,
+    )
     runner: Runner | StageRunner
     if shard.is_last:
         sampler = GroupSampler(
@@ -225,7 +272,8 @@ def load_runner(
         runner = Runner(model, batch, sampler, prompts, tracer, alone=alone)
     else:
         runner = StageRunner(model, batch, tracer)
-    return LoadedWorker(runner, ready, caches, description, shared)
+    adapters = AdapterLoader(plan, model.adapters)
+    return LoadedWorker(runner, ready, caches, description, adapters, shared)
 
 
 def _calibrated(
@@ -313,6 +361,16 @@ def _summary(plan: WorkerPlan, num_blocks: int, backend: str) -> str:
         f"{format_bytes(num_cached * plan.kv_bytes_per_token)} {plan.kv_dtype_name} KV cache "
         f"for {num_cached} tokens"
     )
+
+
+def _adapter_files(adapter: Adapter, shape: ModelConfig, config: WorkerConfig) -> AdapterFiles:
+    """Raises ConfigError: the adapter does not fit the model, or is another one by now."""
+    files = read_adapter(Path(adapter.path), shape, max_rank=config.max_lora_rank)
+    if files.digest != adapter.digest:
+        raise ConfigError(
+            f"the files of the adapter {adapter.name} in {adapter.path} have changed; load it under another name."
+        )
+    return files
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -21,6 +21,7 @@ import zmq
 from pagoda.errors import ConfigError
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker import StepPlan, StepResult, WorkerFailed, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
@@ -104,6 +105,19 @@ def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
                 worker.loaded.describe(tracer)
             case StopTrace():
                 ending.begin()
+            case LoadAdapter():
+                engine.send(_load_adapter(worker.loaded, order))
+            case UnloadAdapter(digest):
+                worker.loaded.adapters.unload(digest)
+
+
+def _load_adapter(loaded: LoadedWorker, order: LoadAdapter) -> AdapterLoaded:
+    digest = order.adapter.digest
+    try:
+        loaded.adapters.load(order.adapter)
+    except ConfigError as error:
+        return AdapterLoaded(digest, str(error))
+    return AdapterLoaded(digest)
 
 
 def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -> None:

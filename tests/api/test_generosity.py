@@ -45,7 +45,7 @@ async def test_neutral_values_are_accepted(api, fields: dict[str, Any]) -> None:
     [
         ("no_stop_trim", True, "False"),
         ("verbosity", "low", "'medium'"),
-        ("spaces_between_special_tokens", 1, "True"),
+        ("spaces_between_special_tokens", False, "True"),
         ("echo", True, "False"),
         ("lora_path", "adapter", None),
         ("bootstrap_room", 7, None),

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_files import save_adapter_of
 
+from pagoda.checkpoints.resolve import load_model_config
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
 from pagoda.frontend.llm_arguments import configure
 from pagoda.parallel.config import ParallelConfig
@@ -21,7 +23,7 @@ def test_no_arguments_are_the_defaults_of_the_flags() -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EngineOptions)])
-def test_every_flag_is_an_argument(field: str) -> None:
+def test_every_flag_is_an_argument(field: str, tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "float16",
@@ -39,6 +41,9 @@ def test_every_flag_is_an_argument(field: str) -> None:
         "kv_disk_bytes": "1MiB",
         "kv_load_failure": "fail",
         "pin_threads": True,
+        "lora": (
+            f"a={save_adapter_of(load_model_config('qwen3-0.6b', 'dummy'), tmp_path, rank=1)}",
+        ),
     }
     disk = {"kv_disk_path": "kv", "kv_disk_bytes": "1MiB"}
     others: dict[str, dict[str, Any]] = {

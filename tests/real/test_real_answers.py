@@ -10,6 +10,8 @@ from real_model import LANGUAGES, Oracle, all_ids
 from torch import Tensor
 
 from pagoda import LLM, SamplingParams
+from pagoda.frontend.embeddings import EmbeddingOptions
+from pagoda.messages.frontend import Pooling
 
 NUM_PROMPTS, LENGTH = 100, 48
 NEAR_TIE = 2e-3
@@ -79,3 +81,45 @@ def test_long_prompts(llm: LLM, oracle: Oracle) -> None:
         assert logprobs is not None
         for token_id, it in logprobs[0].items():
             assert abs(it.logprob - row[token_id].item()) < NEAR_TIE
+
+
+@pytest.mark.parametrize("length", [2, 1023, 2049])
+def test_log_probabilities_of_prompts_are_those_of_transformers(
+    llm: LLM, oracle: Oracle, length: int
+) -> None:
+    """Those of the tokens that are sampled behind it, too."""
+    prompt = all_ids(oracle)[:length]
+    wanted = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=5, logprobs=5
+    )
+    [output] = llm.generate([prompt], wanted, use_tqdm=False)
+    [answer] = output.outputs
+    assert output.prompt_logprobs is not None
+    assert answer.logprobs is not None
+    tokens = [*prompt, *answer.token_ids]
+    expected = oracle.logits(tokens, list(range(len(tokens) - 1))).log_softmax(-1)
+    first, *rest = [*output.prompt_logprobs, *answer.logprobs]
+    assert first is None
+    worst = 0.0
+    for token_id, position, row in zip(tokens[1:], rest, expected, strict=True):
+        assert position is not None
+        assert len(position) >= 5
+        assert token_id in position
+        worst = max(worst, *(abs(one.logprob - row[i].item()) for i, one in position.items()))
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_vectors_of_texts_are_those_of_transformers(
+    llm: LLM, oracle: Oracle, pooling: Pooling
+) -> None:
+    prompts = [
+        oracle.ids(name)[:length] for name, length in zip(LANGUAGES, (1, 30, 300, 700), strict=True)
+    ]
+    found = llm.embed(prompts, EmbeddingOptions(pooling=pooling))
+    for prompt, output in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            states = oracle.model.model(torch.tensor([prompt])).last_hidden_state[0]
+        pooled = states[-1] if pooling is Pooling.LAST else states.mean(0)
+        expected = torch.nn.functional.normalize(pooled, dim=0)
+        torch.testing.assert_close(torch.tensor(output.embedding), expected, atol=1e-4, rtol=0)

@@ -182,7 +182,9 @@ def _make_rank(config: WorkerConfig, role: Role) -> Rank:
         backend.allocate_kv_cache(*shape, plan.dtype, plan.kv_dtype, *new)
         for _ in plan.shard.layers
     ]
-    handoff = KVHandoff(config.kv_handoff, plan, LoadedWorker(None, READY, caches, None, shared))  # type: ignore[arg-type]
+    handoff = KVHandoff(
+        config.kv_handoff, plan, LoadedWorker(None, READY, caches, None, None, shared)
+    )  # type: ignore[arg-type]
     rank = Rank(plan, caches, handoff)
     for layer, kind, tensor in rank.tensors():
         if role.holds_kv:

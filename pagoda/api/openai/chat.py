@@ -37,7 +37,7 @@ async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Cho
     envelope = Envelope(
         body,
         generation,
-        model=caller.service.config.served_model_name,
+        model=caller.service.name_of(generation.generator),
         id_prefix="chatcmpl",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
         always_usage=caller.service.config.always_usage,

@@ -50,7 +50,7 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
     envelope = Envelope(
         body,
         generation,
-        model=caller.service.config.served_model_name,
+        model=caller.service.name_of(generator),
         id_prefix="cmpl",
         kind="text_completion",
         always_usage=caller.service.config.always_usage,

@@ -37,8 +37,10 @@ from pagoda.backend.cpu.weights import (
     WeightMemory,
     address,
     check_experts,
+    packed_low_rank,
 )
 from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
+from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow, ScoredRows, check_logits
 from pagoda.backend.weights import (
@@ -83,8 +85,10 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
             WeakKeyDictionary()
         )
+        self._known_maps: WeakKeyDictionary[LowRankMaps, _native.LowRankMaps] = WeakKeyDictionary()
         self.panel_outputs = self._native.PANEL_OUTPUTS
         """Outputs of a panel of packed weights."""
+        self._adapter_memory: dict[int, WeightMemory] = {}
         self._memory = WeightMemory(self._native.advise_large_pages)
 
     def advise(self, *cached: Tensor) -> None:
@@ -315,8 +319,63 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._kernels.add_rms_norm(x.data_ptr(), address(delta), *norm, sums, out.data_ptr())
         return total, out
 
-    def gated_linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        return self.silu_and_mul(self.linear(x, weight))
+    def set_low_rank(
+        self, maps: LowRankMaps, adapter: int, parts: Sequence[LowRank | None]
+    ) -> None:
+        maps.check(parts)
+        # Memory of its own, which is gone with the adapter.
+        memory = self._adapter_memory.setdefault(
+            adapter, WeightMemory(self._native.advise_large_pages)
+        )
+        packed = tuple(
+            None
+            if part is None
+            else packed_low_rank(part, maps.dtype, self._native.LOW_RANK_BLOCK, memory)
+            for part in parts
+        )
+        self.native_maps(maps).set(
+            adapter,
+            [
+                (part.rank, part.scale, part.down.data_ptr(), part.up.data_ptr())
+                if part
+                else (0, 0.0, 0, 0)
+                for part in packed
+            ],
+        )
+        maps.parts[adapter] = packed
+
+    def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
+        self.native_maps(maps).remove(adapter)
+        self._adapter_memory.pop(adapter, None)
+        maps.parts.pop(adapter, None)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, maps: LowRankMaps, adapters: Tensor) -> Tensor:
+        x, adapters = _checked(x).flatten(1), adapters.contiguous()
+        if x.shape != (len(adapters), maps.inputs) or out.shape != (len(x), sum(maps.outputs)):
+            raise ValueError(f"Rows of {x.shape[1]} and {out.shape[1]} do not fit the maps.")
+        x = x if x.stride(1) == 1 else x.contiguous()
+        rows = (adapters.data_ptr(), x.data_ptr(), x.stride(0), len(x))
+        self._kernels.add_low_rank(self.native_maps(maps), *rows, out.data_ptr(), out.stride(0))
+        return out
+
+    def native_maps(self, maps: LowRankMaps) -> _native.LowRankMaps:
+        native = self._known_maps.get(maps)
+        if native is None:
+            shape = (DTYPES[maps.dtype], maps.inputs, list(maps.outputs))
+            native = self._known_maps[maps] = self._native.LowRankMaps(*shape)
+        return native
+
+    def gated_linear(
+        self,
+        x: Tensor,
+        weight: PackedLinear,
+        maps: LowRankMaps | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        both = self.linear(x, weight)
+        if maps is not None and adapters is not None:
+            both = self.add_low_rank(both, x, maps, adapters)
+        return self.silu_and_mul(both)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = _checked(gate_up).contiguous()

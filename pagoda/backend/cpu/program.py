@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu.weights import UNLIMITED, AttentionMetadata, PackedLinear, address
+from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
 from pagoda.telemetry.tracer import Tracer
 
@@ -31,6 +32,9 @@ _TOKEN_IDS = Value(-1, 1)
 _COSINES = Value(-2, 0)
 _SINES = Value(-3, 0)
 _ROWS = Value(-4, 1)
+_ADAPTERS = Value(-5, 1)
+_ALWAYS, _PLAIN, _ADAPTED = range(3)
+"""Steps in which an operation is computed: all, those without adapters, those with some."""
 
 
 class _Recorder:
@@ -58,9 +62,14 @@ class _Recorder:
         return Value(self._program.input(width), width)
 
     def linear(self, x: Value, weight: PackedLinear) -> Value:
+        out = self._value(weight.outputs)
+        self._multiply(x, weight, out)
+        return out
+
+    def _multiply(self, x: Value, weight: PackedLinear, out: Value, *, counts: bool = True) -> None:
+        """Records a product; one in place of another operation, in other steps, `counts` no weights again."""
         _expect(x, weight.inputs)
         self.kept.append(weight)
-        out = self._value(weight.outputs)
         column = 0
         for segment in weight.segments:
             multiply = segment.bind(
@@ -68,9 +77,8 @@ class _Recorder:
             )
             multiply(address(segment.bias))
             flops = 2 * segment.outputs * weight.inputs
-            self._note("linear", weight, segment.num_bytes, flops)
+            self._note("linear", weight, *((segment.num_bytes, flops) if counts else ()))
             column += segment.outputs
-        return out
 
     def embedding(
         self,
@@ -98,9 +106,24 @@ class _Recorder:
             self.kept.append(self._group)
         return x
 
+    def add_low_rank(self, out: Value, x: Value, maps: LowRankMaps, adapters: Value) -> Value:
+        if adapters != _ADAPTERS:
+            raise ValueError("Rows have the adapters of the step only.")
+        _expect(x, maps.inputs)
+        _expect(out, sum(maps.outputs))
+        native = self._ops.native_maps(maps)
+        self.kept += (maps, native)
+        self._program.record_when(_ADAPTED)
+        self._program.add_low_rank(x.index, out.index, native)
+        self._program.record_when(_ALWAYS)
+        self._note("low_rank")
+        return out
+
     def select_rows(self, x: Value, rows: Value) -> Value:
         if rows != _ROWS:
             raise ValueError("Rows are selected by those of the step only.")
+        if x == _ADAPTERS:
+            return x  # the program knows which rows are selected
         index = self._program.select_rows(x.index)
         self.selects = True
         self._note("select")
@@ -127,12 +150,37 @@ class _Recorder:
         self._note("norm", weight, weight.nbytes)
         return Value(total, x.width), Value(out, x.width)
 
-    def gated_linear(self, x: Value, weight: PackedLinear) -> Value:
-        if len(weight.segments) > 1 or weight.outputs % (2 * self._ops.panel_outputs):
+    def gated_linear(
+        self,
+        x: Value,
+        weight: PackedLinear,
+        maps: LowRankMaps | None = None,
+        adapters: Value | None = None,
+    ) -> Value:
+        is_fused = len(weight.segments) == 1 and not weight.outputs % (2 * self._ops.panel_outputs)
+        if not is_fused:
             both = self.linear(x, weight)
+            if maps is not None and adapters is not None:
+                self.add_low_rank(both, x, maps, adapters)
             index = self._program.silu_and_mul(both.index)
             self._note("activation")
             return Value(index, both.width // 2)
+        if maps is None or adapters is None:
+            return self._fused_gates(x, weight)
+        # In one where no token has an adapter, else in three.
+        self._program.record_when(_PLAIN)
+        out = self._fused_gates(x, weight)
+        self._program.record_when(_ADAPTED)
+        both = self._value(weight.outputs)
+        self._multiply(x, weight, both, counts=False)
+        self.add_low_rank(both, x, maps, adapters)
+        self._program.record_when(_ADAPTED)
+        self._program.silu_and_mul_to(both.index, out.index)
+        self._note("activation")
+        self._program.record_when(_ALWAYS)
+        return out
+
+    def _fused_gates(self, x: Value, weight: PackedLinear) -> Value:
         _expect(x, weight.inputs)
         self.kept.append(weight)
         (segment,) = weight.segments
@@ -221,6 +269,15 @@ def _expect(x: Value, width: int) -> None:
         raise ValueError(f"Rows of {x.width} do not fit a weight of {width} inputs.")
 
 
+def _checked_adapters(adapters: Tensor | None, num_tokens: int) -> Tensor | None:
+    """Numbers of the tokens' adapters as the program reads them."""
+    if adapters is None:
+        return None
+    if adapters.dtype != torch.int64 or len(adapters) != num_tokens:
+        raise ValueError(f"{num_tokens} tokens need as many numbers of adapters, of torch.int64.")
+    return adapters.contiguous()
+
+
 class CompiledForward:
     def __init__(
         self,
@@ -239,7 +296,7 @@ class CompiledForward:
         recorder = _Recorder(ops, program, group, names)
         self._hidden = None if hidden is None else recorder.input(hidden)
         no_plan = cast("AttentionMetadata", None)
-        step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden, _ROWS)
+        step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden, _ROWS, _ADAPTERS)
         self._result = forward(recorder, step)
         self._kept = recorder.kept
         program.finish(self._result.index)
@@ -267,6 +324,7 @@ class CompiledForward:
         token_ids = step.token_ids.contiguous()
         hidden = self._checked_hidden(step.hidden, num_tokens)
         rows = self._checked_rows(step.rows)
+        adapters = _checked_adapters(step.adapters, num_tokens)
         num_results = num_tokens if rows is None else len(rows)
         out = torch.empty((num_results, self._result.width))
         self._program.run(
@@ -278,6 +336,7 @@ class CompiledForward:
             sines.data_ptr(),
             address(rows),
             0 if rows is None else num_results,
+            address(adapters),
             out.data_ptr(),
             address(times),
         )

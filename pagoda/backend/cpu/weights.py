@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Experts
+from pagoda.backend.low_rank import LowRank, LowRankPart
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
@@ -67,6 +68,23 @@ class AttentionMetadata:
     native: _native.AttentionMetadata
     num_heads: int
     head_dim: int
+
+
+def packed_low_rank(
+    part: LowRank, dtype: torch.dtype, block: int, memory: WeightMemory
+) -> LowRankPart:
+    """The matrices in blocks of outputs; see csrc/low_rank.h."""
+
+    def packed(matrix: Tensor) -> Tensor:
+        outputs, inputs = matrix.shape
+        side_by_side = 2 if dtype == torch.bfloat16 else 1
+        padding = (0, -inputs % side_by_side, 0, -outputs % block)
+        padded = torch.nn.functional.pad(matrix.to(dtype), padding)
+        blocks = padded.view(-1, block, padded.shape[1] // side_by_side, side_by_side)
+        packed = memory.take(blocks.nbytes).view(dtype).view(blocks.transpose(1, 2).shape)
+        return packed.copy_(blocks.transpose(1, 2))
+
+    return LowRankPart(len(part.down), part.scale, packed(part.down), packed(part.up))
 
 
 def check_experts(experts: Experts[PackedLinear], limit: int) -> None:

@@ -27,6 +27,7 @@ from pagoda.backend.base import (
     TokenBatch,
 )
 from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
+from pagoda.backend.low_rank import LowRank, LowRankMaps, LowRankPart
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.quantized import (
     PackedBlocks,
@@ -51,6 +52,8 @@ from pagoda.parallel.collectives import Collectives
 
 ROWS = 16
 """Rows of a matrix product; fewer waste less on a single sequence, more waste less on many."""
+OUTPUTS = 32
+"""Outputs of an adapter's matrices are a multiple of this."""
 KEYS = 128
 """Cached tokens of one attention tile; a multiple of every block size."""
 WIDENED_OUTPUTS = 16384
@@ -202,8 +205,50 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
         left, right = x.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
-    def gated_linear(self, x: Tensor, weight: Linear) -> Tensor:
-        return self.silu_and_mul(self.linear(x, weight))
+    def set_low_rank(
+        self, maps: LowRankMaps, adapter: int, parts: Sequence[LowRank | None]
+    ) -> None:
+        maps.check(parts)
+        maps.parts[adapter] = tuple(
+            None
+            if part is None
+            else LowRankPart(
+                len(part.down),
+                part.scale,
+                _padded(part.down.to(maps.dtype), 0),
+                _padded(part.up.to(maps.dtype), -len(part.down) % OUTPUTS),
+            )
+            for part in parts
+        )
+
+    def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
+        maps.parts.pop(adapter, None)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, maps: LowRankMaps, adapters: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for adapter, parts in maps.parts.items():
+            (rows,) = (adapters == adapter).nonzero(as_tuple=True)
+            first = 0
+            for part, outputs in zip(parts, maps.outputs, strict=True):
+                if part is not None and len(rows):
+                    narrow = _dense_product(x[rows], part.down) * part.scale
+                    out[rows, first : first + outputs] += _dense_product(narrow, part.up)[
+                        :, :outputs
+                    ]
+                first += outputs
+        return out
+
+    def gated_linear(
+        self,
+        x: Tensor,
+        weight: Linear,
+        maps: LowRankMaps | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        both = self.linear(x, weight)
+        if maps is not None and adapters is not None:
+            both = self.add_low_rank(both, x, maps, adapters)
+        return self.silu_and_mul(both)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -339,6 +384,11 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata]):
             tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, window)
         out = tiles.view(-1, head_dim).index_select(0, plan.rows)
         return out.view_as(queries)
+
+
+def _padded(matrix: Tensor, more_inputs: int) -> Tensor:
+    """A narrow matrix with outputs and inputs of zeros: of one that has few, libraries take rows another way."""
+    return F.pad(matrix, (0, more_inputs, 0, -len(matrix) % OUTPUTS))
 
 
 def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Quantized:

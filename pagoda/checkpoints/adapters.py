@@ -1,0 +1,273 @@
+"""Adapters as PEFT stores them: a directory with adapter_config.json and adapter_model.safetensors (LoRA).
+
+Everything is checked by the configuration and by the header of the weights, before any weight is read: what an
+adapter asks for is done or refused by name. No torch is needed: a server refuses a bad adapter before it starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_config import LinearSpec, ModelConfig
+from pagoda.errors import ConfigError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_RANK = 512
+"""The highest bound of ranks that an operator may set."""
+
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 2**26
+_DTYPES = ("F32", "BF16", "F16")
+_NEUTRAL = {
+    "use_dora": False,
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "use_qalora": False,
+    "bias": "none",
+}
+"""Fields that change the arithmetic, at the only values that are computed."""
+_EMPTY = (
+    *("modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "megatron_config"),
+    *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config"),
+)
+"""Fields that must be absent or empty."""
+_INITIAL = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the weights of the model as they are."""
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """Names of an adapter's two tensors for one linear layer of the model."""
+
+    down: str
+    """Tensor [rank, inputs]."""
+    up: str
+    """Tensor [outputs, rank]."""
+    rank: int
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """An adapter that fits a model."""
+
+    directory: Path
+    linears: Mapping[str, AdaptedLinear]
+    """Tensors by `LinearSpec.name` of the model's layers."""
+    rank: int
+    """Highest rank of all layers."""
+    scale: float
+    digest: str
+
+    @property
+    def weights(self) -> Path:
+        return self.directory / WEIGHTS_FILE
+
+
+def read_adapter(directory: Path, config: ModelConfig, *, max_rank: int) -> AdapterFiles:
+    """The adapter in a directory, if it fits the model of `config`.
+
+    Raises ConfigError: a file is missing or damaged, the adapter is for another model, its rank is above
+    `max_rank`, or it needs what Pagoda does not compute.
+    """
+    fields = _read_config(directory)
+    rank = fields.positive("r")
+    if rank > max_rank:
+        fields.refuse("r", f"is above the highest rank, {max_rank}; raise --max-lora-rank")
+    alpha = fields.number("lora_alpha", float(rank))
+    scale = alpha / (math.sqrt(rank) if fields.flag("use_rslora", False) else rank)
+    shapes = _read_header(directory / WEIGHTS_FILE)
+    known = _known_linears(config)
+    _check_targets(fields, config, known)
+    found: dict[str, dict[str, str]] = {}
+    for name in shapes:
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise ConfigError(
+                f"{directory / WEIGHTS_FILE}: tensor {name} is none of a LoRA adapter's that Pagoda computes; "
+                "tensors are called <module>.lora_A.weight and <module>.lora_B.weight."
+            )
+        found.setdefault(match["module"], {})[match["matrix"]] = name
+    if not found:
+        raise ConfigError(f"{directory / WEIGHTS_FILE} holds no tensors.")
+    linears = {}
+    for module, names in found.items():
+        linear = known.get(module.removeprefix(_PREFIX))
+        if linear is None:
+            raise ConfigError(_unknown_module(directory, module, config))
+        linears[linear.name] = _adapted(directory, module, linear, names, shapes, rank)
+    _check_complete(fields, directory, known, linears)
+    return AdapterFiles(directory, linears, rank, scale, adapter_digest(directory))
+
+
+def adapter_digest(directory: Path) -> str:
+    """SHA-256 of the adapter's two files, in hex. Raises ConfigError: one cannot be read."""
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        path = directory / name
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
+    return digest.hexdigest()
+
+
+def _read_config(directory: Path) -> Fields:
+    path = directory / CONFIG_FILE
+    if not directory.is_dir():
+        raise ConfigError(f"there is no adapter directory {directory}.")
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} is no LoRA adapter: {CONFIG_FILE} cannot be read ({error.strerror})."
+        ) from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path} is not valid JSON.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object.")
+    fields = Fields(values, str(path))
+    if fields.text("peft_type") != "LORA":
+        fields.refuse("peft_type", 'must be "LORA"')
+    for name, neutral in _NEUTRAL.items():
+        fields.require(name, neutral)
+    for name in _EMPTY:
+        if values.get(name):
+            fields.refuse(name, "is not supported; it must be absent or empty")
+    initial = values.get("init_lora_weights")
+    if initial is not None and initial not in _INITIAL:
+        fields.refuse(
+            "init_lora_weights", "changes the weights of the model itself, so it must be true"
+        )
+    return fields
+
+
+def _read_header(path: Path) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the tensors of a safetensors file, whose numbers must be of a format that Pagoda reads."""
+    if not path.is_file():
+        raise ConfigError(f"{path.parent} is no LoRA adapter: it has no file {path.name}.")
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+        entries = msgspec.json.decode(header, type=dict[str, dict[str, Any]])
+        entries.pop("__metadata__", None)
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        if path.stat().st_size != _LENGTH_BYTES + length + end:
+            raise ValueError("the file ends elsewhere")
+        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
+        dtypes = {name: str(entry["dtype"]) for name, entry in entries.items()}
+    except (OSError, msgspec.MsgspecError, KeyError, ValueError, TypeError, IndexError):
+        raise ConfigError(f"{path} is not a complete safetensors file; fetch it again.") from None
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            raise ConfigError(
+                f"{path}: tensor {name} is stored as {dtype}; Pagoda reads {', '.join(_DTYPES)}."
+            )
+    return shapes
+
+
+def _known_linears(config: ModelConfig) -> dict[str, LinearSpec]:
+    """Linear layers that may be adapted, by their names in a Hugging Face checkpoint of the family."""
+    names = config.family.names
+    linears = {}
+    for layer in range(config.num_layers):
+        attention = config.attention_linears(layer)
+        own = [names.query, names.key, names.value, names.attention_out]
+        specs = list(attention)
+        if config.expert_linears(layer) is None:
+            own += [names.gate, names.up, names.down]
+            specs += config.mlp_linears(layer)
+        for name, spec in zip(own, specs, strict=True):
+            linears[names.of_layer(layer, name)] = spec
+    return linears
+
+
+def _unknown_module(directory: Path, module: str, config: ModelConfig) -> str:
+    where = f"{directory / WEIGHTS_FILE} adapts {module.removeprefix(_PREFIX)}"
+    names = config.family.names
+    if module.endswith(("embed_tokens", "lm_head", names.embedding, names.head)):
+        return f"{where}; adapters of the embedding and of the head are not supported."
+    if names.experts in module or (config.experts is not None and module.endswith(names.router)):
+        return f"{where}; adapters of experts and of their router are not supported."
+    return f"{where}, which the model lacks; the adapter is for another model."
+
+
+def _adapted(
+    directory: Path,
+    module: str,
+    linear: LinearSpec,
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+) -> AdaptedLinear:
+    path = directory / WEIGHTS_FILE
+    for matrix in "AB":
+        if matrix not in names:
+            raise ConfigError(f"{path} lacks the tensor {module}.lora_{matrix}.weight.")
+    for name, wanted in ((names["A"], (rank, linear.inputs)), (names["B"], (linear.outputs, rank))):
+        if shapes[name] != wanted:
+            raise ConfigError(
+                f"{path}: tensor {name} has shape {list(shapes[name])}, but the model and r call for "
+                f"{list(wanted)}; the adapter is for another model."
+            )
+    return AdaptedLinear(names["A"], names["B"], rank)
+
+
+def _check_targets(fields: Fields, config: ModelConfig, known: Mapping[str, LinearSpec]) -> None:
+    """Raises ConfigError: target_modules names what the model lacks or Pagoda does not adapt."""
+    for target in _targets(fields):
+        if any(_is_target(name, target) for name in known):
+            continue
+        names = config.family.names
+        what = "names no linear layer of the model"
+        if target.rpartition(".")[2] in ("embed_tokens", "lm_head", names.head):
+            what = "names the embedding or the head, whose adapters are not supported"
+        elif config.experts is not None:
+            what = "names experts, whose adapters are not supported, or no linear layer"
+        raise ConfigError(f"{fields.source}: target_modules {what}: {target[:80]!r}.")
+
+
+def _targets(fields: Fields) -> Iterator[str]:
+    """Names in target_modules; a pattern, or `all-linear`, names nothing that could be checked."""
+    targets = fields.values.get("target_modules")
+    if isinstance(targets, str) or targets is None:
+        return
+    yield from fields.texts("target_modules")
+
+
+def _is_target(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _check_complete(
+    fields: Fields,
+    directory: Path,
+    known: Mapping[str, LinearSpec],
+    linears: Mapping[str, AdaptedLinear],
+) -> None:
+    """Raises ConfigError: a layer that target_modules names has no tensors, though all layers are adapted."""
+    if fields.values.get("layers_to_transform") is not None:
+        return
+    if fields.values.get("exclude_modules") is not None:
+        return
+    targets = set(_targets(fields))
+    for name, linear in known.items():
+        if linear.name not in linears and any(_is_target(name, target) for target in targets):
+            raise ConfigError(
+                f"{directory / WEIGHTS_FILE} lacks the tensor {_PREFIX}{name}.lora_A.weight, which "
+                f"target_modules in {CONFIG_FILE} calls for."
+            )
