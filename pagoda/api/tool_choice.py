@@ -52,9 +52,10 @@ class ToolChoice:
             return "stop"
         return "function_call" if self.is_function else "tool_calls"
 
-    def rules(self) -> CallRules | None:
-        """The calls that the engine holds the answer to; None if calls are free in an answer that is free."""
-        is_held = self.must_call or self.allowed is not None
+    def rules(self, *, is_held: bool = False) -> CallRules | None:
+        """The calls that the engine holds the answer to; None if calls are free in an answer that is free, which
+        it is unless `is_held`."""
+        is_held = is_held or self.must_call or self.allowed is not None
         functions = [tool["function"] for tool in self.tools]
         if self.mode == "none" or not (is_held or any(f.get("strict") for f in functions)):
             return None
