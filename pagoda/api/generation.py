@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from pagoda.api.constraint_fields import FieldGrammar, constraint_of
 from pagoda.api.fields import (
     GenerationFields,
     beam_search_params,
@@ -24,7 +25,7 @@ from pagoda.errors import refuse
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
-from pagoda.messages.frontend import Grammar, KVSource
+from pagoda.messages.frontend import KVSource
 
 Prompt = str | Sequence[int]
 
@@ -167,13 +168,14 @@ async def prepare(
     add_special_tokens: bool,
     clamp_max_tokens: bool = False,
     param: str = "prompt",
-    grammar: Grammar | None = None,
+    grammar: FieldGrammar | None = None,
     shown_tokens: tuple[str, ...] = (),
 ) -> Generation:
     """The requests of all prompts of a body; `param` is the field of the prompt, `grammar` and `shown_tokens` are
-    those of `TextGenerator.prepare`.
+    those of `TextGenerator.prepare`; without a `grammar` that of the body counts.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     check_fields(body)
+    grammar = grammar or constraint_of(body)
     is_router = caller.service.is_router
     role = generator.endpoint.limits.role
     handoff = handoff_of(body, role, max_tokens=max_tokens, is_router=is_router)
@@ -208,7 +210,8 @@ async def prepare(
             session=session_of(body, caller.session),
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
-            grammar=grammar,
+            grammar=None if grammar is None else grammar.grammar,
+            grammar_param="" if grammar is None else grammar.param,
             shown_tokens=shown_tokens,
             scores_once=not body.stream,
             client_request=caller.client_request,

@@ -12,12 +12,14 @@ from pagoda.api.adapters import (
     unload_lora_adapter,
 )
 from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
+from pagoda.api.batches.routes import ROUTES as BATCH_ROUTES
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
+from pagoda.api.openai.conversations.routes import ROUTES as CONVERSATION_ROUTES
 from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
 from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
@@ -94,6 +96,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     **SCORING_ROUTES,
     **MESSAGE_ROUTES,
     **RESPONSE_ROUTES,
+    **CONVERSATION_ROUTES,
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
@@ -104,6 +107,7 @@ ROUTES: dict[str, dict[str, Route]] = {
         )
     },
     "/docs": {"GET": Route(info.docs, "A page that shows the routes.", content_type="text/html")},
+    **BATCH_ROUTES,
     **OLLAMA_ROUTES,
     **LLAMACPP_ROUTES,
     **VLLM_ROUTES,
