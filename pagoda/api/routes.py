@@ -12,6 +12,7 @@ from pagoda.api.adapters import (
     unload_lora_adapter,
 )
 from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
+from pagoda.api.batches.routes import ROUTES as BATCH_ROUTES
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
@@ -106,6 +107,7 @@ ROUTES: dict[str, dict[str, Route]] = {
         )
     },
     "/docs": {"GET": Route(info.docs, "A page that shows the routes.", content_type="text/html")},
+    **BATCH_ROUTES,
     **OLLAMA_ROUTES,
     **LLAMACPP_ROUTES,
     **VLLM_ROUTES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pagoda.api.answer_log import log_answer
 from pagoda.api.body import UnknownFields
@@ -20,6 +21,10 @@ from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.frontend.trace_control import TraceControl
+
+if TYPE_CHECKING:
+    from pagoda.api.batches.files import FileStore
+    from pagoda.api.batches.runner import BatchRunner
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,9 @@ class Service:
     live_stats: LiveStats = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
     responses: ResponseStore = field(init=False)
+    files: FileStore | None = None
+    """Files of clients; None without a directory for them."""
+    batches: BatchRunner | None = None
     conversations: ConversationStore = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -94,6 +94,8 @@ class ServerOptions:
     """End every stream with its usage, also where stream_options do not ask for it."""
     response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = "256MiB"
     """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
+    files_dir: Path | None = None
+    """A directory for files that clients upload and for batches, which go on after a restart."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Another Host header to accept while listening on this machine only; may be repeated."""
 
@@ -128,7 +130,7 @@ class ServerOptions:
             always_usage=self.enable_force_include_usage,
             response_store_bytes=_store_bytes(self.response_store_bytes),
         )
-        return ServerConfig(api, self.host, self.port, self.drain_timeout)
+        return ServerConfig(api, self.host, self.port, self.files_dir, self.drain_timeout)
 
 
 def _store_bytes(given: int | str) -> int:

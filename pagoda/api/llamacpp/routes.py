@@ -15,11 +15,7 @@ _completion = Route(
 ROUTES: dict[str, dict[str, Route]] = {
     "/completion": {"POST": _completion},
     "/completions": {"POST": _completion},
-    "/infill": {
-        "POST": Route(
-            infill, "Fills a gap.", InfillBody, dialect=LLAMACPP, streams=True, statuses=(501,)
-        )
-    },
+    "/infill": {"POST": Route(infill, "Fills a gap.", InfillBody, dialect=LLAMACPP, streams=True)},
     "/apply-template": {
         "POST": Route(
             apply_template, "The prompt of a conversation.", TemplateBody, dialect=LLAMACPP
