@@ -98,6 +98,9 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     add_special_tokens: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
+    bootstrap_host: HostName | None = None
+    bootstrap_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    bootstrap_room: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
 
     # No effect on the answer, by OpenAI's definition, as the bound; the first two may name the request's session.
     prompt_cache_key: str | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
 
+from pagoda.api.bootstrap import ask, room_of
 from pagoda.api.constraint_fields import FieldGrammar, constraint_of
 from pagoda.api.fields import (
     GenerationFields,
@@ -181,6 +183,10 @@ async def prepare(
     handoff = handoff_of(body, role, max_tokens=max_tokens, is_router=is_router)
     if len(prompts) != 1 and body.kv_transfer_params is None:
         handoff = Handoff()
+    room = room_of(body, role, caller.service.config.bootstrap_hosts)
+    if room is not None:
+        source = None if role.holds_kv else await ask(body, caller.authorization)
+        handoff = Handoff(role.holds_kv, source)
     if handoff != Handoff() and len(prompts) != 1:
         refuse("prompt", "must be a single prompt with kv_transfer_params")
     fields = {
@@ -216,6 +222,9 @@ async def prepare(
             scores_once=not body.stream,
             client_request=caller.client_request,
         )
+    if room is not None and handoff.holds_kv:
+        tell = partial(caller.service.rooms.tell, room)
+        requests = [replace(request, on_kv_source=tell) for request in requests]
     beams = None
     if body.use_beam_search:
         if requests[0].request.grammar is not None:

@@ -33,6 +33,9 @@ PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _page = Route(info.page, "A file of the page.", content_type="text/html", statuses=(404,))
 _ready = Route(info.health_ready, "Whether the model makes progress.", statuses=(503,))
 _models = Route(info.models, "The models that are served.")
+_bootstrap_room = Route(
+    info.bootstrap_room, "The place of KV, for decode servers.", statuses=(404,)
+)
 _server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
 _start_profile = Route(
@@ -61,6 +64,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/health/live": {"GET": Route(info.health_live, "The process answers.")},
     "/health/ready": {"GET": _ready},
     "/version": {"GET": Route(info.version, "The version of the server.")},
+    "/bootstrap/rooms/*": {"GET": _bootstrap_room},
     "/server_info": {"GET": _server_info},
     "/get_server_info": {"GET": _server_info},
     "/v1/models": {"GET": _models},

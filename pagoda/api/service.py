@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pagoda.api.answer_log import log_answer
 from pagoda.api.body import UnknownFields
+from pagoda.api.bootstrap import Rooms
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.keys import NO_KEYS, ApiKeys
@@ -40,6 +41,8 @@ class ApiConfig:
     """A path before all routes, under which a proxy shows the server; routes without it are answered, too."""
     unknown_fields: UnknownFields | None = None
     """Unknown fields of bodies are noted here and ignored; None refuses them."""
+    bootstrap_hosts: Sequence[str] = ()
+    """Prefill servers that requests with `bootstrap_room` may name."""
     always_usage: bool = False
     """Streams end with their usage even if the client does not ask for it."""
     max_body_bytes: int = 8 * 2**20
@@ -71,6 +74,7 @@ class Service:
     """Files of clients; None without a directory for them."""
     batches: BatchRunner | None = None
     conversations: ConversationStore = field(init=False)
+    rooms: Rooms = field(default_factory=Rooms)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -97,6 +97,8 @@ class TextRequest:
     """The client's name for the grammar in errors."""
     index: int = 0
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
+    on_kv_source: Callable[[KVSource], None] | None = None
+    """Listener for the place of the prompt's KV, as soon as it is known; with `holds_kv`."""
 
 
 async def start_generator(
@@ -292,6 +294,8 @@ class TextGenerator:
                 async for chunk in chunks:
                     if chunk.kv_source is not None:
                         source = chunk.kv_source
+                        if request.on_kv_source is not None:
+                            request.on_kv_source(source)
                     if scores is not None and chunk.prompt_logprobs is not None:
                         scores.add(chunk.prompt_logprobs)
                     if not chunk.token_ids and chunk.finish_reason is None:
