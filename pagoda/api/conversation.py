@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pagoda.api.constraint_fields import FieldGrammar, constraint_of
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation, Usage, prepare
 from pagoda.api.openai.bodies import ChatRequest, chat_logprobs_count, chat_max_tokens
@@ -22,7 +23,7 @@ from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
 from pagoda.frontend.tool_grammars import Reasoning, answer_grammar
-from pagoda.messages.frontend import FinishReason, Grammar
+from pagoda.messages.frontend import FinishReason
 
 _EFFORTS_OF_HARMONY = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """The efforts that gpt-oss does not know, and the nearest that it does."""
@@ -227,21 +228,26 @@ def _switches(
 
 def _grammar(
     body: ChatRequest, generator: TextGenerator, choice: ToolChoice, prompt: str
-) -> Grammar | None:
-    """The grammar that the answer is held to for its calls or for the bound of its reasoning; None without."""
+) -> FieldGrammar | None:
+    """The grammar that the answer is held to for its calls, its content behind reasoning, or the bound of its
+    reasoning; None without."""
     text = generator.text
-    rules = choice.rules()
+    content = constraint_of(body)
+    rules = choice.rules(is_held=content is not None and choice.calls_tools)
     style = text.formats.reasoning
     budget = None if style is None else body.thinking_token_budget
-    if rules is None and budget is None:
-        return None
-    return answer_grammar(
+    if rules is None and budget is None and (content is None or style is None):
+        return content
+    whole = answer_grammar(
         text.tokenizer.added_token_id,
         text.formats,
         calls=rules,
         tool_format=choice.format_in(text.formats),
         reasoning=None if style is None else Reasoning(style, _is_open(prompt, style), budget),
+        content=None if content is None else content.grammar,
     )
+    others = "thinking_token_budget" if rules is None else "tools"
+    return FieldGrammar(whole, others if content is None else content.param)
 
 
 def _is_open(prompt: str, reasoning: ReasoningFormat) -> bool:

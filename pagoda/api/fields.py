@@ -98,6 +98,9 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     add_special_tokens: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
+    bootstrap_host: HostName | None = None
+    bootstrap_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    bootstrap_room: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
 
     # No effect on the answer, by OpenAI's definition, as the bound; the first two may name the request's session.
     prompt_cache_key: str | None = None
@@ -106,6 +109,19 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     prompt_cache_retention: str | None = None
     prediction: dict[str, Any] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+
+    # At most one constraint; see `pagoda.api.constraint_fields`.
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
 
     best_of: int | None = None
     """Answers of which the `n` likeliest are given; of chats only `n` itself."""
@@ -117,12 +133,6 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     store: Annotated[Any, (False,)] = None
     service_tier: Annotated[Any, ("auto", "default")] = None
     bad_words: Annotated[Any, ([],)] = None
-    response_format: Annotated[Any, ({"type": "text"},)] = None
-    structured_outputs: Annotated[Any, ()] = None
-    guided_json: Annotated[Any, ()] = None
-    guided_regex: Annotated[Any, ()] = None
-    guided_choice: Annotated[Any, ()] = None
-    guided_grammar: Annotated[Any, ()] = None
 
 
 def check_fields(body: GenerationFields) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
 
+from pagoda.api.bootstrap import ask, room_of
+from pagoda.api.constraint_fields import FieldGrammar, constraint_of
 from pagoda.api.fields import (
     GenerationFields,
     beam_search_params,
@@ -24,7 +27,7 @@ from pagoda.errors import refuse
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
-from pagoda.messages.frontend import Grammar, KVSource
+from pagoda.messages.frontend import KVSource
 
 Prompt = str | Sequence[int]
 
@@ -167,18 +170,23 @@ async def prepare(
     add_special_tokens: bool,
     clamp_max_tokens: bool = False,
     param: str = "prompt",
-    grammar: Grammar | None = None,
+    grammar: FieldGrammar | None = None,
     shown_tokens: tuple[str, ...] = (),
 ) -> Generation:
     """The requests of all prompts of a body; `param` is the field of the prompt, `grammar` and `shown_tokens` are
-    those of `TextGenerator.prepare`.
+    those of `TextGenerator.prepare`; without a `grammar` that of the body counts.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     check_fields(body)
+    grammar = grammar or constraint_of(body)
     is_router = caller.service.is_router
     role = generator.endpoint.limits.role
     handoff = handoff_of(body, role, max_tokens=max_tokens, is_router=is_router)
     if len(prompts) != 1 and body.kv_transfer_params is None:
         handoff = Handoff()
+    room = room_of(body, role, caller.service.config.bootstrap_hosts)
+    if room is not None:
+        source = None if role.holds_kv else await ask(body, caller.authorization)
+        handoff = Handoff(role.holds_kv, source)
     if handoff != Handoff() and len(prompts) != 1:
         refuse("prompt", "must be a single prompt with kv_transfer_params")
     fields = {
@@ -208,11 +216,15 @@ async def prepare(
             session=session_of(body, caller.session),
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
-            grammar=grammar,
+            grammar=None if grammar is None else grammar.grammar,
+            grammar_param="" if grammar is None else grammar.param,
             shown_tokens=shown_tokens,
             scores_once=not body.stream,
             client_request=caller.client_request,
         )
+    if room is not None and handoff.holds_kv:
+        tell = partial(caller.service.rooms.tell, room)
+        requests = [replace(request, on_kv_source=tell) for request in requests]
     beams = None
     if body.use_beam_search:
         if requests[0].request.grammar is not None:

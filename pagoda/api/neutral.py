@@ -55,9 +55,6 @@ class NeutralFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     custom_logit_processor: _Null = None
     custom_params: _Empty = None
     extra_key: _Null = None
-    bootstrap_host: _Null = None
-    bootstrap_port: _Null = None
-    bootstrap_room: _Null = None
     data_parallel_rank: _Null = None
     routed_dp_rank: _Null = None
     disagg_prefill_dp_rank: _Null = None

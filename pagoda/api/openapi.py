@@ -89,8 +89,10 @@ def describe(table: Table, open_paths: frozenset[str]) -> dict[str, Any]:
         path.replace("*", "{id}"): {
             method.lower(): _operation(path, method, route, references_of, path in open_paths)
             for method, route in methods.items()
+            if route.is_offered
         }
         for path, methods in table.items()
+        if any(route.is_offered for route in methods.values())
     }
     return {
         "openapi": "3.1.0",

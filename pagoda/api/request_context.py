@@ -30,6 +30,8 @@ class Caller:
     client_request: ClientRequest
     session: str | None = None
     """The header `X-Session-ID`."""
+    authorization: str = ""
+    """The header `Authorization`, for a server that is asked on the client's behalf."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,13 @@ class RequestContext:
 
     @property
     def caller(self) -> Caller:
-        return Caller(self.service, self.client_request, self.http.headers.get("X-Session-ID"))
+        headers = self.http.headers
+        return Caller(
+            self.service,
+            self.client_request,
+            headers.get("X-Session-ID"),
+            headers.get("Authorization", ""),
+        )
 
     @property
     def has_key(self) -> bool:

@@ -34,6 +34,8 @@ class Route:
     """True if the body can ask for a stream."""
     needs_body: bool = True
     """False if the JSON body may be left out."""
+    is_offered: bool = True
+    """False for a route that only says why it is refused, which is not described."""
     statuses: tuple[int, ...] = ()
     """Statuses besides those that every route of its kind answers with."""
 
@@ -44,4 +46,4 @@ def refused(reason: str, dialect: Dialect = OPENAI) -> Route:
     async def refuse(context: RequestContext) -> web.StreamResponse:
         raise ApiError(501, f"{context.http.path[:200]} is not supported: {reason}")
 
-    return Route(refuse, "Refused.", dialect=dialect, statuses=(501,))
+    return Route(refuse, "Refused.", dialect=dialect, is_offered=False)

@@ -12,12 +12,14 @@ from pagoda.api.adapters import (
     unload_lora_adapter,
 )
 from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
+from pagoda.api.batches.routes import ROUTES as BATCH_ROUTES
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions
 from pagoda.api.openai.completions import completions
+from pagoda.api.openai.conversations.routes import ROUTES as CONVERSATION_ROUTES
 from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
 from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
@@ -31,6 +33,9 @@ PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _page = Route(info.page, "A file of the page.", content_type="text/html", statuses=(404,))
 _ready = Route(info.health_ready, "Whether the model makes progress.", statuses=(503,))
 _models = Route(info.models, "The models that are served.")
+_bootstrap_room = Route(
+    info.bootstrap_room, "The place of KV, for decode servers.", statuses=(404,)
+)
 _server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
 _start_profile = Route(
@@ -59,6 +64,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/health/live": {"GET": Route(info.health_live, "The process answers.")},
     "/health/ready": {"GET": _ready},
     "/version": {"GET": Route(info.version, "The version of the server.")},
+    "/bootstrap/rooms/*": {"GET": _bootstrap_room},
     "/server_info": {"GET": _server_info},
     "/get_server_info": {"GET": _server_info},
     "/v1/models": {"GET": _models},
@@ -94,6 +100,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     **SCORING_ROUTES,
     **MESSAGE_ROUTES,
     **RESPONSE_ROUTES,
+    **CONVERSATION_ROUTES,
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
     "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
@@ -104,6 +111,7 @@ ROUTES: dict[str, dict[str, Route]] = {
         )
     },
     "/docs": {"GET": Route(info.docs, "A page that shows the routes.", content_type="text/html")},
+    **BATCH_ROUTES,
     **OLLAMA_ROUTES,
     **LLAMACPP_ROUTES,
     **VLLM_ROUTES,

@@ -13,6 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from pagoda.api.app import ApiServer
+from pagoda.api.batches.files import FileStore
+from pagoda.api.batches.runner import BatchRunner
 from pagoda.api.service import ApiConfig, Service
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
@@ -40,6 +42,8 @@ class ServerConfig:
     api: ApiConfig
     host: str = "127.0.0.1"
     port: int = 8000
+    files_dir: Path | None = None
+    """Directory of clients' files and batches; None serves none."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
 
@@ -74,6 +78,9 @@ async def serve(
     up.
     """
     service = Service(server.api, tracker=RequestTracker(tracer.clock_ns))
+    if server.files_dir is not None:
+        service.files = FileStore(server.files_dir)
+        service.batches = BatchRunner(service, service.files)
     # A server that is started again has the same name of traces, and replaces those before it.
     address = f"{server.host}-{server.port}" if server.port else tracer.process.uid
     run = f"{tracer.role}-{tracer.process.host}-{address}"
@@ -102,12 +109,15 @@ async def serve(
         if not await signals.before(loading):
             return
         service.generator = loading.result()
+        if service.batches is not None:
+            service.batches.start()
         on_ready(url, dispatcher.limits)
         failed = asyncio.ensure_future(dispatcher.wait_failed())
         if await signals.before(failed):
             raise failed.result()
         await fleet.leave()
         service.draining = True
+        await _close_batches(service)
         _log.info("draining for up to %.0f s; a second signal ends at once", server.drain_timeout_s)
         draining = asyncio.ensure_future(dispatcher.drain(server.drain_timeout_s))
         if not await signals.before(draining, last=True):
@@ -115,6 +125,7 @@ async def serve(
     finally:
         service.draining = True
         service.live_stats.close()
+        await _close_batches(service)
         await service.responses.close()
         await runner.cleanup()
         if tracing.session is not None:
@@ -123,6 +134,14 @@ async def serve(
         if spans is not None:
             await asyncio.to_thread(spans.close)
         signals.restore()
+
+
+async def _close_batches(service: Service) -> None:
+    """Ends the work on batches, which goes on when the server is started again."""
+    if service.batches is not None:
+        await service.batches.close()
+    if service.files is not None:
+        service.files.close()
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:

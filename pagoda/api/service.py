@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pagoda.api.answer_log import log_answer
 from pagoda.api.body import UnknownFields
+from pagoda.api.bootstrap import Rooms
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
+from pagoda.api.openai.conversations.store import ConversationStore
 from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.frontend.fleet import Fleet
@@ -19,6 +22,10 @@ from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.frontend.trace_control import TraceControl
+
+if TYPE_CHECKING:
+    from pagoda.api.batches.files import FileStore
+    from pagoda.api.batches.runner import BatchRunner
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class ApiConfig:
     """A path before all routes, under which a proxy shows the server; routes without it are answered, too."""
     unknown_fields: UnknownFields | None = None
     """Unknown fields of bodies are noted here and ignored; None refuses them."""
+    bootstrap_hosts: Sequence[str] = ()
+    """Prefill servers that requests with `bootstrap_room` may name."""
     always_usage: bool = False
     """Streams end with their usage even if the client does not ask for it."""
     max_body_bytes: int = 8 * 2**20
@@ -41,7 +50,8 @@ class ApiConfig:
     keep_alive_s: float = 15.0
     """Seconds after which an idle event stream gets a comment."""
     response_store_bytes: int = 256 * 2**20
-    """Bytes of responses that are kept for `previous_response_id` and for retrieval; 0 keeps none."""
+    """Bytes of responses that are kept for `previous_response_id` and for retrieval, and as many of conversations;
+    0 keeps none."""
     stall_timeout_s: float = 60.0
     """Seconds after which a client that reads nothing of a full stream is cut off."""
 
@@ -60,12 +70,18 @@ class Service:
     live_stats: LiveStats = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
     responses: ResponseStore = field(init=False)
+    files: FileStore | None = None
+    """Files of clients; None without a directory for them."""
+    batches: BatchRunner | None = None
+    conversations: ConversationStore = field(init=False)
+    rooms: Rooms = field(default_factory=Rooms)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.live_stats = LiveStats(self.tracker)
         self.request_metrics = RequestMetrics(self.config.api_keys.names)
         self.responses = ResponseStore(self.config.response_store_bytes)
+        self.conversations = ConversationStore(self.config.response_store_bytes)
         self.request_metrics.follow(self.tracker)
         self.tracker.subscribe(on_finish=log_answer)
 

@@ -15,6 +15,7 @@ from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ToolFormatName
 from pagoda.frontend.tool_grammars import CallableTool, CallRules
+from pagoda.frontend.tool_schemas import check_total, held_schema
 
 Mode = Literal["none", "auto", "required", "named"]
 
@@ -51,23 +52,25 @@ class ToolChoice:
             return "stop"
         return "function_call" if self.is_function else "tool_calls"
 
-    def rules(self) -> CallRules | None:
-        """The calls that the engine holds the answer to; None if calls are free in an answer that is free."""
-        is_held = self.must_call or self.allowed is not None
+    def rules(self, *, is_held: bool = False) -> CallRules | None:
+        """The calls that the engine holds the answer to; None if calls are free in an answer that is free, which
+        it is unless `is_held`."""
+        is_held = is_held or self.must_call or self.allowed is not None
         functions = [tool["function"] for tool in self.tools]
         if self.mode == "none" or not (is_held or any(f.get("strict") for f in functions)):
             return None
         allowed = [f for f in functions if self.allowed is None or f["name"] in self.allowed]
-        return CallRules(
-            [self._callable(function) for function in allowed], self.must_call, self.is_single
-        )
+        tools = [self._callable(function) for function in allowed]
+        check_total([tool.schema for tool in tools])
+        return CallRules(tools, self.must_call, self.is_single)
 
     def _callable(self, function: Mapping[str, Any]) -> CallableTool:
         """A tool with its schema. In an answer that may call, only strict tools are held to theirs."""
         is_strict = bool(function.get("strict"))
         has_schema = is_strict or self.must_call
         schema = function.get("parameters") if has_schema else {"type": "object"}
-        return CallableTool(function["name"], schema or {}, is_strict)
+        held = held_schema(schema or {}, function["name"], is_strict=is_strict)
+        return CallableTool(function["name"], held, is_strict)
 
     def format_in(self, formats: AnswerFormats) -> ToolFormatName | None:
         """The format of the calls; None if there are none, or the model's is not known."""

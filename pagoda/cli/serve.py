@@ -90,10 +90,16 @@ class ServerOptions:
     """A path before all routes, such as /models/a, under which a proxy shows the server."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """Refuse requests with unknown fields by name, or log each name once and ignore it."""
+    bootstrap_hosts: Annotated[
+        tuple[str, ...], Parameter(metavar="HOST", negative=(), show_default=False)
+    ] = ()
+    """A prefill server that sglang-router's requests to this decode server may name; may be repeated."""
     enable_force_include_usage: bool = False
     """End every stream with its usage, also where stream_options do not ask for it."""
     response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = "256MiB"
     """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
+    files_dir: Path | None = None
+    """A directory for files that clients upload and for batches, which go on after a restart."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Another Host header to accept while listening on this machine only; may be repeated."""
 
@@ -125,10 +131,11 @@ class ServerOptions:
             cors_origins=CorsOrigins(self.cors_origins),
             root_path=root,
             unknown_fields=UnknownFields() if self.unknown_fields == "warn" else None,
+            bootstrap_hosts=self.bootstrap_hosts,
             always_usage=self.enable_force_include_usage,
             response_store_bytes=_store_bytes(self.response_store_bytes),
         )
-        return ServerConfig(api, self.host, self.port, self.drain_timeout)
+        return ServerConfig(api, self.host, self.port, self.files_dir, self.drain_timeout)
 
 
 def _store_bytes(given: int | str) -> int:

@@ -394,7 +394,9 @@ class KVTransferHooks(KVHooks):
 
 
 def _conditions(request: Request) -> bytes:
-    return token_conditions(request.sampling, request.end_token_ids, request.num_output_tokens)
+    return token_conditions(
+        request.sampling, request.end_token_ids, request.num_output_tokens, request.grammar
+    )
 
 
 def attach_hooks(

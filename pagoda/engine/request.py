@@ -13,6 +13,7 @@ from pagoda.kv.manager import BlockTable
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
+    Grammar,
     KVSource,
     Pooling,
     PromptLogprobs,
@@ -114,6 +115,8 @@ class Request:
     # KV from and for other places
     prefix: PrefixRequest | None = None
     """Prefix that connectors know, from when the request is queued until it is admitted."""
+    grammar: Grammar | None = field(init=False)
+    """The grammar of the answer, by which engines compare what they sample."""
     kv_source: KVSource | None = field(init=False)
     """The engine to fetch KV from; None once that was tried, or there is no need."""
     load_tried: bool = False
@@ -127,6 +130,7 @@ class Request:
 
     def __post_init__(self, message: GenerateRequest, max_model_len: int) -> None:
         self.request_id, self.kv_source = message.request_id, message.kv_source
+        self.grammar = message.grammar
         self.adapter = message.adapter
         self.sampling = sampling = message.sampling
         self.eos_token_ids = frozenset(message.eos_token_ids)

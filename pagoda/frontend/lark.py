@@ -10,11 +10,30 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pagoda.messages.frontend import Grammar
+
 TEXT = "TEXT"
 """Any text without added tokens."""
 GAP = "GAP"
 """A little white space."""
 _JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_CONTENT = "content_start"
+"""Name of the start rule of a grammar within another."""
+_UNESCAPED_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+_IN_LARK = re.compile(
+    r"""(?P<kept>"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*)"""
+    r"""|(?P<directive>%llguidance[^\n]*)|(?P<start>\bstart\b)"""
+)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
+
+
+def _renamed(match: re.Match[str]) -> str:
+    if match["start"]:
+        return _CONTENT
+    return "" if match["directive"] else match[0]
 
 
 class LarkWriter:
@@ -25,6 +44,8 @@ class LarkWriter:
         self._ids = {tag: token_id for tag in tags if (token_id := added_token_id(tag)) is not None}
         names = "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))
         self._split = re.compile(f"({names})" if names else "(?!)()")
+        self._content = ""
+        """The grammar within this one, if it has rules of its own."""
         self._rules = [r"TEXT: /(?s:.*)/", r"GAP: /[ \t\n]{0,8}/"]
 
     def is_token(self, tag: str) -> bool:
@@ -55,6 +76,15 @@ class LarkWriter:
         options = {"x-guidance": {**_JSON_LAYOUT, "lenient": not is_strict}}
         return self.rule(f"%json {json.dumps({**schema, **options})}")
 
+    def content(self, grammar: Grammar) -> str:
+        """An expression for the language of a whole grammar."""
+        if grammar.kind == "json_schema":
+            return self.rule(f"%json {grammar.text}")
+        if grammar.kind == "regex":
+            return self.terminal(f"/{_UNESCAPED_SLASH.sub(_escaped, grammar.text)}/")
+        self._content = _IN_LARK.sub(_renamed, grammar.text)
+        return _CONTENT
+
     def until(self, ending: str, *, max_tokens: int | None = None) -> str:
         """An expression for any text and `ending` behind it.
 
@@ -72,4 +102,6 @@ class LarkWriter:
 
     def grammar(self, start: str) -> str:
         """The grammar whose answers are `start`."""
-        return "\n".join(("%llguidance {}", f"start: {start}", *self._rules, ""))
+        # A grammar within this one comes first, so that lines in errors are those of its author.
+        head = self._content or "%llguidance {}"
+        return "\n".join((head, f"start: {start}", *self._rules, ""))

@@ -8,7 +8,7 @@ import copy
 import hashlib
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -93,8 +93,12 @@ class TextRequest:
     """The automaton of `sampling.stop`; None without stop strings."""
     shown_tokens: tuple[str, ...] = ()
     """Special tokens that have text though others are skipped: a parser of the answer needs them."""
+    grammar_param: str = "grammar"
+    """The client's name for the grammar in errors."""
     index: int = 0
     """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
+    on_kv_source: Callable[[KVSource], None] | None = None
+    """Listener for the place of the prompt's KV, as soon as it is known; with `holds_kv`."""
 
 
 async def start_generator(
@@ -210,6 +214,7 @@ class TextGenerator:
         holds_kv: bool = False,
         kv_source: KVSource | None = None,
         grammar: Grammar | None = None,
+        grammar_param: str = "grammar",
         shown_tokens: tuple[str, ...] = (),
         pooling: Pooling | None = None,
         scores_once: bool = True,
@@ -265,6 +270,7 @@ class TextGenerator:
                 prompt=text,
                 client_request=client_request,
                 stops=stops,
+                grammar_param=grammar_param,
                 shown_tokens=shown_tokens,
                 index=index,
             )
@@ -278,13 +284,18 @@ class TextGenerator:
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
         scores = None if request.request.sampling.prompt_logprobs is None else PromptScores()
-        with tracker.answering(request.request, request.client_request) as record:
+        with (
+            _naming_grammar(request),
+            tracker.answering(request.request, request.client_request) as record,
+        ):
             value = record.with_span(request.request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     if chunk.kv_source is not None:
                         source = chunk.kv_source
+                        if request.on_kv_source is not None:
+                            request.on_kv_source(source)
                     if scores is not None and chunk.prompt_logprobs is not None:
                         scores.add(chunk.prompt_logprobs)
                     if not chunk.token_ids and chunk.finish_reason is None:
@@ -326,6 +337,18 @@ class PromptScores:
 
     def entries(self) -> list[TokenLogprobs]:
         return [entry for part in self._parts for entry in part.entries()]
+
+
+@contextlib.contextmanager
+def _naming_grammar(request: TextRequest) -> Iterator[None]:
+    """Lets a refusal of the request's grammar name the client's field."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if request.request.grammar is None or error.param is not None:
+            raise
+        param = request.grammar_param
+        raise InvalidRequestError(f"{param}: {error}", param=param) from None
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -201,8 +201,9 @@ def answer_grammar(
     calls: CallRules | None,
     tool_format: ToolFormatName | None,
     reasoning: Reasoning | None,
+    content: Grammar | None = None,
 ) -> Grammar:
-    """The grammar of an answer that has these calls, or free text, behind reasoning.
+    """The grammar of an answer that has these calls, or `content`, by default free text, behind reasoning.
     Raises InvalidRequestError: a strict tool cannot be held to its schema in this format, or reasoning to its
     budget."""
     writer = LarkWriter(added_token_id, formats.tokens(calls_tools=True))
@@ -212,15 +213,20 @@ def answer_grammar(
             rule = f"needs a model with a token for the end of its reasoning; {end!r} is none here"
             refuse("thinking_token_budget", rule, "not_supported")
     if tool_format == "openai" or (reasoning is not None and reasoning.style is HARMONY):
-        return Grammar("lark", writer.grammar(_harmony(writer, calls, reasoning)))
+        return Grammar("lark", writer.grammar(_harmony(writer, calls, reasoning, content)))
     begin = "" if reasoning is None else _reasoning(writer, reasoning)
     if calls is None or tool_format is None:
-        return Grammar("lark", writer.grammar(f"{begin} {TEXT}"))
+        text = TEXT if content is None else writer.content(content)
+        return Grammar("lark", writer.grammar(f"{begin} {text}"))
     style = _STYLES[_variant(writer, tool_format)]
     if calls.must_call:
         return Grammar(
             "lark", writer.grammar(f"{begin} {_section(writer, style, calls, tool_format)}")
         )
+    if content is not None:
+        section = _section(writer, style, calls, tool_format)
+        either = f"({section} | {writer.content(content)})"
+        return Grammar("lark", writer.grammar(f"{begin} {either}"))
     return Grammar("lark", writer.grammar(f"{begin} {_lazy(writer, style, calls, tool_format)}"))
 
 
@@ -293,13 +299,19 @@ def _reasoning(writer: LarkWriter, reasoning: Reasoning) -> str:
     return f"{again}{body} {GAP}"
 
 
-def _harmony(writer: LarkWriter, calls: CallRules | None, reasoning: Reasoning | None) -> str:
+def _harmony(
+    writer: LarkWriter,
+    calls: CallRules | None,
+    reasoning: Reasoning | None,
+    content: Grammar | None,
+) -> str:
     """An expression for messages: reasoning, a preamble, and a call or the final one."""
     bound = None if reasoning is None else reasoning.max_tokens
     ending = "<|end|><|start|>assistant"
     analysis = writer.literal("<|channel|>analysis<|message|>")
     preamble = writer.literal("<|channel|>commentary<|message|>")
-    final = f"{writer.literal('<|channel|>final<|message|>')} {TEXT}"
+    text = TEXT if content is None else writer.content(content)
+    final = f"{writer.literal('<|channel|>final<|message|>')} {text}"
     last = final
     if calls is not None:
         call = _call(writer, _STYLES["openai"].call, calls, "openai")

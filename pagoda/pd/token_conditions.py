@@ -11,11 +11,15 @@ import hashlib
 
 import msgspec
 
+from pagoda.messages.frontend import Grammar
 from pagoda.messages.sampling_params import SamplingParams
 
 
 def token_conditions(
-    sampling: SamplingParams, end_token_ids: frozenset[int], num_output_tokens: int
+    sampling: SamplingParams,
+    end_token_ids: frozenset[int],
+    num_output_tokens: int,
+    grammar: Grammar | None = None,
 ) -> bytes:
     """A digest of all that shapes the distribution of the token at index `num_output_tokens` of an answer.
 
@@ -42,4 +46,4 @@ def token_conditions(
         )
     biases = sorted((sampling.logit_bias or {}).items())
     shaping = msgspec.structs.replace(shaping, logit_bias=None)
-    return hashlib.sha256(msgspec.msgpack.encode((shaping, biases))).digest()
+    return hashlib.sha256(msgspec.msgpack.encode((shaping, biases, grammar))).digest()

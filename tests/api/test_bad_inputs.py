@@ -69,9 +69,11 @@ BAD_VALUES = {
     "kv_transfer_params": [[], "x", 1, True],
     "bad_words": [["x"]],
     "prompt_logprobs": [21, -1, -2, 10**9],
-    "structured_outputs": [{"regex": "(a+)+b"}],
-    "guided_regex": ["(a+)+b"],
-    "guided_json": [{}],
+    "structured_outputs": ["a", []],
+    "guided_regex": [5],
+    "guided_json": [7, "{", {"multipleOf": 99991}],
+    "guided_choice": [[], [1]],
+    "guided_grammar": ["", "a b c"],
     "store": [True],
 }
 

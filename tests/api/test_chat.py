@@ -232,7 +232,7 @@ async def test_what_a_template_cannot_do(
         ({"tools": [*TOOLS, *TOOLS]}, "tools[1].function.name"),
         ({"tool_choice": "must"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )

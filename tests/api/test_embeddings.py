@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.executor.sim import sim_embedding
+from pagoda.executor.sim import sim_embedding, sim_logprob
 from pagoda.messages.frontend import Pooling
 
 
@@ -110,9 +110,38 @@ async def test_documents_are_ranked(api, route: str) -> None:
     assert [one.keys() for one in few["results"]] == [{"index", "relevance_score"}] * 2
 
 
+@pytest.mark.parametrize("item_first", [False, True])
+async def test_labels_are_scored_behind_items(api, item_first: bool) -> None:
+    labels = [10, 20, 30]
+    body = {"query": "q", "items": ["ab", list(b"c")], "label_token_ids": labels}
+    route = "/generative_scoring"
+    answer = (await api.post(route, {**body, "item_first": item_first})).json()
+    last = [ord("q")] * 2 if item_first else [ord("b"), ord("c")]
+    logprobs = [[sim_logprob(token_id, label) for label in labels] for token_id in last]
+    weights = [[math.exp(one) for one in own] for own in logprobs]
+    scores = [item["score"] for item in answer["data"]]
+    assert scores == pytest.approx([own[0] / sum(own) for own in weights])
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    request = api.endpoint.requests[0]
+    assert request.num_scored_tokens == len(request.prompt_token_ids) - 1
+    whole = (await api.post(route, {**body, "apply_softmax": False})).json()
+    assert whole["data"][0]["score"] == pytest.approx(math.exp(sim_logprob(ord("b"), 10)))
+
+
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
+        ("/generative_scoring", {"query": "q", "items": ["a"]}, "label_token_ids"),
+        (
+            "/generative_scoring",
+            {"query": "q", "items": [], "label_token_ids": [1]},
+            "items",
+        ),
+        (
+            "/generative_scoring",
+            {"query": "q", "items": ["a"], "label_token_ids": [512]},
+            "label_token_ids",
+        ),
         ("/v1/embeddings", {}, "input"),
         ("/v1/embeddings", {"input": []}, "input"),
         ("/v1/embeddings", {"input": ["a", 1]}, "input"),

@@ -48,7 +48,7 @@ async def test_neutral_values_are_accepted(api, fields: dict[str, Any]) -> None:
         ("spaces_between_special_tokens", False, "True"),
         ("echo", True, "False"),
         ("lora_path", "adapter", None),
-        ("bootstrap_room", 7, None),
+        ("routed_dp_rank", 7, None),
     ],
 )
 async def test_other_values_are_refused_by_name(

@@ -84,15 +84,17 @@ def test_completions_and_models(router: Server) -> None:
     assert router.model in [model.id for model in client.models.list()]
 
 
-@pytest.mark.parametrize("name", ["smg", "vllm_router"])
+@pytest.mark.parametrize("name", ROUTERS)
 def test_prefill_and_decode_apart(
     name: str, server: Server, start: Callable[..., Server], cluster_key: Path
 ) -> None:
     """Blocks were handed over: right answers alone would also come from a decode server that computes prompts."""
     key = ("--cluster-key-file", str(cluster_key))
-    prefill, decode = (start("--role", role, *key) for role in ("prefill", "decode"))
+    prefill = start("--role", "prefill", *key)
+    decode = start("--role", "decode", "--bootstrap-hosts", "127.0.0.1", *key)
+    bootstrap = [prefill.url.rpartition(":")[2]] if name == "sglang_router" else []
     mode = "--vllm-pd-disaggregation" if name == "vllm_router" else "--pd-disaggregation"
-    command, url = routing(name, mode, "--prefill", prefill.url, "--decode", decode.url)
+    command, url = routing(name, mode, "--prefill", prefill.url, *bootstrap, "--decode", decode.url)
     with running(command, f"{url}/{_READY[name]}"):
         through = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         alone = openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0)

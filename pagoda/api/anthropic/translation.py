@@ -36,6 +36,7 @@ _NAMES = {
     "response_format.json_schema": "output_config.format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "user": "metadata.user_id",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -232,6 +233,8 @@ def _thinking(body: CountTokensRequest) -> dict[str, Any]:
         is_on = thinking.type == "enabled"
         switches = {"enable_thinking": is_on, "thinking": is_on}
         fields["chat_template_kwargs"] = {**switches, **(body.chat_template_kwargs or {})}
+    if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
+        fields["thinking_token_budget"] = thinking.budget_tokens
     if thinking is not None and thinking.display == "omitted":
         fields["include_reasoning"] = False
     return fields

@@ -107,11 +107,11 @@ async def begin_llama(
 
 async def _infill_prompt(body: InfillBody, generator: TextGenerator) -> list[int]:
     """The prompt of fill in the middle (Bavarian et al. 2022) for the gap between prefix and suffix.
-    Raises ApiError: 501, the model has no tokens for it."""
+    Raises ApiError: 400, the model has no tokens for it."""
     tokenizer = generator.text.tokenizer
     marks = _known(tokenizer, _FIM_TOKENS)
     if marks is None:
-        raise ApiError(501, "Infill is not supported by this model: it has no tokens for it.")
+        raise ApiError(400, "Infill is not supported by this model: it has no tokens for it.")
 
     async def encode(text: str, param: str) -> list[int]:
         return await generator.encode(text, add_special_tokens=False, param=param)

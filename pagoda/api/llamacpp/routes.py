@@ -15,11 +15,7 @@ _completion = Route(
 ROUTES: dict[str, dict[str, Route]] = {
     "/completion": {"POST": _completion},
     "/completions": {"POST": _completion},
-    "/infill": {
-        "POST": Route(
-            infill, "Fills a gap.", InfillBody, dialect=LLAMACPP, streams=True, statuses=(501,)
-        )
-    },
+    "/infill": {"POST": Route(infill, "Fills a gap.", InfillBody, dialect=LLAMACPP, streams=True)},
     "/apply-template": {
         "POST": Route(
             apply_template, "The prompt of a conversation.", TemplateBody, dialect=LLAMACPP
@@ -27,12 +23,10 @@ ROUTES: dict[str, dict[str, Route]] = {
     },
     "/props": {
         "GET": Route(props, "Properties of the server.", dialect=LLAMACPP),
-        "POST": refused("flags set the properties when the server starts.", LLAMACPP),
     },
     "/slots": {"GET": Route(slots, "Sequences that run.", dialect=LLAMACPP)},
     "/slots/*": {"POST": refused("all requests share one cache of prompts.", LLAMACPP)},
     "/lora-adapters": {
         "GET": Route(adapters, "Adapters whose scale can be set.", dialect=LLAMACPP),
-        "POST": refused("a request names an adapter as its model.", LLAMACPP),
     },
 }

@@ -8,7 +8,6 @@ from aiohttp import web
 
 from pagoda.api.body import convert_body
 from pagoda.api.conversation import begin_conversation
-from pagoda.api.errors import ApiError
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
 from pagoda.api.ollama.answers import (
@@ -53,7 +52,7 @@ def _loaded(
 ) -> web.StreamResponse:
     """The answer to a body without a prompt, which asks to load the model or to unload it."""
     if body.keep_alive in (0, "0", "0s", "0m"):
-        raise ApiError(501, "keep_alive: the model of this server stays loaded.", "keep_alive")
+        refuse("keep_alive", "of 0 unloads a model, but the model of this server stays loaded")
     context.service.admit(served_name(context.service, body.model))
     answer = {"model": body.model, "created_at": now(), **fields, "done": True}
     return context.json({**answer, "done_reason": "load"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagoda.api.route import Route
 from pagoda.api.scoring.embeddings import EmbeddingRequest, embeddings, pooling
+from pagoda.api.scoring.generative import GenerativeScoringRequest, generative_scoring
 from pagoda.api.scoring.rerank import RerankRequest, ScoreRequest, rerank, score
 
 _embeddings = Route(embeddings, "Vectors of texts.", EmbeddingRequest)
@@ -14,6 +15,11 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/embeddings": {"POST": _embeddings},
     "/embeddings": {"POST": _embeddings},
     "/pooling": {"POST": Route(pooling, "Vectors of texts, as vLLM has it.", EmbeddingRequest)},
+    "/generative_scoring": {
+        "POST": Route(
+            generative_scoring, "Probabilities of labels behind items.", GenerativeScoringRequest
+        )
+    },
     "/v1/score": {"POST": _score},
     "/score": {"POST": _score},
     "/v1/rerank": {"POST": _rerank},

@@ -37,7 +37,7 @@ function example(schema, spec, depth = 0) {
     for (const name of known.required ?? []) {
       fields[name] = example(known.properties[name], spec, depth + 1);
     }
-    return fields;
+    return "role" in fields ? { role: "user", content: "hello" } : fields;
   }
   if (known.type === "array") return [example(known.items ?? {}, spec, depth + 1)];
   return { string: "hello", integer: 1, number: 1, boolean: true }[known.type] ?? null;

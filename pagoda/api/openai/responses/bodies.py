@@ -52,6 +52,12 @@ class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Answers are as long as the model makes them."""
 
 
+class ConversationName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`conversation` as an object."""
+
+    id: str
+
+
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 Input = str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
 
@@ -70,6 +76,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     include: list[Include] | None = None
     top_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     store: bool | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -83,7 +90,6 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     max_tool_calls: int | None = None
 
     # Not supported: refused but for null and the values beside them.
-    conversation: Annotated[Any, ()] = None
     prompt: Annotated[Any, ()] = None
     context_management: Annotated[Any, ([],)] = None
     background_options: Annotated[Any, ({"completion_window": "soonest"},)] = None
@@ -97,6 +103,10 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     prompt_logprobs: Annotated[Any, ()] = None
     return_tokens_as_token_ids: Annotated[Any, (False,)] = None
     return_token_ids: Annotated[Any, (False,)] = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        return _conversation_id(self.conversation)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -127,14 +137,24 @@ class InputTokensRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    conversation: Annotated[Any, ()] = None
+    conversation: str | ConversationName | None = None
     personality: Annotated[Any, ()] = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        return _conversation_id(self.conversation)
+
+
+def _conversation_id(given: str | ConversationName | None) -> str | None:
+    return given.id if isinstance(given, ConversationName) else given
 
 
 def check_body(body: ResponsesRequest) -> None:
     """Raises InvalidRequestError: two fields do not go together, or a value is not served; names the field."""
     if body.input is None:
         refuse("input", "is missing", "missing_field")
+    if body.conversation is not None and body.previous_response_id is not None:
+        refuse("previous_response_id", "and conversation exclude each other")
     if body.background and not body.is_stored:
         refuse("background", "can only be used when `store` is true")
     options = body.stream_options

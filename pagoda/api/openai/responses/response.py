@@ -221,12 +221,14 @@ def _raw(text: str, token_ids: Sequence[int]) -> dict[str, Any]:
 def _request_fields(body: ResponsesRequest, generation: Generation, model: str) -> dict[str, Any]:
     """The fields of a response that say what was asked for."""
     sampling = generation.requests[0].sampling
+    talk = body.conversation_id
     reasoning = body.reasoning
     effort = None if reasoning is None else reasoning.effort
     text_format = None if body.text is None else body.text.format
     tools = [_shown_tool(tool) for tool in body.tools or ()]
     return {
         "background": bool(body.background),
+        "conversation": None if talk is None else {"id": talk},
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from pagoda.api.conversation import Conversation, begin_conversation, count_prom
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.generation import Generation
+from pagoda.api.openai.conversations.store import check_room
 from pagoda.api.openai.responses.background import BackgroundRun
 from pagoda.api.openai.responses.bodies import (
     InputTokensRequest,
@@ -20,7 +21,12 @@ from pagoda.api.openai.responses.bodies import (
     check_body,
 )
 from pagoda.api.openai.responses.events import EventLog, EventWriter
-from pagoda.api.openai.responses.items import kept_items, without_references
+from pagoda.api.openai.responses.items import (
+    kept_items,
+    page_of_items,
+    query_number,
+    without_references,
+)
 from pagoda.api.openai.responses.response import ResponseAnswer
 from pagoda.api.openai.responses.store import StoredResponse
 from pagoda.api.openai.responses.translation import (
@@ -37,10 +43,6 @@ from pagoda.api.route import Route
 from pagoda.api.sse import EventStream, encode_json
 from pagoda.errors import refuse
 from pagoda.frontend.text_generator import PromptTooLongError
-
-_MAX_LISTED = 100
-_DEFAULT_LISTED = 20
-_MAX_DIGITS = 16
 
 
 def _error_event(error: ApiError) -> bytes:
@@ -64,6 +66,10 @@ async def create_response(context: RequestContext) -> web.StreamResponse:
     if body.background:
         store.check_room()
     items = _items(context, body)
+    talk = None
+    if body.conversation_id is not None:
+        talk = context.service.conversations.get(_key(context), body.conversation_id)
+        check_room(talk, max(len(items), 1), "conversation")
     conversation = await _begin(context, body, items)
     generation = conversation.generation
     streams = bool(body.stream)
@@ -72,6 +78,8 @@ async def create_response(context: RequestContext) -> web.StreamResponse:
 
     def keep(response: dict[str, Any]) -> None:
         stored.response, stored.run = response, None
+        if talk is not None and response["status"] in ("completed", "incomplete"):
+            context.service.conversations.add(talk, stored.items)
         if body.is_stored:
             store.put(stored)
 
@@ -110,13 +118,13 @@ async def get_response(context: RequestContext) -> web.StreamResponse:
     stored = context.service.responses.get(_key(context), response_id)
     query = context.http.query
     if part == "input_items":
-        return context.json(_listed(stored.input_items, query))
+        return context.json(page_of_items(stored.input_items, query))
     _check_part(part, "")
     if query.get("stream", "false").lower() not in ("true", "1"):
         return context.json(stored.current)
     if stored.log is None:
         refuse("stream", "needs a response that was made with background and stream")
-    return await _show(context, stored, first_event=_number(query, "starting_after", -1) + 1)
+    return await _show(context, stored, first_event=query_number(query, "starting_after", -1) + 1)
 
 
 async def change_response(context: RequestContext) -> web.StreamResponse:
@@ -163,7 +171,10 @@ def _items(context: RequestContext, body: ResponsesRequest | InputTokensRequest)
 def _conversation(
     context: RequestContext, body: ResponsesRequest | InputTokensRequest, items: Sequence[Item]
 ) -> PlacedItems:
-    """All items: those of earlier responses, and those of the input."""
+    """All items: those of earlier responses or of the conversation, and those of the input."""
+    if body.conversation_id is not None:
+        stored = context.service.conversations.get(_key(context), body.conversation_id)
+        return placed_items(body.input, list(stored.items.values()), items)
     history = context.service.responses.history(_key(context), body.previous_response_id)
     return placed_items(body.input, history, items)
 
@@ -224,41 +235,6 @@ async def _show(
     if log is None:
         return context.json(stored.current)
     return await context.stream(lambda stream: log.follow(stream, first_event))
-
-
-def _listed(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of items, by default the newest first, as OpenAI lists them."""
-    limit = _number(query, "limit", _DEFAULT_LISTED)
-    if not 1 <= limit <= _MAX_LISTED:
-        refuse("limit", f"must be from 1 to {_MAX_LISTED}")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        refuse("order", "must be asc or desc")
-    ordered = list(items if order == "asc" else reversed(items))
-    after = query.get("after")
-    if after is not None:
-        ids = [item["id"] for item in ordered]
-        if after not in ids:
-            refuse("after", "is not the id of one of the items")
-        ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(ordered) > limit,
-    }
-
-
-def _number(query: Mapping[str, str], name: str, default: int) -> int:
-    """A number of the query. Raises InvalidRequestError: it is none."""
-    given = query.get(name, "")
-    if not given:
-        return default
-    if not (given.isascii() and given.isdecimal() and len(given) < _MAX_DIGITS):
-        refuse(name, "must be a whole number")
-    return int(given)
 
 
 ROUTES: dict[str, dict[str, Route]] = {

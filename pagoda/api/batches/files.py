@@ -1,0 +1,162 @@
+"""Files that clients upload and batches write, each with a description beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pagoda.errors import ConfigError, refuse
+
+MAX_FILES = 10_000
+"""Most files at a time; their descriptions are in memory."""
+_FLUSH_BYTES = 2**20
+
+Purpose = Literal[
+    "batch", "batch_output", "assistants", "fine-tune", "vision", "user_data", "evals"
+]
+
+
+class FileRecord(msgspec.Struct, kw_only=True):
+    """The description of a file, as its client sees it but for `key_name`."""
+
+    id: str
+    filename: str
+    purpose: Purpose
+    bytes: int
+    created_at: int
+    key_name: str = ""
+    """Name of the API key of the request that made the file; requests with other keys do not see it."""
+
+    def shown(self) -> dict[str, object]:
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+        }
+
+
+def new_id(kind: str) -> str:
+    """A name that no client can guess."""
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+def write_record(path: Path, record: msgspec.Struct) -> None:
+    """Writes a description, so that after a crash there is the old one or the new one."""
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(msgspec.json.encode(record))
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+class FileStore:
+    """The files of a directory. Work on the disk is done in threads."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError: the directory cannot be made or read."""
+        self.directory = directory
+        self._records: dict[str, FileRecord] = {}
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = (directory / "lock").open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in sorted(directory.glob("file-*.json")):
+                record = msgspec.json.decode(path.read_bytes(), type=FileRecord)
+                self._records[record.id] = record
+            for path in directory.glob("*.upload"):  # cut off by the end of a server
+                path.unlink()
+        except BlockingIOError:
+            raise ConfigError(f"--files-dir: another server uses {str(directory)!r}.") from None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"--files-dir: {str(directory)!r} cannot be read: {error}.") from None
+
+    def close(self) -> None:
+        """Lets another server use the directory."""
+        self._lock.close()
+
+    def data_path(self, file_id: str) -> Path:
+        """The path of a file's bytes."""
+        return self.directory / f"{file_id}.data"
+
+    def find(self, file_id: str, key_name: str) -> FileRecord | None:
+        record = self._records.get(file_id)
+        return record if record is not None and record.key_name == key_name else None
+
+    def all_of(self, key_name: str) -> list[FileRecord]:
+        """The files of one API key, newest first."""
+        found = [record for record in self._records.values() if record.key_name == key_name]
+        return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
+
+    async def write(self, chunks: AsyncIterator[bytes], max_bytes: int) -> tuple[str, int]:
+        """Writes an upload to the disk as it comes; returns its id and its bytes. `add` makes it a file.
+        Raises InvalidRequestError: the upload is longer than `max_bytes`, or there are too many files."""
+        if len(self._records) >= MAX_FILES:
+            refuse("file", f"would be one of more than {MAX_FILES} files; delete some first")
+        file_id = new_id("file")
+        path = self.data_path(file_id).with_suffix(".upload")
+        num_bytes = 0
+        try:
+            with await asyncio.to_thread(path.open, "wb") as file:
+                held = bytearray()
+                async for chunk in chunks:
+                    num_bytes += len(chunk)
+                    if num_bytes > max_bytes:
+                        refuse("file", f"is longer than {max_bytes} bytes")
+                    held += chunk
+                    if len(held) >= _FLUSH_BYTES:
+                        await asyncio.to_thread(file.write, bytes(held))
+                        held.clear()
+                await asyncio.to_thread(file.write, bytes(held))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        return file_id, num_bytes
+
+    async def keep(self, file_id: str) -> None:
+        """Gives the bytes of a complete upload their place."""
+        path = self.data_path(file_id)
+        await asyncio.to_thread(path.with_suffix(".upload").replace, path)
+
+    async def drop_upload(self, file_id: str) -> None:
+        await asyncio.to_thread(
+            self.data_path(file_id).with_suffix(".upload").unlink, missing_ok=True
+        )
+
+    async def add(
+        self, file_id: str, filename: str, purpose: Purpose, num_bytes: int, key_name: str
+    ) -> FileRecord:
+        """Makes bytes that are in their place a file."""
+        record = FileRecord(
+            id=file_id,
+            filename=filename,
+            purpose=purpose,
+            bytes=num_bytes,
+            created_at=int(time.time()),
+            key_name=key_name,
+        )
+        await asyncio.to_thread(write_record, self.directory / f"{file_id}.json", record)
+        self._records[file_id] = record
+        return record
+
+    async def delete(self, record: FileRecord) -> None:
+        self._records.pop(record.id, None)
+        await asyncio.to_thread(self._remove, record.id)
+
+    def _remove(self, file_id: str) -> None:
+        (self.directory / f"{file_id}.json").unlink(missing_ok=True)
+        self.data_path(file_id).unlink(missing_ok=True)

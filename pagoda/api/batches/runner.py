@@ -1,0 +1,305 @@
+"""Answers to the lines of batches, one batch after the other, behind all other requests.
+
+Results are appended as they come. After a restart a batch goes on with the lines that have no result yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagoda.api.batches.files import FileStore, new_id
+from pagoda.api.batches.lines import (
+    BatchLine,
+    check_file,
+    decode_line,
+    finished_ids,
+    read_lines,
+    result_line,
+    unanswered_line,
+)
+from pagoda.api.batches.records import BatchRecord, Status, read_batches, write_batch
+from pagoda.api.body import parse_body
+from pagoda.api.errors import as_api_error
+from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
+from pagoda.api.openai.chat import begin_chat
+from pagoda.api.openai.completions import begin_completion
+from pagoda.api.request_context import Caller
+from pagoda.api.service import Service
+from pagoda.errors import refuse
+from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.request_tracker import ClientRequest
+
+CONCURRENCY = 16
+"""Lines under way at once."""
+PRIORITY = 2**30
+"""Priority of the requests of batches; lower comes first, and 0 is that of other requests."""
+_READ_LINES = 256
+"""Lines that are read from the disk at a time."""
+RETRY_S = 1.0
+"""Seconds before a request that found the server full is asked again."""
+
+_log = logging.getLogger("pagoda.api")
+
+Answerer = Callable[[Caller, bytes], Awaitable[dict[str, Any]]]
+
+
+def _behind(body: Any) -> Any:
+    """The body, behind all requests that are not of batches."""
+    if body.stream:
+        refuse("stream", "is not possible in a batch")
+    priority = min(PRIORITY + (body.priority or 0), 2**31 - 1)
+    return msgspec.structs.replace(body, priority=priority)
+
+
+async def _answer_chat(caller: Caller, body: bytes) -> dict[str, Any]:
+    generation, shape = await begin_chat(caller, _behind(parse_body(body, ChatRequest)))
+    return await generation.run(shape)
+
+
+async def _answer_completion(caller: Caller, body: bytes) -> dict[str, Any]:
+    request = _behind(parse_body(body, CompletionRequest))
+    generation, shape = await begin_completion(caller, request)
+    return await generation.run(shape)
+
+
+ENDPOINTS: Mapping[str, Answerer] = {
+    "/v1/chat/completions": _answer_chat,
+    "/v1/completions": _answer_completion,
+}
+
+
+class BatchRunner:
+    """The batches of a directory, and the task that answers them."""
+
+    def __init__(self, service: Service, files: FileStore) -> None:
+        """Raises ConfigError: a batch of the directory cannot be read."""
+        self._service = service
+        self._files = files
+        self.batches = read_batches(files.directory)
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._current: BatchRecord | None = None
+        self._stop_current = asyncio.Event()
+        self._writing = asyncio.Lock()
+
+    def start(self) -> None:
+        """Begins to answer. The model must be loaded."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stops; unfinished batches go on when the server is started again."""
+        if self._task is not None:
+            await cancel_all([self._task])
+        async with self._writing:  # to the end of what is being written
+            pass
+
+    async def add(self, record: BatchRecord) -> None:
+        await self._save(record)
+        self.batches[record.id] = record
+        self._wake.set()
+
+    async def cancel(self, record: BatchRecord) -> None:
+        """Ends a batch; what runs of it is aborted, and its results so far are kept."""
+        if record.is_finished or record.status == "cancelling":
+            return
+        self._enter(record, "cancelling")
+        await self._save(record)
+        if record is self._current:
+            self._stop_current.set()
+        self._wake.set()
+
+    def _enter(self, record: BatchRecord, status: Status) -> None:
+        record.status = status
+        record.times = {**record.times, status: int(time.time())}
+
+    async def _save(self, record: BatchRecord) -> None:
+        await self._write(
+            lambda: write_batch(self._files.directory, msgspec.structs.replace(record))
+        )
+
+    async def _append(self, file_id: str, text: bytes) -> None:
+        await self._write(lambda: _append(self._files.data_path(file_id), text))
+
+    async def _write(self, work: Callable[[], None]) -> None:
+        """Writes in a thread, one thing at a time, and to the end even if the caller is cancelled."""
+
+        async def write() -> None:
+            async with self._writing:
+                await asyncio.to_thread(work)
+
+        await asyncio.shield(asyncio.ensure_future(write()))
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            waiting = [record for record in self.batches.values() if not record.is_finished]
+            if not waiting:
+                await self._wake.wait()
+                continue
+            record = min(waiting, key=lambda one: (one.created_at, one.id))
+            self._current = record
+            self._stop_current.clear()
+            try:
+                await self._answer(record)
+            except OSError as error:
+                await self._fail(
+                    record, f"The files of the batch cannot be used: {error.strerror}."
+                )
+            except Exception:
+                _log.exception("batch %s failed", record.id)
+                await self._fail(record, "The server made an error; its log says more.")
+            finally:
+                self._current = None
+
+    async def _fail(self, record: BatchRecord, reason: str) -> None:
+        _log.error("batch %s: %s", record.id, reason)
+        self._enter(record, "failed")
+        with contextlib.suppress(OSError):
+            await self._save(record)
+
+    async def _answer(self, record: BatchRecord) -> None:
+        """Brings a batch from the state that it is in to its end."""
+        if record.status == "validating" and not await self._validate(record):
+            return
+        if record.status == "in_progress":
+            is_expired = await self._answer_lines(record)
+            if is_expired:
+                await self._finish(record, "expired")
+                return
+            if record.status == "in_progress":
+                self._enter(record, "finalizing")
+                await self._save(record)
+        await self._finish(record, "cancelled" if record.status == "cancelling" else "completed")
+
+    async def _validate(self, record: BatchRecord) -> bool:
+        path = self._files.data_path(record.input_file_id)
+        limit = self._service.config.max_body_bytes
+        total, faults = await asyncio.to_thread(check_file, path, record.endpoint, limit)
+        record.faults = faults
+        record.counts.total = 0 if faults else total
+        if record.status == "validating":  # not cancelled meanwhile
+            self._enter(record, "failed" if faults else "in_progress")
+        await self._save(record)
+        return not record.is_finished
+
+    async def _answer_lines(self, record: BatchRecord) -> bool:
+        """Answers the lines that have no result. Returns True if the batch's time was over before the last."""
+        done = await asyncio.to_thread(self._finished, record)
+        running: set[asyncio.Task[None]] = set()
+        path = self._files.data_path(record.input_file_id)
+        lines = read_lines(path, self._service.config.max_body_bytes)
+        stopping = asyncio.create_task(self._stop_current.wait())
+        is_expired = False
+        try:
+            while texts := await asyncio.to_thread(_next_lines, lines):
+                for line in map(decode_line, texts):
+                    if line.custom_id in done:
+                        continue
+                    await _until_below(CONCURRENCY, running, stopping)
+                    if stopping.done():
+                        return False
+                    if time.time() >= record.expires_at:
+                        is_expired = True
+                        await self._expire(record, line)
+                    else:
+                        running.add(asyncio.create_task(self._answer_line(record, line)))
+            await _until_below(1, running, stopping)
+            return is_expired
+        finally:
+            await cancel_all([stopping, *running])
+
+    def _finished(self, record: BatchRecord) -> set[str]:
+        """The lines that have results; counts them."""
+        good = finished_ids(self._files.data_path(record.output_id))
+        bad = finished_ids(self._files.data_path(record.error_id))
+        record.counts.completed, record.counts.failed = len(good), len(bad - good)
+        return good | bad
+
+    async def _expire(self, record: BatchRecord, line: BatchLine) -> None:
+        """Says of a line that it came too late."""
+        message = "This request could not be executed before the completion window expired."
+        text = unanswered_line(line.custom_id, new_id("batch_req"), "batch_expired", message)
+        await self._append(record.error_id, text)
+        record.counts.failed += 1
+
+    async def _answer_line(self, record: BatchRecord, line: BatchLine) -> None:
+        request_id = new_id("req")
+        while True:
+            status, body = await self._ask(record, line, request_id)
+            if status not in (429, 503):
+                break
+            await asyncio.sleep(RETRY_S)  # full or stuck: everybody else comes first
+        text = result_line(line.custom_id, new_id("batch_req"), request_id, status, body)
+        is_good = status == 200
+        await self._append(record.output_id if is_good else record.error_id, text)
+        if is_good:
+            record.counts.completed += 1
+        else:
+            record.counts.failed += 1
+
+    async def _ask(self, record: BatchRecord, line: BatchLine, request_id: str) -> tuple[int, Any]:
+        """Status and body of the answer to a line."""
+        client = ClientRequest(
+            id=f"{record.id}-{request_id}",
+            arrived_ns=self._service.tracker.clock_ns(),
+            key_name=record.key_name,
+            route=record.endpoint,
+        )
+        try:
+            answer = await ENDPOINTS[record.endpoint](
+                Caller(self._service, client), bytes(line.body)
+            )
+            return 200, answer
+        except Exception as error:
+            refused = as_api_error(error, client.id)
+            return refused.status, refused.body()
+
+    async def _finish(self, record: BatchRecord, status: Status) -> None:
+        """Makes the results files that clients can get, and ends the batch."""
+        async with self._writing:  # the last results are written
+            await asyncio.to_thread(self._finished, record)
+        for file_id, kind in ((record.output_id, "output"), (record.error_id, "error")):
+            path = self._files.data_path(file_id)
+            if not await asyncio.to_thread(path.exists):
+                continue
+            size = (await asyncio.to_thread(path.stat)).st_size
+            name = f"{record.id}_{kind}.jsonl"
+            await self._files.add(file_id, name, "batch_output", size, record.key_name)
+            if kind == "output":
+                record.has_output = True
+            else:
+                record.has_errors = True
+        if record.status == "cancelling":  # also if that came while the files were made
+            status = "cancelled"
+        self._enter(record, status)
+        await self._save(record)
+
+
+async def _until_below(
+    limit: int, running: set[asyncio.Task[None]], stopping: asyncio.Task[Any]
+) -> None:
+    """Waits until fewer than `limit` tasks run, or until `stopping` is done. Raises what a task raised."""
+    while len(running) >= limit and not stopping.done():
+        finished, _ = await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in finished - {stopping}:
+            running.discard(task)
+            task.result()
+
+
+def _next_lines(lines: Iterator[tuple[int, bytes | None]]) -> list[bytes]:
+    return [text for _, text in islice(lines, _READ_LINES) if text is not None]
+
+
+def _append(path: Path, text: bytes) -> None:
+    """Adds a line in one write, so that lines of several threads do not mix."""
+    with path.open("ab", buffering=0) as file:
+        file.write(text)

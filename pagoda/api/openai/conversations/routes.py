@@ -1,0 +1,133 @@
+"""`/v1/conversations`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from pagoda.api.errors import ApiError
+from pagoda.api.openai.conversations.store import (
+    ConversationStore,
+    StoredConversation,
+    check_room,
+)
+from pagoda.api.openai.responses.bodies import Item
+from pagoda.api.openai.responses.items import kept_items, page_of_items
+from pagoda.api.openai.responses.translation import ChatTranslation
+from pagoda.api.request_context import RequestContext
+from pagoda.api.route import Route
+from pagoda.frontend.conversation import MAX_MESSAGES
+
+Items = Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
+Metadata = Annotated[dict[str, str], Meta(max_length=16)]
+
+
+class ConversationBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A new conversation, new metadata for one, or new items of one."""
+
+    items: Items | None = None
+    metadata: Metadata | None = None
+
+
+async def create_conversation(context: RequestContext) -> web.StreamResponse:
+    body = await context.parse(ConversationBody)
+    store = context.service.conversations
+    stored = StoredConversation(context.client_request.key_name, body.metadata or {})
+    items = _checked(body)
+    store.put(stored)
+    store.add(stored, items)
+    return context.json(stored.object())
+
+
+async def get_conversation(context: RequestContext) -> web.StreamResponse:
+    """Answers with a conversation, its items, or one of them."""
+    _, stored, parts = _found(context)
+    match parts:
+        case []:
+            return context.json(stored.object())
+        case ["items"]:
+            return context.json(page_of_items(list(stored.items.values()), context.http.query))
+        case ["items", item_id]:
+            return context.json(_item(stored, item_id))
+    raise _no_part(parts)
+
+
+async def change_conversation(context: RequestContext) -> web.StreamResponse:
+    """Sets the metadata of a conversation, or adds items to it."""
+    store, stored, parts = _found(context)
+    if parts not in ([], ["items"]):
+        raise _no_part(parts)
+    body = await context.parse(ConversationBody)
+    if parts:
+        items = _checked(body)
+        check_room(stored, len(items), "items")
+        num_before = len(stored.items)
+        store.add(stored, items)
+        added = list(stored.items.values())[num_before:]
+        return context.json(page_of_items(added, {"order": "asc", "limit": "100"}))
+    if body.metadata is not None:
+        stored.metadata = body.metadata
+    return context.json(stored.object())
+
+
+async def delete_conversation(context: RequestContext) -> web.StreamResponse:
+    """Forgets a conversation, or one of its items."""
+    store, stored, parts = _found(context)
+    match parts:
+        case []:
+            store.remove(stored)
+            deleted = {"id": stored.conversation_id, "object": "conversation.deleted"}
+            return context.json({**deleted, "deleted": True})
+        case ["items", item_id]:
+            _item(stored, item_id)
+            store.remove_item(stored, item_id)
+            return context.json(stored.object())
+    raise _no_part(parts)
+
+
+def _found(context: RequestContext) -> tuple[ConversationStore, StoredConversation, list[str]]:
+    """The conversation of the path, and what follows its id."""
+    conversation_id, *parts = context.path_argument.split("/")
+    store = context.service.conversations
+    return store, store.get(context.client_request.key_name, conversation_id), parts
+
+
+def _no_part(parts: list[str]) -> ApiError:
+    path = "/".join(parts)[:64]
+    return ApiError(404, f"A conversation has no route {path!r} for this method.")
+
+
+def _item(stored: StoredConversation, item_id: str) -> dict[str, Any]:
+    item = stored.items.get(item_id)
+    if item is None:
+        raise ApiError(404, f"Item with id {item_id[:128]!r} not found.", "item_id", "not_found")
+    return item
+
+
+def _checked(body: ConversationBody) -> list[Item]:
+    """The items of a body, with ids. Raises InvalidRequestError: one is no item that a response can go on from."""
+    translation = ChatTranslation()
+    items = body.items or []
+    for index, item in enumerate(items):
+        translation.add_item(item, f"items[{index}]")
+    return kept_items(items, items)
+
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/v1/conversations": {
+        "POST": Route(create_conversation, "Begins a conversation.", ConversationBody)
+    },
+    "/v1/conversations/*": {
+        "GET": Route(get_conversation, "A conversation, or its items.", statuses=(404,)),
+        "POST": Route(
+            change_conversation,
+            "Sets metadata, or adds items.",
+            ConversationBody,
+            statuses=(404,),
+        ),
+        "DELETE": Route(delete_conversation, "Forgets a conversation.", statuses=(404,)),
+    },
+}

@@ -1,0 +1,99 @@
+"""Conversations that are kept in memory, within bounds: the least recently used ones make room."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagoda.api.errors import ApiError
+from pagoda.api.openai.responses.bodies import Item
+from pagoda.api.openai.responses.output import new_id
+from pagoda.api.sse import encode_json
+from pagoda.errors import refuse
+from pagoda.frontend.conversation import MAX_MESSAGES
+
+MAX_CONVERSATIONS = 4096
+
+
+@dataclass(eq=False)
+class StoredConversation:
+    """A conversation of one API key; no other key finds it."""
+
+    key_name: str
+    metadata: dict[str, str]
+    items: dict[str, Item] = field(default_factory=dict)
+    """The items by id, in their order."""
+    conversation_id: str = field(default_factory=lambda: new_id("conv"))
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    num_bytes: int = 0
+
+    def object(self) -> dict[str, Any]:
+        return {
+            "id": self.conversation_id,
+            "object": "conversation",
+            "created_at": self.created_at,
+            "metadata": self.metadata,
+        }
+
+
+def check_room(stored: StoredConversation, num_items: int, param: str) -> None:
+    """Raises InvalidRequestError: so many more items do not fit; names `param`."""
+    if len(stored.items) + num_items > MAX_MESSAGES:
+        refuse(param, f"has too many items: a conversation has at most {MAX_MESSAGES}")
+
+
+class ConversationStore:
+    """The conversations of all clients."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` bounds the JSON of all items; with 0 there are no conversations."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._conversations: OrderedDict[tuple[str, str], StoredConversation] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def put(self, stored: StoredConversation) -> None:
+        """Keeps a conversation; others make room."""
+        self._conversations[stored.key_name, stored.conversation_id] = stored
+        self._resize(stored, len(encode_json(stored.metadata)))
+
+    def get(self, key_name: str, conversation_id: str) -> StoredConversation:
+        """The conversation, which counts as used now. Raises ApiError: 404, the client has none of this id."""
+        stored = self._conversations.get((key_name, conversation_id))
+        if stored is None:
+            message = f"Conversation with id {conversation_id[:128]!r} not found."
+            raise ApiError(404, message, "conversation", "not_found")
+        self._conversations.move_to_end((key_name, conversation_id))
+        return stored
+
+    def add(self, stored: StoredConversation, items: Sequence[Item]) -> None:
+        """Adds items with ids, of which none replaces another."""
+        added = 0
+        for item in items:
+            item_id = item["id"] if item["id"] not in stored.items else new_id("item")
+            stored.items[item_id] = {**item, "id": item_id}
+            added += len(encode_json(stored.items[item_id]))
+        self._resize(stored, added)
+
+    def remove_item(self, stored: StoredConversation, item_id: str) -> None:
+        self._resize(stored, -len(encode_json(stored.items.pop(item_id))))
+
+    def remove(self, stored: StoredConversation) -> None:
+        if self._conversations.pop((stored.key_name, stored.conversation_id), None) is not None:
+            self.num_bytes -= stored.num_bytes
+
+    def _resize(self, stored: StoredConversation, change: int) -> None:
+        """Counts bytes that came or went; those of a conversation that has been removed are not counted."""
+        key = (stored.key_name, stored.conversation_id)
+        if key not in self._conversations:
+            return
+        self._conversations.move_to_end(key)
+        stored.num_bytes += change
+        self.num_bytes += change
+        while self.num_bytes > self.max_bytes or len(self._conversations) > MAX_CONVERSATIONS:
+            self.remove(next(iter(self._conversations.values())))

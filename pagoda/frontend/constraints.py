@@ -1,0 +1,145 @@
+"""Grammars of answers out of what clients say: JSON schemas, regular expressions, choices, Lark and EBNF."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from pagoda.errors import refuse
+from pagoda.frontend.ebnf import is_lark, lark_of_ebnf
+from pagoda.messages.frontend import Grammar
+
+MAX_GRAMMAR_BYTES = 128 << 10
+"""Bytes of the text of a grammar."""
+MAX_CHOICES = 4096
+_MAX_MULTIPLE = 10_000
+"""Least common multiple, and sum, of all `multipleOf` of a schema: a state of an automaton for each remainder."""
+_MAX_DEPTH = 100
+WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
+"""White space between parts of a JSON value: as models write it, and never without end."""
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+"""Formats of strings that are held. Others are annotations, which nobody checks."""
+_VALUES = frozenset(("const", "enum", "default", "examples", "example"))
+"""Keywords whose values are no schemas."""
+_SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+
+
+def json_object_grammar() -> Grammar:
+    """Any JSON object."""
+    return json_grammar({"type": "object"}, "response_format")
+
+
+def json_grammar(
+    schema: Mapping[str, Any] | bool | str,
+    param: str,
+    *,
+    whitespace: str | None = None,
+    disable_whitespace: bool = False,
+) -> Grammar:
+    """JSON values that a schema describes; a string holds the schema as JSON. `whitespace` is a regular expression
+    for the white space between parts.
+    Raises InvalidRequestError: it is no schema, or too large; names `param`."""
+    if isinstance(schema, str):
+        _check_size(schema, param)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            refuse(param, f"must be a JSON schema, but it is not valid JSON: {error}")
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, Mapping):
+        refuse(param, "must be a JSON schema, an object")
+    multiples: list[int] = []
+    checked = _checked(schema, param, multiples, _MAX_DEPTH)
+    if sum(multiples) > _MAX_MULTIPLE or math.lcm(*multiples) > _MAX_MULTIPLE:
+        refuse(
+            param,
+            f"has a multipleOf that takes too much work; at most {_MAX_MULTIPLE} steps are served",
+        )
+    options: dict[str, Any] = {"whitespace_flexible": not disable_whitespace}
+    if not disable_whitespace:
+        options["whitespace_pattern"] = WHITESPACE if whitespace is None else whitespace
+    text = json.dumps({**checked, "x-guidance": options}, ensure_ascii=False)
+    _check_size(text, param)
+    return Grammar("json_schema", text)
+
+
+def _checked(schema: Any, param: str, multiples: list[int], depth: int) -> Any:
+    """The schema without formats that nobody checks. `multiples` gets the numerators of each `multipleOf`."""
+    if not depth:
+        refuse(param, f"is nested more than {_MAX_DEPTH} levels deep")
+    if isinstance(schema, list):
+        return [_checked(item, param, multiples, depth - 1) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    checked: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _VALUES:
+            checked[name] = value
+        elif name in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            checked[name] = {
+                key: _checked(part, param, multiples, depth - 1) for key, part in value.items()
+            }
+        elif name == "format" and isinstance(value, str):
+            if value in _FORMATS:
+                checked[name] = value
+        else:
+            if name == "multipleOf" and isinstance(value, int | float) and math.isfinite(value):
+                multiples.append(_steps(value))
+            checked[name] = _checked(value, param, multiples, depth - 1)
+    return checked
+
+
+def _steps(value: float) -> int:
+    """The value in units of its last decimal place, without zeros at its end."""
+    numerator = Fraction(repr(value)).limit_denominator(10**12).numerator
+    while numerator and numerator % 10 == 0:
+        numerator //= 10
+    return max(1, abs(numerator))
+
+
+def regex_grammar(pattern: object, param: str) -> Grammar:
+    """Texts that a regular expression matches as a whole. Raises InvalidRequestError: names `param`."""
+    if not isinstance(pattern, str):
+        refuse(param, "must be a regular expression, a string")
+    _check_size(pattern, param)
+    return Grammar("regex", pattern)
+
+
+def choice_grammar(choices: object, param: str) -> Grammar:
+    """One of some texts. Raises InvalidRequestError: they are not some strings; names `param`."""
+    if not isinstance(choices, Sequence) or isinstance(choices, str) or not choices:
+        refuse(param, "must be a list of at least one string")
+    if len(choices) > MAX_CHOICES:
+        refuse(param, f"takes at most {MAX_CHOICES} strings")
+    if not all(isinstance(choice, str) for choice in choices):
+        refuse(param, "must be a list of strings")
+    text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    _check_size(text, param)
+    return Grammar("lark", text)
+
+
+def language_grammar(text: object, param: str) -> Grammar:
+    """The language of a grammar in Lark's syntax, or in EBNF as llama.cpp and vLLM write it.
+    Raises InvalidRequestError: it is neither; names `param`."""
+    if not isinstance(text, str) or not text.strip():
+        refuse(param, "must be a grammar in Lark's syntax or in EBNF")
+    _check_size(text, param)
+    if not is_lark(text):
+        return Grammar("lark", lark_of_ebnf(text, param))
+    if "%json" in text:
+        refuse(param, "has %json, which is not served in grammars; ask for the JSON schema itself")
+    return Grammar("lark", text)
+
+
+def _check_size(text: str, param: str) -> None:
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
+        refuse(param, f"has more than {MAX_GRAMMAR_BYTES} bytes")
+    if re.search("[\ud800-\udfff]", text):
+        refuse(param, "holds half of a surrogate pair, which is not valid Unicode")

@@ -1,0 +1,86 @@
+"""Schemas of tools in the form that grammars can hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from pagoda.errors import refuse
+
+MAX_SCHEMA_BYTES = 128 << 10
+"""Bytes of the schema of one tool that an answer is held to."""
+MAX_TOTAL_BYTES = 256 << 10
+_MAX_MULTIPLE = 10_000
+"""Least common multiple, and sum, of all `multipleOf` of a schema: an automaton has a state for each remainder."""
+_NO_SCHEMAS = frozenset(("const", "enum", "default", "examples"))
+_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
+"""Look-around and references back, which no automaton follows."""
+
+
+def held_schema(schema: Mapping[str, Any], name: str, *, is_strict: bool) -> Mapping[str, Any]:
+    """The schema of tool `name`. If it is not strict, it is without keywords that are too much for an automaton.
+    Raises InvalidRequestError: it is too large or too deep, or it is strict and has such a `multipleOf`."""
+    try:
+        size = len(json.dumps(schema))
+        if size > MAX_SCHEMA_BYTES:
+            refuse("tools", f"has a schema of {name!r} with more than {MAX_SCHEMA_BYTES} bytes")
+        return _held(schema, name, is_strict=is_strict)
+    except RecursionError:
+        refuse("tools", f"has a schema of {name!r} that is nested too deeply")
+
+
+def check_total(schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InvalidRequestError: the schemas that one answer is held to are too large together."""
+    if sum(len(json.dumps(schema)) for schema in schemas) > MAX_TOTAL_BYTES:
+        refuse("tools", f"has schemas with more than {MAX_TOTAL_BYTES} bytes together")
+
+
+def _held(schema: Mapping[str, Any], name: str, *, is_strict: bool) -> Mapping[str, Any]:
+    multiples: list[int] = []
+    dropped = set() if is_strict else {"pattern"}
+    held: dict[str, Any] = _without(schema, dropped, multiples)
+    if sum(multiples) <= _MAX_MULTIPLE and math.lcm(*multiples) <= _MAX_MULTIPLE:
+        return held
+    if is_strict:
+        rule = (
+            f"has a multipleOf in the schema of {name!r} that takes more than {_MAX_MULTIPLE} steps"
+        )
+        refuse("tools", rule)
+    reduced: dict[str, Any] = _without(schema, {*dropped, "multipleOf"}, multiples)
+    return reduced
+
+
+def _without(schema: Any, dropped: set[str], multiples: list[int]) -> Any:
+    """The schema without `dropped` keywords, of patterns those that are not regular; notes each `multipleOf`."""
+    if isinstance(schema, list):
+        return [_without(part, dropped, multiples) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    held: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _NO_SCHEMAS:
+            held[name] = value
+        elif name in _BY_NAME and isinstance(value, dict):
+            held[name] = {key: _without(part, dropped, multiples) for key, part in value.items()}
+        elif name == "multipleOf" and isinstance(value, int | float):
+            multiples.append(_steps(value))
+            if name not in dropped:
+                held[name] = value
+        elif not (name in dropped and isinstance(value, str) and _NOT_REGULAR.search(value)):
+            held[name] = _without(value, dropped, multiples)
+    return held
+
+
+def _steps(value: float) -> int:
+    """The value in units of its last decimal place, without zeros at its end."""
+    if not math.isfinite(value):
+        return _MAX_MULTIPLE + 1
+    numerator = abs(Fraction(repr(value)).numerator)
+    while numerator and numerator % 10 == 0:
+        numerator //= 10
+    return max(1, numerator)

@@ -1,0 +1,330 @@
+"""Files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from pagoda.api.batches.files import FileStore
+from pagoda.api.batches.lines import check_file, finished_ids, read_lines
+from pagoda.api.batches.runner import PRIORITY, BatchRunner
+from pagoda.api.keys import ApiKeys
+from pagoda.errors import ConfigError, OverloadedError
+
+URL = "/v1/completions"
+
+
+def request(custom_id: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": URL, "body": {"prompt": "hi", **body}}
+
+
+def jsonl(*requests: Any) -> bytes:
+    return b"".join(json.dumps(one).encode() + b"\n" for one in requests)
+
+
+async def upload(api: Any, data: bytes, purpose: str = "batch", **options: Any) -> Any:
+    form = aiohttp.FormData()
+    form.add_field("purpose", purpose)
+    form.add_field("file", data, filename="in.jsonl")
+    return await api.request("POST", "/v1/files", data=form, **options)
+
+
+async def create(api: Any, file_id: str, **fields: Any) -> Any:
+    body = {"input_file_id": file_id, "endpoint": URL, "completion_window": "24h", **fields}
+    return await api.post("/v1/batches", body)
+
+
+async def until_finished(api: Any, batch_id: str) -> dict[str, Any]:
+    while True:
+        batch: dict[str, Any] = (await api.get(f"/v1/batches/{batch_id}")).json()
+        if batch["status"] not in ("validating", "in_progress", "finalizing", "cancelling"):
+            return batch
+        await asyncio.sleep(0)
+
+
+async def results(api: Any, file_id: str) -> list[Any]:
+    answer = await api.get(f"/v1/files/{file_id}/content")
+    assert answer.status == 200
+    return [json.loads(line) for line in answer.body.splitlines()]
+
+
+Attach = Callable[[Any], Awaitable[BatchRunner]]
+
+
+@pytest.fixture
+async def attach(tmp_path: Path) -> AsyncIterator[Attach]:
+    """Gives a server the directory of the test, and begins to answer its batches."""
+    runners: list[BatchRunner] = []
+
+    async def attach(api: Any) -> BatchRunner:
+        for runner in runners:
+            await runner.close()
+        if api.service.files is not None:
+            api.service.files.close()
+        api.service.files = FileStore(tmp_path / "files")
+        api.service.batches = BatchRunner(api.service, api.service.files)
+        api.service.batches.start()
+        runners.append(api.service.batches)
+        return runners[-1]
+
+    yield attach
+    for runner in runners:
+        await runner.close()
+
+
+# ---- files
+
+
+async def test_files_live_and_die(api, attach: Attach) -> None:
+    await attach(api)
+    made = (await upload(api, b"data")).json()
+    assert (made["bytes"], made["filename"], made["purpose"]) == (4, "in.jsonl", "batch")
+    path = f"/v1/files/{made['id']}"
+    assert (await api.get(path)).json() == made
+    assert (await api.get(f"{path}/content")).body == b"data"
+    assert [one["id"] for one in (await api.get("/v1/files")).json()["data"]] == [made["id"]]
+    await attach(api)
+    assert (await api.get(path)).json() == made
+    assert (await api.request("DELETE", path)).json()["deleted"] is True
+    for gone in (path, f"{path}/content"):
+        assert (await api.get(gone)).status == 404
+    assert [p.name for p in api.service.files.directory.iterdir()] == ["lock"]
+
+
+async def test_files_are_listed_by_pages(api, attach: Attach) -> None:
+    await attach(api)
+    ids = {(await upload(api, b"x")).json()["id"] for _ in range(3)}
+    first = (await api.get("/v1/files?limit=2")).json()
+    assert (len(first["data"]), first["has_more"]) == (2, True)
+    rest = (await api.get(f"/v1/files?limit=2&after={first['last_id']}")).json()
+    assert (len(rest["data"]), rest["has_more"]) == (1, False)
+    assert {one["id"] for one in first["data"] + rest["data"]} == ids
+    assert (await api.get("/v1/files?purpose=evals")).json()["data"] == []
+    assert (await api.get("/v1/files?limit=x")).status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ([("purpose", "batch")], "file"),
+        ([("file", "x")], "purpose"),
+        ([("file", "x"), ("purpose", "fun")], "purpose"),
+        ([("file", "x"), ("purpose", "batch"), ("more", "y")], "more"),
+        ([("file", "x"), ("file", "x"), ("purpose", "batch")], "file"),
+    ],
+)
+async def test_uploads_are_checked(api, attach: Attach, fields: Any, word: str) -> None:
+    await attach(api)
+    form = aiohttp.FormData()
+    for name, value in fields:
+        form.add_field(name, value, filename="f" if name == "file" else None)
+    answer = await api.request("POST", "/v1/files", data=form)
+    assert (answer.status, answer.error()["param"]) == (400, word)
+    assert [p.name for p in api.service.files.directory.iterdir()] == ["lock"]
+
+
+async def test_uploads_must_be_of_parts(api, attach: Attach) -> None:
+    await attach(api)
+    assert (await api.post("/v1/files", {"file": 1})).status == 400
+    for kind in ("multipart/form-data", "multipart/form-data; boundary=x"):
+        headers = {"Content-Type": kind}
+        assert (await api.post("/v1/files", b"nonsense", headers=headers)).status == 400
+
+
+async def test_a_directory_has_one_server(api, attach: Attach, tmp_path: Path) -> None:
+    await attach(api)
+    with pytest.raises(ConfigError, match="another server"):
+        FileStore(tmp_path / "files")
+
+
+async def test_without_a_directory_the_flag_is_named(api) -> None:
+    for path in ("/v1/files", "/v1/batches", "/v1/files/x", "/v1/batches/x"):
+        answer = await api.get(path)
+        assert (answer.status, "--files-dir" in answer.error()["message"]) == (404, True)
+
+
+async def test_other_keys_see_nothing(serve_api, attach: Attach) -> None:
+    api = await serve_api(api_keys=ApiKeys(["a:=one", "b:=two"]))
+    await attach(api)
+    mine, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    made = (await upload(api, jsonl(request("a")), headers=mine)).json()
+    body = {"input_file_id": made["id"], "endpoint": URL, "completion_window": "24h"}
+    assert (await api.post("/v1/batches", body, headers=other)).status == 400
+    batch = (await api.post("/v1/batches", body, headers=mine)).json()
+    for path in (f"/v1/files/{made['id']}", f"/v1/batches/{batch['id']}"):
+        assert (await api.get(path, headers=other)).status == 404
+        assert (await api.get(path, headers=mine)).status == 200
+    assert (await api.get("/v1/files", headers=other)).json()["data"] == []
+
+
+# ---- batches
+
+
+async def test_a_batch_is_answered(api, attach: Attach) -> None:
+    await attach(api)
+    lines = [request("a"), request("b", temperature=-1), request("c", max_tokens=1)]
+    made = (await upload(api, jsonl(*lines))).json()
+    created = (await create(api, made["id"], metadata={"k": "v"})).json()
+    assert (created["object"], created["metadata"]) == ("batch", {"k": "v"})
+    batch = await until_finished(api, created["id"])
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert all(batch[f"{name}_at"] for name in ("in_progress", "finalizing", "completed"))
+    good = {
+        line["custom_id"]: line["response"] for line in await results(api, batch["output_file_id"])
+    }
+    assert good["a"]["body"]["choices"][0]["text"] == "ok"
+    assert (good["c"]["status_code"], good["c"]["body"]["choices"][0]["text"]) == (200, "o")
+    [bad] = await results(api, batch["error_file_id"])
+    assert (bad["custom_id"], bad["response"]["status_code"]) == ("b", 400)
+    assert bad["response"]["body"]["error"]["param"] == "temperature"
+    assert {r.priority for r in api.endpoint.requests} == {PRIORITY}
+    assert [one["id"] for one in (await api.get("/v1/batches")).json()["data"]] == [created["id"]]
+
+
+async def test_chats_are_answered_too(api, attach: Attach) -> None:
+    await attach(api)
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    made = (await upload(api, jsonl(line))).json()
+    created = (await create(api, made["id"], endpoint="/v1/chat/completions")).json()
+    batch = await until_finished(api, created["id"])
+    [result] = await results(api, batch["output_file_id"])
+    assert result["response"]["body"]["choices"][0]["message"]["content"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "line"),
+    [
+        (b"", "empty_file", None),
+        (b"\n\n", "empty_file", None),
+        (jsonl(request("a")) + b"{", "invalid_json_line", 2),
+        (jsonl(request("a"), request("a")), "duplicate_custom_id", 2),
+        (jsonl({**request("a"), "url": "/v1/other"}), "mismatched_url", 1),
+        (jsonl({"custom_id": "a", "url": URL}), "invalid_request", 1),
+        (jsonl({**request("a"), "method": "GET"}), "invalid_request", 1),
+        (jsonl(request("a")) + b'"' + b"x" * 3000 + b'"\n', "line_too_long", 2),
+    ],
+)
+async def test_bad_files_fail(serve_api, attach: Attach, data: bytes, code: str, line: Any) -> None:
+    api = await serve_api(max_body_bytes=2000)
+    await attach(api)
+    created = (await create(api, (await upload(api, data)).json()["id"])).json()
+    batch = await until_finished(api, created["id"])
+    assert batch["status"] == "failed"
+    [fault] = batch["errors"]["data"]
+    assert (fault["code"], fault["line"]) == (code, line)
+    assert fault["message"].endswith(".")
+    assert batch["output_file_id"] is None
+    assert not api.endpoint.requests
+
+
+async def test_bodies_of_batches_are_checked(api, attach: Attach) -> None:
+    await attach(api)
+    made = (await upload(api, jsonl(request("a")))).json()
+    other = (await upload(api, b"x", "evals")).json()
+    for fields, word in (
+        ({"endpoint": "/v1/other"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": other["id"]}, "input_file_id"),
+        ({"metadata": {"a": "x" * 600}}, "metadata[...]"),
+    ):
+        answer = await create(api, made["id"], **fields)
+        assert (answer.status, answer.error()["param"]) == (400, word)
+    assert (await api.get("/v1/batches/batch-x")).status == 404
+    assert (await api.post("/v1/batches/batch-x/cancel")).status == 404
+    assert (await api.post("/v1/batches/batch-x", {})).status == 404
+
+
+async def test_a_batch_is_cancelled(serve_api, attach: Attach) -> None:
+    api = await serve_api("abc")
+    api.endpoint.pause_after = 1
+    await attach(api)
+    made = (await upload(api, jsonl(*(request(str(i)) for i in range(40))))).json()
+    created = (await create(api, made["id"])).json()
+    await api.endpoint.paused.wait()
+    assert (await api.request("DELETE", f"/v1/files/{made['id']}")).status == 409
+    answer = await api.post(f"/v1/batches/{created['id']}/cancel")
+    assert answer.json()["status"] == "cancelling"
+    batch = await until_finished(api, created["id"])
+    assert (batch["status"], batch["output_file_id"]) == ("cancelled", None)
+    assert batch["request_counts"]["completed"] == 0
+    assert not api.service.tracker.running
+    assert (await api.post(f"/v1/batches/{created['id']}/cancel")).status == 409
+
+
+async def test_what_comes_too_late_is_expired(api, attach: Attach, monkeypatch) -> None:
+    monkeypatch.setattr("pagoda.api.batches.handlers.WINDOW_S", -1)
+    await attach(api)
+    made = (await upload(api, jsonl(request("a"), request("b")))).json()
+    batch = await until_finished(api, (await create(api, made["id"])).json()["id"])
+    assert (batch["status"], batch["request_counts"]["failed"]) == ("expired", 2)
+    late = await results(api, batch["error_file_id"])
+    assert {line["custom_id"] for line in late} == {"a", "b"}
+    assert {line["error"]["code"] for line in late} == {"batch_expired"}
+    assert not api.endpoint.requests
+
+
+async def test_a_full_server_is_asked_again(api, attach: Attach, monkeypatch) -> None:
+    monkeypatch.setattr("pagoda.api.batches.runner.RETRY_S", 0.0)
+    await attach(api)
+    made = (await upload(api, jsonl(request("a")))).json()
+    api.endpoint.raises = OverloadedError("full")
+    created = (await create(api, made["id"])).json()
+    while not api.service.request_metrics.by_key[""].finished["refused"]:
+        await asyncio.sleep(0)
+    api.endpoint.raises = None
+    batch = await until_finished(api, created["id"])
+    assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 5, 17, 30])
+async def test_a_batch_goes_on_where_it_was(serve_api, attach: Attach, stop_after: int) -> None:
+    api = await serve_api()
+    runner = await attach(api)
+    made = (await upload(api, jsonl(*(request(str(i)) for i in range(40))))).json()
+    created = (await create(api, made["id"])).json()
+    while runner.batches[created["id"]].counts.completed < stop_after:
+        await asyncio.sleep(0)
+    await runner.close()
+    output = api.service.files.data_path(runner.batches[created["id"]].output_id)
+    if output.exists():  # a crash cuts the last line off
+        output.write_bytes(output.read_bytes() + b'{"id": "batch_req", "custom_id": "39", "resp')
+    await attach(api)
+    batch = await until_finished(api, created["id"])
+    assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+    ids = [line["custom_id"] for line in await results(api, batch["output_file_id"])]
+    assert sorted(ids, key=int) == [str(i) for i in range(40)]
+
+
+# ---- lines
+
+
+def test_long_lines_are_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"a\n" + b"x" * 5000 + b"\n\nb\n" + b"y" * 5000)
+    assert list(read_lines(path, 100)) == [(1, b"a\n"), (2, None), (4, b"b\n"), (5, None)]
+
+
+def test_faults_are_listed_up_to_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"{\n" * 100_000)
+    _, faults = check_file(path, URL, 100)
+    assert [fault.line for fault in faults] == list(range(1, 101))
+    path.write_bytes(jsonl(*({**request(str(i)), "body": {}} for i in range(50_001))))
+    [fault] = check_file(path, URL, 1000)[1]
+    assert fault.code == "max_requests_exceeded"
+
+
+def test_a_torn_line_is_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    assert finished_ids(path) == set()
+    path.write_bytes(b'{"custom_id": "a"}\n{"custom_id": "b"')
+    assert finished_ids(path) == {"a"}
+    assert path.read_bytes() == b'{"custom_id": "a"}\n'

@@ -1,0 +1,102 @@
+"""Fields that constrain answers: what the engine is sent, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pagoda.api.constraint_fields import constraint_of
+from pagoda.api.openai.bodies import ChatRequest
+from pagoda.errors import InvalidRequestError
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NAMED = {"name": "x", "description": "y", "strict": True, "schema": SCHEMA}
+
+
+def body(**fields: Any) -> ChatRequest:
+    return ChatRequest(messages=[], **fields)
+
+
+def _named(**inner: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": inner}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, "json_schema", '"a"'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "json_schema",
+            "object",
+        ),
+        ({"response_format": {"type": "json_object"}}, "json_schema", '"object"'),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", '"a"'),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", '"a"'),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", '"a"'),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", "object"),
+        ({"structured_outputs": {"regex": "a+", "json_object": False}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "lark", '"a" | "b"'),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "lark", "start"),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, "json_schema", "[ ]?"),
+        ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, "regex", "a+"),
+        ({"guided_choice": ["a"]}, "lark", '"a"'),
+        ({"guided_grammar": 'start: "a"'}, "lark", 'start: "a"'),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"ebnf": 'root ::= "a"'}, "lark", "start"),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema", '"a"'),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, "regex", "a"),
+    ],
+)
+def test_every_spelling(fields: dict[str, Any], kind: str, text: str) -> None:
+    found = constraint_of(body(**fields))
+    assert found is not None
+    assert found.grammar.kind == kind
+    assert text in found.grammar.text
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}]
+)
+def test_no_constraint(fields: dict[str, Any]) -> None:
+    assert constraint_of(body(**fields)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": "json"}, "response_format.type"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": 1}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 7}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"yaml": "x"}}, "structured_outputs.yaml"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": 1}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_decoding_backend": "magic"}, "guided_decoding_backend"),
+        ({"ebnf": "nonsense"}, "ebnf"),
+        ({"regex": 1}, "regex"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        constraint_of(body(**fields))
+    assert caught.value.param == param
+    assert str(caught.value).startswith(param)

@@ -1,0 +1,83 @@
+"""`/v1/conversations`, checked with the types of OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai.types.conversations import Conversation, ConversationItemList
+from template_texts import QWEN, prompt_of
+from test_responses import respond
+
+from pagoda.api.keys import ApiKeys
+from pagoda.api.openai.conversations.store import ConversationStore, StoredConversation
+
+USER = {"role": "user", "content": "a"}
+
+
+async def begin(api: Any, **body: Any) -> str:
+    answer = await api.post("/v1/conversations", body)
+    conversation = Conversation.model_validate_json(answer.body, strict=True)
+    return f"/v1/conversations/{conversation.id}"
+
+
+async def listed(api: Any, path: str) -> list[dict[str, Any]]:
+    answer = await api.get(f"{path}/items", params={"order": "asc"})
+    ConversationItemList.model_validate_json(answer.body, strict=True)
+    items: list[dict[str, Any]] = answer.json()["data"]
+    return items
+
+
+async def test_a_conversation_grows_with_responses(serve_api) -> None:
+    api = await serve_api("ok", text=QWEN)
+    path = await begin(api, items=[USER], metadata={"k": "v"})
+    name = path.rpartition("/")[2]
+    first = await respond(api, input="b", conversation=name)
+    assert first["conversation"] == {"id": name}
+    await respond(api, input="c", conversation={"id": name}, store=False, stream=True)
+    assert prompt_of(api) == "[user]a[user]b[assistant]ok[user]c[assistant]"
+    roles = [item["role"] for item in await listed(api, path)]
+    assert roles == ["user", "user", "assistant", "user", "assistant"]
+
+
+async def test_items_and_metadata(serve_api) -> None:
+    api = await serve_api("ok", text=QWEN)
+    path = await begin(api)
+    assert await listed(api, path) == []
+    added = (await api.post(f"{path}/items", {"items": [USER, USER]})).json()["data"]
+    assert await listed(api, path) == added
+    item = f"{path}/items/{added[0]['id']}"
+    assert (await api.get(item)).json() == added[0]
+    assert (await api.request("DELETE", item)).json()["object"] == "conversation"
+    assert (await api.get(item)).status == 404
+    changed = (await api.post(path, {"metadata": {"x": "y"}})).json()
+    assert changed == (await api.get(path)).json()
+    assert changed["metadata"] == {"x": "y"}
+    assert (await api.request("DELETE", path)).json()["deleted"] is True
+    assert (await api.get(path)).status == 404
+    assert api.service.conversations.num_bytes == 0
+
+
+async def test_refusals(serve_api) -> None:
+    api = await serve_api("ok", text=QWEN, api_keys=ApiKeys(["a:=1", "b:=2"]))
+    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "12")
+    answer = await api.post("/v1/conversations", {"items": [USER]}, headers=mine)
+    path = f"/v1/conversations/{answer.json()['id']}"
+    assert (await api.get(path, headers=mine)).status == 200
+    assert (await api.get(path, headers=theirs)).status == 404
+    body = {"input": "x", "conversation": answer.json()["id"]}
+    assert (await api.post("/v1/responses", body, headers=theirs)).status == 404
+    assert (await api.get(f"{path}/nothing", headers=mine)).status == 404
+    bad = await api.post("/v1/conversations", {"items": [{"type": "x"}]}, headers=mine)
+    assert (bad.status, bad.error()["param"]) == (400, "items[0].type")
+
+
+def test_the_oldest_conversations_make_room() -> None:
+    store = ConversationStore(max_bytes=1000)
+    for number in range(20):
+        stored = StoredConversation("", {})
+        store.put(stored)
+        store.add(stored, [{"id": str(number), "text": "x" * 100}])
+    assert 0 < store.num_bytes <= 1000
+    assert 2 < len(store) < 20
+    assert json.dumps(store.get("", stored.conversation_id).object())
