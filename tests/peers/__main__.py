@@ -1,9 +1,9 @@
 """Runs the HTTP tests of another server against Pagoda, and prints what became of them.
 
-    python -m tests.peers vllm PATH [--output FILE.json] [--only PART] [--limit SECONDS]
+    python -m tests.peers vllm PATH [--output FILE.json] [--only PART] [--limit SECONDS] [--model DIR]
 
-PATH is a checkout of vLLM, or of llama.cpp (or llama-cpp-python, which holds one). Its requirements for tests
-must be installed: pytest-asyncio, openai, anthropic, requests, httpx, regex, wget, filelock, schemathesis.
+PATH is a checkout of vLLM, of SGLang, or of llama.cpp (or llama-cpp-python, which holds one). What its tests need
+must be installed: tests/peers/requirements.txt.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a file for all verdicts, as JSON")
     parser.add_argument("--only", default="", help="a part of the paths of the files to run")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a test may take")
+    parser.add_argument("--model", default="", help="a model's directory, if not the embedded one")
     arguments, options = parser.parse_known_args()
+    if arguments.model:
+        os.environ["PAGODA_PEERS_MODEL"] = str(Path(arguments.model).resolve())
     signal.signal(signal.SIGTERM, _stop)
     verdicts: list[dict[str, str]] = []
     suite, path = arguments.suite, arguments.path.resolve()
