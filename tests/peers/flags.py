@@ -188,6 +188,9 @@ def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[
             model = model or values[0]
         elif flag in dialect.taken and values:
             found += _bounded(dialect.taken[flag], values, max_len)
+    if not any(it.startswith("--reasoning") for it in arguments):
+        # These servers find reasoning only if they are told to; a grammar then begins with the answer.
+        found += ["--reasoning-parser", "none"]
     for name in names or [model]:
         found += ["--served-model-name", name] if name else []
     return found
