@@ -8,9 +8,15 @@ from array import array
 from typing import Any
 
 import pytest
+from scripted_endpoint import TEXT
 
+from pagoda.api.llamacpp.embedding import normalized
 from pagoda.executor.sim import sim_embedding, sim_logprob
+from pagoda.frontend.adapters import AdapterRegistry
+from pagoda.frontend.text_generator import TextGenerator
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import Pooling
+from pagoda.messages.worker_config import WorkerConfig
 
 
 def vector_of(text: str | list[int], dimensions: int = 8) -> list[float]:
@@ -172,3 +178,83 @@ async def test_a_failure_of_the_engine_is_not_shown(api) -> None:
     answer = await api.post("/v1/embeddings", {"input": ["a", "b"]})
     assert answer.status == 500
     assert "broke" not in answer.error()["message"]
+
+
+async def test_ranks_in_the_form_of_text_embeddings_inference(api) -> None:
+    texts = ["xyz", "abd", "abc"]
+    body = {"query": "abc", "texts": texts, "top_n": 2}
+    for route in ("/rerank", "/reranking", "/v1/reranking"):
+        answer = (await api.post(route, body)).json()
+        assert [one.keys() for one in answer] == [{"index", "score"}] * 2
+        assert answer[0] == {"index": 2, "score": pytest.approx(1.0, abs=1e-6)}
+    answer = (await api.post("/rerank", {**body, "return_text": True})).json()
+    assert answer[0]["text"] == "abc"
+    await api.post("/rerank", {**body, "texts": ["x" * 300], "truncate": True})
+    assert len(api.endpoint.requests[-1].prompt_token_ids) == 256
+    for wrong, param in (
+        ({"query": "a"}, "documents"),
+        ({"query": "a", "texts": []}, "texts"),
+        ({"query": "a", "texts": ["a"], "documents": ["a"]}, "texts"),
+        ({"query": "a", "documents": ["a"], "return_text": True}, "return_text"),
+    ):
+        assert (await api.post("/rerank", wrong)).error()["param"] == param
+
+
+@pytest.mark.parametrize("route", ["/v1/embeddings", "/v1/score", "/v1/rerank"])
+async def test_an_adapter_answers_with_its_name(api, route: str) -> None:
+    adapter = Adapter("sql", "/adapters/sql", "0" * 64)
+    registry = AdapterRegistry(WorkerConfig(model="tiny", adapters=(adapter,)))
+    api.service.generator = TextGenerator(api.endpoint, TEXT, api.service.tracker, registry)
+    body = {
+        "/v1/embeddings": {"input": "a"},
+        "/v1/score": {"text_1": "a", "text_2": "b"},
+        "/v1/rerank": {"query": "a", "documents": ["b"]},
+    }[route]
+    assert (await api.post(route, {"model": "sql", **body})).json()["model"] == "sql"
+    [shown] = (await api.get("/lora-adapters")).json()
+    assert shown == {"id": 0, "path": "/adapters/sql", "scale": 0.0, "name": "sql"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"), [(None, 5.0), (2, 5.0), (1, 7.0), (0, 4 / 32760), (3, 91 ** (1 / 3))]
+)
+def test_lengths_of_llamacpp(kind: int | None, length: float) -> None:
+    got = normalized(array("f", [3.0, -4.0]), 2 if kind is None else kind)
+    assert got == pytest.approx([3 / length, -4 / length])
+    assert normalized(array("f", [0.0, 0.0]), 0 if kind is None else kind) == [0.0, 0.0]
+
+
+async def test_vectors_as_llamacpp_has_them(api) -> None:
+    for body in ({"content": ["abc", [1, 2]]}, {"input": ["abc", [1, 2]]}):
+        answer = (await api.post("/embedding", {"model": "tiny", **body})).json()
+        assert [one["index"] for one in answer] == [0, 1]
+        for one, text in zip(answer, ["abc", [1, 2]], strict=True):
+            assert one["embedding"] == [pytest.approx(vector_of(text), abs=1e-6)]
+    raw = array("f", sim_embedding(list(b"abc"))).tolist()
+    answer = (await api.post("/embedding", {"content": "abc", "embd_normalize": -1})).json()
+    assert answer == [{"index": 0, "embedding": [raw]}]
+    for wrong in ({}, {"content": []}, {"content": "a", "input": "a"}, {"content": "x" * 300}):
+        refused = await api.post("/embedding", wrong)
+        assert (refused.status, refused.json()["error"]["code"]) == (400, 400)
+        assert "content" in refused.json()["error"]["message"]
+
+
+async def test_vectors_as_ollama_has_them(api) -> None:
+    answer = (await api.post("/api/embed", {"model": "tiny:latest", "input": ["abc", "d"]})).json()
+    assert answer["model"] == "tiny:latest"
+    assert answer["prompt_eval_count"] == 4
+    for got, text in zip(answer["embeddings"], ["abc", "d"], strict=True):
+        assert got == pytest.approx(vector_of(text), abs=1e-6)
+    one = {"model": "tiny", "input": "abc", "dimensions": 3, "options": {"num_ctx": 64}}
+    [got] = (await api.post("/api/embed", {**one, "keep_alive": "5m"})).json()["embeddings"]
+    assert got == pytest.approx(vector_of("abc", 3), abs=1e-6)
+    assert (await api.post("/api/embed", {"model": "tiny", "input": []})).json()["embeddings"] == []
+    long = {"model": "tiny", "input": "x" * 300}
+    assert (await api.post("/api/embed", long)).status == 200
+    assert (await api.post("/api/embed", {**long, "truncate": False})).status == 400
+    assert (await api.post("/api/embed", {**one, "options": {"num_ctx": 512}})).status == 400
+    assert (await api.post("/api/embed", {"model": "other", "input": "a"})).status == 404
+    old = (await api.post("/api/embeddings", {"model": "tiny", "prompt": "abc"})).json()
+    assert old == {"embedding": array("f", sim_embedding(list(b"abc"))).tolist()}
+    old = (await api.post("/api/embeddings", {"model": "tiny", "prompt": ""})).json()
+    assert old == {"embedding": []}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pagoda.api.llamacpp.bodies import CompletionBody, InfillBody
 from pagoda.api.llamacpp.completion import completion, infill
 from pagoda.api.llamacpp.dialect import LLAMACPP
+from pagoda.api.llamacpp.embedding import EmbeddingBody, embedding
 from pagoda.api.llamacpp.server import TemplateBody, adapters, apply_template, props, slots
 from pagoda.api.route import Route, refused
 
@@ -16,6 +17,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/completion": {"POST": _completion},
     "/completions": {"POST": _completion},
     "/infill": {"POST": Route(infill, "Fills a gap.", InfillBody, dialect=LLAMACPP, streams=True)},
+    "/embedding": {"POST": Route(embedding, "Vectors of texts.", EmbeddingBody, dialect=LLAMACPP)},
     "/apply-template": {
         "POST": Route(
             apply_template, "The prompt of a conversation.", TemplateBody, dialect=LLAMACPP
@@ -27,6 +29,6 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/slots": {"GET": Route(slots, "Sequences that run.", dialect=LLAMACPP)},
     "/slots/*": {"POST": refused("all requests share one cache of prompts.", LLAMACPP)},
     "/lora-adapters": {
-        "GET": Route(adapters, "Adapters whose scale can be set.", dialect=LLAMACPP),
+        "GET": Route(adapters, "The adapters that are loaded.", dialect=LLAMACPP),
     },
 }

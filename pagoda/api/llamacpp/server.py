@@ -109,6 +109,11 @@ async def slots(context: RequestContext) -> web.StreamResponse:
 
 
 async def adapters(context: RequestContext) -> web.StreamResponse:
-    """The adapters whose scales a client may set, of which there are none."""
-    context.service.ready_generator()
-    return context.json([])
+    """The adapters that are loaded. Requests ask for one as their model, so none has a scale for all others."""
+    loaded = context.service.ready_generator().adapters
+    return context.json(
+        [
+            {"id": index, "path": adapter.path, "scale": 0.0, "name": adapter.name}
+            for index, adapter in enumerate(loaded)
+        ]
+    )

@@ -139,7 +139,7 @@ def common_fields(body: GenerateFields, text: ModelText, max_model_len: int) -> 
     """Fields of OpenAI's bodies for what chat and generate have in common; None where nothing is asked for.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     options = body.options or Options()
-    _check_options(options, max_model_len)
+    check_options(options, max_model_len)
     fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
     if options.num_predict is not None and options.num_predict >= 0:
         fields["max_tokens"] = options.num_predict
@@ -153,7 +153,8 @@ def common_fields(body: GenerateFields, text: ModelText, max_model_len: int) -> 
     return {**fields, **_thinking(body.think, text)}
 
 
-def _check_options(options: Options, max_model_len: int) -> None:
+def check_options(options: Options, max_model_len: int) -> None:
+    """Raises InvalidRequestError: an option has a value that is not served; names the option."""
     for name, neutral in (("vocab_only", False), ("embedding_only", False), ("mirostat", 0)):
         value = getattr(options, name)
         if value is not None and value != neutral:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagoda.api.ollama.bodies import ChatBody, GenerateBody
 from pagoda.api.ollama.dialect import OLLAMA
+from pagoda.api.ollama.embeddings import EmbedBody, EmbeddingsBody, embed_prompt, embed_texts
 from pagoda.api.ollama.generate import chat, generate
 from pagoda.api.ollama.models import ShowBody, running, show, tags, version
 from pagoda.api.route import Route, refused
@@ -16,6 +17,10 @@ ROUTES: dict[str, dict[str, Route]] = {
     },
     "/api/generate": {
         "POST": Route(generate, "Answers a prompt.", GenerateBody, dialect=OLLAMA, streams=True)
+    },
+    "/api/embed": {"POST": Route(embed_texts, "Vectors of texts.", EmbedBody, dialect=OLLAMA)},
+    "/api/embeddings": {
+        "POST": Route(embed_prompt, "The vector of a text.", EmbeddingsBody, dialect=OLLAMA)
     },
     "/api/tags": {"GET": Route(tags, "The models.", dialect=OLLAMA)},
     "/api/ps": {"GET": Route(running, "The models in memory.", dialect=OLLAMA)},

@@ -18,6 +18,7 @@ from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import refuse
 from pagoda.frontend.embeddings import Embedding, EmbeddingOptions, embed
+from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import TokenId
 
@@ -80,7 +81,7 @@ async def _answer(
     generator = context.service.admit(body.model)
     found = await embed(
         generator,
-        _inputs(body.input),
+        inputs_of(body.input),
         body.options(normalize=body.normalize, dimensions=body.dimensions),
         client_request=context.client_request,
     )
@@ -89,11 +90,16 @@ async def _answer(
         {"object": kind, "index": index, key: encode(one.vector)} for index, one in enumerate(found)
     ]
     return context.json(
-        {**envelope(context, id_prefix), "object": "list", "data": data, "usage": usage(found)}
+        {
+            **envelope(context, generator, id_prefix),
+            "object": "list",
+            "data": data,
+            "usage": usage(found),
+        }
     )
 
 
-def _inputs(given: str | list[Any]) -> list[str | list[int]]:
+def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
     """The texts of a body: a string, token ids, or a list of either.
     Raises InvalidRequestError: the list is empty, mixed, or too long."""
     if isinstance(given, str):
@@ -122,11 +128,12 @@ def _base64(vector: array[float]) -> str:
     return base64.b64encode(vector.tobytes()).decode()
 
 
-def envelope(context: RequestContext, id_prefix: str) -> dict[str, Any]:
+def envelope(context: RequestContext, generator: TextGenerator, id_prefix: str) -> dict[str, Any]:
+    """The head of an answer, with the name of the model or adapter that `generator` answers by."""
     return {
         "id": f"{id_prefix}-{uuid.uuid4().hex}",
         "created": int(time.time()),
-        "model": context.service.config.served_model_name,
+        "model": context.service.name_of(generator),
     }
 
 

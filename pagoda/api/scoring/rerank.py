@@ -16,6 +16,7 @@ from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import MAX_INPUTS, PoolingFields, envelope, usage
 from pagoda.errors import refuse
 from pagoda.frontend.embeddings import Embedding, cosine, embed
+from pagoda.frontend.text_generator import TextGenerator
 
 Texts = str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
 
@@ -39,7 +40,15 @@ class _Text(msgspec.Struct, frozen=True):
 
 class RerankRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     query: str
-    documents: Annotated[list[str | _Text], Meta(max_length=MAX_INPUTS)]
+    documents: Annotated[list[str | _Text], Meta(max_length=MAX_INPUTS)] | None = None
+    texts: Annotated[list[str], Meta(max_length=MAX_INPUTS)] | None = None
+    """Name of `documents` in Text Embeddings Inference, whose answer is a list."""
+    return_text: bool | None = None
+    """Name of `return_documents` there; false by default."""
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+    """True cuts texts to the context there; false is the default."""
+    truncation_direction: Annotated[Any, ("Right", "right")] = None
     top_n: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """The best documents that are wanted; 0 and None mean all."""
     return_documents: bool | None = None
@@ -54,7 +63,8 @@ async def score(context: RequestContext) -> web.StreamResponse:
     """The score of each pair; one text against several is as many pairs."""
     body = await context.parse(ScoreRequest)
     left, right = _pairs(body)
-    found = await _embed(context, body, [*left, *right], "text_1")
+    generator = context.service.admit(body.model)
+    found = await _embed(context, generator, body, [*left, *right], "text_1")
     ones, others = found[: len(left)], found[len(left) :]
     if len(ones) == 1:
         ones = ones * len(others)
@@ -63,7 +73,12 @@ async def score(context: RequestContext) -> web.StreamResponse:
         for index, (one, other) in enumerate(zip(ones, others, strict=True))
     ]
     return context.json(
-        {**envelope(context, "score"), "object": "list", "data": data, "usage": usage(found)}
+        {
+            **envelope(context, generator, "score"),
+            "object": "list",
+            "data": data,
+            "usage": usage(found),
+        }
     )
 
 
@@ -88,29 +103,62 @@ def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
 async def rerank(context: RequestContext) -> web.StreamResponse:
     """The documents by their scores against the query, the best first."""
     body = await context.parse(RerankRequest)
-    if not body.documents:
-        refuse("documents", "is an empty list")
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    texts = _documents(body)
     if body.max_tokens_per_doc is not None:
         if body.truncate_prompt_tokens is not None:
             refuse("max_tokens_per_doc", "and truncate_prompt_tokens are the same; give one")
         body = msgspec.structs.replace(body, truncate_prompt_tokens=body.max_tokens_per_doc)
-    query, *documents = found = await _embed(context, body, [body.query, *texts], "documents")
+    if body.truncate and body.truncate_prompt_tokens is None:
+        body = msgspec.structs.replace(body, truncate_prompt_tokens=-1)
+    generator = context.service.admit(body.model)
+    param = "documents" if body.texts is None else "texts"
+    query, *documents = found = await _embed(context, generator, body, [body.query, *texts], param)
     scores = [cosine(query.vector, document.vector) for document in documents]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    best = order[: body.top_n or None]
+    if body.texts is not None:
+        with_text = body.return_text is True
+        return context.json([_ranked(index, scores, texts, with_text=with_text) for index in best])
     results = []
-    for index in order[: body.top_n or None]:
+    for index in best:
         result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
         if body.return_documents is not False:
             result["document"] = {"text": texts[index]}
         results.append(result)
-    return context.json({**envelope(context, "rerank"), "results": results, "usage": usage(found)})
+    head = envelope(context, generator, "rerank")
+    return context.json({**head, "results": results, "usage": usage(found)})
+
+
+def _documents(body: RerankRequest) -> list[str]:
+    """The texts to rank. Raises InvalidRequestError: they are missing, given twice, or none."""
+    if body.texts is not None and body.documents is not None:
+        refuse("texts", "and documents are the same; give one")
+    if body.texts is None and (body.return_text is not None or body.raw_scores is not None):
+        name = "return_text" if body.return_text is not None else "raw_scores"
+        refuse(name, "is only for texts; documents have return_documents")
+    if body.texts is None and body.documents is None:
+        refuse("documents", "is missing", "missing_field")
+    given = body.documents if body.texts is None else body.texts
+    if not given:
+        refuse("documents" if body.texts is None else "texts", "is an empty list")
+    return [one if isinstance(one, str) else one.text for one in given]
+
+
+def _ranked(
+    index: int, scores: Sequence[float], texts: Sequence[str], *, with_text: bool
+) -> dict[str, Any]:
+    """A document in the words of Text Embeddings Inference."""
+    ranked: dict[str, Any] = {"index": index, "score": scores[index]}
+    return {**ranked, "text": texts[index]} if with_text else ranked
 
 
 async def _embed(
-    context: RequestContext, body: PoolingFields, texts: Sequence[str], param: str
+    context: RequestContext,
+    generator: TextGenerator,
+    body: PoolingFields,
+    texts: Sequence[str],
+    param: str,
 ) -> list[Embedding]:
-    generator = context.service.admit(body.model)
     return await embed(
         generator,
         texts,

@@ -25,4 +25,6 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/rerank": {"POST": _rerank},
     "/v2/rerank": {"POST": _rerank},
     "/rerank": {"POST": _rerank},
+    "/reranking": {"POST": _rerank},
+    "/v1/reranking": {"POST": _rerank},
 }
