@@ -32,7 +32,7 @@ class GrammarThreads(Generic[Job]):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._job: tuple[Job, float] | None = None
-        """What the serving thread is busy with, and when that is too long."""
+        """The job of the serving thread, and the time at which that has taken too long."""
         self._late: set[threading.Thread] = set()
         self._serving = self._start()
 
@@ -43,7 +43,7 @@ class GrammarThreads(Generic[Job]):
 
     @property
     def deadline(self) -> float | None:
-        """When the job under way has taken too long; None without one."""
+        """Time at which the job under way has taken too long; None without one."""
         job = self._job
         return None if job is None else job[1]
 

@@ -37,7 +37,7 @@ _MAX_LATE_DIGESTS = 256
 LATE_FOR_S = 60.0
 """Seconds for which a grammar that took too long is refused at once."""
 BUSY = ""
-"""What is wrong with no grammar: too many others are still being compiled, so the request may come again."""
+"""The problem of no grammar: too many others are still being compiled, so the request may come again."""
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(?P<names>.*)\]")
 _OUTSIDE = "doesn't satisfy the grammar"
@@ -257,7 +257,7 @@ class Grammars:
         return done
 
     def next_event_at(self) -> float | None:
-        """When `drain` must be called at the latest."""
+        """Time by which `drain` must be called; None if nothing is being compiled."""
         return None if self._threads is None else self._threads.deadline
 
     def drop(self, request_id: str) -> bool:
