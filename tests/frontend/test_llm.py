@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused(
         llm.generate(prompts, params)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("messages", [[], [{"role": "wizard", "content": "x"}], [{"role": "user"}]])
+@pytest.mark.parametrize("messages", [[], [{"role": "", "content": "x"}], [{"role": "user"}]])
 def test_conversations_that_are_none(llm: LLM, messages: list[dict[str, str]]) -> None:
     with pytest.raises(InvalidRequestError, match="messages"):
         llm.chat([messages], GREEDY)
