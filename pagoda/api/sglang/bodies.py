@@ -118,7 +118,8 @@ class Asked:
     sampling: dict[str, Any]
     """Fields of completions."""
     stream_interval: int
-    rid: str | None
+    rid: str
+    """Id by which the client knows the answer; empty without one."""
     with_logprobs: bool
     start: int
     """First token of the prompt whose log-probability is wanted; -1 for none."""
@@ -131,15 +132,16 @@ async def asked_of(body: GenerateBody, generator: TextGenerator) -> list[Asked]:
     Raises InvalidRequestError: fields do not fit each other or the model; names one."""
     prompts = await _prompts(body, generator)
     count = len(prompts)
-    rids = body.rid if isinstance(body.rid, list) or count == 1 else None
-    if isinstance(body.rid, str) and count > 1:
+    rids = body.rid or ""
+    if isinstance(rids, str) and rids and count > 1:
         rids = [f"{body.rid}_{index}" for index in range(count)]
+    starts = -1 if body.logprob_start_len is None else body.logprob_start_len
     columns = zip(
         prompts,
         _each("sampling_params", body.sampling_params or {}, count),
         _each("rid", rids, count),
         _each("return_logprob", body.return_logprob or False, count),
-        _each("logprob_start_len", body.logprob_start_len, count),
+        _each("logprob_start_len", starts, count),
         _each("top_logprobs_num", body.top_logprobs_num or 0, count),
         strict=True,
     )
@@ -147,7 +149,7 @@ async def asked_of(body: GenerateBody, generator: TextGenerator) -> list[Asked]:
     for prompt, given, rid, with_logprobs, start, num_top in columns:
         if num_top and not with_logprobs:
             refuse("top_logprobs_num", "needs return_logprob: true")
-        if start is not None and start >= len(prompt):
+        if start >= len(prompt):
             refuse("logprob_start_len", f"must be below the {len(prompt)} tokens of the prompt")
         sampling, interval = _sampling(given)
         found.append(
@@ -157,7 +159,7 @@ async def asked_of(body: GenerateBody, generator: TextGenerator) -> list[Asked]:
                 interval,
                 rid,
                 with_logprobs,
-                -1 if start is None or not with_logprobs else start,
+                start if with_logprobs else -1,
                 num_top,
                 bool(body.return_text_in_logprobs),
             )
