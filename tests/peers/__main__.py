@@ -1,9 +1,9 @@
 """Runs the HTTP tests of another server against Pagoda, and prints what became of them.
 
-    python -m tests.peers vllm PATH [--output FILE.json] [-k EXPRESSION]
+    python -m tests.peers vllm PATH [--output FILE.json] [--only PART] [--limit SECONDS] [--model DIR]
 
-PATH is a checkout of vLLM, or of llama.cpp (or llama-cpp-python, which holds one). Its requirements for tests
-must be installed: pytest-asyncio, openai, anthropic, requests, httpx, regex, wget, filelock, schemathesis.
+PATH is a checkout of vLLM, of SGLang, or of llama.cpp (or llama-cpp-python, which holds one). What its tests need
+must be installed: tests/peers/requirements.txt.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.peers.suites import SUITES, Suite
@@ -35,10 +37,21 @@ def files_of(suite: Suite, path: Path) -> tuple[Path, list[Path]]:
     raise SystemExit(f"{path} holds none of the tests that are looked for.")
 
 
-def run(name: str, path: Path, options: list[str]) -> list[dict[str, str]]:
-    """Runs a suite; returns one verdict for each test, in their order."""
+def run(
+    name: str, path: Path, options: list[str], only: str, limit_s: float
+) -> Iterator[dict[str, str]]:
+    """Runs a suite, a pytest for each file; yields one verdict for each test, in their order.
+
+    A test that takes more than `limit_s` seconds fails. Files without `only` in their paths are left out.
+    """
     suite = SUITES[name]
     root, files = files_of(suite, path)
+    for file in files:
+        if only in str(file.relative_to(root)):
+            yield from _run_file(suite, root, file, [f"--timeout={limit_s}", *options])
+
+
+def _run_file(suite: Suite, root: Path, file: Path, options: list[str]) -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory() as directory:
         logs, results = Path(directory) / "logs", Path(directory) / "results"
         logs.mkdir()
@@ -54,9 +67,11 @@ def run(name: str, path: Path, options: list[str]) -> list[dict[str, str]]:
         command = [sys.executable, "-m", "pytest", "--rootdir", str(root), "-q", "--tb=line"]
         command += ["-p", "plugin", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
         command += [part for plugin in suite.plugins for part in ("-p", plugin)]
-        command += ["--continue-on-collection-errors", *options]
-        subprocess.run([*command, *map(str, files)], cwd=root, env=environment, check=False)
-        return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        command += ["--continue-on-collection-errors", *options, str(file)]
+        try:
+            subprocess.run(command, cwd=root, env=environment, check=False)
+        finally:
+            yield from map(json.loads, results.read_text(encoding="utf-8").splitlines())
 
 
 def tables(verdicts: list[dict[str, str]]) -> str:
@@ -74,13 +89,28 @@ def tables(verdicts: list[dict[str, str]]) -> str:
     return "\n".join(rows)
 
 
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("path", type=Path)
     parser.add_argument("--output", type=Path, help="a file for all verdicts, as JSON")
+    parser.add_argument("--only", default="", help="a part of the paths of the files to run")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a test may take")
+    parser.add_argument("--model", default="", help="a model's directory, if not the embedded one")
     arguments, options = parser.parse_known_args()
-    verdicts = run(arguments.suite, arguments.path.resolve(), options)
+    if arguments.model:
+        os.environ["PAGODA_PEERS_MODEL"] = str(Path(arguments.model).resolve())
+    signal.signal(signal.SIGTERM, _stop)
+    verdicts: list[dict[str, str]] = []
+    suite, path = arguments.suite, arguments.path.resolve()
+    try:
+        verdicts.extend(run(suite, path, options, arguments.only, arguments.limit))
+    except KeyboardInterrupt:
+        print("Stopped; what ran until now:")
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(verdicts, indent=1), encoding="utf-8")
     print(tables(verdicts))

@@ -1,16 +1,19 @@
 """Command lines of other servers, translated to that of `pagoda serve`.
 
-The model is always the embedded one, under the name that was asked for. Flags that say how to compute, not what to
-answer, have no counterpart and are left out.
+The model is the embedded one or one that the caller chose, under the name that was asked for. Flags that say how
+to compute, not what to answer, have no counterpart and are left out.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-MAX_MODEL_LEN = 2048
+TINY_LEN = 2048
 """The context of the embedded model."""
+LARGEST_LEN = 8192
+"""The longest context that a test gets from another model."""
 _SMALL_LEN = 512
 """A test that asks for a shorter context is about its end."""
 
@@ -48,6 +51,9 @@ VLLM = Dialect(
         "--max-logprobs": "--max-logprobs",
         "--chat-template": "--chat-template",
         "--data-parallel-size": "--data-parallel-size",
+        "--lora-modules": "--lora",
+        "--max-lora-rank": "--max-lora-rank",
+        "--allow-lora-loading": "--allow-lora-loading",
     },
     switches={
         "--enable-force-include-usage": "--enable-force-include-usage",
@@ -125,8 +131,38 @@ LLAMA_CPP = Dialect(
 )
 
 
-def translate(arguments: Sequence[str], dialect: Dialect) -> list[str]:
-    """The arguments of `pagoda serve`. Raises NotApplicableError: as its text says."""
+_SGLANG_SILENT = (
+    *("--enable-cache-report", "--trust-remote-code", "--disable-cuda-graph", "--enable-metrics"),
+    *("--constrained-json-disable-any-whitespace", "--skip-server-warmup"),
+)
+
+SGLANG = Dialect(
+    model=("--model-path", "--model"),
+    names=("--served-model-name",),
+    taken={
+        "--port": "--port",
+        "--host": "--host",
+        "--api-key": "--api-key",
+        "--context-length": "--max-model-len",
+        "--max-running-requests": "--max-num-seqs",
+    },
+    switches=dict.fromkeys(_SGLANG_SILENT, ""),
+    not_applicable={
+        "--enable-return-hidden-states": "hidden states",
+        "--is-embedding": "a pooling model that is not here",
+        "--enable-http2": "HTTP/2",
+        "--uds": "a server on a Unix socket",
+        "--speculative-algorithm": "speculative decoding",
+        "--enable-multimodal": "images, audio and video",
+    },
+)
+
+
+def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[str]:
+    """The arguments of `pagoda serve` with a model of `max_len` tokens of context.
+
+    Raises NotApplicableError: as its text says.
+    """
     found: list[str] = []
     names: list[str] = []
     model = ""
@@ -151,7 +187,10 @@ def translate(arguments: Sequence[str], dialect: Dialect) -> list[str]:
         elif flag in dialect.model:
             model = model or values[0]
         elif flag in dialect.taken and values:
-            found += _bounded(dialect.taken[flag], values)
+            found += _bounded(dialect.taken[flag], values, max_len)
+    if not any(it.startswith("--reasoning") for it in arguments):
+        # These servers find reasoning only if they are told to; a grammar then begins with the answer.
+        found += ["--reasoning-parser", "none"]
     for name in names or [model]:
         found += ["--served-model-name", name] if name else []
     return found
@@ -161,14 +200,24 @@ def _is_flag(argument: str) -> bool:
     return argument.startswith("-") and not argument.lstrip("-")[:1].isdigit()
 
 
-def _bounded(flag: str, values: Sequence[str]) -> list[str]:
-    """A flag as Pagoda can take it with the embedded model."""
+def _bounded(flag: str, values: Sequence[str], max_len: int) -> list[str]:
+    """A flag as Pagoda can take it with the model."""
     if flag == "--max-model-len":
         # A text takes several times as many tokens of the embedded model as of those that the tests are made for.
         asked = int(values[0])
-        return [flag, str(asked if asked < _SMALL_LEN else MAX_MODEL_LEN)]
+        return [flag, str(asked if asked < _SMALL_LEN else max_len)]
     if flag == "--chat-template" and "tool_chat_template" in values[0]:
         return []  # of a model that calls tools in another way
+    if flag == "--lora":
+        return [part for value in values for part in (flag, _named_adapter(value))]
     if flag == "--max-num-seqs":
         return [flag, str(min(int(values[0]), 64))]
     return [part for value in values for part in (flag, value)]
+
+
+def _named_adapter(value: str) -> str:
+    """`NAME=DIR`, of that or of JSON with name and path."""
+    if not value.startswith("{"):
+        return value
+    fields = json.loads(value)
+    return f"{fields['name']}={fields['path']}"

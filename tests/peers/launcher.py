@@ -11,17 +11,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flags import LLAMA_CPP, VLLM, NotApplicableError, translate
+from flags import LARGEST_LEN, LLAMA_CPP, SGLANG, TINY_LEN, VLLM, NotApplicableError, translate
 
 LOGS = "PAGODA_PEERS_LOGS"
+MODEL = "PAGODA_PEERS_MODEL"
+"""The variable with the directory of the model that serves; without it the embedded one does."""
 NOT_APPLICABLE = 77
-DIALECTS = {"vllm": VLLM, "llamacpp": LLAMA_CPP}
+DIALECTS = {"vllm": VLLM, "llamacpp": LLAMA_CPP, "sglang": SGLANG}
 
 
 def command(dialect: str, arguments: Sequence[str]) -> list[str]:
     """The command of Pagoda's server. Raises NotApplicableError: as `translate`."""
-    flags = translate(arguments, DIALECTS[dialect])
-    return [sys.executable, "-m", "pagoda", "serve", *flags, "--log-level", "info"]
+    model = os.environ.get(MODEL, "")
+    flags = translate(arguments, DIALECTS[dialect], LARGEST_LEN if model else TINY_LEN)
+    serve = [sys.executable, "-m", "pagoda", "serve", *([model] if model else [])]
+    return [*serve, *flags, "--log-level", "info"]
 
 
 def main() -> None:

@@ -51,4 +51,10 @@ SUITES = {
         left_out=("vision", "speculative", "mcp_servers", "tools_builtin", "test_router", "sleep"),
         plugins=("llamacpp_stand_in",),
     ),
+    "sglang": Suite(
+        root=("",),
+        files=("test/registered/openai_server/*/test_*.py", "test/srt/openai_server/*/test_*.py"),
+        left_out=("transcription", "grpc", "http2", "uds"),
+        plugins=("sglang_stand_in",),
+    ),
 }

@@ -6,11 +6,13 @@ vLLM's tests import the package and `tests.utils`. Neither is loaded: `tests.uti
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -23,7 +25,8 @@ from typing import Any
 
 import pytest
 import requests
-from launcher import LOGS, NOT_APPLICABLE
+from absent import Absent, not_applicable
+from launcher import LOGS, MODEL, NOT_APPLICABLE
 
 SUITE = "PAGODA_PEERS_SUITE"
 START_S = 60.0
@@ -33,46 +36,10 @@ _REPLACED = ("tests.utils", "tests.conftest")
 
 
 def tiny() -> str:
-    """The directory of the embedded model."""
+    """The directory of the model that serves, the embedded one unless another was named."""
     import pagoda.checkpoints
 
-    return str(Path(pagoda.checkpoints.__file__).parent / "pagoda_tiny")
-
-
-def not_applicable(what: str) -> Any:
-    pytest.skip(f"{what} is part of the other server", allow_module_level=True)
-
-
-class Absent:
-    """A name of vLLM: it may be imported, inherited from and annotated with; who calls it is skipped."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Absent:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Absent(f"{self._name}.{name}")
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        not_applicable(self._name)
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return (object,) if len(bases) == 1 else ()
-
-    def __getitem__(self, _: Any) -> Absent:
-        return self
-
-    def __or__(self, _: Any) -> Any:
-        return Any
-
-    __ror__ = __or__
-
-    def __iter__(self) -> Any:
-        not_applicable(self._name)
-
-    def __bool__(self) -> bool:
-        return False
+    return os.environ.get(MODEL) or str(Path(pagoda.checkpoints.__file__).parent / "pagoda_tiny")
 
 
 class _Platform:
@@ -151,6 +118,8 @@ class RemoteOpenAIServer:
         key = (env_dict or {}).get("VLLM_API_KEY")
         if key:
             arguments += ["--api-key", key]
+        if (env_dict or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            arguments += ["--allow-lora-loading", tempfile.gettempdir()]
         self.proc = subprocess.Popen(
             [sys.executable, str(_LAUNCHER), "vllm", model, *arguments],
             env={**os.environ, **(env_dict or {})},
@@ -267,6 +236,21 @@ def _get_tokenizer(*_: Any, **__: Any) -> Any:
     return AutoTokenizer.from_pretrained(tiny())
 
 
+def _snapshot_download(repo_id: str, *_: Any, **__: Any) -> str:
+    """The directory of the embedded model, or of an adapter for it that changes answers a little."""
+    if "lora" not in repo_id.lower():
+        return tiny()
+    from pagoda.checkpoints.resolve import load_model_config
+
+    file = Path(__file__).parents[1] / "adapter_files.py"
+    spec = importlib.util.spec_from_file_location("adapter_files", file)
+    adapter_files = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(adapter_files)
+    directory = Path(os.environ[LOGS]).parent / "adapter"
+    config = load_model_config(tiny(), "auto")
+    return str(adapter_files.save_adapter_of(config, directory, size=0.01))
+
+
 def _load_tiny(load: Callable[[str], Any], *_: Any, **__: Any) -> Any:
     return load(tiny())
 
@@ -305,5 +289,5 @@ def pytest_load_initial_conftests() -> None:
 
     for kind in (transformers.AutoTokenizer, transformers.AutoConfig):
         kind.from_pretrained = partial(_load_tiny, kind.from_pretrained)
-    huggingface_hub.snapshot_download = lambda *_, **__: tiny()
+    huggingface_hub.snapshot_download = _snapshot_download
     huggingface_hub.hf_hub_download = lambda *_, **__: not_applicable("a file of a hub")
