@@ -36,6 +36,7 @@ _STACK_BYTES = 256 << 20
 _MAX_ERROR_CHARS = 300
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(?P<names>.*)\]")
+_OUTSIDE = "doesn't satisfy the grammar"
 _TOO_LARGE = re.compile(r"too big|too large|too many items|too complex", re.IGNORECASE)
 
 
@@ -89,6 +90,11 @@ class Constraint:
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer, whatever the request says of them."""
         return self._vocabulary.eos_token_ids
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if the grammar took too much work, and the place is lost."""
+        return self._matcher.is_error() and _OUTSIDE not in self._matcher.get_error()
 
     def consume(self, token_id: int) -> bool:
         """Goes on behind a token that does not end the answer; False if the grammar does not allow it here."""
@@ -164,6 +170,8 @@ class _Entry:
             if token_id in place.eos_token_ids:
                 break  # the answer is complete
             if not place.consume(token_id):
+                if place.is_exhausted:
+                    return "the answer so far takes too much work to follow in its grammar."
                 return "the answer so far is not in the language of its grammar."
         return place
 
@@ -308,6 +316,16 @@ def _compile(grammar: Grammar, vocabulary: _Vocabulary) -> Constraint | str:
     place = Constraint(matcher, vocabulary)
     if matcher.is_error() or place.mask() is None:
         return _sentence(grammar, matcher.get_error())
+    beginning = (
+        place.copy()
+    )  # what every answer begins with must not be too much for the engine's loop
+    for token_id in beginning.forced_tokens():
+        if token_id in place.eos_token_ids or not beginning.consume(token_id):
+            break
+    if beginning.is_exhausted:
+        return (
+            f"{_NAMES[grammar.kind]} is too large or too complex to be followed within the limits."
+        )
     return place
 
 

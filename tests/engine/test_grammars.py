@@ -6,6 +6,7 @@ import os
 import re
 import select
 import threading
+from itertools import product
 
 import msgspec
 import pytest
@@ -123,6 +124,7 @@ def test_an_answer_survives_its_worker_in_every_step() -> None:
         (Grammar("regex", "(" * 5000 + "a" + ")" * 5000), "regular expression"),
         (Grammar("json_schema", '{"a":' * 5000 + "1" + "}" * 5000), "JSON schema"),
         (Grammar("json_schema", '{"enum": [' + ",".join(map(str, range(300_000))) + "]}"), "large"),
+        (Grammar("regex", "a{1000000000}"), "large"),
     ],
 )
 def test_a_wrong_grammar_is_refused_in_one_sentence(grammar: Grammar, error: str) -> None:
@@ -143,6 +145,19 @@ def test_a_wrong_grammar_is_refused_in_one_sentence(grammar: Grammar, error: str
 )
 def test_expressions_that_explode_elsewhere_are_served(text: str) -> None:
     Harness().serve(constrained("r", Grammar("regex", text), max_tokens=20))
+
+
+def test_a_grammar_that_takes_too_much_work_within_an_answer_is_the_clients_mistake() -> None:
+    letters = "abcdefghij"
+    words = " | ".join(f'"{a}{b}{c}{d}"' for a, b, c, d in product(letters, repeat=4))
+    grammar = Grammar("lark", f"start: FIRST word\nFIRST: /[a-z]/\nword: {words}")
+    harness = Harness()
+    harness.add(constrained("r", grammar))
+    harness.run()
+    chunk = harness.finished["r"]
+    assert chunk.finish_reason is FinishReason.ERROR
+    assert chunk.blames_grammar
+    assert chunk.error == "the grammar takes too much work at this point of the answer."
 
 
 def test_output_outside_of_the_language_is_refused() -> None:
