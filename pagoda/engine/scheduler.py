@@ -31,7 +31,7 @@ from pagoda.messages.frontend import (
 from pagoda.messages.worker import StepResult, TokenMasks
 
 _NOT_IN_LANGUAGE = "The answer left the language of its grammar."
-_TOO_COMPLEX = "The grammar takes too much work at this point of the answer."
+_TOO_COMPLEX = "the grammar takes too much work at this point of the answer."
 
 
 class Scheduler:
@@ -138,10 +138,16 @@ class Scheduler:
         self.finish(request, FinishReason.ABORT)
         return True
 
-    def fail(self, request: Request, error: str) -> TokenChunk:
-        """`error` is a sentence."""
+    def fail(self, request: Request, error: str, *, blames_grammar: bool = False) -> TokenChunk:
+        """Ends a request with an error; `error` is a sentence."""
         self.finish(request, FinishReason.ERROR)
-        return TokenChunk(request.request_id, [], FinishReason.ERROR, error=error)
+        return TokenChunk(
+            request.request_id,
+            [],
+            FinishReason.ERROR,
+            error=error,
+            blames_grammar=blames_grammar,
+        )
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Every ending of a request goes through here."""
@@ -233,6 +239,8 @@ class Scheduler:
         reason, stop_reason = request.finish_reason()
         if reason is None and request.constraint is not None:
             if not request.constraint.consume(token_id):
+                if request.constraint.is_exhausted:
+                    return self.fail(request, _TOO_COMPLEX, blames_grammar=True)
                 return self.fail(request, _NOT_IN_LANGUAGE)
             reason, stop_reason = self._append_forced(request, token_ids)
         if reason is not None:
@@ -317,7 +325,7 @@ class Scheduler:
             return []
         mask = constraint.mask(request.held_back_tokens())
         if mask is None:
-            return [self.fail(request, _TOO_COMPLEX)]
+            return [self.fail(request, _TOO_COMPLEX, blames_grammar=True)]
         message.masks[slot] = mask
         return []
 

@@ -279,7 +279,8 @@ class TextGenerator:
 
     async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         """The answer as it grows; the last delta has a finish reason. Closing the generator aborts the request.
-        Raises OverloadedError, EngineDeadError: as `Endpoint.generate`."""
+        Raises OverloadedError, EngineDeadError: as `Endpoint.generate`; InvalidRequestError: the grammar is wrong,
+        or takes too much work; names the client's field."""
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
@@ -307,6 +308,8 @@ class TextGenerator:
                     decoded_ns = tracker.clock_ns() if received_ns else 0
                     if delta.finish_reason is not None:
                         record.ending = delta.finish_reason, delta.error or ""
+                        if chunk.blames_grammar and delta.error is not None:
+                            raise InvalidRequestError(delta.error)
                         embedding = chunk.embedding
                         delta = msgspec.structs.replace(
                             delta, kv_source=source, embedding=embedding

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 from pagoda.errors import refuse
+from pagoda.frontend.schema_multiples import MAX_STEPS, steps_of, takes_too_much
 
 MAX_SCHEMA_BYTES = 128 << 10
 """Bytes of the schema of one tool that an answer is held to."""
 MAX_TOTAL_BYTES = 256 << 10
-_MAX_MULTIPLE = 10_000
-"""Least common multiple, and sum, of all `multipleOf` of a schema: an automaton has a state for each remainder."""
 _NO_SCHEMAS = frozenset(("const", "enum", "default", "examples"))
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
@@ -44,12 +41,10 @@ def _held(schema: Mapping[str, Any], name: str, *, is_strict: bool) -> Mapping[s
     multiples: list[int] = []
     dropped = set() if is_strict else {"pattern"}
     held: dict[str, Any] = _without(schema, dropped, multiples)
-    if sum(multiples) <= _MAX_MULTIPLE and math.lcm(*multiples) <= _MAX_MULTIPLE:
+    if not takes_too_much(multiples):
         return held
     if is_strict:
-        rule = (
-            f"has a multipleOf in the schema of {name!r} that takes more than {_MAX_MULTIPLE} steps"
-        )
+        rule = f"has a multipleOf in the schema of {name!r} that takes more than {MAX_STEPS} steps"
         refuse("tools", rule)
     reduced: dict[str, Any] = _without(schema, {*dropped, "multipleOf"}, multiples)
     return reduced
@@ -67,20 +62,10 @@ def _without(schema: Any, dropped: set[str], multiples: list[int]) -> Any:
             held[name] = value
         elif name in _BY_NAME and isinstance(value, dict):
             held[name] = {key: _without(part, dropped, multiples) for key, part in value.items()}
-        elif name == "multipleOf" and isinstance(value, int | float):
-            multiples.append(_steps(value))
+        elif name == "multipleOf" and (steps := steps_of(value)) is not None:
+            multiples.append(steps)
             if name not in dropped:
                 held[name] = value
         elif not (name in dropped and isinstance(value, str) and _NOT_REGULAR.search(value)):
             held[name] = _without(value, dropped, multiples)
     return held
-
-
-def _steps(value: float) -> int:
-    """The value in units of its last decimal place, without zeros at its end."""
-    if not math.isfinite(value):
-        return _MAX_MULTIPLE + 1
-    numerator = abs(Fraction(repr(value)).numerator)
-    while numerator and numerator % 10 == 0:
-        numerator //= 10
-    return max(1, numerator)

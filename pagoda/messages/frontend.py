@@ -17,7 +17,7 @@ from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -230,6 +230,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of further prompt tokens, behind those of the chunks before."""
     embedding: bytes | None = None
     """[hidden] float32, little-endian, in the last chunk of a request with `pooling`."""
+    blames_grammar: bool = False
+    """True if the error is that the request's grammar takes too much work: the client's mistake."""
 
     @property
     def is_news(self) -> bool:

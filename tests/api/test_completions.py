@@ -309,6 +309,25 @@ async def test_a_request_that_breaks(api, n: int, caplog: pytest.LogCaptureFixtu
     assert "secret" in caplog.text
 
 
+@WHOLE_AND_STREAM
+@pytest.mark.parametrize("num_tokens", [0, 1])
+async def test_a_grammar_that_takes_too_much_work_is_the_clients_mistake(
+    api, stream: bool, num_tokens: int
+) -> None:
+    api.endpoint.breaks_after = num_tokens
+    answer = await api.complete(stream=stream, structured_outputs={"regex": "ok"})
+    text = answer.body.decode()
+    if stream and num_tokens:
+        text = text.partition("event: error\ndata: ")[2]
+    else:
+        assert answer.status == 400
+    error = json.loads(text)["error"]
+    assert (error["message"], error["param"]) == (
+        "structured_outputs: It broke.",
+        "structured_outputs",
+    )
+
+
 async def test_an_error_inside_a_stream_is_an_event_and_the_end(api) -> None:
     api.endpoint.breaks_after = 1
     body = (await api.complete(stream=True)).body.decode()

@@ -151,7 +151,13 @@ class ScriptedEndpoint:
                 self.paused.set()
                 await self.go_on.wait()
             if count == self.breaks_after:
-                yield TokenChunk(request.request_id, [], FinishReason.ERROR, error="It broke.")
+                yield TokenChunk(
+                    request.request_id,
+                    [],
+                    FinishReason.ERROR,
+                    error="It broke.",
+                    blames_grammar=request.grammar is not None,
+                )
                 return
             reason = FinishReason.LENGTH if count + 1 in (limit, len(ids)) else None
             if token_id in (*request.eos_token_ids, *request.sampling.stop_token_ids):

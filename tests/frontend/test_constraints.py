@@ -8,6 +8,7 @@ from test_ebnf import TOKENIZER, accepts
 
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.constraints import (
+    MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
     choice_grammar,
     json_grammar,
@@ -86,6 +87,7 @@ def test_formats_that_nobody_checks_are_annotations() -> None:
         ("{", "not valid JSON"),
         ("[1]", "must be a JSON schema"),
         ({"multipleOf": 999983}, "multipleOf that takes too much work"),
+        ({"multipleOf": 62_000_000}, "multipleOf that takes too much work"),
         ({"anyOf": [{"multipleOf": 97}, {"multipleOf": 101}, {"multipleOf": 103}]}, "multipleOf"),
         ({"enum": ["x" * MAX_GRAMMAR_BYTES]}, "bytes"),
         ({"const": "\ud800"}, "surrogate"),
@@ -101,6 +103,16 @@ def test_schemas_that_are_refused_at_the_door(schema: object, fault: str) -> Non
 @pytest.mark.parametrize("value", [0.01, 0.25, 5, 60, 3600, 86400, 10000])
 def test_usual_multiples_are_served(value: float) -> None:
     json_grammar({"type": "number", "multipleOf": value}, "p")
+
+
+def test_a_multiple_that_is_no_number_is_left_to_the_engine() -> None:
+    assert "true" in json_grammar({"multipleOf": True}, "p").text
+
+
+def test_as_many_choices_as_are_allowed_can_be_followed() -> None:
+    grammar = choice_grammar([f"choice {index}" for index in range(MAX_CHOICES)], "p")
+    assert accepts(grammar.text, f"choice {MAX_CHOICES - 1}")
+    assert not accepts(grammar.text, f"choice {MAX_CHOICES}")
 
 
 def test_choices() -> None:

@@ -19,13 +19,19 @@ def test_small_steps_are_held(value: float) -> None:
     assert held_schema(schema, "f", is_strict=True) == schema
 
 
-@pytest.mark.parametrize("value", [7919 * 7907, 0.1234567, float("inf")])
+@pytest.mark.parametrize("value", [7919 * 7907, 62_000_000, 0.1234567, float("inf")])
 def test_many_steps_are_too_much_for_an_automaton(value: float) -> None:
     schema = number(multipleOf=value, minimum=0)
     assert held_schema(schema, "f", is_strict=False) == number(minimum=0)
     with pytest.raises(InvalidRequestError, match="multipleOf") as caught:
         held_schema(schema, "f", is_strict=True)
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("value", [True, "2", None])
+def test_a_multiple_that_is_no_number_is_left_to_the_engine(value: object) -> None:
+    schema = number(multipleOf=value)
+    assert held_schema(schema, "f", is_strict=True) == schema
 
 
 def test_steps_add_up() -> None:
