@@ -25,6 +25,7 @@ from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
 from pagoda.api.route import Route
 from pagoda.api.scoring.routes import ROUTES as SCORING_ROUTES
+from pagoda.api.sglang.routes import ROUTES as SGLANG_ROUTES
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from pagoda.api.vllm.routes import ROUTES as VLLM_ROUTES
 
@@ -115,6 +116,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     **OLLAMA_ROUTES,
     **LLAMACPP_ROUTES,
     **VLLM_ROUTES,
+    **SGLANG_ROUTES,
     "/chat/completions": {"POST": _chat},
     "/models": {"GET": _models},
     "/v1/health": {"GET": _ready},
@@ -124,7 +126,7 @@ ROUTES: dict[str, dict[str, Route]] = {
 OPEN_PATHS: frozenset[str] = frozenset(
     {
         *("/", "/ui/*", "/health", "/health/live", "/health/ready", "/v1/health", "/ping"),
-        *("/openapi.json", "/docs"),
+        *("/health_generate", "/openapi.json", "/docs"),
     }
 )
 """Routes that need no API key: monitoring need not be allowed to use the server, and pages ask for the key."""

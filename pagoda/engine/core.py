@@ -185,7 +185,9 @@ class EngineCore:
             problem = "the adapter is not loaded here."
         if problem or isinstance(constraint, str):
             scheduler.hooks.on_refused(request)
-            return RequestRefused(request.request_id, error=problem)
+            return RequestRefused(
+                request.request_id, retry_after_s=0 if problem else 1, error=problem
+            )
         if not scheduler.requests:
             self._last_progress = self._clock.now()
         chunks = scheduler.add(request, constraint)
@@ -386,6 +388,7 @@ class EngineCore:
         if self.parts is not None:
             instants.append(self.parts.cache_reporter.next_event_at())
             instants.append(self.parts.scheduler.hooks.next_event_at())
+            instants.append(self.parts.grammars.next_event_at())
         return min((instant for instant in instants if instant is not None), default=None)
 
     def drain_load_report(self) -> LoadReport | None:

@@ -6,21 +6,22 @@ A request's place in its grammar follows from its output tokens alone, so it is 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
-import os
-import queue
 import re
 import subprocess
 import sys
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pagoda.engine.grammar_threads import COMPILE_LIMIT_S, GrammarThreads
 from pagoda.errors import PagodaError
+from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.messages.frontend import GenerateRequest, Grammar
 
 if TYPE_CHECKING:
@@ -31,9 +32,12 @@ MAX_CACHED_BYTES = 4 << 20
 """Bytes of the texts of all grammars that are kept. What is made of a text takes some hundred times as much."""
 _MAX_INLINE_TOKENS = 64
 """Output tokens that are consumed on the engine's loop, some microseconds each; more are in the thread."""
-_STACK_BYTES = 256 << 20
-"""Address space of the compiling thread's stack: a chain of rules is followed by recursion."""
 _MAX_ERROR_CHARS = 300
+_MAX_LATE_DIGESTS = 256
+LATE_FOR_S = 60.0
+"""Seconds for which a grammar that took too long is refused at once."""
+BUSY = ""
+"""The problem of no grammar: too many others are still being compiled, so the request may come again."""
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(?P<names>.*)\]")
 _OUTSIDE = "doesn't satisfy the grammar"
@@ -79,7 +83,7 @@ def load_token_texts(order: TokenTextsOrder) -> TokenTexts:
 class Constraint:
     """Place of one request in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
@@ -123,7 +127,7 @@ class Constraint:
         return mask if rest.count(0) == len(rest) else bytes(rest)
 
 
-class _Vocabulary:
+class Vocabulary:
     """The model's tokens, as grammars see them."""
 
     def __init__(self, texts: TokenTexts, vocab_size: int) -> None:
@@ -176,6 +180,14 @@ class _Entry:
         return place
 
 
+class _Job(NamedTuple):
+    """The place of a request to be found in its grammar, which is compiled first."""
+
+    grammar: Grammar
+    entry: _Entry
+    request: GenerateRequest
+
+
 class Grammars:
     """Compiles the grammars of requests; belongs to the engine's loop."""
 
@@ -184,20 +196,27 @@ class Grammars:
         load_texts: Callable[[], TokenTexts],
         vocab_size: int,
         run: Callable[[Callable[[], None]], None] | None = None,
+        *,
+        clock: Clock | None = None,
+        compile_grammar: GrammarCompiler | None = None,
     ) -> None:
-        """`load_texts` is called for the first grammar. `run` runs work beside the loop: by default in one thread,
-        which is started for the first grammar."""
+        """`load_texts` is called for the first grammar. `run` runs work beside the loop: by default in a thread,
+        which is started for the first grammar, and replaced if a grammar takes too long. `compile_grammar` gives
+        the place in front of the first token, or what is wrong; by default llguidance does."""
         self._load_texts = load_texts
         self._vocab_size = vocab_size
-        self._vocabulary: _Vocabulary | None = None
-        self._thread: _Thread | None = None
+        self._vocabulary: Vocabulary | None = None
+        self._clock = clock or MonotonicClock()
+        self._compile = compile_grammar or _compile
+        self._threads: GrammarThreads[_Job] | None = None
         self._run = run or self._run_in_thread
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
         """The least recently used one first."""
+        self._late: OrderedDict[bytes, float] = OrderedDict()
+        """Digests of grammars that took too long, and the time until which they are refused."""
         self._done: deque[tuple[GenerateRequest, Constraint | str]] = deque()
         """Requests whose grammars are compiled, with their places or what is wrong; filled by the thread."""
         self._held: dict[str, GenerateRequest] = {}
-        self._readable: int | None = None
 
     @property
     def num_held(self) -> int:
@@ -205,9 +224,13 @@ class Grammars:
         return len(self._held)
 
     def take(self, request: GenerateRequest, grammar: Grammar) -> Constraint | str | None:
-        """The request's place in its grammar, or what is wrong with the grammar, in one sentence.
+        """The request's place in its grammar, or what is wrong with the grammar, in one sentence, or `BUSY`.
         None if that takes longer: `drain` tells later."""
         entry = self._entries.get(grammar)
+        if entry is None and self._is_late(grammar):
+            return _took_too_long(grammar)
+        if (entry is None or not entry.is_done) and self._is_busy():
+            return BUSY
         if entry is None:
             entry = self._entries[grammar] = _Entry(len(grammar.text))
             self._evict()
@@ -215,15 +238,15 @@ class Grammars:
         if entry.is_done and len(request.output_token_ids) <= _MAX_INLINE_TOKENS:
             return entry.place(request)
         self._held[request.request_id] = request
-        self._run(lambda: self._find_place(grammar, entry, request))
+        job = _Job(grammar, entry, request)
+        self._run(lambda: self._find_place(job))
         return None
 
     def drain(self) -> list[tuple[GenerateRequest, Constraint | str]]:
-        """Requests whose grammars are compiled, or wrong; those that were dropped are left out."""
-        if self._readable is not None:
-            try:
-                os.eventfd_read(self._readable)
-            except BlockingIOError:
+        """Requests whose grammars are compiled, are wrong or take too long, but for those that were dropped."""
+        if self._threads is not None:
+            gave_up = self._threads.give_up(self._refuse_late)
+            if not self._threads.heard() and not gave_up:
                 return []
         done = []
         while self._done:
@@ -233,19 +256,37 @@ class Grammars:
                 done.append((request, outcome))
         return done
 
+    def next_event_at(self) -> float | None:
+        """Time by which `drain` must be called; None if nothing is being compiled."""
+        return None if self._threads is None else self._threads.deadline
+
     def drop(self, request_id: str) -> bool:
         """Forgets a request that waits; False if it does not."""
         return self._held.pop(request_id, None) is not None
 
     def pollables(self) -> list[object]:
-        return [] if self._readable is None else [self._readable]
+        return [] if self._threads is None else [self._threads.readable]
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
-        if self._readable is not None:
-            os.close(self._readable)
-            self._readable = None
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
+
+    def _is_busy(self) -> bool:
+        return self._threads is not None and self._threads.is_full
+
+    def _is_late(self, grammar: Grammar) -> bool:
+        return bool(self._late) and self._late.get(_digest(grammar), 0.0) > self._clock.now()
+
+    def _refuse_late(self, job: _Job) -> None:
+        """Refuses a grammar that takes too long, for this request and those to come."""
+        job.entry.error = _took_too_long(job.grammar)
+        if self._entries.get(job.grammar) is job.entry:
+            del self._entries[job.grammar]
+        self._late[_digest(job.grammar)] = self._clock.now() + LATE_FOR_S
+        if len(self._late) > _MAX_LATE_DIGESTS:
+            self._late.popitem(last=False)
+        self._done.append((job.request, job.entry.error))
 
     def _evict(self) -> None:
         size = sum(entry.size for entry in self._entries.values())
@@ -258,38 +299,54 @@ class Grammars:
     # ---- in the thread
 
     def _run_in_thread(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._readable = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._thread = _Thread(self._readable)
-        self._thread.put(work)
+        if self._threads is None:
+            self._threads = GrammarThreads(self._clock)
+        self._threads.put(work)
 
-    def _find_place(self, grammar: Grammar, entry: _Entry, request: GenerateRequest) -> None:
+    def _find_place(self, job: _Job) -> None:
+        entry = job.entry
         if not entry.is_done:
-            outcome = self._compiled(grammar)
+            if self._is_busy():
+                self._done.append((job.request, BUSY))
+                return
+            outcome = self._compiled(job)
             if isinstance(outcome, str):
-                entry.error = outcome
+                entry.error = entry.error or outcome
             else:
                 entry.compiled = outcome
-        self._done.append((request, entry.place(request)))
+        self._done.append((job.request, entry.place(job.request)))
 
-    def _compiled(self, grammar: Grammar) -> Constraint | str:
+    def _compiled(self, job: _Job) -> Constraint | str:
         """The place in front of the first token, or what is wrong with the grammar."""
         try:
             if self._vocabulary is None:
-                self._vocabulary = _Vocabulary(self._load_texts(), self._vocab_size)
+                self._vocabulary = Vocabulary(self._load_texts(), self._vocab_size)
         except (PagodaError, ValueError) as error:
             reason = str(error).removesuffix(".")
             return f"answers of this model cannot be constrained: {reason}."
-        try:
-            return _compile(grammar, self._vocabulary)
-        except (
-            BaseException
-        ):  # a panic of the library, which is no Exception, must not end the thread
-            _log.exception("a grammar cannot be compiled")
-            return f"{_NAMES[grammar.kind]} cannot be compiled; the server's log says why."
+        threads = self._threads
+        with contextlib.nullcontext() if threads is None else threads.timed(job):
+            try:
+                return self._compile(job.grammar, self._vocabulary)
+            except (
+                BaseException
+            ):  # a panic of the library, which is no Exception, must not end the thread
+                _log.exception("a grammar cannot be compiled")
+                return f"{_NAMES[job.grammar.kind]} cannot be compiled; the server's log says why."
 
 
-def _compile(grammar: Grammar, vocabulary: _Vocabulary) -> Constraint | str:
+GrammarCompiler = Callable[[Grammar, Vocabulary], Constraint | str]
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(f"{grammar.kind}:{grammar.text}".encode()).digest()
+
+
+def _took_too_long(grammar: Grammar) -> str:
+    return f"{_NAMES[grammar.kind]} takes too long to compile: more than {COMPILE_LIMIT_S:g} s."
+
+
+def _compile(grammar: Grammar, vocabulary: Vocabulary) -> Constraint | str:
     """The place in front of the first token, or what is wrong with the grammar."""
     from llguidance import LLMatcher, LLParserLimits
 
@@ -353,30 +410,3 @@ def _sentence(grammar: Grammar, error: str) -> str:
     if len(reason) > _MAX_ERROR_CHARS:
         reason = f"{reason[:_MAX_ERROR_CHARS]}…"
     return f"{name}: {reason.removesuffix('.')}."
-
-
-class _Thread:
-    """Runs work in order; rings a bell after each piece."""
-
-    def __init__(self, bell: int) -> None:
-        self._bell = bell
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            self._thread = threading.Thread(target=self._serve, name="grammars", daemon=True)
-            self._thread.start()
-        finally:
-            threading.stack_size(before)
-
-    def put(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-
-    def close(self) -> None:
-        """Waits for the piece that is under way."""
-        self._work.put(None)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            os.eventfd_write(self._bell, 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pagoda.errors import refuse
 from pagoda.frontend.ebnf import is_lark, lark_of_ebnf
+from pagoda.frontend.lark_references import check_references
 from pagoda.frontend.schema_multiples import MAX_STEPS, steps_of, takes_too_much
 from pagoda.messages.frontend import Grammar
 
@@ -124,6 +125,7 @@ def language_grammar(text: object, param: str) -> Grammar:
     _check_size(text, param)
     if not is_lark(text):
         return Grammar("lark", lark_of_ebnf(text, param))
+    check_references(text, param)
     if "%json" in text:
         refuse(param, "has %json, which is not served in grammars; ask for the JSON schema itself")
     return Grammar("lark", text)

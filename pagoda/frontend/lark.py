@@ -21,7 +21,7 @@ _CONTENT = "content_start"
 """Name of the start rule of a grammar within another."""
 _UNESCAPED_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 _IN_LARK = re.compile(
-    r"""(?P<kept>"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*)"""
+    r"""(?P<kept>"(?:\\.|[^"\\\n])*"?|/(?![/*])(?:\\.|[^/\\\n])+/?|//[^\n]*)"""
     r"""|(?P<directive>%llguidance[^\n]*)|(?P<start>\bstart\b)"""
 )
 

@@ -14,18 +14,23 @@ from harness import VOCAB_SIZE, Harness, make_request
 from mortal_executor import speaking
 from small_grammars import EOS, GRAMMARS, constraint_of, open_grammars, text_of, token_texts
 
+from pagoda.engine.grammar_threads import COMPILE_LIMIT_S, MAX_LATE_THREADS
 from pagoda.engine.grammars import (
+    BUSY,
+    LATE_FOR_S,
     MAX_CACHED_GRAMMARS,
     Constraint,
     Grammars,
     TokenTexts,
     TokenTextsOrder,
+    Vocabulary,
     load_token_texts,
 )
 from pagoda.errors import PagodaError
 from pagoda.executor.base import WorkerLost
 from pagoda.frontend.model_text import synthetic_model_text
 from pagoda.frontend.token_texts import token_texts as read_token_texts
+from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Grammar, RequestRefused
 
 LONG = Grammar("regex", "abcdabcdx(true|xyxyxy){1,2}z")
@@ -33,6 +38,15 @@ LONG = Grammar("regex", "abcdabcdx(true|xyxyxy){1,2}z")
 
 def constrained(request_id: str, grammar: Grammar, **fields: object) -> GenerateRequest:
     return make_request(request_id, [1, 2, 3], grammar=grammar, eos_token_ids=(EOS,), **fields)
+
+
+def drained(grammars: Grammars, number: int = 1) -> list[tuple[GenerateRequest, Constraint | str]]:
+    """The next outcomes, at least some number of them."""
+    found = grammars.drain()
+    while len(found) < number:
+        select.select(grammars.pollables(), [], [])
+        found += grammars.drain()
+    return found
 
 
 def sampled(request: GenerateRequest, **changes: object) -> GenerateRequest:
@@ -182,11 +196,7 @@ def test_grammars_are_compiled_beside_the_loop_and_kept() -> None:
     assert grammars.take(constrained("dropped", LONG), LONG) is None
     assert grammars.drop("dropped")
     assert not grammars.drop("dropped")
-    found = []
-    while not found:
-        select.select(grammars.pollables(), [], [])
-        found = grammars.drain()
-    ((taken, place),) = found
+    ((taken, place),) = drained(grammars)
     assert taken is request
     assert isinstance(place, Constraint)
     assert grammars.num_held == 0
@@ -201,9 +211,91 @@ def test_a_long_chain_of_rules_does_not_overflow_the_threads_stack() -> None:
     chain = Grammar("lark", f'start: r0\n{rules}r9000: "a"')
     grammars = Grammars(token_texts, VOCAB_SIZE)
     grammars.take(constrained("r", chain), chain)
-    select.select(grammars.pollables(), [], [])
-    assert len(grammars.drain()) == 1
+    assert len(drained(grammars)) == 1
     grammars.close()
+
+
+class SlowCompiler:
+    """Compiles at once, but for expressions of b alone, which wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.let_go = threading.Event()
+        self.texts: list[str] = []
+        self.quick = constraint_of(constrained("quick", LONG))
+
+    def __call__(self, grammar: Grammar, _vocabulary: Vocabulary) -> Constraint | str:
+        self.texts.append(grammar.text)
+        if set(grammar.text) == {"b"}:
+            self.begun.release()
+            self.let_go.wait()
+        assert self.quick is not None
+        return self.quick
+
+
+def slow(number: int) -> Grammar:
+    return Grammar("regex", "b" * (number + 1))
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on() -> None:
+    clock, compiler = VirtualClock(), SlowCompiler()
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_grammar=compiler)
+    first, second = constrained("first", slow(0)), constrained("second", slow(0))
+    other = constrained("other", LONG)
+    assert grammars.next_event_at() is None
+    for request in (first, second, other):
+        assert grammars.take(request, request.grammar or LONG) is None
+    compiler.begun.acquire()
+    assert grammars.next_event_at() == COMPILE_LIMIT_S
+    clock.advance_to(COMPILE_LIMIT_S)
+    outcomes = {request.request_id: place for request, place in drained(grammars, 3)}
+    assert isinstance(outcomes["other"], Constraint)
+    assert outcomes["first"] == outcomes["second"]
+    assert "takes too long to compile" in str(outcomes["first"])
+    assert grammars.take(first, slow(0)) == outcomes["first"]
+    compiler.let_go.set()
+    clock.advance_to(COMPILE_LIMIT_S + LATE_FOR_S)
+    assert grammars.take(constrained("third", slow(0)), slow(0)) is None
+    assert isinstance(drained(grammars)[0][1], Constraint)
+    assert compiler.texts.count("b") == 2
+    grammars.close()
+
+
+def test_while_many_grammars_take_too_long_unknown_ones_come_again() -> None:
+    clock, compiler = VirtualClock(), SlowCompiler()
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_grammar=compiler)
+    grammars.take(constrained("known", LONG), LONG)
+    drained(grammars)
+    waiting = [constrained(f"r{i}", slow(i)) for i in range(MAX_LATE_THREADS + 2)]
+    for request in waiting:
+        assert grammars.take(request, request.grammar or LONG) is None
+    outcomes = {}
+    for _ in range(MAX_LATE_THREADS):
+        compiler.begun.acquire()
+        clock.advance_to(clock.now() + COMPILE_LIMIT_S)
+        outcomes |= {r.request_id: place for r, place in drained(grammars)}
+    outcomes |= {r.request_id: place for r, place in drained(grammars, 5 - len(outcomes))}
+    assert ["too long" in str(outcomes[r.request_id]) for r in waiting[:-2]] == [True] * 3
+    assert [outcomes[r.request_id] for r in waiting[-2:]] == [BUSY, BUSY]
+    assert isinstance(grammars.take(constrained("again", LONG), LONG), Constraint)
+    unknown = Grammar("regex", "a{7}")
+    assert grammars.take(constrained("unknown", unknown), unknown) == BUSY
+    compiler.let_go.set()
+    while grammars.take(constrained("unknown", unknown), unknown) == BUSY:
+        select.select(grammars.pollables(), [], [])
+        grammars.drain()
+    assert isinstance(drained(grammars)[0][1], Constraint)
+    grammars.close()
+
+
+def test_a_client_whose_grammar_cannot_be_compiled_now_is_told_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness()
+    harness.step()
+    assert harness.core.parts is not None
+    monkeypatch.setattr(harness.core.parts.grammars, "take", lambda *_: BUSY)
+    assert harness.core.add(constrained("r", LONG)) == RequestRefused("r", retry_after_s=1)
 
 
 def test_the_number_of_kept_grammars_is_bounded() -> None:

@@ -67,7 +67,7 @@ class Envelope:
             "stop_reason": delta.stop_reason,
         }
         if delta.finish_reason is not None:
-            choice["matched_stop"] = _matched_stop(delta)
+            choice["matched_stop"] = matched_stop(delta)
         if self.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
@@ -144,7 +144,7 @@ class Choices:
         return self._envelope.end()
 
 
-def _matched_stop(delta: TextDelta) -> int | str | None:
+def matched_stop(delta: TextDelta) -> int | str | None:
     """SGLang's name of `stop_reason`; the model's own end token has its id there."""
     if delta.finish_reason is FinishReason.STOP and delta.stop_reason is None and delta.token_ids:
         return delta.token_ids[-1]

@@ -1,0 +1,1 @@
+"""The routes that SGLang's server has of its own."""

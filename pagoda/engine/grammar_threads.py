@@ -1,0 +1,127 @@
+"""The thread that compiles grammars, and those that it is replaced by where a grammar takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from pagoda.ipc.clock import Clock
+
+COMPILE_LIMIT_S = 1.0
+"""Seconds that others wait for one grammar."""
+MAX_LATE_THREADS = 3
+"""Threads that may be busy with grammars that nobody waits for any more: they cannot be stopped."""
+_STACK_BYTES = 256 << 20
+"""Address space of a thread's stack: a chain of rules is followed by recursion."""
+_IDLE_NICENESS = 19
+_CLOSING_S = 2.0
+
+Job = TypeVar("Job")
+
+
+class GrammarThreads(Generic[Job]):
+    """Runs work in order in one thread. A job that takes too long keeps its thread, and another does the rest."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._job: tuple[Job, float] | None = None
+        """The job of the serving thread, and the time at which that has taken too long."""
+        self._late: set[threading.Thread] = set()
+        self._serving = self._start()
+
+    @property
+    def readable(self) -> int:
+        """A file descriptor that becomes readable with news: a job has begun, or work is done."""
+        return self._bell
+
+    @property
+    def deadline(self) -> float | None:
+        """Time at which the job under way has taken too long; None without one."""
+        job = self._job
+        return None if job is None else job[1]
+
+    @property
+    def is_full(self) -> bool:
+        """True if as many threads as may be are busy with jobs that took too long."""
+        return len(self._late) >= MAX_LATE_THREADS
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def heard(self) -> bool:
+        """True if there have been news since the last call."""
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def timed(self, job: Job) -> Iterator[None]:
+        """Counts the time of a part of the work, in its thread."""
+        thread = threading.current_thread()
+        with self._lock:
+            self._job = job, self._clock.now() + COMPILE_LIMIT_S
+        self._ring()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._serving is thread:
+                    self._job = None
+
+    def give_up(self, on_late: Callable[[Job], None]) -> bool:
+        """Leaves the job under way to its thread if it has taken too long, and has another thread do the rest.
+
+        `on_late` is told of the job before the other thread begins. False if nothing has taken too long.
+        """
+        with self._lock:
+            if self._job is None or self._clock.now() < self._job[1]:
+                return False
+            job, _ = self._job
+            self._job = None
+            late = self._serving
+            self._late.add(late)
+            on_late(job)
+            self._serving = self._start()
+        if late.native_id is not None:
+            with contextlib.suppress(OSError):  # it has ended in the meantime
+                os.setpriority(os.PRIO_PROCESS, late.native_id, _IDLE_NICENESS)
+        return True
+
+    def close(self) -> None:
+        """Waits for the work under way, for a while."""
+        self._work.put(None)
+        self._serving.join(_CLOSING_S)
+        with self._lock:
+            if not self._late and not self._serving.is_alive():
+                os.close(self._bell)  # else a thread may ring it still
+
+    def _start(self) -> threading.Thread:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=self._serve, name="grammars", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        return thread
+
+    def _serve(self) -> None:
+        thread = threading.current_thread()
+        while (work := self._work.get()) is not None:
+            work()
+            with self._lock:
+                self._ring()
+                if thread in self._late:
+                    self._late.discard(thread)
+                    return
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
