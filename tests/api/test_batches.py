@@ -97,6 +97,23 @@ async def test_files_live_and_die(api, attach: Attach) -> None:
     assert [p.name for p in api.service.files.directory.iterdir()] == ["lock"]
 
 
+async def test_an_upload_whose_client_goes_away_leaves_nothing(api, attach: Attach) -> None:
+    await attach(api)
+    directory = api.service.files.directory
+    head = 'Content-Disposition: form-data; name="file"; filename="a"'
+    body = f"--x\r\n{head}\r\n\r\n{'data' * 50_000}\r\n--x\r\n"
+    fields = f"Host: 127.0.0.1:{api.port}\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    writer.write(
+        f"POST /v1/files HTTP/1.1\r\n{fields}Content-Length: 999999\r\n\r\n{body}".encode()
+    )
+    while not any(path.stat().st_size for path in directory.glob("*.upload")):
+        await asyncio.sleep(0)
+    writer.close()
+    while [path.name for path in directory.iterdir()] != ["lock"]:
+        await asyncio.sleep(0)
+
+
 async def test_files_are_listed_by_pages(api, attach: Attach) -> None:
     await attach(api)
     ids = {(await upload(api, b"x")).json()["id"] for _ in range(3)}
