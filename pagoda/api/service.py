@@ -33,6 +33,8 @@ class ApiConfig:
     served_model_name: str
     model_aliases: Sequence[str] = ()
     """Further names under which the model is asked for; answers have the first name."""
+    any_model_name: bool = False
+    """Names that are neither the model's nor those of adapters mean the model, too."""
     api_keys: ApiKeys = NO_KEYS
     """Every route but those of `/health` and the page needs one of these keys, if there are any."""
     allowed_hosts: Sequence[str] | None = None
@@ -122,6 +124,8 @@ class Service:
         """Raises ApiError: 404, the model is not served here."""
         served = self.config.served_model_name
         if model is None or model == served or model in self.config.model_aliases:
+            return
+        if self.config.any_model_name:
             return
         if self.generator is None or self.generator.adapters.find(model) is None:
             raise ApiError(

@@ -13,6 +13,8 @@ from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.rope import longest_sequence, parse_rope
 from pagoda.errors import ConfigError
 
+_BARE, _WITH_HEAD = "Model", "ForCausalLM"
+"""Endings of the names of architectures."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 _NEUTRAL: Mapping[str, object] = {
@@ -70,7 +72,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelConfig:
     """Checks the content of a config.json; `source` names the file in errors."""
     fields = Fields(values, source)
-    family = _family(fields)
+    family, is_bare = _family(fields)
     _refuse_other_arithmetic(fields, family)
     hidden_size = fields.positive("hidden_size")
     num_layers = fields.positive("num_hidden_layers")
@@ -99,7 +101,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
         rope_theta=rope_theta,
         rope_scaling=scaling,
         max_position_embeddings=longest_sequence(fields, scaling),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False) or is_bare,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         sliding_windows=(None,) * num_layers,
@@ -109,14 +111,20 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
     return family.adapt(shared, fields)
 
 
-def _family(fields: Fields) -> Family:
+def _family(fields: Fields) -> tuple[Family, bool]:
+    """The family of a model, and whether it is a decoder alone (`Qwen3Model`), which has no head: embedding models
+    are published so. Its embedding table is the head then."""
     named = fields.values.get("architectures")
     known = ", ".join(FAMILIES)
     if not isinstance(named, list) or not named:
         raise ConfigError(f"{fields.source} names no architectures; Pagoda runs models of {known}.")
     for name in named:
         if isinstance(name, str) and name in FAMILIES:
-            return FAMILIES[name]
+            return FAMILIES[name], False
+        if isinstance(name, str) and name.endswith(_BARE):
+            whole = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
+            if whole in FAMILIES:
+                return FAMILIES[whole], True
     raise ConfigError(
         f"{fields.source}: architecture {named[0]!r} is not supported; Pagoda runs models of {known}."
     )

@@ -66,6 +66,8 @@ class ServerOptions:
     """The port to listen on; 0 takes a free one."""
     served_model_name: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """The model's name in the API, by default the name given here; may be repeated. Answers have the first."""
+    any_model_name: bool = False
+    """Answer requests that name another model, as SGLang and llama.cpp do, instead of refusing them."""
     api_key: Annotated[
         tuple[str, ...], Parameter(metavar="[NAME:=]KEY", negative=(), show_default=False)
     ] = ()
@@ -126,6 +128,7 @@ class ServerOptions:
         api = ApiConfig(
             served_model_name=self.name(files),
             model_aliases=self.served_model_name[1:],
+            any_model_name=self.any_model_name,
             api_keys=ApiKeys(self.api_key),
             allowed_hosts=hosts_for(self.host, self.allowed_hosts),
             cors_origins=CorsOrigins(self.cors_origins),

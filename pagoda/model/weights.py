@@ -20,6 +20,10 @@ from pagoda.errors import ConfigError
 
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats of safetensors files, with the names that torch has for them."""
+_DECODER = "model."
+_HEAD = "lm_head."
+_BARE_EMBEDDING = "embed_tokens"
+"""Embedding table in files of a decoder alone."""
 _PATTERN_SIZE = 2**20 - 3
 
 
@@ -87,11 +91,15 @@ class DummyWeights:
 
 
 class CheckpointWeights:
-    """Weights in safetensors files, mapped into memory and copied out one at a time."""
+    """Weights in safetensors files, mapped into memory and copied out one at a time.
+
+    Files of a decoder alone (`Qwen3Model`) have its names without `model.`; they are read by their full names.
+    """
 
     def __init__(self, files: Mapping[str, Path], opened: contextlib.ExitStack) -> None:
         """`files` says which file holds each tensor; `opened` closes them."""
-        self._files = files
+        self._is_bare = f"{_BARE_EMBEDDING}.weight" in files
+        self._files = {self._full_name(name): path for name, path in files.items()}
         self._opened = opened
         self._handles: dict[Path, Any] = {}
 
@@ -139,7 +147,7 @@ class CheckpointWeights:
         """The tensor `name` as it is stored. Raises ConfigError if there is no such tensor."""
         path = self.path_of(name)
         with _readable(path):
-            stored: Tensor = self._handle(path).get_tensor(name)
+            stored: Tensor = self._handle(path).get_tensor(self._stored_name(name))
             return stored
 
     def has(self, name: str) -> bool:
@@ -156,12 +164,20 @@ class CheckpointWeights:
             )
         return path
 
+    def _full_name(self, stored: str) -> str:
+        is_inner = self._is_bare and not stored.startswith((_HEAD, _DECODER))
+        return f"{_DECODER}{stored}" if is_inner else stored
+
+    def _stored_name(self, name: str) -> str:
+        return name.removeprefix(_DECODER) if self._is_bare else name
+
     def _view(self, name: str) -> Any:
         path = self.path_of(name)
         handle = self._handle(path)
-        if name not in handle.keys():  # noqa: SIM118 - not a mapping
+        stored = self._stored_name(name)
+        if stored not in handle.keys():  # noqa: SIM118 - not a mapping
             raise ConfigError(f"{path} lacks the tensor {name}, which config.json calls for.")
-        return handle.get_slice(name)
+        return handle.get_slice(stored)
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:

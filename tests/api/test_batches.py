@@ -97,6 +97,23 @@ async def test_files_live_and_die(api, attach: Attach) -> None:
     assert [p.name for p in api.service.files.directory.iterdir()] == ["lock"]
 
 
+async def test_an_upload_whose_client_goes_away_leaves_nothing(api, attach: Attach) -> None:
+    await attach(api)
+    directory = api.service.files.directory
+    head = 'Content-Disposition: form-data; name="file"; filename="a"'
+    body = f"--x\r\n{head}\r\n\r\n{'data' * 50_000}\r\n--x\r\n"
+    fields = f"Host: 127.0.0.1:{api.port}\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    writer.write(
+        f"POST /v1/files HTTP/1.1\r\n{fields}Content-Length: 999999\r\n\r\n{body}".encode()
+    )
+    while not any(path.stat().st_size for path in directory.glob("*.upload")):
+        await asyncio.sleep(0)
+    writer.close()
+    while [path.name for path in directory.iterdir()] != ["lock"]:
+        await asyncio.sleep(0)
+
+
 async def test_files_are_listed_by_pages(api, attach: Attach) -> None:
     await attach(api)
     ids = {(await upload(api, b"x")).json()["id"] for _ in range(3)}
@@ -328,3 +345,20 @@ def test_a_torn_line_is_no_result(tmp_path: Path) -> None:
     path.write_bytes(b'{"custom_id": "a"}\n{"custom_id": "b"')
     assert finished_ids(path) == {"a"}
     assert path.read_bytes() == b'{"custom_id": "a"}\n'
+
+
+async def test_vectors_come_behind_all_other_requests(api, attach: Attach) -> None:
+    await attach(api)
+    url = {"url": "/v1/embeddings"}
+    good = {**request("a"), **url, "body": {"input": ["abc", "d"], "priority": 3}}
+    bad = {**request("b"), **url, "body": {"input": []}}
+    file_id = (await upload(api, jsonl(good, bad))).json()["id"]
+    batch = (await create(api, file_id, endpoint="/v1/embeddings")).json()
+    done = await until_finished(api, batch["id"])
+    assert (done["request_counts"]["completed"], done["request_counts"]["failed"]) == (1, 1)
+    [line] = await results(api, done["output_file_id"])
+    asked = (await api.post("/v1/embeddings", {"input": ["abc", "d"]})).json()
+    assert line["response"]["body"]["data"] == asked["data"]
+    [line] = await results(api, done["error_file_id"])
+    assert line["response"]["body"]["error"]["param"] == "input"
+    assert [one.priority for one in api.endpoint.requests[:2]] == [PRIORITY + 3] * 2

@@ -216,3 +216,12 @@ async def test_without_the_flag_there_is_no_cors(api) -> None:
 def test_flags_that_are_no_origins(flag: str) -> None:
     with pytest.raises(ConfigError, match="--cors-origins"):
         CorsOrigins([flag])
+
+
+async def test_any_model_name_is_answered_if_the_operator_says_so(serve_api) -> None:
+    strict, generous = await serve_api(), await serve_api(any_model_name=True)
+    assert (await strict.complete(model="gpt-4")).status == 404
+    for answer in (await generous.complete(model="gpt-4"), await generous.chat(model="gpt-4")):
+        assert (answer.status, answer.json()["model"]) == (200, "tiny")
+    body = {"model": "llama3:latest", "messages": [{"role": "user", "content": "hi"}]}
+    assert (await generous.post("/api/chat", body)).status == 200

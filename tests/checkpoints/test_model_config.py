@@ -264,3 +264,8 @@ def test_presets_have_the_size_that_is_published() -> None:
     for preset, size in millions.items():
         config = parse_model_config(PRESETS[preset], source=preset)
         assert round(whole(config).weight_bytes(None, 1) / 1e6) == pytest.approx(size, abs=1)
+
+
+def test_a_decoder_alone_has_its_embedding_table_as_head() -> None:
+    config = parse(architectures=["Qwen3Model"], tie_word_embeddings=False)
+    assert (config.family.architecture, config.tie_word_embeddings) == ("Qwen3ForCausalLM", True)

@@ -24,6 +24,7 @@ _LINE = re.compile(
 )
 _ANSWER = re.compile(r"\d+ prompt tokens \(")
 ABSENT = ("not_supported", "unknown_field", "not_found")
+_MISSING = re.compile(r"fixture '\w+' not found")
 _QUIET = ("/health", "/metrics")
 
 
@@ -132,6 +133,8 @@ def _is_foreign(
 def _last_line(report: Any) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
+    missing = _MISSING.search(text)
+    text = missing[0] if missing else text
     return " ".join(text.split())[:300]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from array import array
@@ -210,3 +211,21 @@ def test_pooled_prompts(
             torch.testing.assert_close(torch.tensor(vector), expected, atol=1e-4, rtol=1e-4)
     has_hits = started.load().num_prefix_hit_tokens > 0
     assert has_hits is (pooling is Pooling.LAST)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("sizes", [{}, {"max_shard_size": "60KB"}], ids=["one file", "shards"])
+def test_a_decoder_without_a_head_is_pooled(
+    family: str, sizes: dict[str, str], tmp_path: Path
+) -> None:
+    decoder = make_model(family).model
+    decoder.save_pretrained(tmp_path, **sizes)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["architectures"][0].endswith("Model")
+    request = _requests(max_tokens=0, pooling=Pooling.LAST)[3]
+    *_, chunk = engine(tmp_path, "reference").chunks([request])
+    with torch.no_grad():
+        states = decoder(torch.tensor([request.prompt_token_ids])).last_hidden_state[0]
+    assert chunk.embedding is not None
+    vector = torch.tensor(array("f", chunk.embedding))
+    torch.testing.assert_close(vector, states[-1], atol=1e-4, rtol=1e-4)

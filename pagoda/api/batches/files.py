@@ -102,7 +102,7 @@ class FileStore:
         return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
 
     async def write(self, chunks: AsyncIterator[bytes], max_bytes: int) -> tuple[str, int]:
-        """Writes an upload to the disk as it comes; returns its id and its bytes. `add` makes it a file.
+        """Writes an upload to the disk as it comes; returns its id and its bytes. `add_upload` makes it a file.
         Raises InvalidRequestError: the upload is longer than `max_bytes`, or there are too many files."""
         if len(self._records) >= MAX_FILES:
             refuse("file", f"would be one of more than {MAX_FILES} files; delete some first")
@@ -127,15 +127,18 @@ class FileStore:
             raise
         return file_id, num_bytes
 
-    async def keep(self, file_id: str) -> None:
-        """Gives the bytes of a complete upload their place."""
-        path = self.data_path(file_id)
-        await asyncio.to_thread(path.with_suffix(".upload").replace, path)
-
     async def drop_upload(self, file_id: str) -> None:
         await asyncio.to_thread(
             self.data_path(file_id).with_suffix(".upload").unlink, missing_ok=True
         )
+
+    async def add_upload(
+        self, file_id: str, filename: str, purpose: Purpose, num_bytes: int, key_name: str
+    ) -> FileRecord:
+        """Makes a complete upload a file."""
+        path = self.data_path(file_id)
+        await asyncio.to_thread(path.with_suffix(".upload").replace, path)
+        return await self.add(file_id, filename, purpose, num_bytes, key_name)
 
     async def add(
         self, file_id: str, filename: str, purpose: Purpose, num_bytes: int, key_name: str

@@ -84,16 +84,17 @@ async def upload_file(context: RequestContext) -> web.StreamResponse:
             raise InvalidRequestError("file is missing.", param="file", kind="missing_field")
         if purpose not in _UPLOAD_PURPOSES:
             refuse("purpose", f"must be one of {', '.join(_UPLOAD_PURPOSES)}")
-    except Exception as error:
+    except BaseException as error:  # the client that went away, too
         if upload is not None:
             await files.drop_upload(upload[0])
         if isinstance(error, _MALFORMED) and not isinstance(error, InvalidRequestError):
             raise InvalidRequestError("the body is not valid multipart/form-data.") from None
         raise
     file_id, num_bytes, filename = upload
-    await files.keep(file_id)
     kind = cast(Purpose, purpose)
-    record = await files.add(file_id, filename, kind, num_bytes, context.key_name or "")
+    adding = files.add_upload(file_id, filename, kind, num_bytes, context.key_name or "")
+    # To the end, also for a client that goes away: bytes without a description would stay for ever.
+    record = await asyncio.shield(asyncio.ensure_future(adding))
     return context.json(record.shown())
 
 
