@@ -345,3 +345,20 @@ def test_a_torn_line_is_no_result(tmp_path: Path) -> None:
     path.write_bytes(b'{"custom_id": "a"}\n{"custom_id": "b"')
     assert finished_ids(path) == {"a"}
     assert path.read_bytes() == b'{"custom_id": "a"}\n'
+
+
+async def test_vectors_come_behind_all_other_requests(api, attach: Attach) -> None:
+    await attach(api)
+    url = {"url": "/v1/embeddings"}
+    good = {**request("a"), **url, "body": {"input": ["abc", "d"], "priority": 3}}
+    bad = {**request("b"), **url, "body": {"input": []}}
+    file_id = (await upload(api, jsonl(good, bad))).json()["id"]
+    batch = (await create(api, file_id, endpoint="/v1/embeddings")).json()
+    done = await until_finished(api, batch["id"])
+    assert (done["request_counts"]["completed"], done["request_counts"]["failed"]) == (1, 1)
+    [line] = await results(api, done["output_file_id"])
+    asked = (await api.post("/v1/embeddings", {"input": ["abc", "d"]})).json()
+    assert line["response"]["body"]["data"] == asked["data"]
+    [line] = await results(api, done["error_file_id"])
+    assert line["response"]["body"]["error"]["param"] == "input"
+    assert [one.priority for one in api.endpoint.requests[:2]] == [PRIORITY + 3] * 2

@@ -33,6 +33,7 @@ from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import begin_chat
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.request_context import Caller
+from pagoda.api.scoring.embeddings import EmbeddingRequest, answer_embeddings
 from pagoda.api.service import Service
 from pagoda.errors import refuse
 from pagoda.frontend.async_utils import cancel_all
@@ -52,28 +53,40 @@ _log = logging.getLogger("pagoda.api")
 Answerer = Callable[[Caller, bytes], Awaitable[dict[str, Any]]]
 
 
-def _behind(body: Any) -> Any:
-    """The body, behind all requests that are not of batches."""
+def _whole(body: ChatRequest | CompletionRequest) -> None:
+    """Raises InvalidRequestError: the body asks for a stream."""
     if body.stream:
         refuse("stream", "is not possible in a batch")
+
+
+def _behind(body: Any) -> Any:
+    """The body, behind all requests that are not of batches."""
     priority = min(PRIORITY + (body.priority or 0), 2**31 - 1)
     return msgspec.structs.replace(body, priority=priority)
 
 
 async def _answer_chat(caller: Caller, body: bytes) -> dict[str, Any]:
-    generation, shape = await begin_chat(caller, _behind(parse_body(body, ChatRequest)))
+    request = parse_body(body, ChatRequest)
+    _whole(request)
+    generation, shape = await begin_chat(caller, _behind(request))
     return await generation.run(shape)
 
 
 async def _answer_completion(caller: Caller, body: bytes) -> dict[str, Any]:
-    request = _behind(parse_body(body, CompletionRequest))
-    generation, shape = await begin_completion(caller, request)
+    request = parse_body(body, CompletionRequest)
+    _whole(request)
+    generation, shape = await begin_completion(caller, _behind(request))
     return await generation.run(shape)
+
+
+async def _answer_embeddings(caller: Caller, body: bytes) -> dict[str, Any]:
+    return await answer_embeddings(caller, _behind(parse_body(body, EmbeddingRequest)))
 
 
 ENDPOINTS: Mapping[str, Answerer] = {
     "/v1/chat/completions": _answer_chat,
     "/v1/completions": _answer_completion,
+    "/v1/embeddings": _answer_embeddings,
 }
 
 

@@ -15,7 +15,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
-from pagoda.api.request_context import RequestContext
+from pagoda.api.request_context import Caller, RequestContext
+from pagoda.api.service import Service
 from pagoda.errors import refuse
 from pagoda.frontend.embeddings import Embedding, EmbeddingOptions, embed
 from pagoda.frontend.text_generator import TextGenerator
@@ -67,36 +68,43 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_
 
 
 async def embeddings(context: RequestContext) -> web.StreamResponse:
-    return await _answer(context, kind="embedding", key="embedding", id_prefix="embd")
+    body = await context.parse(EmbeddingRequest)
+    return context.json(await answer_embeddings(context.caller, body))
+
+
+async def answer_embeddings(caller: Caller, body: EmbeddingRequest) -> dict[str, Any]:
+    """The vectors of a body, in OpenAI's form.
+    Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
+    return await _answer(caller, body, kind="embedding", key="embedding", id_prefix="embd")
 
 
 async def pooling(context: RequestContext) -> web.StreamResponse:
-    return await _answer(context, kind="pooling", key="data", id_prefix="pool")
+    body = await context.parse(EmbeddingRequest)
+    return context.json(
+        await _answer(context.caller, body, kind="pooling", key="data", id_prefix="pool")
+    )
 
 
 async def _answer(
-    context: RequestContext, *, kind: str, key: str, id_prefix: str
-) -> web.StreamResponse:
-    body = await context.parse(EmbeddingRequest)
-    generator = context.service.admit(body.model)
+    caller: Caller, body: EmbeddingRequest, *, kind: str, key: str, id_prefix: str
+) -> dict[str, Any]:
+    generator = caller.service.admit(body.model)
     found = await embed(
         generator,
         inputs_of(body.input),
         body.options(normalize=body.normalize, dimensions=body.dimensions),
-        client_request=context.client_request,
+        client_request=caller.client_request,
     )
     encode = _base64 if body.encoding_format == "base64" else _floats
     data = [
         {"object": kind, "index": index, key: encode(one.vector)} for index, one in enumerate(found)
     ]
-    return context.json(
-        {
-            **envelope(context, generator, id_prefix),
-            "object": "list",
-            "data": data,
-            "usage": usage(found),
-        }
-    )
+    return {
+        **envelope(caller.service, generator, id_prefix),
+        "object": "list",
+        "data": data,
+        "usage": usage(found),
+    }
 
 
 def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
@@ -128,12 +136,12 @@ def _base64(vector: array[float]) -> str:
     return base64.b64encode(vector.tobytes()).decode()
 
 
-def envelope(context: RequestContext, generator: TextGenerator, id_prefix: str) -> dict[str, Any]:
+def envelope(service: Service, generator: TextGenerator, id_prefix: str) -> dict[str, Any]:
     """The head of an answer, with the name of the model or adapter that `generator` answers by."""
     return {
         "id": f"{id_prefix}-{uuid.uuid4().hex}",
         "created": int(time.time()),
-        "model": context.service.name_of(generator),
+        "model": service.name_of(generator),
     }
 
 

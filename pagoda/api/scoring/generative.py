@@ -75,7 +75,7 @@ async def generative_scoring(context: RequestContext) -> web.StreamResponse:
         "completion_tokens": num_items,
         "total_tokens": num_prompt_tokens + num_items,
     }
-    own_fields = envelope(context, generator, "generative-scoring")
+    own_fields = envelope(context.service, generator, "generative-scoring")
     return context.json({**own_fields, "object": "list", "data": data, "usage": usage})
 
 

@@ -74,7 +74,7 @@ async def score(context: RequestContext) -> web.StreamResponse:
     ]
     return context.json(
         {
-            **envelope(context, generator, "score"),
+            **envelope(context.service, generator, "score"),
             "object": "list",
             "data": data,
             "usage": usage(found),
@@ -125,7 +125,7 @@ async def rerank(context: RequestContext) -> web.StreamResponse:
         if body.return_documents is not False:
             result["document"] = {"text": texts[index]}
         results.append(result)
-    head = envelope(context, generator, "rerank")
+    head = envelope(context.service, generator, "rerank")
     return context.json({**head, "results": results, "usage": usage(found)})
 
 
