@@ -113,6 +113,7 @@ def choice_grammar(choices: object, param: str) -> Grammar:
     # One terminal, whose automaton is followed much faster than as many alternatives of a rule.
     spelled = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     text = f"start: CHOICE\nCHOICE: {spelled}"
+    text = text.replace("\x7f", r"\u007f")  # the one character that JSON has bare, and Lark has not
     _check_size(text, param)
     return Grammar("lark", text)
 

@@ -117,6 +117,7 @@ def test_as_many_choices_as_are_allowed_can_be_followed() -> None:
 
 def test_choices() -> None:
     grammar = choice_grammar(["yes", 'n"o/', "vielleicht é"], "guided_choice")
+    assert accepts(choice_grammar(["a\x7f\x01b"], "guided_choice").text, "a\x7f\x01b")
     for text in ("yes", 'n"o/', "vielleicht é"):
         assert accepts(grammar.text, text)
     assert not accepts(grammar.text, "ye")
