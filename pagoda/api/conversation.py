@@ -72,10 +72,11 @@ class MessageReader:
         if was_in_reasoning or parser.in_reasoning:
             self._count_reasoning(delta.token_ids, has_ended=not parser.in_reasoning)
         self.finish_reason = delta.finish_reason
+        # Asked before the end, which closes a call that `max_tokens` has cut off, too.
+        is_enough = self._is_single_call and parser.one_call_complete
         if delta.finish_reason is not None:
             parts = AnswerDelta.joined((parts, parser.flush()))
-        is_enough = self._is_single_call and parser.one_call_complete
-        if is_enough:
+        if self._is_single_call and parser.one_call_complete:
             parts = parts.first_call_only()
         if parser.num_calls and (is_enough or delta.finish_reason is FinishReason.STOP):
             self.finish_reason = self._call_reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,6 +99,13 @@ class Generation:
         self.kv_source: KVSource | None = None
         """The place of a prompt's KV that is held for another engine, once it is there."""
         self._cached_by_answer: dict[int, int] = {}
+
+    def rename_constraints(self, names: Mapping[str, str]) -> None:
+        """Lets the engine's errors about constraints name the client's fields: `names` are those of `renamed`."""
+        self.requests = [
+            replace(request, grammar_param=names.get(request.grammar_param, request.grammar_param))
+            for request in self.requests
+        ]
 
     async def run(self, shape: Shape) -> dict[str, Any]:
         """Generates all answers; returns the response in one piece.

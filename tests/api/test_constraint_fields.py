@@ -100,3 +100,35 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
         constraint_of(body(**fields))
     assert caught.value.param == param
     assert str(caught.value).startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("/api/chat", {"format": "json", "stream": False}, "format"),
+        ("/completion", {"prompt": "x", "grammar": 'root ::= "a"'}, "grammar"),
+        ("/completion", {"prompt": "x", "json_schema": {}}, "json_schema"),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "max_tokens": 4},
+            "output_config.format",
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_object"}}},
+            "text.format",
+        ),
+    ],
+)
+async def test_a_refusal_of_the_engine_names_the_clients_field(
+    serve_api, path: str, fields: dict[str, Any], param: str
+) -> None:
+    api = await serve_api("x")
+    api.endpoint.raises = InvalidRequestError("the grammar allows no answer.")
+    body = {"model": "tiny", **fields}
+    if path not in ("/completion", "/v1/responses"):
+        body["messages"] = [{"role": "user", "content": "x"}]
+    answer = await api.post(path, body)
+    assert answer.status == 400
+    assert f"{param}: the grammar allows no answer." in str(answer.json())

@@ -271,6 +271,19 @@ async def test_why_an_answer_that_must_call_ends(
     assert made["message"]["tool_calls"][0]["function"]["name"] == "add"
 
 
+@WHOLE_AND_STREAM
+async def test_a_named_call_that_is_cut_off_ends_by_length(serve_api, stream: bool) -> None:
+    cut = CALL[: CALL.index("arguments") + len('arguments": {"a')]
+    api = await serve_api(cut, text=text(), max_model_len=1000)
+    choice = {"type": "function", "function": {"name": "add"}}
+    answer = await api.chat(
+        tools=TOOLS, tool_choice=choice, stream=stream, max_tokens=len(cut.encode())
+    )
+    [made] = answer.choices()
+    assert made["finish_reason"] == "length"
+    assert made["message"]["tool_calls"][0]["function"]["name"] == "add"
+
+
 async def test_a_model_with_no_format_can_be_made_to_call(serve_api) -> None:
     call = '[{"name": "add", "parameters": {"a": 1}}]'
     api = await serve_api(call, text=text("none"), max_model_len=1000)

@@ -45,6 +45,7 @@ async def create_message(context: RequestContext) -> web.StreamResponse:
     chat = chat_request(body, translation)
     with named_as_blocks(translation):
         conversation = await begin_conversation(context.caller, chat, clamp_max_tokens=True)
+    conversation.generation.rename_constraints(translation.names)
     model = context.service.name_of(conversation.generation.generator)
     answer = MessageAnswer(conversation, model=model, max_tokens=body.max_tokens)
     return await conversation.generation.respond(context, answer, streams=bool(body.stream))

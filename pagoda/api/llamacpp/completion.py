@@ -92,6 +92,7 @@ async def begin_llama(
                 )
             request = {**fields, "prompt": prompt, "max_tokens": length_of(body, room)}
             begun, _ = await begin_completion(caller, convert_body(request, CompletionRequest))
+            begun.rename_constraints(NAMES)
             requests += begun.requests
             texts += [await generator.decode(prompt)] * len(begun.requests)
     generation = Generation(generator, requests)

@@ -95,6 +95,7 @@ async def begin_generate(caller: Caller, body: GenerateBody) -> tuple[Generation
     with renamed({**NAMES, "logprobs": "top_logprobs"}):
         request = convert_body({"model": name, "prompt": body.prompt, **fields}, CompletionRequest)
         generation, _ = await begin_completion(caller, request)
+    generation.rename_constraints(NAMES)
     answer = OllamaAnswer(
         generation,
         body.model,
@@ -123,6 +124,7 @@ async def _begin_conversation(
             ChatRequest,
         )
         conversation = await begin_conversation(caller, request, clamp_max_tokens=True)
+    conversation.generation.rename_constraints(NAMES)
     answer = OllamaAnswer(
         conversation.generation,
         body.model,

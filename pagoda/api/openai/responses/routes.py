@@ -192,7 +192,9 @@ async def _begin(
         translation = ChatTranslation()
         chat = chat_request(body, translation, without_beginning(placed, start))
         with named_as_items(translation):
-            return await begin_conversation(context.caller, chat, clamp_max_tokens=clamps)
+            begun = await begin_conversation(context.caller, chat, clamp_max_tokens=clamps)
+        begun.generation.rename_constraints(translation.names)
+        return begun
 
     is_auto = body.truncation == "auto"
     clamps = not is_auto or body.max_output_tokens is None
