@@ -12,12 +12,12 @@ from typing import Any
 
 from pagoda.messages.frontend import Grammar
 
-TEXT = "TEXT"
+TEXT = "PAGODA_TEXT"
 """Any text without added tokens."""
-GAP = "GAP"
+GAP = "PAGODA_GAP"
 """A little white space."""
 _JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_CONTENT = "content_start"
+_CONTENT = "pagoda_start"
 """Name of the start rule of a grammar within another."""
 _UNESCAPED_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 _IN_LARK = re.compile(
@@ -46,20 +46,20 @@ class LarkWriter:
         self._split = re.compile(f"({names})" if names else "(?!)()")
         self._content = ""
         """The grammar within this one, if it has rules of its own."""
-        self._rules = [r"TEXT: /(?s:.*)/", r"GAP: /[ \t\n]{0,8}/"]
+        self._rules = [r"PAGODA_TEXT: /(?s:.*)/", r"PAGODA_GAP: /[ \t\n]{0,8}/"]
 
     def is_token(self, tag: str) -> bool:
         return tag in self._ids
 
     def rule(self, body: str, options: str = "") -> str:
         """Adds a rule; returns its name."""
-        name = f"r{len(self._rules)}"
+        name = f"pagoda_{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
 
     def terminal(self, body: str) -> str:
         """Adds a terminal, a regular expression; returns its name."""
-        name = f"T{len(self._rules)}"
+        name = f"PAGODA_{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 

@@ -152,6 +152,11 @@ def test_expressions() -> None:
             "qqstartzz",
             "qstart",
         ),
+        (
+            language_grammar('start: r1 TEXT GAP T1\nr1: "a"\nTEXT: "b"\nGAP: "c"\nT1: "d"', "p"),
+            "abcd",
+            "axcd",
+        ),
     ],
 )
 def test_a_grammar_within_another(grammar: Grammar, inside: str, outside: str) -> None:
