@@ -11,6 +11,8 @@ import pytest
 from hypothesis import settings
 from trace_writers import TraceWriters
 
+from pagoda.telemetry.logging import LOG_FORMAT_ENV, LOG_LEVEL_ENV
+
 # How long an example takes says more about what else the machine does than about what is tested.
 settings.register_profile("pagoda", deadline=None)
 settings.load_profile("pagoda")
@@ -39,7 +41,12 @@ def restored_logging() -> Iterator[None]:
     """Whatever a test does to the log of this process, it is as before afterwards."""
     root, ours = logging.getLogger(), logging.getLogger("pagoda")
     before = (root.handlers[:], root.level, ours.level)
+    environment = {name: os.environ.get(name) for name in (LOG_LEVEL_ENV, LOG_FORMAT_ENV)}
     yield
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     root.handlers[:], level, our_level = before
     root.setLevel(level)
     ours.setLevel(our_level)

@@ -24,6 +24,7 @@ from pagoda.api.service import ApiConfig
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.frontend.adapters import AdapterRegistry
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import synthetic_model_text
@@ -167,6 +168,7 @@ class DoomedFleet(ScriptedEndpoint):
 
     def __init__(self) -> None:
         super().__init__()
+        self.adapters = AdapterRegistry()
         self.closed = False
 
     @property

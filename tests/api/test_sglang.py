@@ -131,6 +131,7 @@ async def test_a_prompt_can_be_scored_alone(api) -> None:
         ({"input_ids": [[1], []]}, "input_ids"),
         ({"input_ids": [1, [2]]}, "input_ids"),
         ({"input_ids": [[2], 1]}, "input_ids"),
+        ({"input_ids": [[2]] * 1025}, "input_ids"),
         ({"text": "x" * 256}, "text"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         (

@@ -42,7 +42,7 @@ MISTAKES = [
     ("bench serve --top-p 0.9", "--top-p needs --temperature above 0"),
     ("bench serve --temperature nan", r"--temperature must be in \[0.0, 100.0\], got nan"),
     ("bench offline --repetition-penalty 0", "--repetition-penalty must be in"),
-    ("bench serve --logprobs 21", "--logprobs"),
+    ("bench serve --logprobs -1", "--logprobs"),
     (f"bench compare {ONE} {TWO} --temperature 1 --top-k -7", "--top-k must be in"),
     (f"bench compare {ONE}", "--base-url must be given at least twice"),
     (f"bench compare {ONE} {ONE}", "--base-url names the same server twice"),

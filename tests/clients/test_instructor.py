@@ -13,7 +13,7 @@ from conversations import QUESTION
 from pydantic import BaseModel, Field
 
 
-class Place(BaseModel):
+class Place(BaseModel, extra="forbid"):
     name: str = Field(max_length=20)
     size: int = Field(ge=0, le=999)
     kind: Literal["town", "city"]

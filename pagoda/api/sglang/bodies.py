@@ -179,6 +179,9 @@ async def _prompts(body: GenerateBody, generator: TextGenerator) -> list[list[in
     if body.text is None:
         ids: Any = body.input_ids
         prompts = ids if is_list(body) else [ids]
+        if len(prompts) > MAX_SEQUENCES_PER_BODY:
+            rule = f"has {len(prompts)} prompts; at most {MAX_SEQUENCES_PER_BODY} are served"
+            refuse("input_ids", rule)
         kind = list if is_list(body) else int
         if not all(isinstance(one, kind) for one in ids):
             refuse("input_ids", "must be token ids, or a list of lists of token ids")
