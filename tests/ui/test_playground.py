@@ -185,7 +185,7 @@ def test_a_tool_is_called_and_its_result_sent(page: Page, tiny: ServerProcess) -
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("schema", '{"type": "object"}', "response_format other than"),
+        ("schema", '{"type": "number", "multipleOf": true}', "multipleOf"),
         ("temperature", "-1", "temperature must be in [0.0, 100.0], got -1"),
         ("tools", "[{", "tools is not valid JSON"),
         ("seed", "12x", "seed must be a number, got 12x."),
