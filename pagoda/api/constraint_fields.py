@@ -1,4 +1,4 @@
-"""The fields by which bodies constrain answers, in OpenAI's, vLLM's and SGLang's spelling."""
+"""The fields by which bodies constrain answers, in the spelling of OpenAI, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ _JSON_OPTIONS = {
 }
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_additional_properties", "_backend")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_NAMED_BY_KIND = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}
+"""Fields of SGLang and llama.cpp, and the kind of their constraint."""
 
 
 class FieldGrammar(NamedTuple):
@@ -50,7 +52,7 @@ def constraint_of(body: GenerationFields) -> FieldGrammar | None:
     for name, value in guided.items():
         options = {"whitespace": pattern} if name == "json" and pattern is not None else {}
         asked.append((f"guided_{name}", partial(_made, name, value, f"guided_{name}", options)))
-    for name, kind in (("regex", "regex"), ("ebnf", "grammar"), ("json_schema", "json")):
+    for name, kind in _NAMED_BY_KIND.items():
         if (value := getattr(body, name)) is not None:
             asked.append((name, partial(_made, kind, value, name, {})))
     if body.guided_decoding_backend not in (None, *_BACKENDS):
