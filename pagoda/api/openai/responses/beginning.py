@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from pagoda.api.conversation import Conversation, begin_conversation
+from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
 from pagoda.api.openai.conversations.store import check_room
 from pagoda.api.openai.responses.background import BackgroundRun
@@ -25,7 +26,6 @@ from pagoda.api.openai.responses.translation import (
     ChatTranslation,
     PlacedItems,
     chat_request,
-    named_as_items,
     placed_items,
     turns,
     without_beginning,
@@ -119,7 +119,7 @@ async def _begin(caller: Caller, body: ResponsesRequest, items: Sequence[Item]) 
     async def attempt(start: int, *, clamps: bool) -> Conversation:
         translation = ChatTranslation()
         chat = chat_request(body, translation, without_beginning(placed, start))
-        with named_as_items(translation):
+        with renamed(translation.names):
             begun = await begin_conversation(caller, chat, clamp_max_tokens=clamps)
         begun.generation.rename_constraints(translation.names)
         return begun

@@ -7,6 +7,7 @@ from aiohttp import web
 from pagoda.api.conversation import count_prompt_tokens
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.fields import renamed
 from pagoda.api.openai.responses.beginning import (
     BegunResponse,
     begin_response,
@@ -16,7 +17,7 @@ from pagoda.api.openai.responses.beginning import (
 from pagoda.api.openai.responses.bodies import InputTokensRequest, ResponsesRequest
 from pagoda.api.openai.responses.items import page_of_items, query_number
 from pagoda.api.openai.responses.store import StoredResponse
-from pagoda.api.openai.responses.translation import ChatTranslation, chat_request, named_as_items
+from pagoda.api.openai.responses.translation import ChatTranslation, chat_request
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import Route
 from pagoda.api.sse import EventStream, encode_json
@@ -55,7 +56,7 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     translation = ChatTranslation()
     items = conversation_items(caller, body, input_items(caller, body))
     chat = chat_request(body, translation, items)
-    with named_as_items(translation):
+    with renamed(translation.names):
         count = await count_prompt_tokens(caller, chat)
     return context.json({"object": "response.input_tokens", "input_tokens": count})
 
