@@ -218,8 +218,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 _SAMPLING_FIELDS = tuple(
     field.name
     for field in msgspec.structs.fields(SamplingParams)
-    if field.name in GenerationFields.__struct_fields__
+    if field.name in GenerationFields.__struct_fields__ and field.name != "structured_outputs"
 )
+"""Fields that both have, but for the constraint, which `pagoda.api.constraint_fields` reads."""
 
 
 def sampling_params(
