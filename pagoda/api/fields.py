@@ -33,6 +33,11 @@ MAX_SESSION_CHARS = 256
 
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
 
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+"""Metadata that the server keeps, within the bounds that OpenAI has for it."""
 
 _PLACES = re.compile(r"[.\[]")
 """Ends of the name of a field, and of places within it."""
@@ -216,8 +221,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 _SAMPLING_FIELDS = tuple(
     field.name
     for field in msgspec.structs.fields(SamplingParams)
-    if field.name in GenerationFields.__struct_fields__
+    if field.name in GenerationFields.__struct_fields__ and field.name != "structured_outputs"
 )
+"""Fields that both have, but for the constraint, which `pagoda.api.constraint_fields` reads."""
 
 
 def sampling_params(

@@ -415,6 +415,7 @@ def _resolve(
         max_tokens=max_tokens,
         n=1,
         stop=(),
+        structured_outputs=None,
         min_tokens=min(sampling.min_tokens, max_tokens),
     )
 
