@@ -18,6 +18,10 @@ _SMALL_LEN = 512
 """A test that asks for a shorter context is about its end."""
 
 
+FORMATS = ("hermes", "llama3_json", "mistral", "granite", "pythonic")
+"""Formats of tool calls that written answers are in."""
+
+
 class NotApplicableError(Exception):
     """A server is asked for something that is no part of Pagoda; says what."""
 
@@ -36,6 +40,8 @@ class Dialect:
     """Flags without a value, and Pagoda's name for them; empty for flags without a counterpart."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Flags of what is no part of Pagoda, with what that is."""
+    always: Sequence[str] = ()
+    """Flags of Pagoda with which it does as that server does without."""
 
 
 VLLM = Dialect(
@@ -80,14 +86,13 @@ VLLM = Dialect(
         "--enable-sleep-mode": "sleep mode",
         "--tokens-only": "a server of tokens without a tokenizer",
         "--skip-tokenizer-init": "a server without a tokenizer",
-        "--runner": "pooling models",
         "--speculative-config": "speculative decoding",
         "--middleware": "Python middleware of the operator",
         "--limit-mm-per-prompt": "images, audio and video",
-        "--data-parallel-rank": "one server for each data-parallel rank",
         "--headless": "data parallelism over nodes",
         "--worker-extension-cls": "Python extensions of the operator",
     },
+    always=("--vllm-metrics",),
 )
 
 _SILENT = (
@@ -158,8 +163,12 @@ SGLANG = Dialect(
 )
 
 
-def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[str]:
+def translate(
+    arguments: Sequence[str], dialect: Dialect, max_len: int, *, scripted: bool = False
+) -> list[str]:
     """The arguments of `pagoda serve` with a model of `max_len` tokens of context.
+
+    A model that is `scripted` writes tool calls as those would that tests name templates and parsers of.
 
     Raises NotApplicableError: as its text says.
     """
@@ -186,8 +195,11 @@ def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[
             names += values
         elif flag in dialect.model:
             model = model or values[0]
+        elif scripted and flag == "--tool-call-parser":
+            found += [flag, call_format(values[0])]
         elif flag in dialect.taken and values:
-            found += _bounded(dialect.taken[flag], values, max_len)
+            found += _bounded(dialect.taken[flag], values, max_len, scripted=scripted)
+    found += dialect.always
     if not any(it.startswith("--reasoning") for it in arguments):
         # These servers find reasoning only if they are told to; a grammar then begins with the answer.
         found += ["--reasoning-parser", "none"]
@@ -200,13 +212,20 @@ def _is_flag(argument: str) -> bool:
     return argument.startswith("-") and not argument.lstrip("-")[:1].isdigit()
 
 
-def _bounded(flag: str, values: Sequence[str], max_len: int) -> list[str]:
+def call_format(parser: str) -> str:
+    """The format of tool calls in which a model with this parser is played."""
+    return parser if parser in FORMATS else "hermes"
+
+
+def _bounded(
+    flag: str, values: Sequence[str], max_len: int, *, scripted: bool = False
+) -> list[str]:
     """A flag as Pagoda can take it with the model."""
     if flag == "--max-model-len":
         # A text takes several times as many tokens of the embedded model as of those that the tests are made for.
         asked = int(values[0])
         return [flag, str(asked if asked < _SMALL_LEN else max_len)]
-    if flag == "--chat-template" and "tool_chat_template" in values[0]:
+    if flag == "--chat-template" and "tool_chat_template" in values[0] and not scripted:
         return []  # of a model that calls tools in another way
     if flag == "--lora":
         return [part for value in values for part in (flag, _named_adapter(value))]

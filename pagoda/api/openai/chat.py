@@ -41,12 +41,16 @@ async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Cho
         id_prefix="chatcmpl",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
         always_usage=caller.service.config.always_usage,
+        tokens_as_ids=caller.service.config.tokens_as_ids,
     )
     answers = [
         _ChatAnswer(envelope, conversation, index, body, reader)
         for index, reader in enumerate(conversation.readers)
     ]
-    return generation, Choices(envelope, answers, answers[0].prompt_fields)
+    # vLLM's clients read the field whether they asked for it or not.
+    return generation, Choices(
+        envelope, answers, lambda: {"prompt_logprobs": None, **answers[0].prompt_fields()}
+    )
 
 
 class _ChatAnswer:
@@ -65,7 +69,7 @@ class _ChatAnswer:
         self._index = index
         self._reader = reader
         self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
-        as_ids = bool(body.return_tokens_as_token_ids)
+        as_ids = envelope.tokens_as_ids
         self._tokenizer = generation.generator.text.tokenizer
         self._spelling = TokenSpelling(self._tokenizer, as_ids=as_ids)
         self._num_top = generation.requests[index].sampling.prompt_logprobs
@@ -77,8 +81,9 @@ class _ChatAnswer:
         self._is_simple = not (self._has_logprobs or has_more)
         """Events differ in their text alone, but for the first and the last one."""
         shows_reasoning = conversation.has_reasoning and body.include_reasoning is not False
-        self._unsaid = _reasoning(None) if shows_reasoning else {}
-        """Fields of reasoning where there is none."""
+        self._unsaid = {"reasoning_content": None} if shows_reasoning else {}
+        """What an event without reasoning says of it: DeepSeek's clients read the field of all, and vLLM leaves
+        its own name out."""
         self._conversation = conversation
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
@@ -134,6 +139,8 @@ class _ChatAnswer:
                 message["function_call"] = _function(calls[0])
             else:
                 message["tool_calls"] = [self._whole_call(pieces) for pieces in calls]
+        elif self._conversation.choice.must_call and not self._conversation.choice.is_function:
+            message["tool_calls"] = []  # the answer ended before its first call
         if self._unsaid:
             message |= _reasoning(parts.reasoning or None)
         delta = joined_deltas(self._deltas)
