@@ -49,6 +49,7 @@ from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import format_bytes
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import LEVELS, Tracer
@@ -121,6 +122,15 @@ class ServerOptions:
     def name(self, files: ModelFiles) -> str:
         """The name in answers."""
         return self.served_model_name[0] if self.served_model_name else files.served_name
+
+    def check_adapters(self, adapters: Sequence[Adapter], files: ModelFiles) -> None:
+        """Raises ConfigError: an adapter has a name of the model."""
+        names = {self.name(files), *self.served_model_name}
+        for adapter in adapters:
+            if adapter.name in names:
+                raise ConfigError(
+                    f"--lora: {adapter.name!r} is the name of the model; choose another one."
+                )
 
     def config(self, files: ModelFiles) -> ServerConfig:
         """Raises ConfigError: a flag has an impossible value."""
@@ -277,6 +287,7 @@ def serve(
     )
     config = executor.engine_config(engine, files.model, parallel, handed)
     config = adapters.applied(config)
+    server.check_adapters(config.worker.adapters, files)
     if not join.is_used and join.cluster_key_file is not None and handed is None:
         raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
     tracer = Tracer("frontend")
