@@ -1,4 +1,4 @@
-"""The fields by which bodies constrain answers, in OpenAI's, vLLM's and SGLang's spelling."""
+"""The fields by which bodies constrain answers, in the spelling of OpenAI, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pagoda.frontend.constraints import (
 from pagoda.messages.frontend import Grammar
 
 _BACKENDS = ("auto", "guidance", "llguidance", "xgrammar", "outlines", "lm-format-enforcer")
+_NAMED_BY_KIND = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}
+"""Fields of SGLang and llama.cpp, and the kind of their constraint."""
 
 
 class FieldGrammar(NamedTuple):
@@ -50,7 +52,7 @@ def constraint_of(body: GenerationFields) -> FieldGrammar | None:
         asked.append(
             (f"guided_{name}", partial(grammar_of, name, value, f"guided_{name}", options))
         )
-    for name, kind in (("regex", "regex"), ("ebnf", "grammar"), ("json_schema", "json")):
+    for name, kind in _NAMED_BY_KIND.items():
         if (value := getattr(body, name)) is not None:
             asked.append((name, partial(grammar_of, kind, value, name, {})))
     if body.guided_decoding_backend not in (None, *_BACKENDS):
