@@ -101,7 +101,7 @@ class _ChatAnswer:
         """Events differ in their text alone, but for the first and the last one."""
         shows_reasoning = conversation.has_reasoning and body.include_reasoning is not False
         self._unsaid = {"reasoning_content": None} if shows_reasoning else {}
-        """Fields of events without reasoning: DeepSeek's clients read theirs of all, and vLLM leaves its own out."""
+        """Fields of events without reasoning: DeepSeek's clients read theirs of all, vLLM leaves its own out."""
         self._conversation = conversation
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
