@@ -33,6 +33,11 @@ MAX_SESSION_CHARS = 256
 
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
 
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+"""Metadata that the server keeps, within the bounds that OpenAI has for it."""
 
 _PLACES = re.compile(r"[.\[]")
 """Ends of the name of a field, and of places within it."""

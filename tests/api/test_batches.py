@@ -123,7 +123,12 @@ async def test_files_are_listed_by_pages(api, attach: Attach) -> None:
     assert (len(rest["data"]), rest["has_more"]) == (1, False)
     assert {one["id"] for one in first["data"] + rest["data"]} == ids
     assert (await api.get("/v1/files?purpose=evals")).json()["data"] == []
-    assert (await api.get("/v1/files?limit=x")).status == 400
+    newest = [one["id"] for one in (await api.get("/v1/files")).json()["data"]]
+    oldest = [one["id"] for one in (await api.get("/v1/files?order=asc")).json()["data"]]
+    assert oldest == newest[::-1]
+    for query in ("limit=x", "order=up"):
+        answer = await api.get(f"/v1/files?{query}")
+        assert (answer.status, answer.error()["param"]) == (400, query.partition("=")[0])
 
 
 @pytest.mark.parametrize(
@@ -299,6 +304,47 @@ async def test_a_full_server_is_asked_again(api, attach: Attach, monkeypatch) ->
     api.endpoint.raises = None
     batch = await until_finished(api, created["id"])
     assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+async def test_lines_of_a_full_server_end_with_their_batch(
+    api, attach: Attach, monkeypatch
+) -> None:
+    runner = await attach(api)
+    made = (await upload(api, jsonl(request("a")))).json()
+
+    def answer(_: Any) -> Any:
+        runner.batches[created["id"]].expires_at = 0
+        raise OverloadedError("full")
+
+    monkeypatch.setattr(api.endpoint, "generate", answer)
+    created = (await create(api, made["id"])).json()
+    batch = await until_finished(api, created["id"])
+    [line] = await results(api, batch["error_file_id"])
+    assert line["response"]["status_code"] == 429
+
+
+async def test_a_batch_whose_file_is_gone_says_so(api, attach: Attach) -> None:
+    await attach(api)
+    made = (await upload(api, jsonl(request("a")))).json()
+    api.service.files.data_path(made["id"]).unlink()
+    batch = await until_finished(api, (await create(api, made["id"])).json()["id"])
+    assert batch["status"] == "failed"
+    assert "No such file" in batch["errors"]["data"][0]["message"]
+
+
+async def test_finished_batches_make_room(serve_api, attach: Attach, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("pagoda.api.batches.runner.MAX_BATCHES", 1)
+    api = await serve_api("abc")
+    await attach(api)
+    made = (await upload(api, jsonl(request("a")))).json()
+    first = (await create(api, made["id"])).json()
+    await until_finished(api, first["id"])
+    api.endpoint.pause_after = 1
+    second = (await create(api, made["id"])).json()
+    assert (await api.get(f"/v1/batches/{first['id']}")).status == 404
+    assert [path.stem for path in (tmp_path / "files").glob("batch-*")] == [second["id"]]
+    await api.endpoint.paused.wait()
+    assert (await create(api, made["id"])).status == 429
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 5, 17, 30])

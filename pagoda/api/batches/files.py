@@ -63,6 +63,13 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
     part.replace(path)
 
 
+def sync_file(path: Path) -> int:
+    """Waits until a file is on the disk; returns its bytes."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
 class FileStore:
     """The files of a directory. Work on the disk is done in threads."""
 
@@ -137,7 +144,9 @@ class FileStore:
     ) -> FileRecord:
         """Makes a complete upload a file."""
         path = self.data_path(file_id)
-        await asyncio.to_thread(path.with_suffix(".upload").replace, path)
+        upload = path.with_suffix(".upload")
+        await asyncio.to_thread(sync_file, upload)
+        await asyncio.to_thread(upload.replace, path)
         return await self.add(file_id, filename, purpose, num_bytes, key_name)
 
     async def add(

@@ -11,9 +11,10 @@ import msgspec
 from aiohttp import BodyPartReader, web
 
 from pagoda.api.batches.files import FileRecord, FileStore, Purpose, new_id
-from pagoda.api.batches.records import WINDOW_S, BatchRecord, Metadata
+from pagoda.api.batches.records import WINDOW_S, BatchRecord
 from pagoda.api.batches.runner import ENDPOINTS, BatchRunner
 from pagoda.api.errors import ApiError
+from pagoda.api.fields import Metadata
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
 
@@ -217,9 +218,14 @@ def _batch(context: RequestContext, batch_id: str) -> BatchRecord:
 def _page(
     context: RequestContext, records: Sequence[FileRecord | BatchRecord], limit: int
 ) -> dict[str, Any]:
-    """The records behind `after`, at most `limit` of them, as OpenAI lists them.
-    Raises InvalidRequestError: the query's `limit` is not a number from 1 on."""
+    """The records behind `after`, at most `limit` of them, as OpenAI lists them; `records` begin with the newest.
+    Raises InvalidRequestError: the query's `limit` is not a number from 1 on, or its `order` is no order."""
     query = context.http.query
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        refuse("order", "must be asc or desc")
+    if order == "asc":
+        records = records[::-1]
     asked = query.get("limit", str(limit))
     if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= 10_000):
         refuse("limit", "must be a number from 1 to 10000")

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from pagoda.api.batches.files import FileStore, new_id
+from pagoda.api.batches.files import FileStore, new_id, sync_file
 from pagoda.api.batches.lines import (
+    BatchFault,
     BatchLine,
     check_file,
     decode_line,
@@ -26,7 +27,13 @@ from pagoda.api.batches.lines import (
     result_line,
     unanswered_line,
 )
-from pagoda.api.batches.records import BatchRecord, Status, read_batches, write_batch
+from pagoda.api.batches.records import (
+    BatchRecord,
+    Status,
+    read_batches,
+    remove_batch,
+    write_batch,
+)
 from pagoda.api.body import parse_body
 from pagoda.api.errors import as_api_error
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
@@ -35,10 +42,12 @@ from pagoda.api.openai.completions import begin_completion
 from pagoda.api.request_context import Caller
 from pagoda.api.scoring.embeddings import EmbeddingRequest, answer_embeddings
 from pagoda.api.service import Service
-from pagoda.errors import refuse
+from pagoda.errors import OverloadedError, refuse
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.request_tracker import ClientRequest
 
+MAX_BATCHES = 10_000
+"""Most batches at a time; their descriptions are in memory."""
 CONCURRENCY = 16
 """Lines under way at once."""
 PRIORITY = 2**30
@@ -116,6 +125,17 @@ class BatchRunner:
             pass
 
     async def add(self, record: BatchRecord) -> None:
+        """Keeps a batch, which is answered behind those before it; the oldest finished one makes room.
+        Raises OverloadedError: none is finished, and there are as many as may be."""
+        if len(self.batches) >= MAX_BATCHES:
+            finished = [one for one in self.batches.values() if one.is_finished]
+            if not finished:
+                raise OverloadedError(
+                    f"{MAX_BATCHES} batches wait; try again when one is finished."
+                )
+            oldest = min(finished, key=lambda one: (one.created_at, one.id))
+            del self.batches[oldest.id]
+            await self._write(lambda: remove_batch(self._files.directory, oldest))
         await self._save(record)
         self.batches[record.id] = record
         self._wake.set()
@@ -175,6 +195,7 @@ class BatchRunner:
 
     async def _fail(self, record: BatchRecord, reason: str) -> None:
         _log.error("batch %s: %s", record.id, reason)
+        record.faults = [BatchFault("server_error", reason)]
         self._enter(record, "failed")
         with contextlib.suppress(OSError):
             await self._save(record)
@@ -248,7 +269,7 @@ class BatchRunner:
         request_id = new_id("req")
         while True:
             status, body = await self._ask(record, line, request_id)
-            if status not in (429, 503):
+            if status not in (429, 503) or time.time() >= record.expires_at:
                 break
             await asyncio.sleep(RETRY_S)  # full or stuck: everybody else comes first
         text = result_line(line.custom_id, new_id("batch_req"), request_id, status, body)
@@ -284,7 +305,7 @@ class BatchRunner:
             path = self._files.data_path(file_id)
             if not await asyncio.to_thread(path.exists):
                 continue
-            size = (await asyncio.to_thread(path.stat)).st_size
+            size = await asyncio.to_thread(sync_file, path)
             name = f"{record.id}_{kind}.jsonl"
             await self._files.add(file_id, name, "batch_output", size, record.key_name)
             if kind == "output":

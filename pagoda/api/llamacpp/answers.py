@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.api.generation import Answer, Generation
+from pagoda.api.generation import Generation
 from pagoda.api.llamacpp.bodies import SamplingFields
 from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
 from pagoda.api.sse import event
@@ -244,19 +243,3 @@ def _told(resolved: SamplingParams, given: SamplingParams) -> SamplingParams:
     """The sampling of the engine's request with the stop strings, which the frontend serves."""
     fields = {name: getattr(resolved, name) for name in SamplingParams.__struct_fields__}
     return SamplingParams(**{**fields, "stop": given.stop})
-
-
-class LlamaShape:
-    """The response to a body: an object, or a list of them if the body had a list of prompts."""
-
-    def __init__(self, answers: Sequence[LlamaAnswer], *, is_list: bool) -> None:
-        self.answers: Sequence[Answer] = answers
-        self._answers = answers
-        self._is_list = is_list
-
-    def whole(self) -> Any:
-        whole = [answer.whole() for answer in self._answers]
-        return whole if self._is_list else whole[0]
-
-    def end(self) -> bytes:
-        return b""

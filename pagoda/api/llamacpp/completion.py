@@ -10,7 +10,8 @@ from pagoda.api.body import convert_body
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
-from pagoda.api.llamacpp.answers import Asked, LlamaAnswer, LlamaShape
+from pagoda.api.list_shape import ListShape
+from pagoda.api.llamacpp.answers import Asked, LlamaAnswer
 from pagoda.api.llamacpp.bodies import (
     NAMES,
     CompletionBody,
@@ -67,7 +68,7 @@ async def _respond(
 
 async def begin_llama(
     caller: Caller, body: SamplingFields, prompts: Sequence[list[int]], *, is_list: bool
-) -> tuple[Generation, LlamaShape]:
+) -> tuple[Generation, ListShape]:
     """Prepares the answers to prompts, and their shape.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model)
@@ -103,7 +104,7 @@ async def begin_llama(
         generator.text.eos_token_ids,
     )
     answers = [LlamaAnswer(generation, index, asked, text) for index, text in enumerate(texts)]
-    return generation, LlamaShape(answers, is_list=is_list or len(requests) > 1)
+    return generation, ListShape(answers, is_list=is_list or len(requests) > 1)
 
 
 async def _infill_prompt(body: InfillBody, generator: TextGenerator) -> list[int]:

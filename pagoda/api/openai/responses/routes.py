@@ -11,6 +11,7 @@ from aiohttp import web
 from pagoda.api.conversation import Conversation, begin_conversation, count_prompt_tokens
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
 from pagoda.api.openai.conversations.store import check_room
 from pagoda.api.openai.responses.background import BackgroundRun
@@ -33,7 +34,6 @@ from pagoda.api.openai.responses.translation import (
     ChatTranslation,
     PlacedItems,
     chat_request,
-    named_as_items,
     placed_items,
     turns,
     without_beginning,
@@ -107,7 +107,7 @@ async def count_input_tokens(context: RequestContext) -> web.StreamResponse:
     items = _items(context, body)
     translation = ChatTranslation()
     chat = chat_request(body, translation, _conversation(context, body, items))
-    with named_as_items(translation):
+    with renamed(translation.names):
         count = await count_prompt_tokens(context.caller, chat)
     return context.json({"object": "response.input_tokens", "input_tokens": count})
 
@@ -191,7 +191,7 @@ async def _begin(
     async def attempt(start: int, *, clamps: bool) -> Conversation:
         translation = ChatTranslation()
         chat = chat_request(body, translation, without_beginning(placed, start))
-        with named_as_items(translation):
+        with renamed(translation.names):
             begun = await begin_conversation(context.caller, chat, clamp_max_tokens=clamps)
         begun.generation.rename_constraints(translation.names)
         return begun
