@@ -23,6 +23,9 @@ _ROOT = Path(__file__).parents[2]
 PAGODA = os.environ.get("PAGODA", str(_ROOT / ".venv" / "bin" / "pagoda"))
 """The program under test; `make test-clients` names the one of `.venv`."""
 
+# Prices are nothing to wait for, where there is no network.
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
 
 class Server(NamedTuple):
     url: str
@@ -93,7 +96,8 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def smollm2() -> Iterator[Server]:
     """A server of a model that understands questions in words, which the embedded one does not."""
-    flags = ("--model", "smollm2", "--kv-cache-memory-bytes", "256MiB")
+    flags = ["--model", "smollm2", "--kv-cache-memory-bytes", "256MiB"]
+    flags += ["--chat-template", str(Path(__file__).with_name("smollm2.jinja"))]
     with serving(*flags, model="smollm2") as running_server:
         yield running_server
 
