@@ -25,8 +25,7 @@ async def test_an_answer(serve_api, stream: bool) -> None:
     assert {event["object"] for event in events} == {kind}
     [choice] = answer.choices()
     unsaid = {"reasoning_content": None}
-    more = {} if stream else {"reasoning": None}
-    assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid, **more}
+    assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert events[-1]["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
     assert events[-1]["usage"]["completion_tokens"] == 7
