@@ -15,6 +15,7 @@ from pagoda.frontend.constraints import (
     language_grammar,
     regex_grammar,
 )
+from pagoda.frontend.json_size import json_size
 from pagoda.messages.frontend import Grammar
 
 _BACKENDS = ("auto", "guidance", "llguidance", "xgrammar", "outlines", "lm-format-enforcer")
@@ -23,6 +24,9 @@ _JSON_OPTIONS = {
     "disable_any_whitespace": "disable_whitespace",
 }
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_additional_properties", "_backend")
+_CONSTRAINTS = ("response_format", "structured_outputs", "json_schema", "regex", "ebnf")
+_CONSTRAINTS += ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_MAX_SIZE = 1 << 20
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -31,6 +35,11 @@ class FieldGrammar(NamedTuple):
 
     grammar: Grammar
     param: str
+
+
+def constraint_size(body: GenerationFields) -> int:
+    """Characters of a body's constraints, roughly, of which `constraint_of` makes a grammar in linear time."""
+    return json_size([getattr(body, name) for name in _CONSTRAINTS], _MAX_SIZE)
 
 
 def constraint_of(body: GenerationFields) -> FieldGrammar | None:

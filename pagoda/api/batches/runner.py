@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,7 +27,7 @@ from pagoda.api.batches.lines import (
     unanswered_line,
 )
 from pagoda.api.batches.records import BatchRecord, Status, read_batches, write_batch
-from pagoda.api.body import parse_body
+from pagoda.api.body import parse_beside
 from pagoda.api.errors import as_api_error
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import begin_chat
@@ -50,6 +50,7 @@ RETRY_S = 1.0
 
 _log = logging.getLogger("pagoda.api")
 
+T = TypeVar("T")
 Answerer = Callable[[Caller, bytes], Awaitable[dict[str, Any]]]
 
 
@@ -65,22 +66,28 @@ def _behind(body: Any) -> Any:
     return msgspec.structs.replace(body, priority=priority)
 
 
+async def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
+    generator = caller.service.generator
+    return await parse_beside(body, kind, None if generator is None else generator.long_texts)
+
+
 async def _answer_chat(caller: Caller, body: bytes) -> dict[str, Any]:
-    request = parse_body(body, ChatRequest)
+    request = await _parsed(caller, body, ChatRequest)
     _whole(request)
     generation, shape = await begin_chat(caller, _behind(request))
     return await generation.run(shape)
 
 
 async def _answer_completion(caller: Caller, body: bytes) -> dict[str, Any]:
-    request = parse_body(body, CompletionRequest)
+    request = await _parsed(caller, body, CompletionRequest)
     _whole(request)
     generation, shape = await begin_completion(caller, _behind(request))
     return await generation.run(shape)
 
 
 async def _answer_embeddings(caller: Caller, body: bytes) -> dict[str, Any]:
-    return await answer_embeddings(caller, _behind(parse_body(body, EmbeddingRequest)))
+    request = await _parsed(caller, body, EmbeddingRequest)
+    return await answer_embeddings(caller, _behind(request))
 
 
 ENDPOINTS: Mapping[str, Answerer] = {
