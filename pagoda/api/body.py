@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -130,6 +130,16 @@ def text_in(fields: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(value, str):
         refuse(f"{place}.{name}", "must be a string")
     return value
+
+
+def joined_text(content: object, place: str, part_text: Callable[[object, str], str]) -> str:
+    """The text at `place` in a body: a string, or the lines of a list of parts, each read by `part_text`, which
+    gets the part and its place. Raises InvalidRequestError: it is neither."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        refuse(place, "must be a string or a list")
+    return "\n".join(part_text(part, f"{place}[{i}]") for i, part in enumerate(content))
 
 
 _NOT_BRACES = bytes(byte for byte in range(256) if byte not in b"{}")

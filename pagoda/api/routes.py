@@ -13,11 +13,13 @@ from pagoda.api.adapters import (
 )
 from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
 from pagoda.api.batches.routes import ROUTES as BATCH_ROUTES
+from pagoda.api.llamacpp.dialect import LLAMACPP_CHAT
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
+from pagoda.api.openai.answers import ChatCompletion, Completion, Model, ModelList
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
-from pagoda.api.openai.chat import chat_completions
+from pagoda.api.openai.chat import chat_completions, count_chat_tokens
 from pagoda.api.openai.completions import completions
 from pagoda.api.openai.conversations.routes import ROUTES as CONVERSATION_ROUTES
 from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
@@ -33,12 +35,22 @@ PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 _page = Route(info.page, "A file of the page.", content_type="text/html", statuses=(404,))
 _ready = Route(info.health_ready, "Whether the model makes progress.", statuses=(503,))
-_models = Route(info.models, "The models that are served.")
+_models = Route(info.models, "The models that are served.", answer=ModelList)
 _bootstrap_room = Route(
     info.bootstrap_room, "The place of KV, for decode servers.", statuses=(404,)
 )
 _server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
-_chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
+_chat = Route(
+    chat_completions, "Answers a conversation.", ChatRequest, ChatCompletion, streams=True
+)
+_llama_chat = Route(
+    partial(chat_completions, first_content=None),
+    "Answers a conversation.",
+    ChatRequest,
+    dialect=LLAMACPP_CHAT,
+    streams=True,
+)
+_count_chat_tokens = Route(count_chat_tokens, "Counts the tokens of a conversation.", ChatRequest)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
 )
@@ -69,7 +81,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/server_info": {"GET": _server_info},
     "/get_server_info": {"GET": _server_info},
     "/v1/models": {"GET": _models},
-    "/v1/models/*": {"GET": Route(info.model, "One model.", statuses=(404,))},
+    "/v1/models/*": {"GET": Route(info.model, "One model.", answer=Model, statuses=(404,))},
     "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.")},
     "/v1/live": {
         "GET": Route(
@@ -93,9 +105,10 @@ ROUTES: dict[str, dict[str, Route]] = {
         )
     },
     "/v1/completions": {
-        "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
+        "POST": Route(completions, "Continues texts.", CompletionRequest, Completion, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/chat/completions/input_tokens": {"POST": _count_chat_tokens},
     "/v1/load_lora_adapter": {"POST": _load_adapter},
     "/v1/unload_lora_adapter": {"POST": _unload_adapter},
     **SCORING_ROUTES,
@@ -117,7 +130,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     **LLAMACPP_ROUTES,
     **VLLM_ROUTES,
     **SGLANG_ROUTES,
-    "/chat/completions": {"POST": _chat},
+    "/chat/completions": {"POST": _llama_chat},
+    "/chat/completions/input_tokens": {"POST": _count_chat_tokens},
     "/models": {"GET": _models},
     "/v1/health": {"GET": _ready},
 }

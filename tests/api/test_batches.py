@@ -123,7 +123,12 @@ async def test_files_are_listed_by_pages(api, attach: Attach) -> None:
     assert (len(rest["data"]), rest["has_more"]) == (1, False)
     assert {one["id"] for one in first["data"] + rest["data"]} == ids
     assert (await api.get("/v1/files?purpose=evals")).json()["data"] == []
-    assert (await api.get("/v1/files?limit=x")).status == 400
+    newest = [one["id"] for one in (await api.get("/v1/files")).json()["data"]]
+    oldest = [one["id"] for one in (await api.get("/v1/files?order=asc")).json()["data"]]
+    assert oldest == newest[::-1]
+    for query in ("limit=x", "order=up"):
+        answer = await api.get(f"/v1/files?{query}")
+        assert (answer.status, answer.error()["param"]) == (400, query.partition("=")[0])
 
 
 @pytest.mark.parametrize(
@@ -301,6 +306,47 @@ async def test_a_full_server_is_asked_again(api, attach: Attach, monkeypatch) ->
     assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
+async def test_lines_of_a_full_server_end_with_their_batch(
+    api, attach: Attach, monkeypatch
+) -> None:
+    runner = await attach(api)
+    made = (await upload(api, jsonl(request("a")))).json()
+
+    def answer(_: Any) -> Any:
+        runner.batches[created["id"]].expires_at = 0
+        raise OverloadedError("full")
+
+    monkeypatch.setattr(api.endpoint, "generate", answer)
+    created = (await create(api, made["id"])).json()
+    batch = await until_finished(api, created["id"])
+    [line] = await results(api, batch["error_file_id"])
+    assert line["response"]["status_code"] == 429
+
+
+async def test_a_batch_whose_file_is_gone_says_so(api, attach: Attach) -> None:
+    await attach(api)
+    made = (await upload(api, jsonl(request("a")))).json()
+    api.service.files.data_path(made["id"]).unlink()
+    batch = await until_finished(api, (await create(api, made["id"])).json()["id"])
+    assert batch["status"] == "failed"
+    assert "No such file" in batch["errors"]["data"][0]["message"]
+
+
+async def test_finished_batches_make_room(serve_api, attach: Attach, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("pagoda.api.batches.runner.MAX_BATCHES", 1)
+    api = await serve_api("abc")
+    await attach(api)
+    made = (await upload(api, jsonl(request("a")))).json()
+    first = (await create(api, made["id"])).json()
+    await until_finished(api, first["id"])
+    api.endpoint.pause_after = 1
+    second = (await create(api, made["id"])).json()
+    assert (await api.get(f"/v1/batches/{first['id']}")).status == 404
+    assert [path.stem for path in (tmp_path / "files").glob("batch-*.json")] == [second["id"]]
+    await api.endpoint.paused.wait()
+    assert (await create(api, made["id"])).status == 429
+
+
 @pytest.mark.parametrize("stop_after", [0, 1, 5, 17, 30])
 async def test_a_batch_goes_on_where_it_was(serve_api, attach: Attach, stop_after: int) -> None:
     api = await serve_api()
@@ -362,3 +408,52 @@ async def test_vectors_come_behind_all_other_requests(api, attach: Attach) -> No
     [line] = await results(api, done["error_file_id"])
     assert line["response"]["body"]["error"]["param"] == "input"
     assert [one.priority for one in api.endpoint.requests[:2]] == [PRIORITY + 3] * 2
+
+
+async def test_responses_are_answered_and_kept(api, attach: Attach) -> None:
+    await attach(api)
+    url = "/v1/responses"
+    bodies = {
+        "good": {"input": "hi", "priority": 3},
+        "stream": {"input": "hi", "stream": True},
+        "background": {"input": "hi", "background": True},
+        "input": {"instructions": "x"},
+    }
+    lines = [{"custom_id": name, "url": url, "body": body} for name, body in bodies.items()]
+    file_id = (await upload(api, jsonl(*lines))).json()["id"]
+    batch = (await create(api, file_id, endpoint=url)).json()
+    done = await until_finished(api, batch["id"])
+    [line] = await results(api, done["output_file_id"])
+    response = line["response"]["body"]
+    assert (line["custom_id"], response["status"]) == ("good", "completed")
+    assert response["output"][0]["content"][0]["text"] == "ok"
+    assert (await api.get(f"{url}/{response['id']}")).json() == response
+    refused = await results(api, done["error_file_id"])
+    params = {one["custom_id"]: one["response"]["body"]["error"]["param"] for one in refused}
+    assert params == {name: name for name in ("stream", "background", "input")}
+    assert [one.priority for one in api.endpoint.requests] == [PRIORITY + 3]
+
+
+async def test_all_files_together_are_bounded(api, tmp_path: Path) -> None:
+    def open_store() -> None:
+        api.service.files = FileStore(tmp_path / "files", max_bytes=100)
+        api.service.batches = BatchRunner(api.service, api.service.files)
+
+    async def sizes() -> list[int]:
+        return [one["bytes"] for one in (await api.get("/v1/files")).json()["data"]]
+
+    open_store()
+    first = (await upload(api, jsonl(request("a")).ljust(100))).json()
+    assert first["bytes"] == 100
+    for _ in range(2):
+        for answer in (await upload(api, b"x"), await create(api, first["id"])):
+            assert answer.status == 400
+            assert "100 bytes (--files-max-bytes); delete some first" in answer.error()["message"]
+        api.service.files.close()
+        open_store()
+    await api.request("DELETE", f"/v1/files/{first['id']}")
+    for data in (b"x" * 101, b"x" * 60, b"x" * 41, b"y" * 40, b""):
+        await upload(api, data)
+        await upload(api, b"z" * 30, "nonsense")  # gives its bytes back
+    assert sorted(await sizes()) == [0, 40, 60]
+    api.service.files.close()

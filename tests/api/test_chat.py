@@ -24,7 +24,7 @@ async def test_an_answer(serve_api, stream: bool) -> None:
     kind = "chat.completion.chunk" if stream else "chat.completion"
     assert {event["object"] for event in events} == {kind}
     [choice] = answer.choices()
-    unsaid = {"reasoning_content": None, "reasoning": None}
+    unsaid = {"reasoning_content": None}
     assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert events[-1]["usage"]["prompt_tokens"] == len("[user]hi[assistant]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from openai.types.conversations import Conversation, ConversationItemList
 from template_texts import QWEN, prompt_of
 from test_responses import respond
@@ -76,8 +77,46 @@ def test_the_oldest_conversations_make_room() -> None:
     store = ConversationStore(max_bytes=1000)
     for number in range(20):
         stored = StoredConversation("", {})
-        store.put(stored)
-        store.add(stored, [{"id": str(number), "text": "x" * 100}])
+        store.put(stored, [{"id": str(number), "text": "x" * 100}])
     assert 0 < store.num_bytes <= 1000
     assert 2 < len(store) < 20
     assert json.dumps(store.get("", stored.conversation_id).object())
+
+
+def test_a_conversation_that_grows_too_large_displaces_no_other() -> None:
+    store = ConversationStore(max_bytes=1000)
+    small, large = StoredConversation("", {}), StoredConversation("", {})
+    for stored in (small, large):
+        store.put(stored, [])
+    store.add(large, [{"id": "1", "text": "x" * 2000}])
+    assert len(store) == 1
+    assert store.get("", small.conversation_id) is small
+
+
+def test_metadata_count() -> None:
+    store = ConversationStore(max_bytes=1000)
+    stored = StoredConversation("", {})
+    store.put(stored, [])
+    store.set_metadata(stored, {"k": "v" * 500})
+    assert store.num_bytes > 500
+    store.set_metadata(stored, {})
+    store.remove(stored)
+    assert store.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("", {"metadata": {"k": "v" * 513}}, "metadata[...]"),
+        ("", {"items": [{"role": "user", "content": "x" * 2000}]}, "items"),
+        ("/one", {"items": [USER]}, "items"),
+        ("/one/items", {"items": [USER], "metadata": {}}, "metadata"),
+        ("/one/items", {"items": [{"role": "user", "content": "x" * 2000}]}, "items"),
+    ],
+)
+async def test_what_is_not_kept_is_refused(serve_api, path: str, body: Any, param: str) -> None:
+    api = await serve_api("ok", text=QWEN, response_store_bytes=1500)
+    one = await begin(api)
+    answer = await api.post(path.replace("/one", one) or "/v1/conversations", body)
+    assert (answer.status, answer.error()["param"]) == (400, param)
+    assert (await api.get(one)).status == 200

@@ -6,10 +6,11 @@ from aiohttp import web
 
 from pagoda.api.anthropic.bodies import CountTokensRequest, MessagesRequest
 from pagoda.api.anthropic.message import PING, MessageAnswer, message_event
-from pagoda.api.anthropic.translation import MessagesTranslation, chat_request, named_as_blocks
+from pagoda.api.anthropic.translation import MessagesTranslation, chat_request
 from pagoda.api.conversation import begin_conversation, count_prompt_tokens
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError
+from pagoda.api.fields import renamed
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import Route
 
@@ -43,7 +44,7 @@ async def create_message(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(MessagesRequest)
     translation = MessagesTranslation(body)
     chat = chat_request(body, translation)
-    with named_as_blocks(translation):
+    with renamed(translation.names):
         conversation = await begin_conversation(context.caller, chat, clamp_max_tokens=True)
     conversation.generation.rename_constraints(translation.names)
     model = context.service.name_of(conversation.generation.generator)
@@ -56,7 +57,7 @@ async def count_tokens(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(CountTokensRequest)
     translation = MessagesTranslation(body)
     chat = chat_request(body, translation)
-    with named_as_blocks(translation):
+    with renamed(translation.names):
         count = await count_prompt_tokens(context.caller, chat)
     return context.json({"input_tokens": count})
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from pagoda.api.anthropic.bodies import (
     Block,
-    Blocks,
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
     ToolChoice,
 )
-from pagoda.api.body import convert_body, text_in
+from pagoda.api.body import convert_body, joined_text, text_in
 from pagoda.api.fields import GenerationFields, renamed
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.errors import refuse
@@ -48,8 +46,11 @@ class MessagesTranslation:
         """Raises InvalidRequestError: a block is not as it must be; names it."""
         self.messages: list[dict[str, Any]] = []
         self.names = dict(_NAMES)
+        """The client's names of fields and places of the chat body, for `renamed`."""
         if body.system is not None:
-            self._add({"role": "system", "content": _texts(body.system, "system")}, "system")
+            self._add(
+                {"role": "system", "content": joined_text(body.system, "system", _text)}, "system"
+            )
             self.names["messages[0].content"] = "system"
         for index, message in enumerate(body.messages):
             self._add_message(message, f"messages[{index}]")
@@ -130,19 +131,11 @@ def _call(block: Block, place: str) -> dict[str, Any]:
 
 def _result(block: Block, place: str) -> dict[str, Any]:
     """A tool's message. The word `Error` tells the model of a failed call, for which templates have no field."""
-    content = _texts(block.get("content") or "", f"{place}.content")
+    content = joined_text(block.get("content") or "", f"{place}.content", _text)
     if block.get("is_error"):
         content = f"Error: {content}"
     call_id = text_in(block, "tool_use_id", place)
     return {"role": "tool", "tool_call_id": call_id, "content": content}
-
-
-def _texts(blocks: Blocks, place: str) -> str:
-    if isinstance(blocks, str):
-        return blocks
-    if not isinstance(blocks, list):
-        refuse(place, "must be a string or a list of blocks")
-    return "\n".join(_text(block, f"{place}[{i}]") for i, block in enumerate(blocks))
 
 
 def _text(block: object, place: str) -> str:
@@ -154,13 +147,6 @@ def _text(block: object, place: str) -> str:
         rule = f"{kind[:64]!r} is not served here: the model reads text"
         refuse(f"{place}.type", rule, "not_supported")
     return text_in(block, "text", place)
-
-
-@contextmanager
-def named_as_blocks(translation: MessagesTranslation) -> Iterator[None]:
-    """Lets errors of the chat body name the fields of the message's body."""
-    with renamed(translation.names):
-        yield
 
 
 def chat_request(body: CountTokensRequest, translation: MessagesTranslation) -> ChatRequest:
@@ -184,7 +170,7 @@ def chat_request(body: CountTokensRequest, translation: MessagesTranslation) -> 
     if config is not None and config.format is not None:
         schema = {"name": "output", "schema": config.format.schema, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    with named_as_blocks(translation):
+    with renamed(translation.names):
         return convert_body(fields, ChatRequest)
 
 

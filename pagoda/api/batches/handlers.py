@@ -11,9 +11,10 @@ import msgspec
 from aiohttp import BodyPartReader, web
 
 from pagoda.api.batches.files import FileRecord, FileStore, Purpose, new_id
-from pagoda.api.batches.records import WINDOW_S, BatchRecord, Metadata
+from pagoda.api.batches.records import WINDOW_S, BatchRecord
 from pagoda.api.batches.runner import ENDPOINTS, BatchRunner
 from pagoda.api.errors import ApiError
+from pagoda.api.fields import Metadata
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError, refuse
 
@@ -86,7 +87,7 @@ async def upload_file(context: RequestContext) -> web.StreamResponse:
             refuse("purpose", f"must be one of {', '.join(_UPLOAD_PURPOSES)}")
     except BaseException as error:  # the client that went away, too
         if upload is not None:
-            await files.drop_upload(upload[0])
+            await files.drop_upload(upload[0], upload[1])
         if isinstance(error, _MALFORMED) and not isinstance(error, InvalidRequestError):
             raise InvalidRequestError("the body is not valid multipart/form-data.") from None
         raise
@@ -165,6 +166,7 @@ async def create_batch(context: RequestContext) -> web.StreamResponse:
     file = _files(context).find(body.input_file_id, context.key_name or "")
     if file is None or file.purpose != "batch":
         refuse("input_file_id", "must be the id of a file with the purpose batch")
+    _files(context).check_room("input_file_id")
     now = int(time.time())
     record = BatchRecord(
         id=new_id("batch"),
@@ -217,9 +219,14 @@ def _batch(context: RequestContext, batch_id: str) -> BatchRecord:
 def _page(
     context: RequestContext, records: Sequence[FileRecord | BatchRecord], limit: int
 ) -> dict[str, Any]:
-    """The records behind `after`, at most `limit` of them, as OpenAI lists them.
-    Raises InvalidRequestError: the query's `limit` is not a number from 1 on."""
+    """The records behind `after`, at most `limit` of them, as OpenAI lists them; `records` begin with the newest.
+    Raises InvalidRequestError: the query's `limit` is not a number from 1 on, or its `order` is no order."""
     query = context.http.query
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        refuse("order", "must be asc or desc")
+    if order == "asc":
+        records = records[::-1]
     asked = query.get("limit", str(limit))
     if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= 10_000):
         refuse("limit", "must be a number from 1 to 10000")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from pagoda.api.batches.files import write_record
 from pagoda.api.batches.lines import BatchFault
@@ -24,9 +23,6 @@ Status = Literal[
 ]
 UNFINISHED = frozenset(("validating", "in_progress", "finalizing", "cancelling"))
 WINDOW_S = 24 * 3600
-
-MetadataText = Annotated[str, Meta(max_length=512)]
-Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], MetadataText], Meta(max_length=16)]
 
 
 class Counts(msgspec.Struct):
@@ -96,3 +92,8 @@ def read_batches(directory: Path) -> dict[str, BatchRecord]:
 
 def write_batch(directory: Path, record: BatchRecord) -> None:
     write_record(directory / f"{record.id}.json", record)
+
+
+def remove_batch(directory: Path, record: BatchRecord) -> None:
+    """Removes the description of a batch; its results are files of their own."""
+    (directory / f"{record.id}.json").unlink(missing_ok=True)

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pagoda.api.batches.files import FileStore, new_id
+from pagoda.api.batches.files import FileStore, new_id, sync_file
 from pagoda.api.batches.lines import (
+    BatchFault,
     BatchLine,
     check_file,
     decode_line,
@@ -26,19 +27,29 @@ from pagoda.api.batches.lines import (
     result_line,
     unanswered_line,
 )
-from pagoda.api.batches.records import BatchRecord, Status, read_batches, write_batch
+from pagoda.api.batches.records import (
+    BatchRecord,
+    Status,
+    read_batches,
+    remove_batch,
+    write_batch,
+)
 from pagoda.api.body import parse_beside
 from pagoda.api.errors import as_api_error
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import begin_chat
 from pagoda.api.openai.completions import begin_completion
+from pagoda.api.openai.responses.beginning import begin_response
+from pagoda.api.openai.responses.bodies import ResponsesRequest
 from pagoda.api.request_context import Caller
 from pagoda.api.scoring.embeddings import EmbeddingRequest, answer_embeddings
 from pagoda.api.service import Service
-from pagoda.errors import refuse
+from pagoda.errors import OverloadedError, refuse
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.request_tracker import ClientRequest
 
+MAX_BATCHES = 10_000
+"""Most batches at a time; their descriptions are in memory."""
 CONCURRENCY = 16
 """Lines under way at once."""
 PRIORITY = 2**30
@@ -50,49 +61,51 @@ RETRY_S = 1.0
 
 _log = logging.getLogger("pagoda.api")
 
-T = TypeVar("T")
 Answerer = Callable[[Caller, bytes], Awaitable[dict[str, Any]]]
 
 
-def _whole(body: ChatRequest | CompletionRequest) -> None:
-    """Raises InvalidRequestError: the body asks for a stream."""
-    if body.stream:
-        refuse("stream", "is not possible in a batch")
-
-
-def _behind(body: Any) -> Any:
-    """The body, behind all requests that are not of batches."""
-    priority = min(PRIORITY + (body.priority or 0), 2**31 - 1)
-    return msgspec.structs.replace(body, priority=priority)
+T = TypeVar("T")
 
 
 async def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
-    generator = caller.service.generator
-    return await parse_beside(body, kind, None if generator is None else generator.long_texts)
+    """The body of a line, behind all requests that are not of batches.
+    Raises InvalidRequestError: the body does not fit `kind`, or asks for a stream; names the field."""
+    service = caller.service
+    threads = None if service.generator is None else service.generator.long_texts
+    parsed: Any = await parse_beside(body, kind, threads, service.config.unknown_fields)
+    for name in ("stream", "background"):
+        if getattr(parsed, name, None):
+            refuse(name, "is not possible in a batch")
+    priority = min(PRIORITY + (parsed.priority or 0), 2**31 - 1)
+    behind: T = msgspec.structs.replace(parsed, priority=priority)
+    return behind
 
 
 async def _answer_chat(caller: Caller, body: bytes) -> dict[str, Any]:
-    request = await _parsed(caller, body, ChatRequest)
-    _whole(request)
-    generation, shape = await begin_chat(caller, _behind(request))
+    generation, shape = await begin_chat(caller, await _parsed(caller, body, ChatRequest))
     return await generation.run(shape)
 
 
 async def _answer_completion(caller: Caller, body: bytes) -> dict[str, Any]:
-    request = await _parsed(caller, body, CompletionRequest)
-    _whole(request)
-    generation, shape = await begin_completion(caller, _behind(request))
+    generation, shape = await begin_completion(
+        caller, await _parsed(caller, body, CompletionRequest)
+    )
     return await generation.run(shape)
 
 
+async def _answer_response(caller: Caller, body: bytes) -> dict[str, Any]:
+    begun = await begin_response(caller, await _parsed(caller, body, ResponsesRequest))
+    return await begun.generation.run(begun.answer)
+
+
 async def _answer_embeddings(caller: Caller, body: bytes) -> dict[str, Any]:
-    request = await _parsed(caller, body, EmbeddingRequest)
-    return await answer_embeddings(caller, _behind(request))
+    return await answer_embeddings(caller, await _parsed(caller, body, EmbeddingRequest))
 
 
 ENDPOINTS: Mapping[str, Answerer] = {
     "/v1/chat/completions": _answer_chat,
     "/v1/completions": _answer_completion,
+    "/v1/responses": _answer_response,
     "/v1/embeddings": _answer_embeddings,
 }
 
@@ -123,6 +136,17 @@ class BatchRunner:
             pass
 
     async def add(self, record: BatchRecord) -> None:
+        """Keeps a batch, which is answered behind those before it; the oldest finished one makes room.
+        Raises OverloadedError: none is finished, and there are as many as may be."""
+        if len(self.batches) >= MAX_BATCHES:
+            finished = [one for one in self.batches.values() if one.is_finished]
+            if not finished:
+                raise OverloadedError(
+                    f"{MAX_BATCHES} batches wait; try again when one is finished."
+                )
+            oldest = min(finished, key=lambda one: (one.created_at, one.id))
+            del self.batches[oldest.id]
+            await self._write(lambda: remove_batch(self._files.directory, oldest))
         await self._save(record)
         self.batches[record.id] = record
         self._wake.set()
@@ -182,6 +206,7 @@ class BatchRunner:
 
     async def _fail(self, record: BatchRecord, reason: str) -> None:
         _log.error("batch %s: %s", record.id, reason)
+        record.faults = [BatchFault("server_error", reason)]
         self._enter(record, "failed")
         with contextlib.suppress(OSError):
             await self._save(record)
@@ -255,7 +280,7 @@ class BatchRunner:
         request_id = new_id("req")
         while True:
             status, body = await self._ask(record, line, request_id)
-            if status not in (429, 503):
+            if status not in (429, 503) or time.time() >= record.expires_at:
                 break
             await asyncio.sleep(RETRY_S)  # full or stuck: everybody else comes first
         text = result_line(line.custom_id, new_id("batch_req"), request_id, status, body)
@@ -291,9 +316,9 @@ class BatchRunner:
             path = self._files.data_path(file_id)
             if not await asyncio.to_thread(path.exists):
                 continue
-            size = (await asyncio.to_thread(path.stat)).st_size
+            size = await asyncio.to_thread(sync_file, path)
             name = f"{record.id}_{kind}.jsonl"
-            await self._files.add(file_id, name, "batch_output", size, record.key_name)
+            await self._files.add_results(file_id, name, size, record.key_name)
             if kind == "output":
                 record.has_output = True
             else:

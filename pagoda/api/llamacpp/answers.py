@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.api.generation import Answer, Generation
+from pagoda.api.generation import Generation
 from pagoda.api.llamacpp.bodies import SamplingFields
 from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
 from pagoda.api.sse import event
-from pagoda.api.timing import AnswerTimes, times_of
+from pagoda.api.timing import AnswerTimes, progress_of, times_of, timings
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.sampling_params import SamplingParams
-
-
-def timings(times: AnswerTimes) -> dict[str, float]:
-    """`timings` of an answer so far, in milliseconds. The first token belongs to the prompt's time."""
-    num_prompt = times.num_prompt_tokens - times.num_cached_tokens
-    num_steps = max(times.num_output_tokens - 1, 0)
-    prompt_ms, predicted_ms = times.prompt_ns / 1e6, times.decode_ns / 1e6
-    return {
-        "cache_n": times.num_cached_tokens,
-        "prompt_n": num_prompt,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": prompt_ms / num_prompt if num_prompt else 0.0,
-        "prompt_per_second": 1e3 * num_prompt / prompt_ms if prompt_ms else 0.0,
-        "predicted_n": times.num_output_tokens,
-        "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": predicted_ms / num_steps if num_steps else 0.0,
-        "predicted_per_second": 1e3 * num_steps / predicted_ms if predicted_ms else 0.0,
-    }
 
 
 @dataclass(frozen=True)
@@ -219,24 +200,13 @@ class LlamaAnswer:
 
     def _progress(self) -> bytes:
         """Events about the prompt: one for its beginning and one for its end, when the first token is there."""
-        total, times = self._num_prompt_tokens, self._times
         written = b""
-        for processed, spent_ns in ((times.num_cached_tokens, 0), (total, times.prompt_ns)):
-            fields = {**self._fields("", [], is_last=False), "tokens_predicted": 0}
-            fields["prompt_progress"] = {
-                "total": total,
-                "cache": times.num_cached_tokens,
-                "processed": processed,
-                "time_ms": spent_ns // 10**6,
-            }
-            if self._asked.body.timings_per_token:
-                seen = AnswerTimes(
-                    prompt_ns=spent_ns,
-                    num_prompt_tokens=processed,
-                    num_cached_tokens=times.num_cached_tokens,
-                )
-                fields["timings"] = timings(seen)
-            written += event(fields)
+        for fields in progress_of(self._times):
+            if not self._asked.body.timings_per_token:
+                del fields["timings"]
+            written += event(
+                {**self._fields("", [], is_last=False), "tokens_predicted": 0, **fields}
+            )
         return written
 
 
@@ -244,19 +214,3 @@ def _told(resolved: SamplingParams, given: SamplingParams) -> SamplingParams:
     """The sampling of the engine's request with the stop strings, which the frontend serves."""
     fields = {name: getattr(resolved, name) for name in SamplingParams.__struct_fields__}
     return SamplingParams(**{**fields, "stop": given.stop})
-
-
-class LlamaShape:
-    """The response to a body: an object, or a list of them if the body had a list of prompts."""
-
-    def __init__(self, answers: Sequence[LlamaAnswer], *, is_list: bool) -> None:
-        self.answers: Sequence[Answer] = answers
-        self._answers = answers
-        self._is_list = is_list
-
-    def whole(self) -> Any:
-        whole = [answer.whole() for answer in self._answers]
-        return whole if self._is_list else whole[0]
-
-    def end(self) -> bytes:
-        return b""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from pagoda.api.body import convert_body
-from pagoda.api.errors import ApiError
+from pagoda.api.errors import ApiError, context_exceeded
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
-from pagoda.api.llamacpp.answers import Asked, LlamaAnswer, LlamaShape
+from pagoda.api.list_shape import ListShape
+from pagoda.api.llamacpp.answers import Asked, LlamaAnswer
 from pagoda.api.llamacpp.bodies import (
     NAMES,
     CompletionBody,
@@ -67,7 +68,7 @@ async def _respond(
 
 async def begin_llama(
     caller: Caller, body: SamplingFields, prompts: Sequence[list[int]], *, is_list: bool
-) -> tuple[Generation, LlamaShape]:
+) -> tuple[Generation, ListShape]:
     """Prepares the answers to prompts, and their shape.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
     generator = caller.service.admit(body.model)
@@ -83,12 +84,12 @@ async def begin_llama(
         for prompt in prompts:
             room = limits.max_model_len - len(prompt)
             if room < 1:
-                raise ApiError(
-                    400,
+                raise context_exceeded(
                     f"the request ({len(prompt)} tokens) exceeds the available context size "
                     f"({limits.max_model_len} tokens), the maximum context length of prompt and answer.",
                     "prompt",
-                    "context_length_exceeded",
+                    len(prompt),
+                    limits.max_model_len,
                 )
             request = {**fields, "prompt": prompt, "max_tokens": length_of(body, room)}
             begun, _ = await begin_completion(caller, convert_body(request, CompletionRequest))
@@ -103,7 +104,7 @@ async def begin_llama(
         generator.text.eos_token_ids,
     )
     answers = [LlamaAnswer(generation, index, asked, text) for index, text in enumerate(texts)]
-    return generation, LlamaShape(answers, is_list=is_list or len(requests) > 1)
+    return generation, ListShape(answers, is_list=is_list or len(requests) > 1)
 
 
 async def _infill_prompt(body: InfillBody, generator: TextGenerator) -> list[int]:

@@ -241,14 +241,11 @@ def _read_object(
     scanner = BraceScanner()
     num_held, closed = 0, False
     while not closed and num_held < MAX_HEAD_CHARS:
-        text = yield from source.take_some()
+        text, closed = yield from source.take_value(scanner)
         if not text:
             break
-        brace = scanner.scan(text)
-        closed = brace is not None
-        source.put_back("" if brace is None else text[brace:])
-        held.append(text[:brace])
-        num_held += len(held[-1])
+        held.append(text)
+        num_held += len(text)
         head = _HEAD.match("".join(held), 0, MAX_HEAD_CHARS)
         name = None if head is None else _decoded(head.group(1))
         if head is not None:
@@ -280,13 +277,10 @@ def _read_whole(
 ) -> Steps[str | None]:
     """Takes an object to its closing brace, behind the text `held`; then as `_read_object`."""
     while not closed:
-        text = yield from source.take_some()
+        text, closed = yield from source.take_value(scanner)
         if not text:
             break
-        brace = scanner.scan(text)
-        closed = brace is not None
-        source.put_back("" if brace is None else text[brace:])
-        held.append(text[:brace])
+        held.append(text)
     body = "".join(held)
     return None if _add_whole(answer, body, accept) else body
 

@@ -141,14 +141,23 @@ class TextSource:
         """Passes a JSON object or list to `emit` as it comes; `depth` of its braces have been taken already.
         Returns False if the text ends within it."""
         scanner = BraceScanner(depth)
-        while text := (yield from self.take_some()):
-            end = scanner.scan(text)
-            if end is not None:
-                self.put_back(text[end:])
-                emit(text[:end])
-                return True
+        while True:
+            text, closed = yield from self.take_value(scanner)
+            if not text:
+                return False
             emit(text)
-        return False
+            if closed:
+                return True
+
+    def take_value(self, scanner: BraceScanner) -> Steps[tuple[str, bool]]:
+        """Takes text that is there, empty at the end, and no further than the brace that closes the value that
+        `scanner` follows; True if it ends with that brace."""
+        text = yield from self.take_some()
+        end = scanner.scan(text)
+        if end is None:
+            return text, False
+        self.put_back(text[end:])
+        return text[:end], True
 
 
 class BraceScanner:

@@ -9,7 +9,8 @@ from aiohttp import web
 
 from pagoda.api.body import convert_body
 from pagoda.api.fields import renamed
-from pagoda.api.generation import Answer, Generation
+from pagoda.api.generation import Generation
+from pagoda.api.list_shape import ListShape
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, CompletionRequest
 from pagoda.api.openai.choices import matched_stop
 from pagoda.api.openai.completions import begin_completion
@@ -63,7 +64,7 @@ async def generate(context: RequestContext) -> web.StreamResponse:
     if not body.stream:
         for answer, request in zip(answers, requests, strict=True):
             answer.first = answers[answer.index - request.index]
-    shape = _GenerateShape(answers, is_list=several)
+    shape = ListShape(answers, is_list=several, end=DONE)
     return await generation.respond(context, shape, streams=bool(body.stream))
 
 
@@ -208,19 +209,3 @@ def _tops(
         pairs = list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[:num_top]
         tops.append([_triple(logprob, i, tokenizer) for i, logprob in pairs])
     return tops
-
-
-class _GenerateShape:
-    """The response to a body: an object, or a list of them for several answers."""
-
-    def __init__(self, answers: Sequence[_GenerateAnswer], *, is_list: bool) -> None:
-        self.answers: Sequence[Answer] = answers
-        self._answers = answers
-        self._is_list = is_list
-
-    def whole(self) -> Any:
-        whole = [answer.whole() for answer in self._answers]
-        return whole if self._is_list else whole[0]
-
-    def end(self) -> bytes:
-        return DONE

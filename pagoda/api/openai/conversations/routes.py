@@ -9,6 +9,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from pagoda.api.errors import ApiError
+from pagoda.api.fields import Metadata
 from pagoda.api.openai.conversations.store import (
     ConversationStore,
     StoredConversation,
@@ -19,10 +20,10 @@ from pagoda.api.openai.responses.items import kept_items, page_of_items
 from pagoda.api.openai.responses.translation import ChatTranslation
 from pagoda.api.request_context import RequestContext
 from pagoda.api.route import Route
+from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_MESSAGES
 
 Items = Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
-Metadata = Annotated[dict[str, str], Meta(max_length=16)]
 
 
 class ConversationBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,8 +38,7 @@ async def create_conversation(context: RequestContext) -> web.StreamResponse:
     store = context.service.conversations
     stored = StoredConversation(context.client_request.key_name, body.metadata or {})
     items = _checked(body)
-    store.put(stored)
-    store.add(stored, items)
+    store.put(stored, items)
     return context.json(stored.object())
 
 
@@ -62,14 +62,21 @@ async def change_conversation(context: RequestContext) -> web.StreamResponse:
         raise _no_part(parts)
     body = await context.parse(ConversationBody)
     if parts:
+        if body.metadata is not None:
+            refuse(
+                "metadata", "is set at the conversation itself, not at its items", "unknown_field"
+            )
         items = _checked(body)
         check_room(stored, len(items), "items")
+        store.check_bytes(stored, items)
         num_before = len(stored.items)
         store.add(stored, items)
         added = list(stored.items.values())[num_before:]
         return context.json(page_of_items(added, {"order": "asc", "limit": "100"}))
+    if body.items is not None:
+        refuse("items", "are added at the conversation's path with /items", "unknown_field")
     if body.metadata is not None:
-        stored.metadata = body.metadata
+        store.set_metadata(stored, body.metadata)
     return context.json(stored.object())
 
 

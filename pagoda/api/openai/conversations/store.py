@@ -57,10 +57,14 @@ class ConversationStore:
     def __len__(self) -> int:
         return len(self._conversations)
 
-    def put(self, stored: StoredConversation) -> None:
-        """Keeps a conversation; others make room."""
+    def put(self, stored: StoredConversation, items: Sequence[Item]) -> None:
+        """Keeps a conversation with its first items; others make room.
+        Raises InvalidRequestError: it is larger than all that is kept."""
+        num_bytes = len(encode_json(stored.metadata))
+        self._check_bytes(num_bytes + _num_bytes(items))
         self._conversations[stored.key_name, stored.conversation_id] = stored
-        self._resize(stored, len(encode_json(stored.metadata)))
+        self._resize(stored, num_bytes)
+        self.add(stored, items)
 
     def get(self, key_name: str, conversation_id: str) -> StoredConversation:
         """The conversation, which counts as used now. Raises ApiError: 404, the client has none of this id."""
@@ -70,6 +74,23 @@ class ConversationStore:
             raise ApiError(404, message, "conversation", "not_found")
         self._conversations.move_to_end((key_name, conversation_id))
         return stored
+
+    def check_bytes(self, stored: StoredConversation, items: Sequence[Item]) -> None:
+        """Raises InvalidRequestError: with these items the conversation is larger than all that is kept."""
+        self._check_bytes(stored.num_bytes + _num_bytes(items))
+
+    def _check_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self.max_bytes:
+            refuse(
+                "items",
+                f"and metadata take {num_bytes} bytes; the server keeps {self.max_bytes} bytes of conversations "
+                "(--response-store-bytes)",
+            )
+
+    def set_metadata(self, stored: StoredConversation, metadata: dict[str, str]) -> None:
+        change = len(encode_json(metadata)) - len(encode_json(stored.metadata))
+        stored.metadata = metadata
+        self._resize(stored, change)
 
     def add(self, stored: StoredConversation, items: Sequence[Item]) -> None:
         """Adds items with ids, of which none replaces another."""
@@ -95,5 +116,11 @@ class ConversationStore:
         self._conversations.move_to_end(key)
         stored.num_bytes += change
         self.num_bytes += change
+        if stored.num_bytes > self.max_bytes:
+            self.remove(stored)  # and no other one for its sake
         while self.num_bytes > self.max_bytes or len(self._conversations) > MAX_CONVERSATIONS:
             self.remove(next(iter(self._conversations.values())))
+
+
+def _num_bytes(items: Sequence[Item]) -> int:
+    return sum(len(encode_json(item)) for item in items)

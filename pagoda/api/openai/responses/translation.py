@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagoda.api.body import convert_body, text_in
+from pagoda.api.body import convert_body, joined_text, text_in
 from pagoda.api.fields import GenerationFields, renamed
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.responses.bodies import Input, InputTokensRequest, Item, ResponsesRequest
@@ -49,6 +48,7 @@ class ChatTranslation:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.names: dict[str, str] = dict(_NAMES)
+        """The client's names of fields and places of the chat body, for `renamed`."""
         self._reply: dict[str, Any] | None = None
         """The assistant's message that the next item may be part of."""
 
@@ -71,7 +71,7 @@ class ChatTranslation:
                 self._add_call(item, place)
             case "function_call_output":
                 call_id = text_in(item, "call_id", place)
-                content = _content(item.get("output"), f"{place}.output")
+                content = joined_text(item.get("output"), f"{place}.output", _part_text)
                 self._add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
             case str():
                 refuse(f"{place}.type", f"{kind[:64]!r} is not served here", "not_supported")
@@ -82,7 +82,7 @@ class ChatTranslation:
         role = text_in(item, "role", place)
         if role not in _ROLES:
             refuse(f"{place}.role", f"must be one of {', '.join(sorted(_ROLES))}")
-        content = _content(item.get("content"), f"{place}.content")
+        content = joined_text(item.get("content"), f"{place}.content", _part_text)
         if role == "assistant":
             self._open_reply(place, "content", "tool_calls")["content"] = content
             return
@@ -127,13 +127,6 @@ class ChatTranslation:
             if message["role"] == "assistant" and "tool_calls" not in message:
                 message.setdefault("content", "")
         return self.messages
-
-
-@contextmanager
-def named_as_items(translation: ChatTranslation) -> Iterator[None]:
-    """Lets errors of the chat body name the fields of the response's body."""
-    with renamed(translation.names):
-        yield
 
 
 def placed_items(
@@ -194,17 +187,8 @@ def chat_request(
             translation.names[f"tools[{index}].function"] = f"tools[{index}]"
     if body.tool_choice is not None:
         fields["tool_choice"] = _chat_tool_choice(body.tool_choice)
-    with named_as_items(translation):
+    with renamed(translation.names):
         return convert_body(fields, ChatRequest)
-
-
-def _content(content: object, place: str) -> str:
-    """The text of a message or of a function's output: a string, or the texts of its parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        refuse(place, "must be a string or a list of parts")
-    return "\n".join(_part_text(part, f"{place}[{i}]") for i, part in enumerate(content))
 
 
 def _part_text(part: object, place: str) -> str:
@@ -224,7 +208,7 @@ def _reasoning(item: Item, place: str) -> str:
     """The text of a reasoning item: its content, else its summary."""
     for name in ("content", "summary"):
         if item.get(name):
-            return _content(item[name], f"{place}.{name}")
+            return joined_text(item[name], f"{place}.{name}", _part_text)
     if item.get("encrypted_content"):
         refuse(f"{place}.encrypted_content", "of another server cannot be read", "not_supported")
     return ""
