@@ -76,9 +76,9 @@ class _ChatAnswer:
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
         self._is_simple = not (self._has_logprobs or has_more)
         """Events differ in their text alone, but for the first and the last one."""
-        shows_reasoning = conversation.has_reasoning and body.include_reasoning is not False
-        self._unsaid = _reasoning(None) if shows_reasoning else {}
-        """Fields of reasoning where there is none."""
+        self._unsaid = {} if body.include_reasoning is False else {"reasoning_content": None}
+        """What an event without reasoning says of it: clients of DeepSeek and SGLang read the field of all, also of
+        a model that does not reason."""
         self._conversation = conversation
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
