@@ -129,14 +129,19 @@ async def _answer(
     return "valid"
 
 
-async def measure(url: str, count: int, temperatures: list[float], concurrency: int) -> None:
+async def answers(url: str, count: int, temperature: float, concurrency: int) -> Counter[str]:
+    """Asks for an answer to each of the first schemas, and counts what became of them."""
     gate = asyncio.Semaphore(concurrency)
     async with aiohttp.ClientSession() as session:
-        for temperature in temperatures:
-            began = time.monotonic()
-            works = (_answer(session, url, n, temperature, gate) for n in range(count))
-            found = Counter(await asyncio.gather(*works))
-            print(f"temperature {temperature:g}: {time.monotonic() - began:.1f} s", dict(found))
+        works = (_answer(session, url, n, temperature, gate) for n in range(count))
+        return Counter(await asyncio.gather(*works))
+
+
+async def measure(url: str, count: int, temperatures: list[float], concurrency: int) -> None:
+    for temperature in temperatures:
+        began = time.monotonic()
+        found = await answers(url, count, temperature, concurrency)
+        print(f"temperature {temperature:g}: {time.monotonic() - began:.1f} s", dict(found))
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pagoda.frontend.beam_search import BeamSearchParams
     from pagoda.frontend.llm import LLM
     from pagoda.frontend.outputs import CompletionOutput, RequestOutput
-    from pagoda.messages.sampling_params import SamplingParams
+    from pagoda.messages.sampling_params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -29,6 +29,7 @@ __all__ = [
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -39,6 +40,7 @@ _HOMES = {
     "LLM": "pagoda.frontend.llm",
     "RequestOutput": "pagoda.frontend.outputs",
     "SamplingParams": "pagoda.messages.sampling_params",
+    "StructuredOutputsParams": "pagoda.messages.sampling_params",
 }
 
 

@@ -30,12 +30,13 @@ class UnloadLoraAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 async def load_lora_adapter(context: RequestContext) -> web.StreamResponse:
     generator = _changeable(context)
     body = await context.parse(LoadLoraAdapter)
-    served = context.service.config.served_model_name
+    config = context.service.config
+    names = (config.served_model_name, *config.model_aliases)
     if body.base_model_name is not None:
         context.service.check_model(body.base_model_name)
     if body.load_inplace:
         refuse("load_inplace", "is not supported; unload the adapter first")
-    await generator.adapters.load(body.lora_name, body.lora_path, [served])
+    await generator.adapters.load(body.lora_name, body.lora_path, names)
     return context.text(f"Success: LoRA adapter {body.lora_name!r} added successfully.", _TEXT)
 
 

@@ -45,6 +45,8 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
     word: str = ""
     """The kind of the error, where neither code nor status determines it."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that the error is about, by llama.cpp's names."""
 
     @property
     def kind(self) -> str:
@@ -63,13 +65,21 @@ def unavailable(reason: str, *, retry_after_s: int = 5) -> ApiError:
     )
 
 
+def context_exceeded(
+    message: str, param: str | None, num_prompt_tokens: int, context: int
+) -> ApiError:
+    """The prompt has no room in a context of so many tokens."""
+    numbers = {"n_prompt_tokens": num_prompt_tokens, "n_ctx": context}
+    return ApiError(400, message, param, "context_length_exceeded", numbers=numbers)
+
+
 def as_api_error(error: Exception, request_id: str) -> ApiError:
     """The answer to an exception. One without a text for users is a bug, which only the log tells."""
     match error:
         case ApiError():
             return error
         case PromptTooLongError():
-            return ApiError(400, str(error), error.param, "context_length_exceeded")
+            return context_exceeded(str(error), error.param, error.num_tokens, error.context)
         case InvalidRequestError():
             return ApiError(400, str(error), error.param, word=error.kind)
         case OverloadedError():

@@ -101,6 +101,8 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     prompt_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    id_slot: int | None = None
+    """llama.cpp's place for a request; all requests share one cache here."""
     add_special_tokens: bool | None = None
     kv_transfer_params: KVTransferParams | None = None
     bootstrap_host: HostName | None = None
@@ -127,6 +129,7 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     regex: Any = None
     ebnf: Any = None
     json_schema: Any = None
+    grammar: Any = None
 
     best_of: int | None = None
     """Answers of which the `n` likeliest are given; of chats only `n` itself."""
@@ -210,16 +213,17 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         )
         if ours is None:
             raise
-        message = str(error).replace(ours, names[ours])
-        theirs = names[ours] + param[len(ours) :]
-        raise type(error)(message, param=theirs, kind=error.kind) from None
+        error.args = (str(error).replace(ours, names[ours]),)
+        error.param = names[ours] + param[len(ours) :]
+        raise
 
 
 _SAMPLING_FIELDS = tuple(
     field.name
     for field in msgspec.structs.fields(SamplingParams)
-    if field.name in GenerationFields.__struct_fields__
+    if field.name in GenerationFields.__struct_fields__ and field.name != "structured_outputs"
 )
+"""Fields that both have, but for the constraint, which `pagoda.api.constraint_fields` reads."""
 
 
 def sampling_params(

@@ -61,7 +61,6 @@ class NeutralFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     # llama.cpp, KoboldCpp, Aphrodite
     cache_prompt: _Yes = None
-    id_slot: Annotated[Any, (-1,)] = None
     timings_per_token: _No = None
     return_progress: _No = None
     post_sampling_probs: _No = None

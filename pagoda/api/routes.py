@@ -13,11 +13,12 @@ from pagoda.api.adapters import (
 )
 from pagoda.api.anthropic.routes import ROUTES as MESSAGE_ROUTES
 from pagoda.api.batches.routes import ROUTES as BATCH_ROUTES
+from pagoda.api.llamacpp.dialect import LLAMACPP_CHAT
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
-from pagoda.api.openai.chat import chat_completions
+from pagoda.api.openai.chat import chat_completions, count_chat_tokens
 from pagoda.api.openai.completions import completions
 from pagoda.api.openai.conversations.routes import ROUTES as CONVERSATION_ROUTES
 from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
@@ -39,6 +40,14 @@ _bootstrap_room = Route(
 )
 _server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
 _chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
+_llama_chat = Route(
+    partial(chat_completions, first_content=None),
+    "Answers a conversation.",
+    ChatRequest,
+    dialect=LLAMACPP_CHAT,
+    streams=True,
+)
+_count_chat_tokens = Route(count_chat_tokens, "Counts the tokens of a conversation.", ChatRequest)
 _start_profile = Route(
     start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
 )
@@ -96,6 +105,7 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
+    "/v1/chat/completions/input_tokens": {"POST": _count_chat_tokens},
     "/v1/load_lora_adapter": {"POST": _load_adapter},
     "/v1/unload_lora_adapter": {"POST": _unload_adapter},
     **SCORING_ROUTES,
@@ -117,7 +127,8 @@ ROUTES: dict[str, dict[str, Route]] = {
     **LLAMACPP_ROUTES,
     **VLLM_ROUTES,
     **SGLANG_ROUTES,
-    "/chat/completions": {"POST": _chat},
+    "/chat/completions": {"POST": _llama_chat},
+    "/chat/completions/input_tokens": {"POST": _count_chat_tokens},
     "/models": {"GET": _models},
     "/v1/health": {"GET": _ready},
 }

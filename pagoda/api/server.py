@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from pagoda.api.app import ApiServer
-from pagoda.api.batches.files import FileStore
+from pagoda.api.batches.files import DEFAULT_MAX_BYTES, FileStore
 from pagoda.api.batches.runner import BatchRunner
 from pagoda.api.service import ApiConfig, Service
 from pagoda.errors import ConfigError
@@ -44,6 +44,8 @@ class ServerConfig:
     port: int = 8000
     files_dir: Path | None = None
     """Directory of clients' files and batches; None serves none."""
+    files_max_bytes: int = DEFAULT_MAX_BYTES
+    """Bytes of all files together."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
 
@@ -79,7 +81,7 @@ async def serve(
     """
     service = Service(server.api, tracker=RequestTracker(tracer.clock_ns))
     if server.files_dir is not None:
-        service.files = FileStore(server.files_dir)
+        service.files = FileStore(server.files_dir, server.files_max_bytes)
         service.batches = BatchRunner(service, service.files)
     # A server that is started again has the same name of traces, and replaces those before it.
     address = f"{server.host}-{server.port}" if server.port else tracer.process.uid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pagoda.api.generation import Generation
 
@@ -45,3 +46,42 @@ def times_of(generation: Generation, index: int) -> AnswerTimes:
         num_cached_tokens=record.num_cached_tokens,
         num_output_tokens=record.num_output_tokens,
     )
+
+
+def timings(times: AnswerTimes) -> dict[str, float]:
+    """Times of an answer so far by llama.cpp's names, in ms. The first token belongs to the prompt's time."""
+    num_prompt = times.num_prompt_tokens - times.num_cached_tokens
+    num_steps = max(times.num_output_tokens - 1, 0)
+    prompt_ms, predicted_ms = times.prompt_ns / 1e6, times.decode_ns / 1e6
+    return {
+        "cache_n": times.num_cached_tokens,
+        "prompt_n": num_prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / num_prompt if num_prompt else 0.0,
+        "prompt_per_second": 1e3 * num_prompt / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": times.num_output_tokens,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / num_steps if num_steps else 0.0,
+        "predicted_per_second": 1e3 * num_steps / predicted_ms if predicted_ms else 0.0,
+    }
+
+
+def progress_of(times: AnswerTimes) -> list[dict[str, Any]]:
+    """Fields of llama.cpp's two events about the prompt: its beginning, and its end at the first token."""
+    total, cached = times.num_prompt_tokens, times.num_cached_tokens
+    return [
+        {
+            "prompt_progress": {
+                "total": total,
+                "cache": cached,
+                "processed": processed,
+                "time_ms": spent_ns // 10**6,
+            },
+            "timings": timings(
+                AnswerTimes(
+                    prompt_ns=spent_ns, num_prompt_tokens=processed, num_cached_tokens=cached
+                )
+            ),
+        }
+        for processed, spent_ns in ((cached, 0), (total, times.prompt_ns))
+    ]

@@ -26,7 +26,13 @@ from pagoda.cli.answer import ask
 from pagoda.cli.files import read_jsonl
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS, Choice
-from pagoda.cli.options import AnswerOptions, Count, GeneralOptions, SamplingOptions
+from pagoda.cli.options import (
+    AnswerOptions,
+    ConstraintOptions,
+    Count,
+    GeneralOptions,
+    SamplingOptions,
+)
 from pagoda.errors import ConfigError
 from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
 
@@ -40,6 +46,7 @@ def generate(
     concurrency: Count = 64,
     sampling: SamplingOptions = SamplingOptions(),
     answer: AnswerOptions = AnswerOptions(),
+    constraint: ConstraintOptions = ConstraintOptions(),
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),
     general: GeneralOptions = GeneralOptions(),
@@ -61,7 +68,7 @@ def generate(
         return _generate_batch(input_file, output_file, concurrency, model, engine, parallel)
     parallel.check_prompts_at_once(1)
     texts = prompts or (_read_prompt(),)
-    body = {**sampling.body(), **answer.body(engine.seed)}
+    body = {**sampling.body(), **answer.body(engine.seed), **constraint.body()}
     with connect(model, None, None, engine, parallel) as (runner, connection):
         for text in texts:
             if len(texts) > 1:
@@ -91,11 +98,21 @@ def _print_text(choice: Choice) -> None:
     output.write_answer(choice.text or delta or "")
 
 
+BATCH_URLS = (
+    *PATHS.values(),
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
+"""Routes that lines of a batch file may ask."""
+
+
 class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of the input."""
 
     custom_id: str
-    url: Literal["/v1/chat/completions", "/v1/completions"]
+    url: str
     body: dict[str, object]
     method: Literal["POST"] = "POST"
 
@@ -109,6 +126,8 @@ def read_batch(path: Path) -> list[BatchRequest]:
     for place, request in read_jsonl(path, BatchRequest, "--input"):
         if request.body.get("stream"):
             raise ConfigError(f"{place}: a batch request cannot be a stream.")
+        if request.body.get("background"):
+            raise ConfigError(f"{place}: a batch request cannot run in the background.")
         if request.custom_id in requests:
             raise ConfigError(f"{place}: custom_id {request.custom_id} is used twice.")
         requests[request.custom_id] = request
@@ -122,11 +141,21 @@ async def answer_batch(
 ) -> AsyncGenerator[tuple[int, dict[str, object]], None]:
     """Statuses and output lines in the order of the requests, `concurrency` under way at a time.
 
-    Requests that name no model are sent to the connection's.
+    Requests that name no model are sent to the connection's. A line whose `url` is not in `BATCH_URLS` is
+    answered with an error, and has status 404.
     """
     room = asyncio.Semaphore(concurrency)
 
     async def answer(request: BatchRequest) -> tuple[int, dict[str, object]]:
+        line: dict[str, object] = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": request.custom_id,
+        }
+        if request.url not in BATCH_URLS:
+            advance()
+            message = f"url must be one of {', '.join(BATCH_URLS)}, got {request.url}."
+            error = {"code": "invalid_url", "message": message}
+            return 404, {**line, "response": None, "error": error}
         body = {"model": connection.model, **request.body}
         async with room:
             status, data = await connection.client.post_raw(request.url, body)
@@ -136,12 +165,7 @@ async def answer_batch(
             "request_id": f"req_{uuid.uuid4().hex}",
             "body": msgspec.Raw(data),
         }
-        return status, {
-            "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": request.custom_id,
-            "response": response,
-            "error": None,
-        }
+        return status, {**line, "response": response, "error": None}
 
     with output.progress("requests", len(requests)) as advance:
         tasks = [asyncio.create_task(answer(request)) for request in requests]

@@ -10,6 +10,9 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from pagoda.errors import ConfigError
+from pagoda.files import read_file
+from pagoda.frontend.constraints import grammar_of
 from pagoda.telemetry.logging import (
     LOG_FORMAT_ENV,
     LOG_LEVEL_ENV,
@@ -82,6 +85,47 @@ class AnswerOptions:
 
     def body(self, seed: int | None) -> dict[str, object]:
         return _given(self, stop=list(self.stop) or None, seed=seed)
+
+
+@Parameter(name="*", group=Group("Constraints", sort_key=31))
+@dataclass(frozen=True, kw_only=True)
+class ConstraintOptions:
+    """Constraints of answers; at most one of them is given."""
+
+    json_schema: Path | None = None
+    """A file with a JSON schema that answers fit."""
+    regex: str | None = None
+    """A regular expression that matches answers as a whole."""
+    choice: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
+    """A text that an answer may be; may be given several times."""
+    grammar: Path | None = None
+    """A file with a grammar of answers, in Lark's syntax or in EBNF."""
+
+    def body(self) -> dict[str, object]:
+        """Body fields of the constraint, if there is one.
+        Raises ConfigError: there are two, or a file cannot be read; InvalidRequestError: a constraint is wrong."""
+        given: dict[str, tuple[str, object]] = {}
+        if self.json_schema is not None:
+            given["--json-schema"] = "json", _text_of(self.json_schema, "--json-schema")
+        if self.regex is not None:
+            given["--regex"] = "regex", self.regex
+        if self.choice:
+            given["--choice"] = "choice", list(self.choice)
+        if self.grammar is not None:
+            given["--grammar"] = "grammar", _text_of(self.grammar, "--grammar")
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both constrain answers; give one of them.")
+        for flag, (kind, value) in given.items():
+            grammar_of(kind, value, flag, {})
+        return {"structured_outputs": dict(given.values())} if given else {}
+
+
+def _text_of(path: Path, flag: str) -> str:
+    """Raises ConfigError: the file cannot be read, or is no text in UTF-8."""
+    try:
+        return read_file(path, flag).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag}: {path} is not UTF-8: {error}.") from None
 
 
 def _given(options: SamplingOptions | AnswerOptions, **more: object) -> dict[str, object]:

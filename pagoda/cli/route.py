@@ -84,6 +84,7 @@ def route(
         no_replica_timeout_s=router.no_replica_timeout,
     )
     adapters = parse_adapters(router.lora, files.model, "auto", MAX_RANK)
+    server.check_adapters(adapters, files)
     known = AdapterRegistry(WorkerConfig(model=files.model, adapters=adapters))
     tracer = Tracer("router")
     options = (server, join, profile)

@@ -49,6 +49,7 @@ from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import format_bytes
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import LEVELS, Tracer
@@ -102,6 +103,8 @@ class ServerOptions:
     """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
     files_dir: Path | None = None
     """A directory for files that clients upload and for batches, which go on after a restart."""
+    files_max_bytes: Annotated[int | str, Parameter(metavar="INT")] = "16GiB"
+    """The most that all files in --files-dir may take, such as 100GiB; uploads beyond are refused."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Another Host header to accept while listening on this machine only; may be repeated."""
 
@@ -120,6 +123,15 @@ class ServerOptions:
         """The name in answers."""
         return self.served_model_name[0] if self.served_model_name else files.served_name
 
+    def check_adapters(self, adapters: Sequence[Adapter], files: ModelFiles) -> None:
+        """Raises ConfigError: an adapter has a name of the model."""
+        names = {self.name(files), *self.served_model_name}
+        for adapter in adapters:
+            if adapter.name in names:
+                raise ConfigError(
+                    f"--lora: {adapter.name!r} is the name of the model; choose another one."
+                )
+
     def config(self, files: ModelFiles) -> ServerConfig:
         """Raises ConfigError: a flag has an impossible value."""
         root = self.root_path.rstrip("/")
@@ -136,19 +148,26 @@ class ServerOptions:
             unknown_fields=UnknownFields() if self.unknown_fields == "warn" else None,
             bootstrap_hosts=self.bootstrap_hosts,
             always_usage=self.enable_force_include_usage,
-            response_store_bytes=_store_bytes(self.response_store_bytes),
+            response_store_bytes=_bytes_of("--response-store-bytes", self.response_store_bytes),
         )
-        return ServerConfig(api, self.host, self.port, self.files_dir, self.drain_timeout)
+        return ServerConfig(
+            api,
+            self.host,
+            self.port,
+            self.files_dir,
+            _bytes_of("--files-max-bytes", self.files_max_bytes),
+            self.drain_timeout,
+        )
 
 
-def _store_bytes(given: int | str) -> int:
+def _bytes_of(flag: str, given: int | str) -> int:
     """Raises ConfigError: the amount is none."""
     if given in (0, "0"):
         return 0
     try:
         return parse_bytes(str(given))
     except ValueError as error:
-        raise ConfigError(f"--response-store-bytes {error}, got {given!r}.") from None
+        raise ConfigError(f"{flag} {error}, got {given!r}.") from None
 
 
 @Parameter(name="*", group=Group("Routers above", sort_key=25))
@@ -268,6 +287,7 @@ def serve(
     )
     config = executor.engine_config(engine, files.model, parallel, handed)
     config = adapters.applied(config)
+    server.check_adapters(config.worker.adapters, files)
     if not join.is_used and join.cluster_key_file is not None and handed is None:
         raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
     tracer = Tracer("frontend")

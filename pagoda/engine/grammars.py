@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from pagoda.engine.grammar_threads import COMPILE_LIMIT_S, GrammarThreads
+from pagoda.engine.grammar_threads import GrammarThreads
 from pagoda.errors import PagodaError
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.messages.frontend import GenerateRequest, Grammar
@@ -34,6 +34,10 @@ _MAX_INLINE_TOKENS = 64
 """Output tokens that are consumed on the engine's loop, some microseconds each; more are in the thread."""
 _MAX_ERROR_CHARS = 300
 _MAX_LATE_DIGESTS = 256
+COMPILE_LIMIT_S = 1.0
+"""Seconds that others wait for one grammar."""
+RETURN_LIMIT_S = 10.0
+"""Seconds that others wait for the grammar of an answer that has begun, before an engine died."""
 LATE_FOR_S = 60.0
 """Seconds for which a grammar that took too long is refused at once."""
 BUSY = ""
@@ -225,12 +229,13 @@ class Grammars:
 
     def take(self, request: GenerateRequest, grammar: Grammar) -> Constraint | str | None:
         """The request's place in its grammar, or what is wrong with the grammar, in one sentence, or `BUSY`.
-        None if that takes longer: `drain` tells later."""
+        None if that takes longer: `drain` tells later. No answer that has begun is refused for want of room."""
         entry = self._entries.get(grammar)
-        if entry is None and self._is_late(grammar):
-            return _took_too_long(grammar)
-        if (entry is None or not entry.is_done) and self._is_busy():
-            return BUSY
+        if not request.output_token_ids:
+            if entry is None and self._is_late(grammar):
+                return _took_too_long(grammar)
+            if (entry is None or not entry.is_done) and self._is_busy():
+                return BUSY
         if entry is None:
             entry = self._entries[grammar] = _Entry(len(grammar.text))
             self._evict()
@@ -306,7 +311,7 @@ class Grammars:
     def _find_place(self, job: _Job) -> None:
         entry = job.entry
         if not entry.is_done:
-            if self._is_busy():
+            if not job.request.output_token_ids and self._is_busy():
                 self._done.append((job.request, BUSY))
                 return
             outcome = self._compiled(job)
@@ -325,7 +330,9 @@ class Grammars:
             reason = str(error).removesuffix(".")
             return f"answers of this model cannot be constrained: {reason}."
         threads = self._threads
-        with contextlib.nullcontext() if threads is None else threads.timed(job):
+        # The grammar of an answer that has begun was compiled in time, where it began.
+        limit_s = RETURN_LIMIT_S if job.request.output_token_ids else COMPILE_LIMIT_S
+        with contextlib.nullcontext() if threads is None else threads.timed(job, limit_s):
             try:
                 return self._compile(job.grammar, self._vocabulary)
             except (

@@ -15,6 +15,7 @@ import msgspec
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import gather_all, merge
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
+from pagoda.frontend.constraints import structured_grammar
 from pagoda.frontend.conversation import Messages, render_conversation
 from pagoda.frontend.embeddings import EmbeddingOptions, embed
 from pagoda.frontend.fleet import Fleet
@@ -31,7 +32,8 @@ from pagoda.frontend.outputs import (
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
-from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.frontend import Grammar
+from pagoda.messages.sampling_params import SamplingParams, StructuredOutputsParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
@@ -218,12 +220,15 @@ class AsyncLLM:
             if adapter is None:
                 refuse("lora_request", f"names no adapter, got {lora_request!r}")
             generator = generator.with_adapter(adapter)
+        sampling = generator.check_sampling(params)
         return await generator.prepare(
             _plain_prompt(prompt),
-            generator.check_sampling(params),
+            sampling,
             add_special_tokens=add_special_tokens,
             clamp_max_tokens=True,
             priority=priority,
+            grammar=_grammar(sampling.structured_outputs),
+            grammar_param="structured_outputs",
         )
 
     async def beam_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearchOutput:
@@ -282,6 +287,13 @@ class AsyncLLM:
     def _answers(self, requests: list[TextRequest]) -> list[GrowingAnswer]:
         tokenizer = self.generator.text.tokenizer
         return [GrowingAnswer(request, tokenizer) for request in requests]
+
+
+def _grammar(constraint: StructuredOutputsParams | None) -> Grammar | None:
+    """The grammar of a constraint. Raises InvalidRequestError: it is wrong; names its field."""
+    if constraint is None:
+        return None
+    return structured_grammar(msgspec.structs.asdict(constraint), "structured_outputs")
 
 
 def _plain_prompt(prompt: Prompt) -> str | Sequence[int]:

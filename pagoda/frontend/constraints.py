@@ -26,6 +26,13 @@ _FORMATS = frozenset(
 _VALUES = frozenset(("const", "enum", "default", "examples", "example"))
 """Keywords whose values are no schemas."""
 _SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+"""Fields of vLLM's `structured_outputs` that constrain an answer; at most one is given."""
+_JSON_OPTIONS = {
+    "whitespace_pattern": "whitespace",
+    "disable_any_whitespace": "disable_whitespace",
+}
+_NEUTRAL_OPTIONS = ("disable_fallback", "disable_additional_properties", "_backend")
 
 
 def json_object_grammar() -> Grammar:
@@ -130,6 +137,53 @@ def language_grammar(text: object, param: str) -> Grammar:
     if "%json" in text:
         refuse(param, "has %json, which is not served in grammars; ask for the JSON schema itself")
     return Grammar("lark", text)
+
+
+def grammar_of(kind: str, value: Any, param: str, options: Mapping[str, Any]) -> Grammar:
+    """The grammar of a constraint named as in `structured_outputs`; `options` are arguments of `json_grammar`.
+    Raises InvalidRequestError: the value is wrong; names `param`."""
+    match kind:
+        case "json":
+            if not isinstance(value, dict | str | bool):
+                refuse(param, "must be a JSON schema, as an object or as its text")
+            return json_grammar(value, param, **options)
+        case "regex":
+            return regex_grammar(value, param)
+        case "choice":
+            return choice_grammar(value, param)
+    return language_grammar(value, param)
+
+
+def structured_grammar(value: Any, param: str) -> Grammar | None:
+    """The grammar of vLLM's `structured_outputs`; None if nothing in it constrains the answer.
+    Raises InvalidRequestError: a field is wrong, or there are two constraints; names a field of `param`."""
+    if not isinstance(value, dict):
+        refuse(param, f"must be an object with one of {', '.join(_KINDS)}")
+    given = {name: part for name, part in value.items() if part is not None}
+    if "structural_tag" in given:
+        refuse(f"{param}.structural_tag", "is not supported", "not_supported")
+    check_names(given, {*_KINDS, *_JSON_OPTIONS, *_NEUTRAL_OPTIONS}, param)
+    if given.get("disable_additional_properties"):
+        refuse(f"{param}.disable_additional_properties", "is not supported", "not_supported")
+    kinds = [name for name in _KINDS if given.get(name, False) is not False]
+    if len(kinds) > 1:
+        refuse(f"{param}.{kinds[1]}", f"and {kinds[0]} both constrain the answer; give one of them")
+    options = {theirs: given[ours] for ours, theirs in _JSON_OPTIONS.items() if ours in given}
+    if not isinstance(options.get("whitespace"), str | None):
+        refuse(f"{param}.whitespace_pattern", "must be a regular expression, a string")
+    if not kinds:
+        return None
+    (kind,) = kinds
+    if kind == "json_object":
+        return json_grammar({"type": "object"}, f"{param}.json_object", **options)
+    return grammar_of(kind, given[kind], f"{param}.{kind}", options)
+
+
+def check_names(value: Mapping[str, Any], known: set[str], param: str) -> None:
+    """Raises InvalidRequestError: an object has a field that is not known; names it as one of `param`."""
+    for name, part in value.items():
+        if name not in known and part is not None:
+            refuse(f"{param}.{str(name)[:64]}", "is not a known field", "unknown_field")
 
 
 def _check_size(text: str, param: str) -> None:

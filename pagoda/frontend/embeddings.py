@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from operator import mul
@@ -128,6 +129,15 @@ def _finished(pooled: bytes, dimensions: int | None, *, normalize: bool) -> arra
         vector = vector[:dimensions]
     length = math.hypot(*vector) if normalize else 1.0
     return array("f", [x / length for x in vector]) if normalize and length else vector
+
+
+async def cosines(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[float]:
+    """The cosine of the angle between the vectors of each pair; other streams go on meanwhile."""
+    found = []
+    for one, other in pairs:
+        await asyncio.sleep(0)
+        found.append(cosine(one, other))
+    return found
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:

@@ -51,6 +51,12 @@ _MAX_LONG_TEXTS = 2
 class PromptTooLongError(InvalidRequestError):
     """The prompt, or the prompt with the answer that was asked for, does not fit into the context."""
 
+    def __init__(self, message: str, *, param: str, num_tokens: int, context: int) -> None:
+        """`num_tokens` are those of the prompt, or the fewest that it may have; `context` is their bound."""
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
+        self.context = context
+
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
@@ -158,6 +164,8 @@ class TextGenerator:
                 f"{param} has {len(text)} characters and is longer than the model's context length allows: "
                 f"This model's maximum context length is {context} tokens, which hold {most} at most.",
                 param=param,
+                num_tokens=-(-len(text) // tokenizer.longest_token_chars),
+                context=context,
             )
         work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await self._do(work, len(text))
@@ -374,6 +382,8 @@ def _check_prompt(
             f"{param} has {len(token_ids)} tokens and is longer than the model's context length allows: "
             f"This model's maximum context length is {context} tokens{rest}.",
             param=param,
+            num_tokens=len(token_ids),
+            context=context,
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
@@ -398,12 +408,15 @@ def _resolve(
             f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left: max_tokens or "
             "max_completion_tokens is too large.",
             param="max_tokens",
+            num_tokens=num_prompt_tokens,
+            context=max_model_len,
         )
     return msgspec.structs.replace(
         sampling,
         max_tokens=max_tokens,
         n=1,
         stop=(),
+        structured_outputs=None,
         min_tokens=min(sampling.min_tokens, max_tokens),
     )
 

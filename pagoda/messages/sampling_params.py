@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -36,10 +36,32 @@ class Range(NamedTuple):
             _refuse(name, f"must be in {bracket}{self.low}, {self.high}]", value)
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A constraint of an answer, named as in vLLM: one of the first five fields is given.
+
+    It is checked where it becomes a `Grammar`.
+    """
+
+    json: Any = None
+    """A JSON schema, as an object or as its text."""
+    regex: Any = None
+    """A regular expression that matches the whole answer."""
+    choice: Any = None
+    """Texts of which the answer is one."""
+    grammar: Any = None
+    """A grammar in Lark's syntax or in EBNF."""
+    json_object: bool | None = None
+    """The answer is any JSON object."""
+    whitespace_pattern: Any = None
+    """A regular expression of the white space between parts of JSON."""
+    disable_any_whitespace: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Parameters by which the tokens of one request are sampled, named as in vLLM; unchecked before `checked()`.
 
-    `n`, `stop`, `include_stop_str_in_output` and `skip_special_tokens` are served where token ids become text.
+    `n`, `stop`, `include_stop_str_in_output`, `skip_special_tokens` and `structured_outputs` are served where
+    text becomes token ids and token ids become text.
     """
 
     temperature: Annotated[float, Range(0.0, 100.0)] = 1.0
@@ -79,6 +101,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: Annotated[int, Range(1, MAX_SEQUENCES_PER_REQUEST)] = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    """The constraint of answers in Python. Bodies of HTTP requests have more ways to say it."""
 
     def checked(self) -> SamplingParams:
         """The same parameters, with sequences as tuples and a single stop string as a tuple of one.

@@ -408,3 +408,52 @@ async def test_vectors_come_behind_all_other_requests(api, attach: Attach) -> No
     [line] = await results(api, done["error_file_id"])
     assert line["response"]["body"]["error"]["param"] == "input"
     assert [one.priority for one in api.endpoint.requests[:2]] == [PRIORITY + 3] * 2
+
+
+async def test_responses_are_answered_and_kept(api, attach: Attach) -> None:
+    await attach(api)
+    url = "/v1/responses"
+    bodies = {
+        "good": {"input": "hi", "priority": 3},
+        "stream": {"input": "hi", "stream": True},
+        "background": {"input": "hi", "background": True},
+        "input": {"instructions": "x"},
+    }
+    lines = [{"custom_id": name, "url": url, "body": body} for name, body in bodies.items()]
+    file_id = (await upload(api, jsonl(*lines))).json()["id"]
+    batch = (await create(api, file_id, endpoint=url)).json()
+    done = await until_finished(api, batch["id"])
+    [line] = await results(api, done["output_file_id"])
+    response = line["response"]["body"]
+    assert (line["custom_id"], response["status"]) == ("good", "completed")
+    assert response["output"][0]["content"][0]["text"] == "ok"
+    assert (await api.get(f"{url}/{response['id']}")).json() == response
+    refused = await results(api, done["error_file_id"])
+    params = {one["custom_id"]: one["response"]["body"]["error"]["param"] for one in refused}
+    assert params == {name: name for name in ("stream", "background", "input")}
+    assert [one.priority for one in api.endpoint.requests] == [PRIORITY + 3]
+
+
+async def test_all_files_together_are_bounded(api, tmp_path: Path) -> None:
+    def open_store() -> None:
+        api.service.files = FileStore(tmp_path / "files", max_bytes=100)
+        api.service.batches = BatchRunner(api.service, api.service.files)
+
+    async def sizes() -> list[int]:
+        return [one["bytes"] for one in (await api.get("/v1/files")).json()["data"]]
+
+    open_store()
+    first = (await upload(api, jsonl(request("a")).ljust(100))).json()
+    assert first["bytes"] == 100
+    for _ in range(2):
+        for answer in (await upload(api, b"x"), await create(api, first["id"])):
+            assert answer.status == 400
+            assert "100 bytes (--files-max-bytes); delete some first" in answer.error()["message"]
+        api.service.files.close()
+        open_store()
+    await api.request("DELETE", f"/v1/files/{first['id']}")
+    for data in (b"x" * 101, b"x" * 60, b"x" * 41, b"y" * 40, b""):
+        await upload(api, data)
+        await upload(api, b"z" * 30, "nonsense")  # gives its bytes back
+    assert sorted(await sizes()) == [0, 40, 60]
+    api.service.files.close()

@@ -25,7 +25,10 @@ def events(answer: Any) -> list[Any]:
 
 def error(answer: Any) -> dict[str, Any]:
     [(name, value)] = answer.json().items()
-    assert (name, value.keys()) == ("error", {"code", "message", "type"})
+    assert (name, value.keys() - {"n_prompt_tokens", "n_ctx"}) == (
+        "error",
+        {"code", "message", "type"},
+    )
     assert value["code"] == answer.status
     return value
 
@@ -143,6 +146,7 @@ async def test_a_prompt_that_is_too_long(api) -> None:
     refused = error(await api.post("/completion", {"prompt": "x" * 300}))
     assert refused["type"] == "exceed_context_size_error"
     assert "exceeds the available context size" in refused["message"]
+    assert (refused["n_prompt_tokens"], refused["n_ctx"]) == (300, 256)
 
 
 async def test_an_answer_that_fills_the_context_is_truncated(serve_api) -> None:
@@ -250,3 +254,75 @@ async def test_other_paths_of_the_same(api) -> None:
     assert (await api.get("/v1/health")).status == 200
     body = {"messages": [{"role": "user", "content": "hi"}]}
     assert (await api.post("/chat/completions", body)).json()["object"] == "chat.completion"
+
+
+# ---- what it adds to conversations
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "x" * 100_000])
+async def test_a_conversation_that_is_too_long(api, text: str) -> None:
+    body = {"messages": [{"role": "user", "content": text}]}
+    answer = await api.post("/chat/completions", body)
+    told = answer.json()["error"]
+    assert (answer.status, told["type"]) == (400, "exceed_context_size_error")
+    assert told["code"] == "context_length_exceeded"
+    assert (told["n_prompt_tokens"] > 256, told["n_ctx"]) == (True, 256)
+    assert (await api.post("/v1/chat/completions", body)).error()["type"] == "invalid_request_error"
+
+
+async def test_times_and_progress_of_a_conversation(api) -> None:
+    body = {
+        **{"messages": HI, "stream": True, "stream_options": {"include_usage": True}},
+        **{"timings_per_token": True, "return_progress": True},
+    }
+    first, begin, end, *pieces, usage = (await api.post("/chat/completions", body)).events()
+    assert first["choices"][0]["delta"]["content"] is None
+    assert "timings" not in first
+    progress = [event["prompt_progress"] for event in (begin, end)]
+    assert progress[0]["processed"] == progress[0]["cache"]
+    assert progress[1]["processed"] == progress[1]["total"] > progress[0]["processed"]
+    assert all(event["timings"]["predicted_n"] > 0 for event in pieces)
+    assert usage["timings"] == pieces[-1]["timings"]
+    del body["timings_per_token"]
+    rest = (await api.post("/v1/chat/completions", body)).events()
+    assert rest[0]["choices"][0]["delta"]["content"] == ""
+    assert all("timings" not in event for event in rest)
+    assert sum("prompt_progress" in event for event in rest) == 2
+
+
+async def test_times_of_a_conversation_in_one_piece(api) -> None:
+    body = {"messages": HI, "timings_per_token": True, "id_slot": 1}
+    whole = (await api.post("/v1/chat/completions", body)).json()
+    assert whole["timings"]["predicted_n"] == whole["usage"]["completion_tokens"]
+    assert "timings" not in (await api.post("/v1/chat/completions", {"messages": HI})).json()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_verbose_answer_shows_its_prompt(api, stream: bool) -> None:
+    for verbose in (True, False):
+        body = {"messages": HI, "verbose": verbose, "stream": stream}
+        answer = await api.post("/chat/completions", body)
+        first = answer.events()[0] if stream else answer.json()
+        assert ("__verbose" in first) is verbose
+        if verbose:
+            prompt = (await api.post("/apply-template", {"messages": HI})).json()["prompt"]
+            assert first["__verbose"] == {"prompt": prompt}
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/chat/completions"])
+async def test_tokens_of_a_conversation_are_counted(api, path: str) -> None:
+    counted = (await api.post(f"{path}/input_tokens", {"messages": HI})).json()
+    usage = (await api.post(path, {"messages": HI})).json()["usage"]
+    assert counted == {
+        "object": "response.input_tokens",
+        "input_tokens": usage["prompt_tokens"],
+    }
+
+
+async def test_a_grammar_of_a_conversation(api) -> None:
+    await api.post("/chat/completions", {"messages": HI, "grammar": 'root ::= "a"{5,5}'})
+    assert api.endpoint.requests[0].grammar is not None
+    answer = await api.post("/chat/completions", {"messages": HI, "grammar": "root ::= (a"})
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "grammar")

@@ -41,5 +41,15 @@ def test_bodies_are_those_of_the_types() -> None:
     body = spec["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
     schema = spec["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]
     assert "prompt" in schema["required"]
+    names = list(schema["properties"])
+    assert names[:2] == ["prompt", "echo"]
+    assert schema["properties"][names[-1]]["description"].startswith("Not supported")
+    assert schema["properties"]["mirostat"]["enum"] == [None, 0]
     assert schema["additionalProperties"] is False
     assert {"temperature", "stream", "top_p"} <= schema["properties"].keys()
+
+
+def test_every_route_is_of_an_api_that_the_page_knows() -> None:
+    spec = describe(ROUTES, OPEN_PATHS)
+    tags = {one["tags"][0] for methods in spec["paths"].values() for one in methods.values()}
+    assert tags == {"OpenAI", "Anthropic", "Ollama", "Server"}

@@ -28,11 +28,12 @@ def test_lines_are_read_and_blank_ones_skipped(tmp_path: Path) -> None:
     [
         ((), "holds no request"),
         ((GOOD, GOOD), "line 2: custom_id a is used twice"),
-        (({**GOOD, "url": "/v1/embeddings"},), "line 1.*url"),
+        (({**GOOD, "url": 1},), "line 1.*url"),
         (({**GOOD, "method": "GET"},), "line 1.*method"),
         (({**GOOD, "body": "x"},), "line 1.*body"),
         (({**GOOD, "extra": 1},), "line 1.*extra"),
         (({**GOOD, "body": {"stream": True}},), "line 1: a batch request cannot be a stream"),
+        (({**GOOD, "body": {"background": True}},), "line 1: .* cannot run in the background"),
         (({"custom_id": "a"},), "line 1.*url"),
     ],
 )

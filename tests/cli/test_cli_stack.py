@@ -208,6 +208,13 @@ def test_generate_answers_prompts_in_order(dummy_model: Path) -> None:
     assert again.stdout in both.stdout
 
 
+def test_generate_holds_answers_to_a_constraint() -> None:
+    done = _pagoda("generate --raw --choice north --choice south", "Go")
+    assert done.stdout.strip() in ("north", "south")
+    done = _pagoda("generate --raw --regex (", "Go", code=2)
+    assert "the regular expression" in done.stderr
+
+
 def test_generate_answers_a_batch_file(dummy_model: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     messages = [{"role": "user", "content": "hi"}]
@@ -220,14 +227,27 @@ def test_generate_answers_a_batch_file(dummy_model: Path, tmp_path: Path) -> Non
         },
         {"custom_id": "bad", "url": "/v1/completions", "body": {"prompt": "x", "n": -1}},
         {"custom_id": "text", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}},
+        {"custom_id": "other", "url": "/v1/files", "body": {}},
+        {
+            "custom_id": "response",
+            "url": "/v1/responses",
+            "body": {"input": "hi", "max_output_tokens": 16},
+        },
+        {"custom_id": "vector", "url": "/v1/embeddings", "body": {"input": "hi"}},
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = f"--input {source} --output {target}"
     done = _pagoda(f"generate --model {dummy_model} {DUMMY} {files}", code=1)
-    assert "2 of 3 requests answered" in done.stderr
+    assert "4 of 6 requests answered" in done.stderr
     results = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [result["custom_id"] for result in results] == ["chat", "bad", "text"]
-    assert [result["response"]["status_code"] for result in results] == [200, 400, 200]
+    assert [result["custom_id"] for result in results] == [line["custom_id"] for line in lines]
+    other = results.pop(3)
+    assert other["response"] is None
+    assert other["error"]["message"].endswith("/v1/rerank, got /v1/files.")
+    statuses = [result["response"]["status_code"] for result in results]
+    assert statuses == [200, 400, 200, 200, 200]
+    assert results[3]["response"]["body"]["usage"]["output_tokens"] == 16
+    assert len(results[4]["response"]["body"]["data"]) == 1
     assert results[0]["response"]["body"]["usage"]["completion_tokens"] == 3
     assert results[1]["response"]["body"]["error"]["param"] == "n"
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
@@ -17,6 +17,17 @@ HELD_OUT = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny" / "heldo
 
 Disturb = Callable[[Callable[[], int]], Awaitable[None]]
 """Harms the server; the argument returns the number of events that have arrived so far."""
+
+
+class Answer(NamedTuple):
+    """One choice of a stream."""
+
+    text: str
+    """Content, and names and arguments of calls, as they came."""
+    reasoning: str
+    reason: str
+    token_ids: list[int]
+    """Tokens, where the request asks for them."""
 
 
 def bodies(
@@ -44,41 +55,53 @@ def bodies(
 
 
 async def stream_all(
-    base_url: str, requests: list[dict[str, object]], disturb: Disturb | None = None
-) -> list[tuple[str, str]]:
-    """Returns text and finish reason of each; streams must still run when `disturb` has done its work."""
-    texts: list[list[str]] = [[] for _ in requests]
+    base_url: str, requests: list[dict[str, Any]], disturb: Disturb | None = None
+) -> list[Answer]:
+    """Returns all answers to each request in turn; streams must still run when `disturb` has done its work."""
+    received: list[list[dict[str, Any]]] = [[] for _ in requests]
     async with aiohttp.ClientSession(base_url, connector=aiohttp.TCPConnector(limit=0)) as session:
         streams = asyncio.gather(
-            *(_stream(session, body, text) for body, text in zip(requests, texts, strict=True))
+            *(_stream(session, body, got) for body, got in zip(requests, received, strict=True))
         )
         if disturb is not None:
             try:
-                await disturb(lambda: sum(map(len, texts)))
+                await disturb(lambda: sum(map(len, received)))
                 assert not streams.done()
             except BaseException:
                 streams.cancel()
                 await asyncio.gather(streams, return_exceptions=True)
                 raise
-        reasons = await streams
-    return [("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
+        await streams
+    return [
+        _answer([choice for choice in got if choice["index"] == index])
+        for body, got in zip(requests, received, strict=True)
+        for index in range(body.get("n", 1))
+    ]
 
 
 async def _stream(
-    session: aiohttp.ClientSession, body: dict[str, object], received: list[str]
-) -> str:
-    """Returns the finish reason, and appends the text piece by piece to `received`."""
-    reason = ""
+    session: aiohttp.ClientSession, body: dict[str, Any], received: list[dict[str, Any]]
+) -> None:
+    """Appends the choice of each event to `received`."""
     async with session.post("/v1/chat/completions", json=body) as response:
         assert response.status == 200, await response.text()
         async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            (choice,) = json.loads(line[6:])["choices"]
-            delta = choice["delta"]
-            received.append((delta.get("content") or "") + (delta.get("reasoning_content") or ""))
-            reason = choice["finish_reason"] or reason
-    return reason
+            if line.startswith(b"data: {"):
+                received += json.loads(line[6:])["choices"]
+
+
+def _answer(events: list[dict[str, Any]]) -> Answer:
+    text, reasoning, reason = "", "", ""
+    token_ids: list[int] = []
+    for event in events:
+        delta = event["delta"]
+        text += delta.get("content") or ""
+        reasoning += delta.get("reasoning_content") or ""
+        for call in delta.get("tool_calls") or ():
+            text += (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
+        token_ids += event.get("token_ids") or ()
+        reason = event["finish_reason"] or reason
+    return Answer(text, reasoning, reason, token_ids)
 
 
 async def until_more(received: Callable[[], int], count: int) -> None:

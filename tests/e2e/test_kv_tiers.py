@@ -18,7 +18,7 @@ from typing import NamedTuple
 import aiohttp
 import pytest
 from kv_tiers import mount, small_file_system
-from streams import bodies, children, stream_all, until_more
+from streams import Answer, bodies, children, stream_all, until_more
 from tiers import (
     BLOCK_SIZE,
     DEVICE_BLOCKS,
@@ -46,7 +46,7 @@ class Expected(NamedTuple):
 
     messages: list[dict[str, object]]
     few: list[dict[str, object]]
-    streams: list[tuple[str, str]]
+    streams: list[Answer]
     keys: list[list[bytes]]
 
 

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from constrained import check_answers, constrained_bodies
 from network_hosts import missing_for_namespaces, two_hosts
 from pod_processes import Crowd, PodProcesses, fetched, long_bodies, until_free, until_hosts
-from streams import Disturb, stream_all, until_more
+from streams import Answer, Disturb, stream_all, until_more
 
 CUT_S = 5
 
@@ -22,25 +23,31 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
         yield Crowd(pod, {"prefill": 2, "decode": 2})
 
 
+@pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize(
     ("role", "num_events"), [("prefill", 0), ("prefill", 200), ("decode", 1), ("decode", 200)]
 )
-def test_a_host_is_killed(crowd: Crowd, role: str, num_events: int) -> None:
+def test_a_host_is_killed(crowd: Crowd, role: str, num_events: int, constrained: bool) -> None:
     """Some prompts have their KV before them, on its way or behind them whenever a host is killed."""
-    asked = long_bodies(24, 60)
+    asked = constrained_bodies(skill="recall_40") if constrained else long_bodies(24, 60)
     crowd.fill()
 
     async def ask() -> None:
         await crowd.until_all_joined()
         alone = [{**body, "cache_salt": "alone"} for body in asked]
         expected = await stream_all(crowd.hosts["decode"][1].base_url, alone)
+        if constrained:
+            check_answers(expected)
 
         async def kill(received: Callable[[], int]) -> None:
             await until_more(received, num_events)
             crowd.kill(role)
 
-        salted = [{**body, "cache_salt": f"{role} {num_events}"} for body in asked]
+        before = await fetched(crowd.hosts["decode"][1].base_url)
+        salt = f"{role} {num_events} {constrained}"
+        salted = [{**body, "cache_salt": salt} for body in asked]
         assert await stream_all(crowd.router.base_url, salted, kill) == expected
+        assert await fetched(crowd.hosts["decode"][-1].base_url) > before
         await until_free(crowd.urls)
         await crowd.until_all_joined()
 
@@ -50,7 +57,7 @@ def test_a_host_is_killed(crowd: Crowd, role: str, num_events: int) -> None:
 def test_a_router_is_killed_and_started_again(crowd: Crowd) -> None:
     crowd.fill()
 
-    async def ask(salt: str, kill: Disturb | None = None) -> list[tuple[str, str]]:
+    async def ask(salt: str, kill: Disturb | None = None) -> list[Answer]:
         await crowd.until_all_joined()
         asked = long_bodies(8, 200, cache_salt=salt)
         return await stream_all(crowd.router.base_url, asked, kill)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from constrained import check_answers, constrained_bodies
 from pod_processes import Crowd, PodProcesses
 from streams import bodies, stream_all, until_more
 
@@ -21,25 +22,29 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
         yield Crowd(PodProcesses(tmp_path_factory.mktemp("crowd"), stack), {"none": 2})
 
 
+@pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_host_ends_under_many_streams(
-    crowd: Crowd, number: signal.Signals, plain_url: str
+    crowd: Crowd, number: signal.Signals, constrained: bool, plain_url: str
 ) -> None:
     """A host that is killed leaves its streams to the other one; a host that is asked to end finishes them."""
     crowd.fill()
+    requests = constrained_bodies() if constrained else REQUESTS
 
     async def ask() -> None:
         await crowd.until_all_joined()
-        expected = await stream_all(plain_url, REQUESTS)
+        expected = await stream_all(plain_url, requests)
+        if constrained:
+            check_answers(expected)
 
         async def end(received: Callable[[], int]) -> None:
-            await until_more(received, 10 * NUM_STREAMS)
+            await until_more(received, 10 * len(requests))
             crowd.kill("none", number)
             await until_more(received, 1)
 
-        assert await stream_all(crowd.router.base_url, REQUESTS, end) == expected
+        assert await stream_all(crowd.router.base_url, requests, end) == expected
         await crowd.until_all_joined()
-        assert await stream_all(crowd.router.base_url, REQUESTS[:8]) == expected[:8]
+        assert await stream_all(crowd.router.base_url, requests[:6]) == expected[:6]
 
     asyncio.run(ask())
 

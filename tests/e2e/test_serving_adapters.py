@@ -176,3 +176,8 @@ def test_python_and_the_command_line(directory: Path, capfd: pytest.CaptureFixtu
     assert adapted.strip() in capfd.readouterr().out
     assert main(["generate", prompt, *flags, "--lora", f"bad={directory}"]) == 2
     assert "is no LoRA adapter: adapter_config.json cannot be read" in capfd.readouterr().err
+    names = ["--served-model-name", "a", "--served-model-name", "one"]
+    for taken in ([], names):
+        own = one if taken else one.replace("one=", f"{MODEL}=", 1)
+        assert main(["serve", "--lora", own, "--port", "0", *taken]) == 2
+        assert "is the name of the model" in capfd.readouterr().err

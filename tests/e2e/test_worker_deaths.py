@@ -35,4 +35,4 @@ async def test_32_streams_survive_kills_token_for_token(plain_url: str) -> None:
         ):
             assert (await response.json())["num_worker_restarts"] == NUM_KILLS
     assert disturbed == await stream_all(plain_url, requests)
-    assert {reason for _, reason in disturbed} == {"length"}
+    assert {answer.reason for answer in disturbed} == {"length"}

@@ -14,11 +14,13 @@ from harness import VOCAB_SIZE, Harness, make_request
 from mortal_executor import speaking
 from small_grammars import EOS, GRAMMARS, constraint_of, open_grammars, text_of, token_texts
 
-from pagoda.engine.grammar_threads import COMPILE_LIMIT_S, MAX_LATE_THREADS
+from pagoda.engine.grammar_threads import MAX_LATE_THREADS
 from pagoda.engine.grammars import (
     BUSY,
+    COMPILE_LIMIT_S,
     LATE_FOR_S,
     MAX_CACHED_GRAMMARS,
+    RETURN_LIMIT_S,
     Constraint,
     Grammars,
     TokenTexts,
@@ -284,6 +286,29 @@ def test_while_many_grammars_take_too_long_unknown_ones_come_again() -> None:
     while grammars.take(constrained("unknown", unknown), unknown) == BUSY:
         select.select(grammars.pollables(), [], [])
         grammars.drain()
+    assert isinstance(drained(grammars)[0][1], Constraint)
+    grammars.close()
+
+
+def test_an_answer_that_has_begun_is_not_refused_for_want_of_room_or_time() -> None:
+    clock, compiler = VirtualClock(), SlowCompiler()
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_grammar=compiler)
+    waiting = [constrained(f"r{i}", slow(i)) for i in range(MAX_LATE_THREADS)]
+    for request in waiting:
+        grammars.take(request, request.grammar or LONG)
+        compiler.begun.acquire()
+        clock.advance_to(clock.now() + COMPILE_LIMIT_S)
+        assert "too long" in str(drained(grammars)[0][1])
+    assert grammars.take(constrained("new", LONG), LONG) == BUSY
+    begun = msgspec.structs.replace(constrained("begun", LONG), output_token_ids=[0])
+    assert grammars.take(begun, LONG) is None
+    assert isinstance(drained(grammars)[0][1], Constraint)
+    late = msgspec.structs.replace(waiting[0], output_token_ids=[0])
+    assert grammars.take(late, slow(0)) is None
+    compiler.begun.acquire()
+    assert grammars.next_event_at() == clock.now() + RETURN_LIMIT_S
+    clock.advance_to(clock.now() + 2 * COMPILE_LIMIT_S)
+    compiler.let_go.set()
     assert isinstance(drained(grammars)[0][1], Constraint)
     grammars.close()
 

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import jsonschema
 import psutil
 import pytest
 
 import pagoda
-from pagoda import LLM, AsyncLLM, SamplingParams
+from pagoda import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from pagoda.errors import ConfigError, InvalidRequestError
 
 OPTIONS = {"load_format": "dummy", "executor": "sim"}
@@ -64,6 +68,64 @@ def test_chat(llm: LLM) -> None:
     two = llm.chat([conversation, conversation], GREEDY)
     assert one.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert [output.outputs[0].token_ids for output in two] == [one.outputs[0].token_ids] * 2
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 2]}, "s": {"type": "string", "maxLength": 4}},
+    "required": ["n", "s"],
+    "additionalProperties": False,
+}
+CONSTRAINTS: dict[str, Any] = {
+    "json": SCHEMA,
+    "regex": "(ab|cd){2,5}e",
+    "choice": ["one", "two", "three"],
+    "grammar": 'start: ("x" | "y") "!"',
+}
+PATTERNS = {"regex": CONSTRAINTS["regex"], "choice": "one|two|three", "grammar": "[xy]!"}
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_answers_are_held_to_constraints(llm: LLM, kind: str) -> None:
+    constraint = StructuredOutputsParams(**{kind: CONSTRAINTS[kind]})
+    params = SamplingParams(structured_outputs=constraint, n=2, seed=5, max_tokens=600)
+    conversation = [{"role": "user", "content": "hi"}]
+    free = SamplingParams(max_tokens=3, seed=5, ignore_eos=True)
+    outputs = [*llm.generate(["a", "b"], [params, free]), *llm.chat(conversation, params)]
+    assert len(outputs.pop(1).outputs[0].token_ids) == 3
+    for answer in (answer for output in outputs for answer in output.outputs):
+        assert answer.finish_reason == "stop"
+        if kind == "json":
+            jsonschema.validate(json.loads(answer.text), SCHEMA)
+        else:
+            assert re.fullmatch(PATTERNS[kind], answer.text)
+
+
+def test_options_of_json(llm: LLM) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+    tight = {"json": json.dumps(schema), "disable_any_whitespace": True}  # a dict does as well
+    wide = StructuredOutputsParams(json=schema, whitespace_pattern=r" {2}")
+    for constraint, text in ((tight, "[1,1,1]"), (wide, "[  1  ,  1  ,  1  ]")):
+        params = SamplingParams(structured_outputs=constraint, max_tokens=100)  # type: ignore[arg-type]
+        [output] = llm.generate("hi", params)
+        assert output.outputs[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("constraint", "sentence"),
+    [
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs.choice and regex both constrain"),
+        ({"json": "{"}, "structured_outputs.json must be a JSON schema, but it is not valid JSON"),
+        ({"json": {"unevaluatedItems": False}}, "structured_outputs.* unevaluatedItems"),
+        ({"regex": "("}, "structured_outputs.*the regular expression"),
+        ({"grammar": "start: missing"}, "structured_outputs.*missing"),
+        ({"choice": []}, "structured_outputs.choice must be a list of at least one string"),
+    ],
+)
+def test_constraints_that_are_wrong(llm: LLM, constraint: dict[str, Any], sentence: str) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+    with pytest.raises(InvalidRequestError, match=sentence):
+        llm.generate("hi", params)
 
 
 def test_lists_do_as_well_as_tuples(llm: LLM) -> None:

@@ -67,6 +67,7 @@ def _run_file(suite: Suite, root: Path, file: Path, options: list[str]) -> Itera
         command = [sys.executable, "-m", "pytest", "--rootdir", str(root), "-q", "--tb=line"]
         command += ["-p", "plugin", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
         command += [part for plugin in suite.plugins for part in ("-p", plugin)]
+        command += ["-m", suite.markers] if suite.markers else []
         command += ["--continue-on-collection-errors", *options, str(file)]
         try:
             subprocess.run(command, cwd=root, env=environment, check=False)

@@ -36,6 +36,12 @@ class Dialect:
     """Flags without a value, and Pagoda's name for them; empty for flags without a counterpart."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Flags of what is no part of Pagoda, with what that is."""
+    always: Sequence[str] = ()
+    """Pagoda's flags for what this server does by default."""
+    any_origin: bool = False
+    """True if pages of any origin may use the server unless a flag says otherwise."""
+    shares_context: bool = False
+    """True if the requests that run at once share the context in equal parts."""
 
 
 VLLM = Dialect(
@@ -94,6 +100,7 @@ _SILENT = (
     *("--offline", "--cont-batching", "--metrics", "--kv-unified", "--swa-full", "--slots"),
     *("--no-slots", "--verbose", "--jinja", "--no-jinja", "--no-mmproj", "--no-ui"),
     *("--no-cache-idle-slots", "--backend_sampling", "--no-models-autoload"),
+    *("--embedding", "--reranking"),
 )
 
 LLAMA_CPP = Dialect(
@@ -125,9 +132,10 @@ LLAMA_CPP = Dialect(
         "--mcp-servers-config": "MCP servers that the server starts",
         "--mcp-servers-json": "MCP servers that the server starts",
         "--context-shift": "a context that forgets its beginning",
-        "--embedding": "a pooling model that is not here",
-        "--reranking": "a ranking model that is not here",
     },
+    always=("--any-model-name",),
+    any_origin=True,
+    shares_context=True,
 )
 
 
@@ -163,9 +171,10 @@ def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[
 
     Raises NotApplicableError: as its text says.
     """
-    found: list[str] = []
+    found: list[str] = list(dialect.always)
     names: list[str] = []
     model = ""
+    parts = _shares(arguments) if dialect.shares_context else 1
     position = 0
     while position < len(arguments):
         flag, has_value, value = arguments[position].partition("=")
@@ -187,7 +196,9 @@ def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[
         elif flag in dialect.model:
             model = model or values[0]
         elif flag in dialect.taken and values:
-            found += _bounded(dialect.taken[flag], values, max_len)
+            found += _bounded(dialect.taken[flag], values, max_len, parts)
+    if dialect.any_origin and "--cors-origins" not in arguments:
+        found += ["--cors-origins", "*"]
     if not any(it.startswith("--reasoning") for it in arguments):
         # These servers find reasoning only if they are told to; a grammar then begins with the answer.
         found += ["--reasoning-parser", "none"]
@@ -200,11 +211,18 @@ def _is_flag(argument: str) -> bool:
     return argument.startswith("-") and not argument.lstrip("-")[:1].isdigit()
 
 
-def _bounded(flag: str, values: Sequence[str], max_len: int) -> list[str]:
-    """A flag as Pagoda can take it with the model."""
+def _shares(arguments: Sequence[str]) -> int:
+    """The requests that share the context of llama.cpp."""
+    if "--parallel" not in arguments or "--kv-unified" in arguments:
+        return 1
+    return int(arguments[arguments.index("--parallel") + 1])
+
+
+def _bounded(flag: str, values: Sequence[str], max_len: int, parts: int) -> list[str]:
+    """A flag as Pagoda can take it with the model; `parts` requests share the context."""
     if flag == "--max-model-len":
         # A text takes several times as many tokens of the embedded model as of those that the tests are made for.
-        asked = int(values[0])
+        asked = int(values[0]) // parts
         return [flag, str(asked if asked < _SMALL_LEN else max_len)]
     if flag == "--chat-template" and "tool_chat_template" in values[0]:
         return []  # of a model that calls tools in another way

@@ -17,7 +17,8 @@ class Suite:
     left_out: Sequence[str] = ()
     """Parts of paths of tests of what is no part of Pagoda: images, audio, several nodes."""
     plugins: Sequence[str] = ()
-    own_conftest: bool = True
+    markers: str = ""
+    """Tests to run, as pytest's -m has it."""
 
 
 SUITES = {
@@ -50,6 +51,7 @@ SUITES = {
         files=("unit/test_*.py",),
         left_out=("vision", "speculative", "mcp_servers", "tools_builtin", "test_router", "sleep"),
         plugins=("llamacpp_stand_in",),
+        markers="not slow",
     ),
     "sglang": Suite(
         root=("",),

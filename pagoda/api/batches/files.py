@@ -16,6 +16,8 @@ import msgspec
 
 from pagoda.errors import ConfigError, refuse
 
+DEFAULT_MAX_BYTES = 16 * 2**30
+"""Bytes of all files together, unless the operator says otherwise."""
 MAX_FILES = 10_000
 """Most files at a time; their descriptions are in memory."""
 _FLUSH_BYTES = 2**20
@@ -73,9 +75,11 @@ def sync_file(path: Path) -> int:
 class FileStore:
     """The files of a directory. Work on the disk is done in threads."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises ConfigError: the directory cannot be made or read."""
+    def __init__(self, directory: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        """`max_bytes` bounds all files together. Results of batches count as they are finished, and are kept also
+        where they pass it. Raises ConfigError: the directory cannot be made or read."""
         self.directory = directory
+        self._max_bytes = max_bytes
         self._records: dict[str, FileRecord] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -86,6 +90,8 @@ class FileStore:
                 self._records[record.id] = record
             for path in directory.glob("*.upload"):  # cut off by the end of a server
                 path.unlink()
+            self._num_bytes = sum(record.bytes for record in self._records.values())
+            """Bytes of all files, and of uploads that are under way."""
         except BlockingIOError:
             raise ConfigError(f"--files-dir: another server uses {str(directory)!r}.") from None
         except (OSError, msgspec.MsgspecError) as error:
@@ -108,14 +114,24 @@ class FileStore:
         found = [record for record in self._records.values() if record.key_name == key_name]
         return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
 
+    def check_room(self, param: str, num_bytes: int = 1) -> None:
+        """Raises InvalidRequestError: all files would be larger than they may be; names `param`."""
+        if self._num_bytes + num_bytes > self._max_bytes:
+            refuse(
+                param,
+                f"finds no room: all files together may have {self._max_bytes} bytes "
+                "(--files-max-bytes); delete some first",
+            )
+
     async def write(self, chunks: AsyncIterator[bytes], max_bytes: int) -> tuple[str, int]:
-        """Writes an upload to the disk as it comes; returns its id and its bytes. `add_upload` makes it a file.
-        Raises InvalidRequestError: the upload is longer than `max_bytes`, or there are too many files."""
+        """Writes an upload to the disk as it comes; returns its id and its bytes. `add_upload` makes it a file,
+        `drop_upload` removes it.
+        Raises InvalidRequestError: the upload is longer than `max_bytes`, or there are too many files or bytes."""
         if len(self._records) >= MAX_FILES:
             refuse("file", f"would be one of more than {MAX_FILES} files; delete some first")
         file_id = new_id("file")
         path = self.data_path(file_id).with_suffix(".upload")
-        num_bytes = 0
+        num_bytes = num_counted = 0
         try:
             with await asyncio.to_thread(path.open, "wb") as file:
                 held = bytearray()
@@ -123,18 +139,23 @@ class FileStore:
                     num_bytes += len(chunk)
                     if num_bytes > max_bytes:
                         refuse("file", f"is longer than {max_bytes} bytes")
+                    self.check_room("file", len(chunk))
+                    self._num_bytes += len(chunk)
+                    num_counted += len(chunk)
                     held += chunk
                     if len(held) >= _FLUSH_BYTES:
                         await asyncio.to_thread(file.write, bytes(held))
                         held.clear()
                 await asyncio.to_thread(file.write, bytes(held))
         except BaseException:
+            self._num_bytes -= num_counted
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
         return file_id, num_bytes
 
-    async def drop_upload(self, file_id: str) -> None:
+    async def drop_upload(self, file_id: str, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
         await asyncio.to_thread(
             self.data_path(file_id).with_suffix(".upload").unlink, missing_ok=True
         )
@@ -147,12 +168,19 @@ class FileStore:
         upload = path.with_suffix(".upload")
         await asyncio.to_thread(sync_file, upload)
         await asyncio.to_thread(upload.replace, path)
-        return await self.add(file_id, filename, purpose, num_bytes, key_name)
+        return await self._add(file_id, filename, purpose, num_bytes, key_name)
 
-    async def add(
+    async def add_results(
+        self, file_id: str, filename: str, num_bytes: int, key_name: str
+    ) -> FileRecord:
+        """Makes results of a batch, which are in their place, a file."""
+        record = await self._add(file_id, filename, "batch_output", num_bytes, key_name)
+        self._num_bytes += num_bytes
+        return record
+
+    async def _add(
         self, file_id: str, filename: str, purpose: Purpose, num_bytes: int, key_name: str
     ) -> FileRecord:
-        """Makes bytes that are in their place a file."""
         record = FileRecord(
             id=file_id,
             filename=filename,
@@ -166,7 +194,8 @@ class FileStore:
         return record
 
     async def delete(self, record: FileRecord) -> None:
-        self._records.pop(record.id, None)
+        if self._records.pop(record.id, None) is not None:
+            self._num_bytes -= record.bytes
         await asyncio.to_thread(self._remove, record.id)
 
     def _remove(self, file_id: str) -> None:

@@ -87,7 +87,7 @@ async def upload_file(context: RequestContext) -> web.StreamResponse:
             refuse("purpose", f"must be one of {', '.join(_UPLOAD_PURPOSES)}")
     except BaseException as error:  # the client that went away, too
         if upload is not None:
-            await files.drop_upload(upload[0])
+            await files.drop_upload(upload[0], upload[1])
         if isinstance(error, _MALFORMED) and not isinstance(error, InvalidRequestError):
             raise InvalidRequestError("the body is not valid multipart/form-data.") from None
         raise
@@ -166,6 +166,7 @@ async def create_batch(context: RequestContext) -> web.StreamResponse:
     file = _files(context).find(body.input_file_id, context.key_name or "")
     if file is None or file.purpose != "batch":
         refuse("input_file_id", "must be the id of a file with the purpose batch")
+    _files(context).check_room("input_file_id")
     now = int(time.time())
     record = BatchRecord(
         id=new_id("batch"),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -39,6 +39,8 @@ from pagoda.api.errors import as_api_error
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import begin_chat
 from pagoda.api.openai.completions import begin_completion
+from pagoda.api.openai.responses.beginning import begin_response
+from pagoda.api.openai.responses.bodies import ResponsesRequest
 from pagoda.api.request_context import Caller
 from pagoda.api.scoring.embeddings import EmbeddingRequest, answer_embeddings
 from pagoda.api.service import Service
@@ -62,39 +64,44 @@ _log = logging.getLogger("pagoda.api")
 Answerer = Callable[[Caller, bytes], Awaitable[dict[str, Any]]]
 
 
-def _whole(body: ChatRequest | CompletionRequest) -> None:
-    """Raises InvalidRequestError: the body asks for a stream."""
-    if body.stream:
-        refuse("stream", "is not possible in a batch")
+T = TypeVar("T")
 
 
-def _behind(body: Any) -> Any:
-    """The body, behind all requests that are not of batches."""
-    priority = min(PRIORITY + (body.priority or 0), 2**31 - 1)
-    return msgspec.structs.replace(body, priority=priority)
+def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
+    """The body of a line, behind all requests that are not of batches.
+    Raises InvalidRequestError: the body does not fit `kind`, or asks for a stream; names the field."""
+    parsed: Any = parse_body(body, kind, caller.service.config.unknown_fields)
+    for name in ("stream", "background"):
+        if getattr(parsed, name, None):
+            refuse(name, "is not possible in a batch")
+    priority = min(PRIORITY + (parsed.priority or 0), 2**31 - 1)
+    behind: T = msgspec.structs.replace(parsed, priority=priority)
+    return behind
 
 
 async def _answer_chat(caller: Caller, body: bytes) -> dict[str, Any]:
-    request = parse_body(body, ChatRequest)
-    _whole(request)
-    generation, shape = await begin_chat(caller, _behind(request))
+    generation, shape = await begin_chat(caller, _parsed(caller, body, ChatRequest))
     return await generation.run(shape)
 
 
 async def _answer_completion(caller: Caller, body: bytes) -> dict[str, Any]:
-    request = parse_body(body, CompletionRequest)
-    _whole(request)
-    generation, shape = await begin_completion(caller, _behind(request))
+    generation, shape = await begin_completion(caller, _parsed(caller, body, CompletionRequest))
     return await generation.run(shape)
 
 
+async def _answer_response(caller: Caller, body: bytes) -> dict[str, Any]:
+    begun = await begin_response(caller, _parsed(caller, body, ResponsesRequest))
+    return await begun.generation.run(begun.answer)
+
+
 async def _answer_embeddings(caller: Caller, body: bytes) -> dict[str, Any]:
-    return await answer_embeddings(caller, _behind(parse_body(body, EmbeddingRequest)))
+    return await answer_embeddings(caller, _parsed(caller, body, EmbeddingRequest))
 
 
 ENDPOINTS: Mapping[str, Answerer] = {
     "/v1/chat/completions": _answer_chat,
     "/v1/completions": _answer_completion,
+    "/v1/responses": _answer_response,
     "/v1/embeddings": _answer_embeddings,
 }
 
@@ -307,7 +314,7 @@ class BatchRunner:
                 continue
             size = await asyncio.to_thread(sync_file, path)
             name = f"{record.id}_{kind}.jsonl"
-            await self._files.add(file_id, name, "batch_output", size, record.key_name)
+            await self._files.add_results(file_id, name, size, record.key_name)
             if kind == "output":
                 record.has_output = True
             else:

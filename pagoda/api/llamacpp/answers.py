@@ -10,28 +10,10 @@ from pagoda.api.generation import Generation
 from pagoda.api.llamacpp.bodies import SamplingFields
 from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs
 from pagoda.api.sse import event
-from pagoda.api.timing import AnswerTimes, times_of
+from pagoda.api.timing import AnswerTimes, progress_of, times_of, timings
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.sampling_params import SamplingParams
-
-
-def timings(times: AnswerTimes) -> dict[str, float]:
-    """`timings` of an answer so far, in milliseconds. The first token belongs to the prompt's time."""
-    num_prompt = times.num_prompt_tokens - times.num_cached_tokens
-    num_steps = max(times.num_output_tokens - 1, 0)
-    prompt_ms, predicted_ms = times.prompt_ns / 1e6, times.decode_ns / 1e6
-    return {
-        "cache_n": times.num_cached_tokens,
-        "prompt_n": num_prompt,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": prompt_ms / num_prompt if num_prompt else 0.0,
-        "prompt_per_second": 1e3 * num_prompt / prompt_ms if prompt_ms else 0.0,
-        "predicted_n": times.num_output_tokens,
-        "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": predicted_ms / num_steps if num_steps else 0.0,
-        "predicted_per_second": 1e3 * num_steps / predicted_ms if predicted_ms else 0.0,
-    }
 
 
 @dataclass(frozen=True)
@@ -218,24 +200,13 @@ class LlamaAnswer:
 
     def _progress(self) -> bytes:
         """Events about the prompt: one for its beginning and one for its end, when the first token is there."""
-        total, times = self._num_prompt_tokens, self._times
         written = b""
-        for processed, spent_ns in ((times.num_cached_tokens, 0), (total, times.prompt_ns)):
-            fields = {**self._fields("", [], is_last=False), "tokens_predicted": 0}
-            fields["prompt_progress"] = {
-                "total": total,
-                "cache": times.num_cached_tokens,
-                "processed": processed,
-                "time_ms": spent_ns // 10**6,
-            }
-            if self._asked.body.timings_per_token:
-                seen = AnswerTimes(
-                    prompt_ns=spent_ns,
-                    num_prompt_tokens=processed,
-                    num_cached_tokens=times.num_cached_tokens,
-                )
-                fields["timings"] = timings(seen)
-            written += event(fields)
+        for fields in progress_of(self._times):
+            if not self._asked.body.timings_per_token:
+                del fields["timings"]
+            written += event(
+                {**self._fields("", [], is_last=False), "tokens_predicted": 0, **fields}
+            )
         return written
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from pagoda.api.body import convert_body
-from pagoda.api.errors import ApiError
+from pagoda.api.errors import ApiError, context_exceeded
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation
 from pagoda.api.list_shape import ListShape
@@ -84,12 +84,12 @@ async def begin_llama(
         for prompt in prompts:
             room = limits.max_model_len - len(prompt)
             if room < 1:
-                raise ApiError(
-                    400,
+                raise context_exceeded(
                     f"the request ({len(prompt)} tokens) exceeds the available context size "
                     f"({limits.max_model_len} tokens), the maximum context length of prompt and answer.",
                     "prompt",
-                    "context_length_exceeded",
+                    len(prompt),
+                    limits.max_model_len,
                 )
             request = {**fields, "prompt": prompt, "max_tokens": length_of(body, room)}
             begun, _ = await begin_completion(caller, convert_body(request, CompletionRequest))

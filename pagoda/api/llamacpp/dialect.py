@@ -16,15 +16,29 @@ _TYPES = {
 }
 
 
-def _error_body(error: ApiError) -> dict[str, object]:
-    kind = _TYPES.get(
+def _type_of(error: ApiError) -> str:
+    if error.code == "context_length_exceeded":
+        return "exceed_context_size_error"
+    return _TYPES.get(
         error.status, "invalid_request_error" if error.status < 500 else "server_error"
     )
-    if error.code == "context_length_exceeded":
-        kind = "exceed_context_size_error"
-    return {"error": {"code": error.status, "message": error.message, "type": kind}}
 
 
+def _error_body(error: ApiError) -> dict[str, object]:
+    kind = _type_of(error)
+    return {
+        "error": {"code": error.status, "message": error.message, "type": kind, **error.numbers}
+    }
+
+
+def _chat_error_body(error: ApiError) -> dict[str, object]:
+    """OpenAI's error object with llama.cpp's type, and its numbers if there are any."""
+    told = {"message": error.message, "type": _type_of(error), "param": error.param}
+    return {"error": {**told, "code": error.code, **error.numbers}}
+
+
+LLAMACPP_CHAT = Dialect(error_body=_chat_error_body)
+"""The form of conversations at llama.cpp's paths: OpenAI's, but for types of errors."""
 LLAMACPP = Dialect(
     error_body=_error_body,
     error_event=lambda error: b"error: " + event(_error_body(error)).removeprefix(b"data: "),

@@ -51,6 +51,12 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     separate_reasoning: bool | None = None
     """False leaves reasoning where the model wrote it, in the content (SGLang)."""
     parse_tool_calls: Annotated[Any, (True,)] = None
+    timings_per_token: bool | None = None
+    """True tells the times of the answer so far, by llama.cpp's names, in every event and with the usage."""
+    return_progress: bool | None = None
+    """True begins a stream with two events about the prompt (llama.cpp)."""
+    verbose: bool | None = None
+    """True shows the text of the prompt (llama.cpp)."""
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

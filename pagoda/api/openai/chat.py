@@ -10,7 +10,12 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.conversation import Conversation, MessageReader, begin_conversation
+from pagoda.api.conversation import (
+    Conversation,
+    MessageReader,
+    begin_conversation,
+    count_prompt_tokens,
+)
 from pagoda.api.generation import Generation
 from pagoda.api.openai.bodies import ChatRequest
 from pagoda.api.openai.choices import Choices, Envelope
@@ -18,19 +23,32 @@ from pagoda.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logp
 from pagoda.api.output_parser import AnswerDelta, ToolCallDelta
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventTemplate
+from pagoda.api.timing import progress_of, times_of, timings
 from pagoda.frontend.text_generator import TextDelta, joined_deltas
 from pagoda.messages.frontend import TokenLogprobs
 
 _NO_TOKENS = TextDelta("", [])
 
 
-async def chat_completions(context: RequestContext) -> web.StreamResponse:
+async def chat_completions(
+    context: RequestContext, *, first_content: str | None = ""
+) -> web.StreamResponse:
+    """`first_content` is the content of the event that begins an answer: empty for OpenAI, null for llama.cpp."""
     body = await context.parse(ChatRequest)
-    generation, shape = await begin_chat(context.caller, body)
+    generation, shape = await begin_chat(context.caller, body, first_content=first_content)
     return await generation.respond(context, shape, streams=bool(body.stream))
 
 
-async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Choices]:
+async def count_chat_tokens(context: RequestContext) -> web.StreamResponse:
+    """The tokens that the prompt of a conversation has."""
+    body = await context.parse(ChatRequest)
+    count = await count_prompt_tokens(context.caller, body)
+    return context.json({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def begin_chat(
+    caller: Caller, body: ChatRequest, *, first_content: str | None = ""
+) -> tuple[Generation, Choices]:
     """Prepares the answers to a body, and their shape. Raises as `begin_conversation`."""
     conversation = await begin_conversation(caller, body)
     generation = conversation.generation
@@ -43,10 +61,10 @@ async def begin_chat(caller: Caller, body: ChatRequest) -> tuple[Generation, Cho
         always_usage=caller.service.config.always_usage,
     )
     answers = [
-        _ChatAnswer(envelope, conversation, index, body, reader)
+        _ChatAnswer(envelope, conversation, index, body, reader, first_content)
         for index, reader in enumerate(conversation.readers)
     ]
-    return generation, Choices(envelope, answers, answers[0].prompt_fields)
+    return generation, Choices(envelope, answers, answers[0].whole_fields)
 
 
 class _ChatAnswer:
@@ -59,8 +77,12 @@ class _ChatAnswer:
         index: int,
         body: ChatRequest,
         reader: MessageReader,
+        first_content: str | None,
     ) -> None:
         generation = conversation.generation
+        self._generation = generation
+        self._body = body
+        self._first_content = first_content
         self._envelope = envelope
         self._index = index
         self._reader = reader
@@ -74,7 +96,7 @@ class _ChatAnswer:
         self._has_logprobs = bool(body.logprobs)
         self._has_begun = False
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
-        self._is_simple = not (self._has_logprobs or has_more)
+        self._is_simple = not (self._has_logprobs or has_more or body.timings_per_token)
         """Events differ in their text alone, but for the first and the last one."""
         self._unsaid = {} if body.include_reasoning is False else {"reasoning_content": None}
         """What an event without reasoning says of it: clients of DeepSeek and SGLang read the field of all, also of
@@ -105,7 +127,21 @@ class _ChatAnswer:
             fields["prompt_logprobs"] = prompt_logprobs(
                 self._tokenizer, self._prompt_token_ids, self._scores, self._num_top
             )
+        if self._body.verbose:
+            fields["__verbose"] = {"prompt": self._generation.requests[self._index].prompt}
         return fields
+
+    def whole_fields(self) -> dict[str, Any]:
+        """Fields beside the choices of a response in one piece."""
+        times = {} if self._envelope.timings is None else {"timings": self._envelope.timings}
+        return self.prompt_fields() | times
+
+    def _times(self) -> dict[str, Any]:
+        """The field with the times so far, if they are wanted. The envelope keeps them for its end."""
+        if not self._body.timings_per_token:
+            return {}
+        self._envelope.timings = timings(times_of(self._generation, self._index))
+        return {"timings": self._envelope.timings}
 
     def _choice(
         self, shape: str, message: dict[str, Any], delta: TextDelta = _NO_TOKENS
@@ -123,6 +159,8 @@ class _ChatAnswer:
     def add(self, delta: TextDelta) -> None:
         self._deltas.append(delta)
         self._parts.append(self._reader.read(delta))
+        if delta.finish_reason is not None:
+            self._times()
 
     def choice(self) -> dict[str, Any]:
         parts = AnswerDelta.joined(self._parts)
@@ -147,9 +185,20 @@ class _ChatAnswer:
             return self._event(delta)
         self._has_begun = True
         self._scores = delta.prompt_logprobs
-        message = {"role": "assistant", "content": "", **self._unsaid}
+        message = {"role": "assistant", "content": self._first_content, **self._unsaid}
         begin = self._envelope.begin(self._choice("delta", message), **self.prompt_fields())
+        if self._body.return_progress:
+            begin += self._progress()
         return begin + self._event(delta)
+
+    def _progress(self) -> bytes:
+        """The events about the prompt."""
+        written = b""
+        for fields in progress_of(times_of(self._generation, self._index)):
+            if not self._body.timings_per_token:
+                del fields["timings"]
+            written += self._envelope.event(self._choice("delta", dict(self._unsaid)), **fields)
+        return written
 
     def _event(self, delta: TextDelta) -> bytes:
         is_simple = self._is_simple and delta.finish_reason is None
@@ -170,7 +219,7 @@ class _ChatAnswer:
             message["function_call"] = _function_piece(parts.tool_calls)
         elif parts.tool_calls:
             message["tool_calls"] = [self._call_piece(piece) for piece in parts.tool_calls]
-        return self._envelope.event(self._choice("delta", message, delta), delta)
+        return self._envelope.event(self._choice("delta", message, delta), delta, **self._times())
 
     def _whole_call(self, pieces: Sequence[ToolCallDelta]) -> dict[str, Any]:
         """A tool call as OpenAI spells it; the first piece has the name."""

@@ -44,6 +44,8 @@ class Envelope:
         options = body.stream_options or _NO_OPTIONS
         self._sends_usage = bool(options.include_usage) or always_usage
         self.sends_continuous_usage = self._sends_usage and bool(options.continuous_usage_stats)
+        self.timings: dict[str, float] | None = None
+        """Times of the answer that has told its own last, for the end of a stream."""
         self._generation = generation
         self._fields = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
@@ -103,7 +105,8 @@ class Envelope:
         """The last events of a stream."""
         if not self._sends_usage:
             return DONE
-        return event(self._around([], usage=self.usage())) + DONE
+        timings = {} if self.timings is None else {"timings": self.timings}
+        return event(self._around([], usage=self.usage(), **timings)) + DONE
 
     def _around(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         return {**self._fields, "choices": choices, **fields}

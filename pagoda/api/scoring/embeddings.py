@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import sys
 import time
@@ -17,6 +18,7 @@ from msgspec import Meta
 from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.service import Service
+from pagoda.api.sse import encode_json
 from pagoda.errors import refuse
 from pagoda.frontend.embeddings import Embedding, EmbeddingOptions, embed
 from pagoda.frontend.text_generator import TextGenerator
@@ -96,9 +98,11 @@ async def _answer(
         client_request=caller.client_request,
     )
     encode = _base64 if body.encoding_format == "base64" else _floats
-    data = [
-        {"object": kind, "index": index, key: encode(one.vector)} for index, one in enumerate(found)
-    ]
+    data = []
+    for index, one in enumerate(found):
+        await asyncio.sleep(0)  # other streams go on between long vectors
+        encoded = msgspec.Raw(encode_json(encode(one.vector)))
+        data.append({"object": kind, "index": index, key: encoded})
     return {
         **envelope(caller.service, generator, id_prefix),
         "object": "list",

@@ -15,7 +15,7 @@ from msgspec import Meta
 from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import MAX_INPUTS, PoolingFields, envelope, usage
 from pagoda.errors import refuse
-from pagoda.frontend.embeddings import Embedding, cosine, embed
+from pagoda.frontend.embeddings import Embedding, cosines, embed
 from pagoda.frontend.text_generator import TextGenerator
 
 Texts = str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
@@ -68,9 +68,10 @@ async def score(context: RequestContext) -> web.StreamResponse:
     ones, others = found[: len(left)], found[len(left) :]
     if len(ones) == 1:
         ones = ones * len(others)
+    pairs = zip(ones, others, strict=True)
+    scores = await cosines((one.vector, other.vector) for one, other in pairs)
     data = [
-        {"index": index, "object": "score", "score": cosine(one.vector, other.vector)}
-        for index, (one, other) in enumerate(zip(ones, others, strict=True))
+        {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
     ]
     return context.json(
         {
@@ -113,7 +114,7 @@ async def rerank(context: RequestContext) -> web.StreamResponse:
     generator = context.service.admit(body.model)
     param = "documents" if body.texts is None else "texts"
     query, *documents = found = await _embed(context, generator, body, [body.query, *texts], param)
-    scores = [cosine(query.vector, document.vector) for document in documents]
+    scores = await cosines((query.vector, document.vector) for document in documents)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     best = order[: body.top_n or None]
     if body.texts is not None:

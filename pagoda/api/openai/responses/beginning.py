@@ -1,0 +1,143 @@
+"""The beginning of a response: its conversation, the generation of its answer, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pagoda.api.conversation import Conversation, begin_conversation
+from pagoda.api.fields import renamed
+from pagoda.api.generation import Generation
+from pagoda.api.openai.conversations.store import check_room
+from pagoda.api.openai.responses.background import BackgroundRun
+from pagoda.api.openai.responses.bodies import (
+    InputTokensRequest,
+    Item,
+    ResponsesRequest,
+    check_body,
+)
+from pagoda.api.openai.responses.events import EventLog, EventWriter
+from pagoda.api.openai.responses.items import kept_items, without_references
+from pagoda.api.openai.responses.response import ResponseAnswer
+from pagoda.api.openai.responses.store import ResponseStore, StoredResponse
+from pagoda.api.openai.responses.translation import (
+    ChatTranslation,
+    PlacedItems,
+    chat_request,
+    placed_items,
+    turns,
+    without_beginning,
+)
+from pagoda.api.request_context import Caller
+from pagoda.frontend.text_generator import PromptTooLongError
+
+
+@dataclass(frozen=True)
+class BegunResponse:
+    """A response that has been prepared and is not answered yet."""
+
+    answer: ResponseAnswer
+    generation: Generation
+    stored: StoredResponse
+    """The response as it is kept when the answer has ended, where the body says so."""
+
+    def run_in_background(self, store: ResponseStore) -> None:
+        """Starts the answer, which is found in the store from now on."""
+        stored = self.stored
+        stored.response = self.answer.object()
+        stored.run = BackgroundRun(self.answer, self.generation, stored.log)
+        store.put(stored)
+        stored.run.start()
+
+
+async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunResponse:
+    """Prepares a response. Raises InvalidRequestError: a field is wrong; names it."""
+    check_body(body)
+    store = caller.service.responses
+    if body.background:
+        store.check_room()
+    items = input_items(caller, body)
+    talk = None
+    if body.conversation_id is not None:
+        talk = caller.service.conversations.get(_key(caller), body.conversation_id)
+        check_room(talk, max(len(items), 1), "conversation")
+    conversation = await _begin(caller, body, items)
+    generation = conversation.generation
+    streams = bool(body.stream)
+    log = EventLog() if body.background and streams else None
+    stored = StoredResponse(_key(caller), {}, kept_items(body.input or "", items), log=log)
+
+    def keep(response: dict[str, Any]) -> None:
+        stored.response, stored.run = response, None
+        if talk is not None and response["status"] in ("completed", "incomplete"):
+            caller.service.conversations.add(talk, stored.items)
+        if body.is_stored:
+            store.put(stored)
+
+    answer = ResponseAnswer(
+        body,
+        conversation,
+        model=caller.service.name_of(generation.generator),
+        writer=EventWriter(None if log is None else log.append) if streams else None,
+        on_finish=keep,
+    )
+    return BegunResponse(answer, generation, stored)
+
+
+def _key(caller: Caller) -> str:
+    return caller.client_request.key_name
+
+
+def input_items(caller: Caller, body: ResponsesRequest | InputTokensRequest) -> list[Item]:
+    """The items of the input; none if it is a text."""
+    if body.input is None or isinstance(body.input, str):
+        return []
+    find = partial(caller.service.responses.item, _key(caller))
+    return without_references(body.input, find)
+
+
+def conversation_items(
+    caller: Caller, body: ResponsesRequest | InputTokensRequest, items: Sequence[Item]
+) -> PlacedItems:
+    """All items: those of earlier responses or of the conversation, and those of the input."""
+    if body.conversation_id is not None:
+        stored = caller.service.conversations.get(_key(caller), body.conversation_id)
+        return placed_items(body.input, list(stored.items.values()), items)
+    history = caller.service.responses.history(_key(caller), body.previous_response_id)
+    return placed_items(body.input, history, items)
+
+
+async def _begin(caller: Caller, body: ResponsesRequest, items: Sequence[Item]) -> Conversation:
+    """Prepares the answer. Raises: as `begin_conversation`, with the names of the body's fields.
+
+    With `truncation: auto`, a conversation that is too long loses as many of its first turns as it must.
+    """
+    placed = conversation_items(caller, body, items)
+
+    async def attempt(start: int, *, clamps: bool) -> Conversation:
+        translation = ChatTranslation()
+        chat = chat_request(body, translation, without_beginning(placed, start))
+        with renamed(translation.names):
+            begun = await begin_conversation(caller, chat, clamp_max_tokens=clamps)
+        begun.generation.rename_constraints(translation.names)
+        return begun
+
+    is_auto = body.truncation == "auto"
+    clamps = not is_auto or body.max_output_tokens is None
+    try:
+        return await attempt(0, clamps=clamps)
+    except PromptTooLongError:
+        if not is_auto:
+            raise
+    starts = turns(placed)
+    found, low, high = None, 1, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            found = await attempt(starts[middle], clamps=clamps)
+            high = middle
+        except PromptTooLongError:
+            low = middle + 1
+    return await attempt(starts[-1], clamps=True) if found is None else found
