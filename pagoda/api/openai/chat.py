@@ -99,8 +99,8 @@ class _ChatAnswer:
         self._is_simple = not (self._has_logprobs or has_more or body.timings_per_token)
         """Events differ in their text alone, but for the first and the last one."""
         self._unsaid = {} if body.include_reasoning is False else {"reasoning_content": None}
-        """Fields of reasoning in an event that has none: clients of DeepSeek and SGLang read the field of every event,
-        also of a model that does not reason."""
+        """Fields of reasoning in an event that has none: clients of DeepSeek and SGLang read the field of every
+        event, also of a model that does not reason."""
         self._conversation = conversation
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
