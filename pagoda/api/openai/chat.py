@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -28,6 +29,9 @@ from pagoda.frontend.text_generator import TextDelta, joined_deltas
 from pagoda.messages.frontend import TokenLogprobs
 
 _NO_TOKENS = TextDelta("", [])
+_NO_REASONING: Mapping[str, None] = MappingProxyType({"reasoning_content": None})
+"""The field of an answer without reasoning. Its other name is left out: programs that take the one as
+an alias of the other (smg, many in Rust) refuse a message with both."""
 
 
 async def chat_completions(
@@ -98,9 +102,9 @@ class _ChatAnswer:
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
         self._is_simple = not (self._has_logprobs or has_more or body.timings_per_token)
         """Events differ in their text alone, but for the first and the last one."""
-        self._unsaid = {} if body.include_reasoning is False else {"reasoning_content": None}
-        """Fields of reasoning in an event that has none: clients of DeepSeek and SGLang read the field of every
-        event, also of a model that does not reason."""
+        self._unsaid = {} if body.include_reasoning is False else _NO_REASONING
+        """Fields of reasoning where there is none: clients of DeepSeek and SGLang read the field of every event,
+        also of a model that does not reason."""
         self._conversation = conversation
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
@@ -173,7 +177,7 @@ class _ChatAnswer:
             else:
                 message["tool_calls"] = [self._whole_call(pieces) for pieces in calls]
         if self._unsaid:
-            message |= _reasoning(parts.reasoning or None)
+            message |= _reasoning(parts.reasoning) if parts.reasoning else self._unsaid
         delta = joined_deltas(self._deltas)
         self._scores = delta.prompt_logprobs
         return self._choice("message", message, delta)
@@ -237,7 +241,7 @@ class _ChatAnswer:
         return {"index": piece.index, **self._whole_call([piece])}
 
 
-def _reasoning(text: str | None) -> dict[str, Any]:
+def _reasoning(text: str) -> dict[str, Any]:
     """Reasoning under the name that DeepSeek gave it, and under that of OpenRouter and newer vLLM."""
     return {"reasoning_content": text, "reasoning": text}
 
