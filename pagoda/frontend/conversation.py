@@ -189,7 +189,8 @@ def _check_schema(schema: object, *path: str, depth: int = 0) -> None:
     """Checks the form of a JSON schema as far as a template may rely on it; the work is linear in its size."""
 
     def refuse_at(rule: str, *field: str) -> NoReturn:
-        refuse(".".join(part[:_MAX_NAME_CHARS] for part in (*path, *field)), rule)
+        where = ".".join(part[:_MAX_NAME_CHARS] for part in (*path, *field))
+        refuse(where, f"{rule}: the tool has an invalid 'parameters' schema")
 
     if isinstance(schema, bool):
         return

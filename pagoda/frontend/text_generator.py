@@ -406,7 +406,8 @@ def _resolve(
         raise PromptTooLongError(
             "Requested token count exceeds the model's maximum context length: "
             f"This model's maximum context length is {max_model_len} tokens, of which the prompt takes "
-            f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left.",
+            f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left: max_tokens or "
+            "max_completion_tokens is too large.",
             param="max_tokens",
             num_tokens=num_prompt_tokens,
             context=max_model_len,
