@@ -91,7 +91,7 @@ def parse_body(body: bytes, kind: type[T], unknown: UnknownFields | None = None)
 async def parse_beside(
     body: bytes, kind: type[T], threads: LongWork | None, unknown: UnknownFields | None = None
 ) -> T:
-    """What `parse_body` returns, in one of `threads` if the body is large. Raises: as `parse_body`."""
+    """The body, decoded in one of `threads` if it is large. Raises: as `parse_body`."""
     if len(body) <= LARGE_BODY_BYTES or threads is None:
         return parse_body(body, kind, unknown)
     return await threads.run(lambda: parse_body(body, kind, unknown))

@@ -1,4 +1,4 @@
-"""What a body costs to decode, found out before: values are made one by one while other streams wait."""
+"""Bounds of what a body costs to decode, checked before: values are made one by one while other streams wait."""
 
 from __future__ import annotations
 
