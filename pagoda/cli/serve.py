@@ -55,6 +55,9 @@ from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import LEVELS, Tracer
 from pagoda.version import __version__
 
+_SWITCH_INTERVAL_S = 0.001
+"""Seconds for which a thread with a long text may keep the event loop waiting; Python's own are 5 ms."""
+
 
 @Parameter(name="*", group=Group("Server", sort_key=5))
 @dataclass(frozen=True, kw_only=True)
@@ -348,6 +351,7 @@ def run_server(
         sys.stdout.flush()
         settle_heap()
 
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     event_loop.run(
         serve_api(
             server.config(files),

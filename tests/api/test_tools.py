@@ -66,12 +66,14 @@ async def test_reasoning_has_both_names_and_is_counted(serve_api, stream: bool) 
     assert details == {"reasoning_tokens": len(">why</think>")}
 
 
-async def test_every_chunk_of_a_thinking_model_has_a_field_of_reasoning(serve_api) -> None:
+@pytest.mark.parametrize("written", ["<think>why</think>so", "so"])
+async def test_every_chunk_has_a_field_of_reasoning(serve_api, written: str) -> None:
     """Null has one name: programs that take the other one as its alias refuse both."""
-    api = await serve_api("<think>why</think>so", text=text())
-    for event in (await api.chat(stream=True)).events():
-        delta = event["choices"][0]["delta"]
-        assert ("reasoning" in delta) == (delta["reasoning_content"] is not None)
+    api = await serve_api(written, text=text())
+    for body in ({}, {"separate_reasoning": False}):
+        for event in (await api.chat(stream=True, **body)).events():
+            delta = event["choices"][0]["delta"]
+            assert ("reasoning" in delta) == (delta["reasoning_content"] is not None)
 
 
 @WHOLE_AND_STREAM

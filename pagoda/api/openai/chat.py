@@ -30,7 +30,7 @@ from pagoda.messages.frontend import TokenLogprobs
 
 _NO_TOKENS = TextDelta("", [])
 _NO_REASONING: Mapping[str, None] = MappingProxyType({"reasoning_content": None})
-"""The field where a model that thinks has not thought. Its other name is left out: programs that take the one as
+"""The field of an answer without reasoning. Its other name is left out: programs that take the one as
 an alias of the other (smg, many in Rust) refuse a message with both."""
 
 
@@ -103,9 +103,9 @@ class _ChatAnswer:
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
         self._is_simple = not (self._has_logprobs or has_more or body.timings_per_token)
         """Events differ in their text alone, but for the first and the last one."""
-        shows_reasoning = conversation.has_reasoning and body.include_reasoning is not False
-        self._unsaid = _NO_REASONING if shows_reasoning else {}
-        """Fields of reasoning where there is none."""
+        self._unsaid = {} if body.include_reasoning is False else _NO_REASONING
+        """Fields of reasoning where there is none: clients of DeepSeek and SGLang read the field of every event,
+        also of a model that does not reason."""
         self._conversation = conversation
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
