@@ -5,7 +5,7 @@ Everything follows from the table of routes and the types of bodies and answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -84,7 +84,7 @@ def describe(table: Table, open_paths: frozenset[str]) -> dict[str, Any]:
     for kind, reference in references_of.items():
         name = reference.get("$ref", "").rpartition("/")[2]
         if name:
-            _show_neutral(kind, components[name])
+            components[name]["properties"] = _arranged(kind, components[name])
     paths = {
         path.replace("*", "{id}"): {
             method.lower(): _operation(path, method, route, references_of, path in open_paths)
@@ -105,10 +105,33 @@ def describe(table: Table, open_paths: frozenset[str]) -> dict[str, Any]:
     }
 
 
-def _show_neutral(kind: Any, schema: dict[str, Any]) -> None:
-    """Says of fields that are not supported which values they take."""
-    for name, values in neutral_values(kind).items():
-        schema["properties"][name] = {"enum": [None, *values], "default": None}
+def _arranged(kind: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties of a body in the order in which readers look for them: those that must be given, others of
+    this route, those of other routes as well, and last those that are not supported, with the values they take."""
+    fields = schema["properties"]
+    neutral = {
+        name: {
+            "description": "Not supported: refused but for these values.",
+            "enum": _distinct(values),
+            "default": None,
+        }
+        for name, values in neutral_values(kind).items()
+    }
+    own_first = [name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())]
+    names = dict.fromkeys([*schema.get("required", ()), *own_first, *fields])
+    supported = {name: fields[name] for name in names if name in fields and name not in neutral}
+    return {**supported, **neutral}
+
+
+def _distinct(values: Sequence[object]) -> list[object]:
+    """Null and the values, each once: 0 and 0.0 are one in JSON."""
+    found: list[object] = [None]
+    for value in values:
+        if not any(
+            value == one and isinstance(value, bool) is isinstance(one, bool) for one in found
+        ):
+            found.append(value)
+    return found
 
 
 def _operation(
@@ -134,7 +157,10 @@ def _operation(
 
 
 def _tag(path: str) -> str:
+    """The API that a route is of."""
     first = path.split("/")[1]
+    if path.startswith("/v1/messages"):
+        return "Anthropic"
     if first == "api":
         return "Ollama"
     return "OpenAI" if first == "v1" else "Server"

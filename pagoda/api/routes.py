@@ -17,6 +17,7 @@ from pagoda.api.llamacpp.dialect import LLAMACPP_CHAT
 from pagoda.api.llamacpp.routes import ROUTES as LLAMACPP_ROUTES
 from pagoda.api.metrics import metrics
 from pagoda.api.ollama.routes import ROUTES as OLLAMA_ROUTES
+from pagoda.api.openai.answers import ChatCompletion, Completion, Model, ModelList
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import chat_completions, count_chat_tokens
 from pagoda.api.openai.completions import completions
@@ -34,12 +35,14 @@ PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 _page = Route(info.page, "A file of the page.", content_type="text/html", statuses=(404,))
 _ready = Route(info.health_ready, "Whether the model makes progress.", statuses=(503,))
-_models = Route(info.models, "The models that are served.")
+_models = Route(info.models, "The models that are served.", answer=ModelList)
 _bootstrap_room = Route(
     info.bootstrap_room, "The place of KV, for decode servers.", statuses=(404,)
 )
 _server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
-_chat = Route(chat_completions, "Answers a conversation.", ChatRequest, streams=True)
+_chat = Route(
+    chat_completions, "Answers a conversation.", ChatRequest, ChatCompletion, streams=True
+)
 _llama_chat = Route(
     partial(chat_completions, first_content=None),
     "Answers a conversation.",
@@ -78,7 +81,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/server_info": {"GET": _server_info},
     "/get_server_info": {"GET": _server_info},
     "/v1/models": {"GET": _models},
-    "/v1/models/*": {"GET": Route(info.model, "One model.", statuses=(404,))},
+    "/v1/models/*": {"GET": Route(info.model, "One model.", answer=Model, statuses=(404,))},
     "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.")},
     "/v1/live": {
         "GET": Route(
@@ -102,7 +105,7 @@ ROUTES: dict[str, dict[str, Route]] = {
         )
     },
     "/v1/completions": {
-        "POST": Route(completions, "Continues texts.", CompletionRequest, streams=True)
+        "POST": Route(completions, "Continues texts.", CompletionRequest, Completion, streams=True)
     },
     "/v1/chat/completions": {"POST": _chat},
     "/v1/chat/completions/input_tokens": {"POST": _count_chat_tokens},

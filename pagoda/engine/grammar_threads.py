@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 
 from pagoda.ipc.clock import Clock
 
-COMPILE_LIMIT_S = 1.0
-"""Seconds that others wait for one grammar."""
 MAX_LATE_THREADS = 3
 """Threads that may be busy with grammars that nobody waits for any more: they cannot be stopped."""
 _STACK_BYTES = 256 << 20
@@ -64,11 +62,11 @@ class GrammarThreads(Generic[Job]):
         return True
 
     @contextlib.contextmanager
-    def timed(self, job: Job) -> Iterator[None]:
-        """Counts the time of a part of the work, in its thread."""
+    def timed(self, job: Job, limit_s: float) -> Iterator[None]:
+        """Counts the time of a part of the work, in its thread; after `limit_s` it has taken too long."""
         thread = threading.current_thread()
         with self._lock:
-            self._job = job, self._clock.now() + COMPILE_LIMIT_S
+            self._job = job, self._clock.now() + limit_s
         self._ring()
         try:
             yield

@@ -6,19 +6,25 @@ import os
 import re
 import select
 import threading
-from itertools import product
+from functools import partial
+from itertools import count, product
 
 import msgspec
 import pytest
-from harness import VOCAB_SIZE, Harness, make_request
+from harness import VOCAB_SIZE, Harness, assert_complete, make_request
+from llguidance import LLMatcher
 from mortal_executor import speaking
 from small_grammars import EOS, GRAMMARS, constraint_of, open_grammars, text_of, token_texts
 
-from pagoda.engine.grammar_threads import COMPILE_LIMIT_S, MAX_LATE_THREADS
+from pagoda.engine.grammar_threads import MAX_LATE_THREADS
 from pagoda.engine.grammars import (
     BUSY,
+    COMPILE_LIMIT_S,
     LATE_FOR_S,
     MAX_CACHED_GRAMMARS,
+    MAX_FORCED_TOKENS,
+    RETURN_LIMIT_S,
+    TOKEN_LIMIT_S,
     Constraint,
     Grammars,
     TokenTexts,
@@ -174,6 +180,64 @@ def test_a_grammar_that_takes_too_much_work_within_an_answer_is_the_clients_mist
     assert chunk.error == "the grammar takes too much work at this point of the answer."
 
 
+def dear_grammars(call_s: float) -> Grammars:
+    """Grammars whose every call takes processor time."""
+
+    def compiled(grammar: Grammar, vocabulary: Vocabulary) -> Constraint:
+        source = LLMatcher.grammar_from_regex(grammar.text)
+        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0)
+        readings = count(0.0, call_s)
+        return Constraint(matcher, vocabulary, processor_time=lambda: next(readings))
+
+    return Grammars(token_texts, VOCAB_SIZE, run=lambda work: work(), compile_grammar=compiled)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_dear_grammars_take_turns_and_others_need_not_wait(num_stages: int) -> None:
+    harness = Harness(num_stages=num_stages, open_grammars=partial(dear_grammars, 0.0025))
+    plain = make_request("plain", [1, 2, 3], max_tokens=60)
+    requests = [constrained(f"r{i}", Grammar("regex", "[ab]{12}")) for i in range(5)]
+    requests = [sampled(request, max_tokens=20) for request in requests]
+    harness.add(plain)
+    for request in requests:
+        harness.add(request)
+    num_dear, num_plain_steps = [], 0
+    while harness.scheduler.requests:
+        assert harness.tick()
+        for step in harness.scheduler.in_flight:
+            slots = {part.request.request_id for part in step.scheduled}
+            if "plain" not in harness.finished and len(harness.tokens["r4"]) > 1:
+                num_dear.append(len(slots - {"plain"}))
+                num_plain_steps += "plain" in slots
+    assert max(num_dear) == 1
+    assert num_plain_steps >= len(num_dear) // num_stages
+    assert_complete(harness, [plain, *requests])
+
+
+def test_dear_grammars_alone_go_on_in_turn() -> None:
+    harness = Harness(open_grammars=partial(dear_grammars, 0.0025))
+    harness.serve(*(constrained(f"r{i}", Grammar("regex", "[ab]{5}")) for i in range(5)))
+
+
+def test_a_token_that_takes_too_long_ends_the_answer_as_the_clients_mistake() -> None:
+    harness = Harness(open_grammars=partial(dear_grammars, TOKEN_LIMIT_S))
+    harness.add(constrained("r", Grammar("regex", "[ab]{12}")))
+    harness.run()
+    assert harness.finished["r"].blames_grammar
+
+
+def test_a_long_forced_text_is_appended_in_parts() -> None:
+    number = 2 * MAX_FORCED_TOKENS + 10
+    place = constraint_of(constrained("r", Grammar("regex", "z" * number)))
+    assert place is not None
+    parts = []
+    while (forced := place.forced_tokens()) and forced != [EOS]:
+        parts.append(len(forced))
+        assert all(map(place.consume, forced))
+    assert len(parts) > 1
+    assert max(parts) == MAX_FORCED_TOKENS
+
+
 def test_output_outside_of_the_language_is_refused() -> None:
     harness = Harness()
     request = constrained("r", LONG, output_token_ids=[2, 2])
@@ -284,6 +348,29 @@ def test_while_many_grammars_take_too_long_unknown_ones_come_again() -> None:
     while grammars.take(constrained("unknown", unknown), unknown) == BUSY:
         select.select(grammars.pollables(), [], [])
         grammars.drain()
+    assert isinstance(drained(grammars)[0][1], Constraint)
+    grammars.close()
+
+
+def test_an_answer_that_has_begun_is_not_refused_for_want_of_room_or_time() -> None:
+    clock, compiler = VirtualClock(), SlowCompiler()
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_grammar=compiler)
+    waiting = [constrained(f"r{i}", slow(i)) for i in range(MAX_LATE_THREADS)]
+    for request in waiting:
+        grammars.take(request, request.grammar or LONG)
+        compiler.begun.acquire()
+        clock.advance_to(clock.now() + COMPILE_LIMIT_S)
+        assert "too long" in str(drained(grammars)[0][1])
+    assert grammars.take(constrained("new", LONG), LONG) == BUSY
+    begun = msgspec.structs.replace(constrained("begun", LONG), output_token_ids=[0])
+    assert grammars.take(begun, LONG) is None
+    assert isinstance(drained(grammars)[0][1], Constraint)
+    late = msgspec.structs.replace(waiting[0], output_token_ids=[0])
+    assert grammars.take(late, slow(0)) is None
+    compiler.begun.acquire()
+    assert grammars.next_event_at() == clock.now() + RETURN_LIMIT_S
+    clock.advance_to(clock.now() + 2 * COMPILE_LIMIT_S)
+    compiler.let_go.set()
     assert isinstance(drained(grammars)[0][1], Constraint)
     grammars.close()
 

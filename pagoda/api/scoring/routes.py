@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pagoda.api.openai.answers import Embeddings, Scores
 from pagoda.api.route import Route
 from pagoda.api.scoring.embeddings import EmbeddingRequest, embeddings, pooling
 from pagoda.api.scoring.generative import GenerativeScoringRequest, generative_scoring
 from pagoda.api.scoring.rerank import RerankRequest, ScoreRequest, rerank, score
 
-_embeddings = Route(embeddings, "Vectors of texts.", EmbeddingRequest)
-_score = Route(score, "Scores of pairs of texts.", ScoreRequest)
+_embeddings = Route(embeddings, "Vectors of texts.", EmbeddingRequest, Embeddings)
+_score = Route(score, "Scores of pairs of texts.", ScoreRequest, Scores)
 _rerank = Route(rerank, "Documents by their scores against a query.", RerankRequest)
 
 ROUTES: dict[str, dict[str, Route]] = {
@@ -17,7 +18,10 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/pooling": {"POST": Route(pooling, "Vectors of texts, as vLLM has it.", EmbeddingRequest)},
     "/generative_scoring": {
         "POST": Route(
-            generative_scoring, "Probabilities of labels behind items.", GenerativeScoringRequest
+            generative_scoring,
+            "Probabilities of labels behind items.",
+            GenerativeScoringRequest,
+            Scores,
         )
     },
     "/v1/score": {"POST": _score},

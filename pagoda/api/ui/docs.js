@@ -1,6 +1,7 @@
 // The page of routes: shows /openapi.json, searches it, and writes a curl line for each route.
 
 const MAX_DEPTH = 3;
+const APIS = ["OpenAI", "Anthropic", "Ollama", "Server"];
 
 function element(name, options = {}, ...children) {
   const { text, ...rest } = options;
@@ -126,11 +127,13 @@ async function main() {
   const spec = await response.json();
   document.getElementById("version").textContent = spec.info.version;
   const shown = [];
+  const sections = APIS.map((name) => element("section", {}, element("h2", { text: name })));
+  document.getElementById("routes").append(...sections);
   for (const [path, methods] of Object.entries(spec.paths)) {
     for (const [method, operation] of Object.entries(methods)) {
       const details = routeOf(method, path, operation, spec);
       shown.push({ details, words: searchable(method, path, operation, spec) });
-      document.getElementById("routes").append(details);
+      sections[APIS.indexOf(operation.tags[0])].append(details);
     }
   }
   const search = document.getElementById("search");
@@ -140,6 +143,9 @@ async function main() {
     for (const { details, words: text } of shown) {
       details.hidden = !words.every((word) => text.includes(word));
       count += !details.hidden;
+    }
+    for (const section of sections) {
+      section.hidden = [...section.querySelectorAll("details")].every((details) => details.hidden);
     }
     document.getElementById("count").textContent = `${count} of ${shown.length} routes`;
   };

@@ -65,7 +65,7 @@ Input = str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
 class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of a new response. Fields of sampling that OpenAI lacks are those of chat completions."""
 
-    input: Input | None = None
+    input: Input
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: Tools | None = None
@@ -151,8 +151,6 @@ def _conversation_id(given: str | ConversationName | None) -> str | None:
 
 def check_body(body: ResponsesRequest) -> None:
     """Raises InvalidRequestError: two fields do not go together, or a value is not served; names the field."""
-    if body.input is None:
-        refuse("input", "is missing", "missing_field")
     if body.conversation is not None and body.previous_response_id is not None:
         refuse("previous_response_id", "and conversation exclude each other")
     if body.background and not body.is_stored:
