@@ -101,7 +101,7 @@ class ServerOptions:
     ] = ()
     """A prefill server that sglang-router's requests to this decode server may name; may be repeated."""
     enable_force_include_usage: bool = False
-    """End every stream with its usage, also where stream_options do not ask for it."""
+    """End every stream with its usage, and give it in each event where there are no stream_options."""
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log-probabilities as token_id:7, also where requests do not ask for it."""
     vllm_metrics: bool = False
