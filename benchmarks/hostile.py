@@ -190,7 +190,7 @@ async def _watch(session: aiohttp.ClientSession, pauses: list[Pause]) -> None:
 
 async def _measure(url: str, names: list[str]) -> list[tuple[str, ...]]:
     pauses: list[Pause] = []
-    rows = []
+    rows: list[tuple[str, ...]] = []
     async with aiohttp.ClientSession(url) as session, asyncio.TaskGroup() as group:
         tasks = [group.create_task(_watch(session, pauses)) for _ in range(_STREAMS)]
         await asyncio.sleep(1)
