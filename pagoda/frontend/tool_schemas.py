@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagoda.errors import refuse
+from pagoda.frontend.json_size import json_size
 from pagoda.frontend.schema_multiples import MAX_STEPS, steps_of, takes_too_much
+from pagoda.frontend.schema_types import MAX_OPTIONAL, has_too_many_optional
 
 MAX_SCHEMA_BYTES = 128 << 10
 """Bytes of the schema of one tool that an answer is held to."""
 MAX_TOTAL_BYTES = 256 << 10
 _NO_SCHEMAS = frozenset(("const", "enum", "default", "examples"))
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_COMPOSING = frozenset(("$ref", "allOf", "anyOf", "oneOf", "patternProperties"))
+"""Keywords that may declare arguments beside `properties`."""
 _NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
 """Look-around and references back, which no automaton follows."""
 
 
 def held_schema(schema: Mapping[str, Any], name: str, *, is_strict: bool) -> Mapping[str, Any]:
-    """The schema of tool `name`. If it is not strict, it is without keywords that are too much for an automaton.
+    """The schema of tool `name`, without arguments that it does not declare. If it is not strict, it is without
+    keywords that are too much for an automaton.
     Raises InvalidRequestError: it is too large or too deep, or it is strict and has such a `multipleOf`."""
     try:
-        size = len(json.dumps(schema))
-        if size > MAX_SCHEMA_BYTES:
+        if json_size(schema, MAX_SCHEMA_BYTES) > MAX_SCHEMA_BYTES:
             refuse("tools", f"has a schema of {name!r} with more than {MAX_SCHEMA_BYTES} bytes")
-        return _held(schema, name, is_strict=is_strict)
+        if has_too_many_optional(schema):
+            rule = f"has a schema of {name!r} with more than {MAX_OPTIONAL} optional properties"
+            refuse("tools", rule)
+        return _closed(_held(schema, name, is_strict=is_strict))
     except RecursionError:
         refuse("tools", f"has a schema of {name!r} that is nested too deeply")
 
 
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with no arguments but those that it declares, unless it says that there are others."""
+    if "properties" not in schema or not _COMPOSING.isdisjoint(schema):
+        return schema
+    return {"additionalProperties": False, **schema}
+
+
 def check_total(schemas: Sequence[Mapping[str, Any]]) -> None:
     """Raises InvalidRequestError: the schemas that one answer is held to are too large together."""
-    if sum(len(json.dumps(schema)) for schema in schemas) > MAX_TOTAL_BYTES:
+    if json_size(schemas, MAX_TOTAL_BYTES) > MAX_TOTAL_BYTES:
         refuse("tools", f"has schemas with more than {MAX_TOTAL_BYTES} bytes together")
 
 

@@ -24,7 +24,7 @@ async def test_an_answer(serve_api, stream: bool) -> None:
     kind = "chat.completion.chunk" if stream else "chat.completion"
     assert {event["object"] for event in events} == {kind}
     [choice] = answer.choices()
-    unsaid = {"reasoning_content": None, "reasoning": None}
+    unsaid = {"reasoning_content": None}
     assert choice["message"] == {"role": "assistant", "content": "Hello!", **unsaid}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert events[-1]["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
@@ -69,7 +69,7 @@ async def test_reasoning_and_content(
 async def test_a_model_that_does_not_think_keeps_its_tags(serve_api) -> None:
     api = await serve_api("<think>x", text=text("{{ messages[0].content }}"))
     message = (await api.chat()).json()["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "<think>x"}
+    assert message == {"role": "assistant", "content": "<think>x", "reasoning_content": None}
 
 
 @WHOLE_AND_STREAM

@@ -23,6 +23,9 @@ _ROOT = Path(__file__).parents[2]
 PAGODA = os.environ.get("PAGODA", str(_ROOT / ".venv" / "bin" / "pagoda"))
 """The program under test; `make test-clients` names the one of `.venv`."""
 
+# Prices are nothing to wait for, where there is no network.
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
 
 class Server(NamedTuple):
     url: str
@@ -75,18 +78,27 @@ def _await(program: subprocess.Popen[bytes], ready: str) -> None:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Server]:
+def serving(*flags: str, model: str = MODEL) -> Iterator[Server]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     quiet = ["--log-level", "warning", "--threads", "1"]
     command = [PAGODA, "serve", "--port", str(port), *quiet, *flags]
     with running(command, f"{url}/health/ready"):
-        yield Server(url)
+        yield Server(url, model)
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     with serving() as running_server:
+        yield running_server
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[Server]:
+    """A server of a model that understands questions in words, which the embedded one does not."""
+    flags = ["--model", "smollm2", "--kv-cache-memory-bytes", "256MiB"]
+    flags += ["--chat-template", str(Path(__file__).with_name("smollm2.jinja"))]
+    with serving(*flags, model="smollm2") as running_server:
         yield running_server
 
 

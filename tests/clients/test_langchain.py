@@ -13,8 +13,8 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 class TestChatModel(ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
-    def _server(self, server: Server) -> None:
-        type(self).server = server
+    def _server(self, smollm2: Server) -> None:
+        type(self).server = smollm2
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from conftest import Server, free_port, running
 from conversations import ADD, ANSWER, QUESTION
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
+_KEY = f"sk-{secrets.token_hex()}"
+"""Without a key that is hard to guess the proxy does not start."""
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
@@ -47,7 +50,10 @@ def test_a_prompt_that_is_too_long_has_its_class(server: Server) -> None:
 def proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = tmp_path_factory.mktemp("litellm") / "config.yaml"
     entry = f"{{model: openai/{server.model}, api_base: {server.v1}, api_key: none}}"
-    config.write_text(f"model_list: [{{model_name: m, litellm_params: {entry}}}]\n")
+    config.write_text(
+        f"model_list: [{{model_name: m, litellm_params: {entry}}}]\n"
+        f"general_settings: {{master_key: {_KEY}}}\n"
+    )
     port = free_port()
     program = Path(sys.executable).with_name("litellm")
     command = [str(program), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
@@ -58,7 +64,7 @@ def proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.mark.parametrize("stream", [False, True])
 def test_turns_with_tools_through_the_proxy(proxy: str, stream: bool) -> None:
     """Answers go back with the fields that the proxy has added to them."""
-    client = openai.OpenAI(base_url=proxy, api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=proxy, api_key=_KEY, max_retries=0)
     messages = list(MESSAGES)
     for _ in range(3):
         if stream:

@@ -10,7 +10,26 @@ from pagoda.frontend.tool_schemas import check_total, held_schema
 
 
 def number(**keywords: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"a": {"type": "number", **keywords}}}
+    properties = {"a": {"type": "number", **keywords}}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        ({"properties": {}}, True),
+        ({"properties": {"a": {}}, "required": ["a"]}, True),
+        ({"properties": {"a": {"properties": {}}}, "additionalProperties": {}}, False),
+        ({"properties": {"a": {}}, "additionalProperties": True}, False),
+        ({"properties": {"a": {}}, "patternProperties": {"^x": {}}}, False),
+        ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, False),
+        ({"type": "object"}, False),
+        ({}, False),
+    ],
+)
+def test_arguments_are_those_that_are_declared(schema: dict[str, Any], is_closed: bool) -> None:
+    held = held_schema(schema, "f", is_strict=False)
+    assert held == (schema | {"additionalProperties": False} if is_closed else schema)
 
 
 @pytest.mark.parametrize("value", [5, 0.01, 2.5, 1000, 10_000_000])
@@ -42,9 +61,10 @@ def test_steps_add_up() -> None:
 
 @pytest.mark.parametrize("pattern", ["(?=a)b", "(?<!a)b", r"(a)\1", r"(?<n>a)\k<n>"])
 def test_patterns_that_are_not_regular_are_passed_over_unless_strict(pattern: str) -> None:
-    schema = {"type": "object", "properties": {"pattern": {"type": "string", "pattern": pattern}}}
+    closed = {"type": "object", "additionalProperties": False}
+    schema = {**closed, "properties": {"pattern": {"type": "string", "pattern": pattern}}}
     held = held_schema(schema, "f", is_strict=False)
-    assert held == {"type": "object", "properties": {"pattern": {"type": "string"}}}
+    assert held == {**closed, "properties": {"pattern": {"type": "string"}}}
     assert held_schema(schema, "f", is_strict=True) == schema
 
 
