@@ -288,6 +288,15 @@ async def test_a_named_call_that_is_cut_off_ends_by_length(serve_api, stream: bo
     assert made["message"]["tool_calls"][0]["function"]["name"] == "add"
 
 
+async def test_an_answer_that_ends_before_the_call_that_it_must_make(serve_api) -> None:
+    api = await serve_api(CALL, text=text(), max_model_len=1000)
+    body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 1}
+    [choice] = (await api.chat(**body)).choices()
+    assert (choice["finish_reason"], choice["message"]["tool_calls"]) == ("length", [])
+    [choice] = (await api.chat(tools=TOOLS, max_tokens=1)).choices()
+    assert "tool_calls" not in choice["message"]
+
+
 async def test_a_model_with_no_format_can_be_made_to_call(serve_api) -> None:
     call = '[{"name": "add", "parameters": {"a": 1}}]'
     api = await serve_api(call, text=text("none"), max_model_len=1000)

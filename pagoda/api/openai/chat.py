@@ -63,6 +63,7 @@ async def begin_chat(
         id_prefix="chatcmpl",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
         always_usage=caller.service.config.always_usage,
+        tokens_as_ids=caller.service.config.tokens_as_ids,
     )
     answers = [
         _ChatAnswer(envelope, conversation, index, body, reader, first_content)
@@ -91,7 +92,7 @@ class _ChatAnswer:
         self._index = index
         self._reader = reader
         self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
-        as_ids = bool(body.return_tokens_as_token_ids)
+        as_ids = envelope.tokens_as_ids
         self._tokenizer = generation.generator.text.tokenizer
         self._spelling = TokenSpelling(self._tokenizer, as_ids=as_ids)
         self._num_top = generation.requests[index].sampling.prompt_logprobs
@@ -138,7 +139,8 @@ class _ChatAnswer:
     def whole_fields(self) -> dict[str, Any]:
         """Fields beside the choices of a response in one piece."""
         times = {} if self._envelope.timings is None else {"timings": self._envelope.timings}
-        return self.prompt_fields() | times
+        # vLLM's clients read log-probabilities of the prompt whether they asked for them or not.
+        return {"prompt_logprobs": None, **self.prompt_fields(), **times}
 
     def _times(self) -> dict[str, Any]:
         """The field with the times so far, if they are wanted. The envelope keeps them for its end."""
@@ -176,6 +178,8 @@ class _ChatAnswer:
                 message["function_call"] = _function(calls[0])
             else:
                 message["tool_calls"] = [self._whole_call(pieces) for pieces in calls]
+        elif self._conversation.choice.must_call and not self._conversation.choice.is_function:
+            message["tool_calls"] = []  # the answer ended before its first call
         if self._unsaid:
             message |= _reasoning(parts.reasoning) if parts.reasoning else self._unsaid
         delta = joined_deltas(self._deltas)
