@@ -17,6 +17,7 @@ LARGEST_LEN = 8192
 """The longest context that a test gets from another model."""
 _CHATML = Path(__file__).parent / "script" / "chatml.jinja"
 """The chat template of a model that is played, where a test names none."""
+_NO_THOUGHTS = '{"enable_thinking": false}'
 
 
 FORMATS = ("hermes", "llama3_json", "mistral", "granite", "pythonic")
@@ -63,6 +64,7 @@ VLLM = Dialect(
         "--max-num-seqs": "--max-num-seqs",
         "--max-logprobs": "--max-logprobs",
         "--chat-template": "--chat-template",
+        "--default-chat-template-kwargs": "--default-chat-template-kwargs",
         "--data-parallel-size": "--data-parallel-size",
         "--lora-modules": "--lora",
         "--max-lora-rank": "--max-lora-rank",
@@ -209,6 +211,8 @@ def translate(
             names += values
         elif flag in dialect.model:
             model = model or values[0]
+        elif flag == "--reasoning":
+            found += ["--default-chat-template-kwargs", _NO_THOUGHTS] if values == ["off"] else []
         elif scripted and flag == "--tool-call-parser":
             found += [flag, call_format(values[0])]
         elif flag in dialect.taken and values:
