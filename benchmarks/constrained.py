@@ -28,7 +28,7 @@ from pagoda.messages.frontend import GenerateRequest, Grammar
 from pagoda.messages.sampling_params import SamplingParams
 
 _STREAMS = 16
-_MAX_TOKENS = 256
+_MAX_TOKENS = 128
 _FREE = "free"
 _ITEM = {
     "type": "object",
@@ -57,6 +57,8 @@ def main() -> None:
     unknown = sorted(set(arguments.names) - set(_MEASUREMENTS))
     if unknown:
         parser.error(f"no measurement {unknown[0]}; there are {', '.join(_MEASUREMENTS)}")
+    if arguments.rounds < 2:
+        parser.error("--rounds must be at least 2, of which there are quartiles")
     figures: list[Figure] = []
     for name in arguments.names or _MEASUREMENTS:
         output.stderr().print(f"measuring {name} ...")

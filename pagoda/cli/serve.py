@@ -55,6 +55,9 @@ from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import LEVELS, Tracer
 from pagoda.version import __version__
 
+_SWITCH_INTERVAL_S = 0.001
+"""Seconds for which a thread with a long text may keep the event loop waiting; Python's own are 5 ms."""
+
 
 @Parameter(name="*", group=Group("Server", sort_key=5))
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,10 @@ class ServerOptions:
     """A prefill server that sglang-router's requests to this decode server may name; may be repeated."""
     enable_force_include_usage: bool = False
     """End every stream with its usage, also where stream_options do not ask for it."""
+    return_tokens_as_token_ids: bool = False
+    """Write the tokens of log-probabilities as token_id:7, also where requests do not ask for it."""
+    vllm_metrics: bool = False
+    """Give figures under vLLM's names at /metrics too, for what reads them there."""
     response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = "256MiB"
     """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
     files_dir: Path | None = None
@@ -148,6 +155,8 @@ class ServerOptions:
             unknown_fields=UnknownFields() if self.unknown_fields == "warn" else None,
             bootstrap_hosts=self.bootstrap_hosts,
             always_usage=self.enable_force_include_usage,
+            tokens_as_ids=self.return_tokens_as_token_ids,
+            vllm_metrics=self.vllm_metrics,
             response_store_bytes=_bytes_of("--response-store-bytes", self.response_store_bytes),
         )
         return ServerConfig(
@@ -342,6 +351,7 @@ def run_server(
         sys.stdout.flush()
         settle_heap()
 
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     event_loop.run(
         serve_api(
             server.config(files),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagoda.errors import refuse
+from pagoda.frontend.json_size import json_size
 from pagoda.frontend.schema_multiples import MAX_STEPS, steps_of, takes_too_much
 
 MAX_SCHEMA_BYTES = 128 << 10
@@ -26,8 +26,7 @@ def held_schema(schema: Mapping[str, Any], name: str, *, is_strict: bool) -> Map
     keywords that are too much for an automaton.
     Raises InvalidRequestError: it is too large or too deep, or it is strict and has such a `multipleOf`."""
     try:
-        size = len(json.dumps(schema))
-        if size > MAX_SCHEMA_BYTES:
+        if json_size(schema, MAX_SCHEMA_BYTES) > MAX_SCHEMA_BYTES:
             refuse("tools", f"has a schema of {name!r} with more than {MAX_SCHEMA_BYTES} bytes")
         return _closed(_held(schema, name, is_strict=is_strict))
     except RecursionError:
@@ -43,7 +42,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_total(schemas: Sequence[Mapping[str, Any]]) -> None:
     """Raises InvalidRequestError: the schemas that one answer is held to are too large together."""
-    if sum(len(json.dumps(schema)) for schema in schemas) > MAX_TOTAL_BYTES:
+    if json_size(schemas, MAX_TOTAL_BYTES) > MAX_TOTAL_BYTES:
         refuse("tools", f"has schemas with more than {MAX_TOTAL_BYTES} bytes together")
 
 

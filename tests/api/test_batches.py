@@ -342,7 +342,7 @@ async def test_finished_batches_make_room(serve_api, attach: Attach, monkeypatch
     api.endpoint.pause_after = 1
     second = (await create(api, made["id"])).json()
     assert (await api.get(f"/v1/batches/{first['id']}")).status == 404
-    assert [path.stem for path in (tmp_path / "files").glob("batch-*")] == [second["id"]]
+    assert [path.stem for path in (tmp_path / "files").glob("batch-*.json")] == [second["id"]]
     await api.endpoint.paused.wait()
     assert (await create(api, made["id"])).status == 429
 

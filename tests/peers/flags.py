@@ -18,6 +18,10 @@ _SMALL_LEN = 512
 """A test that asks for a shorter context is about its end."""
 
 
+FORMATS = ("hermes", "llama3_json", "mistral", "granite", "pythonic")
+"""Formats of tool calls that written answers are in."""
+
+
 class NotApplicableError(Exception):
     """A server is asked for something that is no part of Pagoda; says what."""
 
@@ -86,14 +90,13 @@ VLLM = Dialect(
         "--enable-sleep-mode": "sleep mode",
         "--tokens-only": "a server of tokens without a tokenizer",
         "--skip-tokenizer-init": "a server without a tokenizer",
-        "--runner": "pooling models",
         "--speculative-config": "speculative decoding",
         "--middleware": "Python middleware of the operator",
         "--limit-mm-per-prompt": "images, audio and video",
-        "--data-parallel-rank": "one server for each data-parallel rank",
         "--headless": "data parallelism over nodes",
         "--worker-extension-cls": "Python extensions of the operator",
     },
+    always=("--vllm-metrics",),
 )
 
 _SILENT = (
@@ -166,8 +169,12 @@ SGLANG = Dialect(
 )
 
 
-def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[str]:
+def translate(
+    arguments: Sequence[str], dialect: Dialect, max_len: int, *, scripted: bool = False
+) -> list[str]:
     """The arguments of `pagoda serve` with a model of `max_len` tokens of context.
+
+    A model that is `scripted` writes tool calls as those would that tests name templates and parsers of.
 
     Raises NotApplicableError: as its text says.
     """
@@ -195,8 +202,10 @@ def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[
             names += values
         elif flag in dialect.model:
             model = model or values[0]
+        elif scripted and flag == "--tool-call-parser":
+            found += [flag, call_format(values[0])]
         elif flag in dialect.taken and values:
-            found += _bounded(dialect.taken[flag], values, max_len, parts)
+            found += _bounded(dialect.taken[flag], values, max_len, parts, scripted=scripted)
     if dialect.any_origin and "--cors-origins" not in arguments:
         found += ["--cors-origins", "*"]
     if not any(it.startswith("--reasoning") for it in arguments):
@@ -211,6 +220,11 @@ def _is_flag(argument: str) -> bool:
     return argument.startswith("-") and not argument.lstrip("-")[:1].isdigit()
 
 
+def call_format(parser: str) -> str:
+    """The format of tool calls in which a model with this parser is played."""
+    return parser if parser in FORMATS else "hermes"
+
+
 def _shares(arguments: Sequence[str]) -> int:
     """The requests that share the context of llama.cpp."""
     if "--parallel" not in arguments or "--kv-unified" in arguments:
@@ -218,13 +232,15 @@ def _shares(arguments: Sequence[str]) -> int:
     return int(arguments[arguments.index("--parallel") + 1])
 
 
-def _bounded(flag: str, values: Sequence[str], max_len: int, parts: int) -> list[str]:
+def _bounded(
+    flag: str, values: Sequence[str], max_len: int, parts: int, *, scripted: bool = False
+) -> list[str]:
     """A flag as Pagoda can take it with the model; `parts` requests share the context."""
     if flag == "--max-model-len":
         # A text takes several times as many tokens of the embedded model as of those that the tests are made for.
         asked = int(values[0]) // parts
         return [flag, str(asked if asked < _SMALL_LEN else max_len)]
-    if flag == "--chat-template" and "tool_chat_template" in values[0]:
+    if flag == "--chat-template" and "tool_chat_template" in values[0] and not scripted:
         return []  # of a model that calls tools in another way
     if flag == "--lora":
         return [part for value in values for part in (flag, _named_adapter(value))]
