@@ -12,6 +12,7 @@ from pagoda.frontend.ebnf import is_lark, lark_of_ebnf
 from pagoda.frontend.json_size import json_size
 from pagoda.frontend.lark_references import check_references
 from pagoda.frontend.schema_multiples import MAX_STEPS, steps_of, takes_too_much
+from pagoda.frontend.schema_types import MAX_OPTIONAL, has_too_many_optional
 from pagoda.messages.frontend import Grammar
 
 MAX_GRAMMAR_BYTES = 128 << 10
@@ -86,6 +87,9 @@ def _checked(schema: Any, param: str, multiples: list[int], depth: int) -> Any:
         return [_checked(item, param, multiples, depth - 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
+    if has_too_many_optional(schema):
+        rule = f"has an object with more than {MAX_OPTIONAL} properties that may be left out"
+        refuse(param, rule)
     checked: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _VALUES:

@@ -9,6 +9,7 @@ from typing import Any
 from pagoda.errors import refuse
 from pagoda.frontend.json_size import json_size
 from pagoda.frontend.schema_multiples import MAX_STEPS, steps_of, takes_too_much
+from pagoda.frontend.schema_types import MAX_OPTIONAL, has_too_many_optional
 
 MAX_SCHEMA_BYTES = 128 << 10
 """Bytes of the schema of one tool that an answer is held to."""
@@ -28,6 +29,9 @@ def held_schema(schema: Mapping[str, Any], name: str, *, is_strict: bool) -> Map
     try:
         if json_size(schema, MAX_SCHEMA_BYTES) > MAX_SCHEMA_BYTES:
             refuse("tools", f"has a schema of {name!r} with more than {MAX_SCHEMA_BYTES} bytes")
+        if has_too_many_optional(schema):
+            rule = f"has a schema of {name!r} with more than {MAX_OPTIONAL} optional properties"
+            refuse("tools", rule)
         return _closed(_held(schema, name, is_strict=is_strict))
     except RecursionError:
         refuse("tools", f"has a schema of {name!r} that is nested too deeply")

@@ -14,6 +14,7 @@ TINY_LEN = 2048
 """The context of the embedded model."""
 LARGEST_LEN = 8192
 """The longest context that a test gets from another model."""
+_NO_THOUGHTS = '{"enable_thinking": false}'
 _SMALL_LEN = 512
 """A test that asks for a shorter context is about its end."""
 
@@ -60,6 +61,7 @@ VLLM = Dialect(
         "--max-num-seqs": "--max-num-seqs",
         "--max-logprobs": "--max-logprobs",
         "--chat-template": "--chat-template",
+        "--default-chat-template-kwargs": "--default-chat-template-kwargs",
         "--data-parallel-size": "--data-parallel-size",
         "--lora-modules": "--lora",
         "--max-lora-rank": "--max-lora-rank",
@@ -202,6 +204,8 @@ def translate(
             names += values
         elif flag in dialect.model:
             model = model or values[0]
+        elif flag == "--reasoning":
+            found += ["--default-chat-template-kwargs", _NO_THOUGHTS] if values == ["off"] else []
         elif scripted and flag == "--tool-call-parser":
             found += [flag, call_format(values[0])]
         elif flag in dialect.taken and values:

@@ -6,6 +6,7 @@ that the server which was asked for is no part of Pagoda.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -26,11 +27,20 @@ DIALECTS = {"vllm": VLLM, "llamacpp": LLAMA_CPP, "sglang": SGLANG}
 def command(dialect: str, arguments: Sequence[str]) -> list[str]:
     """The command of Pagoda's server. Raises NotApplicableError: as `translate`."""
     model = os.environ.get(MODEL, "")
-    max_len = LARGEST_LEN if model else TINY_LEN
+    max_len = _longest(Path(model)) if model else TINY_LEN
     flags = translate(arguments, DIALECTS[dialect], max_len, scripted=SCRIPTED in os.environ)
     files = [str(it) for it in sorted(Path(model).glob("*.gguf"))] if model else []
     serve = [sys.executable, "-m", "pagoda", "serve", *(files or [model] if model else [])]
     return [*serve, *flags, "--log-level", "info"]
+
+
+def _longest(model: Path) -> int:
+    """The context that tests get from a model."""
+    config = model / "config.json"
+    if not config.is_file():
+        return LARGEST_LEN
+    own = json.loads(config.read_text(encoding="utf-8"))["max_position_embeddings"]
+    return min(LARGEST_LEN, int(own))
 
 
 def follow_script(flags: Sequence[str]) -> None:
