@@ -14,9 +14,14 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
+from pagoda.api.body_structure import check_structure
 from pagoda.errors import InvalidRequestError, refuse
+from pagoda.frontend.async_utils import LongWork
 
 T = TypeVar("T")
+
+LARGE_BODY_BYTES = 64 << 10
+"""Longer bodies are decoded in a thread, so that other streams go on meanwhile."""
 
 _MAX_QUOTED_CHARS = 256
 _MAX_UNKNOWN_NAMES = 1000
@@ -59,6 +64,8 @@ def parse_body(body: bytes, kind: type[T], unknown: UnknownFields | None = None)
     """Decodes and checks a JSON body. With `unknown`, unknown fields of it are noted there and ignored.
     Raises InvalidRequestError: the body is not JSON, or not such a body; names the field."""
     decode = _decoder(cast(Any, kind)).decode
+    if len(body) > LARGE_BODY_BYTES:
+        check_structure(body)
     try:
         try:
             parsed: T = decode(body)
@@ -79,6 +86,15 @@ def parse_body(body: bytes, kind: type[T], unknown: UnknownFields | None = None)
         _check_neutral(parsed)
     _check_duplicates(body)
     return parsed
+
+
+async def parse_beside(
+    body: bytes, kind: type[T], threads: LongWork | None, unknown: UnknownFields | None = None
+) -> T:
+    """The body, decoded in one of `threads` if it is large. Raises: as `parse_body`."""
+    if len(body) <= LARGE_BODY_BYTES or threads is None:
+        return parse_body(body, kind, unknown)
+    return await threads.run(lambda: parse_body(body, kind, unknown))
 
 
 def _known_part(body: bytes, kind: type[msgspec.Struct], unknown: UnknownFields) -> bytes:

@@ -14,11 +14,15 @@ from pagoda.frontend.constraints import (
     json_object_grammar,
     structured_grammar,
 )
+from pagoda.frontend.json_size import json_size
 from pagoda.messages.frontend import Grammar
 
 _BACKENDS = ("auto", "guidance", "llguidance", "xgrammar", "outlines", "lm-format-enforcer")
 _NAMED_BY_KIND = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}
 """Fields of SGLang and llama.cpp, and the kind of their constraint."""
+_CONSTRAINTS = ("response_format", "structured_outputs", *_NAMED_BY_KIND)
+_CONSTRAINTS += ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_MAX_SIZE = 1 << 20
 
 
 class FieldGrammar(NamedTuple):
@@ -26,6 +30,11 @@ class FieldGrammar(NamedTuple):
 
     grammar: Grammar
     param: str
+
+
+def constraint_size(body: GenerationFields) -> int:
+    """Characters of a body's constraints, roughly, of which `constraint_of` makes a grammar in linear time."""
+    return json_size([getattr(body, name) for name in _CONSTRAINTS], _MAX_SIZE)
 
 
 def constraint_of(body: GenerationFields) -> FieldGrammar | None:

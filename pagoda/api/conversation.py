@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pagoda.api.constraint_fields import FieldGrammar, constraint_of
+from pagoda.api.constraint_fields import FieldGrammar, constraint_of, constraint_size
 from pagoda.api.fields import renamed
 from pagoda.api.generation import Generation, Usage, prepare
 from pagoda.api.openai.bodies import ChatRequest, chat_logprobs_count, chat_max_tokens
@@ -21,7 +21,8 @@ from pagoda.api.tool_choice import ToolChoice, new_call_id, tool_choice_of
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
 from pagoda.frontend.chat_template import ChatTemplate
-from pagoda.frontend.text_generator import TextDelta, TextGenerator
+from pagoda.frontend.json_size import json_size
+from pagoda.frontend.text_generator import LONG_TEXT_CHARS, TextDelta, TextGenerator
 from pagoda.frontend.tool_grammars import Reasoning, answer_grammar
 from pagoda.messages.frontend import FinishReason
 
@@ -148,7 +149,10 @@ async def begin_conversation(
             add_special_tokens=bool(body.add_special_tokens),
             clamp_max_tokens=clamp_max_tokens,
             param="messages",
-            grammar=_grammar(body, generator, choice, prompt),
+            grammar=await generator.run_sized(
+                partial(_grammar, body, generator, choice, prompt),
+                constraint_size(body) + json_size(choice.tools, LONG_TEXT_CHARS),
+            ),
             shown_tokens=formats.tokens(calls_tools=choice.calls_tools),
         )
     reasoning = None if body.separate_reasoning is False else formats.reasoning

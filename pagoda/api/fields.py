@@ -26,8 +26,8 @@ from pagoda.messages.sampling_params import (
     TokenId,
 )
 
-MAX_TOKEN_IDS = 2**20
-"""Most token ids in one list; longer than the context of any model."""
+MAX_TOKEN_IDS = 2**19
+"""Most token ids in one list; decoding more would hold up other streams. Longer prompts come as text."""
 MAX_SESSION_CHARS = 256
 """Names of sessions are cut to this length."""
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from pagoda.api.bootstrap import ask, room_of
-from pagoda.api.constraint_fields import FieldGrammar, constraint_of
+from pagoda.api.constraint_fields import FieldGrammar, constraint_of, constraint_size
 from pagoda.api.fields import (
     GenerationFields,
     beam_search_params,
@@ -184,7 +184,9 @@ async def prepare(
     those of `TextGenerator.prepare`; without a `grammar` that of the body counts.
     Raises InvalidRequestError: a value is not as it must be; names the field."""
     check_fields(body)
-    grammar = grammar or constraint_of(body)
+    if grammar is None:
+        make = partial(constraint_of, body)
+        grammar = await generator.run_sized(make, constraint_size(body))
     is_router = caller.service.is_router
     role = generator.endpoint.limits.role
     handoff = handoff_of(body, role, max_tokens=max_tokens, is_router=is_router)

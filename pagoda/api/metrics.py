@@ -36,7 +36,7 @@ async def metrics(context: RequestContext, *, aliases: bool = False) -> web.Stre
     def text() -> str:
         from pagoda.api.exposition import render  # its library takes a tenth of a second to import
 
-        return render(snapshot, aliases=aliases)
+        return render(snapshot, aliases=aliases or context.service.config.vllm_metrics)
 
     return context.text(await asyncio.to_thread(text), CONTENT_TYPE)  # streams go on meanwhile
 

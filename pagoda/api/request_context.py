@@ -9,15 +9,12 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from pagoda.api.body import parse_body
+from pagoda.api.body import parse_beside
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.service import Service
 from pagoda.api.sse import EventStream, encode_json
 from pagoda.frontend.request_tracker import ClientRequest
-
-_LARGE_BODY_BYTES = 256 * 2**10
-"""Longer bodies are decoded in a thread, so that other streams go on meanwhile."""
 
 T = TypeVar("T")
 
@@ -102,10 +99,8 @@ class RequestContext:
         Raises ApiError: as `body`; InvalidRequestError: the body does not fit `kind`; names the field."""
         body = await self.body()
         generator = self.service.generator
-        unknown = self.service.config.unknown_fields
-        if len(body) <= _LARGE_BODY_BYTES or generator is None:
-            return parse_body(body, kind, unknown)
-        return await generator.long_texts.run(lambda: parse_body(body, kind, unknown))
+        threads = None if generator is None else generator.long_texts
+        return await parse_beside(body, kind, threads, self.service.config.unknown_fields)
 
     def json(self, value: object) -> web.Response:
         return self._response(encode_json(value), "application/json")

@@ -46,7 +46,11 @@ class ApiConfig:
     bootstrap_hosts: Sequence[str] = ()
     """Prefill servers that requests with `bootstrap_room` may name."""
     always_usage: bool = False
-    """Streams end with their usage even if the client does not ask for it."""
+    """Events of streams have their usage so far if the client has no `stream_options`, and streams end with it."""
+    tokens_as_ids: bool = False
+    """Tokens of log-probabilities are written as `token_id:7` unless the client says otherwise."""
+    vllm_metrics: bool = False
+    """`/metrics` has vLLM's names, too."""
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0
     keep_alive_s: float = 15.0

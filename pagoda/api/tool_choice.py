@@ -171,4 +171,4 @@ def _check_names(names: Sequence[str], tools: Sequence[Mapping[str, Any]], param
     known = [function.get("name") for function in functions if isinstance(function, dict)]
     for name in names:
         if name not in known:
-            refuse(param, f"names {name[:64]!r}, which is not among the tools")
+            refuse(param, f"must be one of the tools: Tool {name[:64]!r} not found in tools list")

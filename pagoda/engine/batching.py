@@ -5,6 +5,7 @@ docs/architecture.md explains the one arithmetic of tokens and computed tokens, 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,12 @@ _BLOCKED_STEPS = 16
 
 _MAX_LED = 32
 """Requests that a step passes over because others compute their blocks."""
+
+DEAR_S = 0.0005
+"""Processor time of a token from which on the grammar of a request is dear."""
+
+STEP_MASKS_S = 0.008
+"""Processor time that the masks of dear grammars take of a step, as far as more than one request has one."""
 
 _NO_KEY: OrderKey = (-(2**63), -1)
 """A key that sorts in front of every order key."""
@@ -90,6 +97,14 @@ class PlanBuilder:
         self.new_tokens: list[tuple[int, int]] = []
         self.forced_tokens: list[tuple[int, list[int]]] = []
         self.masked_slots: list[int] = []
+        self.dear_s = 0.0
+        """Processor time of the masks of all running requests with dear grammars."""
+        self.masks_s = 0.0
+        """The part of it that the step takes."""
+        self.gives_way = False
+        """True if a request has given way because of its grammar."""
+        self.starts_dear = False
+        """True if a request with a dear grammar begins in the step."""
         self.decodes_left = max_decodes
         self.has_decodes = False
         self.is_mixed = decodes is None
@@ -187,17 +202,31 @@ class Batcher:
         self._blocked: _Blocked | None = None
         self._last_was_decodes = False
         """The kind of the last step, where `mixed_steps` is off."""
+        self._in_turn = True
+        """Requests with dear grammars take turns in the plan that is being made."""
+        self._dear_s = 0.0
+        """Processor time of the masks of all requests with dear grammars, in the last plan."""
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
+        plan, gave_way = self._next_plan(in_turn=True)
+        if plan is None and gave_way and not self.in_flight:
+            plan, _ = self._next_plan(in_turn=False)
+        return plan
+
+    def _next_plan(self, *, in_turn: bool) -> tuple[StepPlan | None, bool]:
+        """The next step, if there is one, and whether dear grammars gave way, as they do `in_turn`."""
+        gave_way = False
         for decodes in self._kinds():
             plan = PlanBuilder(self.next_step, self._limits, decodes, self._max_decodes())
+            self._in_turn = in_turn
             alone = self._quarantine.first()
             if alone is not None:
                 self._schedule_alone(alone, plan)
             else:
                 self._yield_to_higher_priority()
                 self._fill(plan)
+                self._dear_s = plan.dear_s
             if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
                 self.next_step += 1
@@ -205,8 +234,24 @@ class Batcher:
                 self.in_flight.append(step)
                 if plan.masked_slots:
                     self.unmasked.append(step)
-                return plan.plan(self._places.drain_freed_slots())
-        return None
+                return plan.plan(self._places.drain_freed_slots()), False
+            gave_way |= plan.gives_way
+        return None, gave_way
+
+    def _gives_way(self, request: Request, plan: PlanBuilder) -> bool:
+        """True if the grammar of a running request is so dear that the others of the step, who would wait for its
+        mask, go first. A request whose turn was in a step gives way until all others can have had theirs."""
+        if request.constraint is None or (cost := request.constraint.cost_s) <= DEAR_S:
+            return False
+        plan.dear_s += cost
+        is_full = plan.masks_s > 0 and plan.masks_s + cost > STEP_MASKS_S
+        if is_full or (self._in_turn and plan.step < request.mask_turn):
+            plan.gives_way = True
+            return True
+        plan.masks_s += cost
+        # A step that has no room for a request is half full at least.
+        request.mask_turn = plan.step + math.ceil(2 * self._dear_s / STEP_MASKS_S)
+        return False
 
     def _kinds(self) -> tuple[bool | None, ...]:
         """Kinds to try for the step: None for any tokens; else single tokens (True) and chunks (False) in turn."""
@@ -313,7 +358,7 @@ class Batcher:
     ) -> None:
         """Gives a running request tokens, preempting requests behind it for blocks if need be."""
         slot, count = request.slot, plan.count_for(available, num_behind)
-        if count == 0 or slot is None:
+        if count == 0 or slot is None or self._gives_way(request, plan):
             return
         if available == 1:
             if plan.decodes_left == 0:
@@ -389,8 +434,10 @@ class Batcher:
         num_hit_tokens = len(hits) * self._kv.block_size
         available = request.num_tokens - num_hit_tokens
         count = plan.count_for(available)
-        if count == 0:
+        is_dear = request.constraint is not None and request.constraint.cost_s > DEAR_S
+        if count == 0 or (is_dear and plan.starts_dear):
             return False
+        plan.starts_dear |= is_dear
         self._kv.adopt(request.table, hits)
         if self._kv.grow(request.table, num_hit_tokens + count) is None:
             raise RuntimeError("A request was admitted that does not fit.")

@@ -12,9 +12,11 @@ import logging
 import re
 import subprocess
 import sys
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -30,8 +32,11 @@ if TYPE_CHECKING:
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_BYTES = 4 << 20
 """Bytes of the texts of all grammars that are kept. What is made of a text takes some hundred times as much."""
-_MAX_INLINE_TOKENS = 64
-"""Output tokens that are consumed on the engine's loop, some microseconds each; more are in the thread."""
+MAX_FORCED_TOKENS = 256
+"""Forced tokens that are appended at once; the rest of a longer text follows in the next turns of the loop."""
+TOKEN_LIMIT_S = 0.01
+"""Processor time on the engine's loop that one token of an answer may take."""
+_COST_DECAY = 0.9
 _MAX_ERROR_CHARS = 300
 _MAX_LATE_DIGESTS = 256
 COMPILE_LIMIT_S = 1.0
@@ -87,12 +92,45 @@ def load_token_texts(order: TokenTextsOrder) -> TokenTexts:
 class Constraint:
     """Place of one request in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: Vocabulary,
+        *,
+        cost_s: float = 0.0,
+        processor_time: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`processor_time` counts the seconds that this thread has worked: a machine with other work to do must
+        not make a grammar look dear."""
+        self.cost_s = cost_s
+        """Processor time of a token, in seconds: the most of late, which fades from token to token."""
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._processor_time = processor_time
+        self._spent_s = 0.0
+        """Processor time since the last token was consumed."""
+        self._forced: deque[int] | None = None
+        """Tokens that are certain to come; None if that is not known."""
 
     def copy(self) -> Constraint:
-        return Constraint(self._matcher.deep_copy(), self._vocabulary)
+        return Constraint(
+            self._matcher.deep_copy(),
+            self._vocabulary,
+            cost_s=self.cost_s,
+            processor_time=self._processor_time,
+        )
+
+    def try_out(self) -> bool:
+        """Measures what every answer begins with. False if that is too much work for the engine's loop."""
+        first, beginning = self.copy(), self.copy()
+        if first.mask() is None:
+            return False
+        self.cost_s = first._spent_s
+        while forced := beginning.forced_tokens():
+            for token_id in forced:
+                if token_id in self.eos_token_ids or not beginning.consume(token_id):
+                    return not beginning.is_exhausted
+        return True
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -102,25 +140,45 @@ class Constraint:
     @property
     def is_exhausted(self) -> bool:
         """True if the grammar took too much work, and the place is lost."""
+        if self._spent_s > TOKEN_LIMIT_S:
+            return True
         return self._matcher.is_error() and _OUTSIDE not in self._matcher.get_error()
 
     def consume(self, token_id: int) -> bool:
-        """Goes on behind a token that does not end the answer; False if the grammar does not allow it here."""
-        return self._matcher.consume_token(token_id)
+        """Goes on behind a token that does not end the answer; False if the grammar does not allow it here, or
+        took too much work."""
+        if self.is_exhausted:
+            return False
+        self.cost_s = max(self._spent_s, self.cost_s * _COST_DECAY)
+        began = self._processor_time()
+        is_allowed = self._matcher.consume_token(token_id)
+        self._spent_s = self._processor_time() - began
+        forced, self._forced = self._forced, None
+        if forced and forced.popleft() == token_id and forced:
+            self._forced = forced
+        return is_allowed and self._spent_s <= TOKEN_LIMIT_S
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that must come next, as far as they are certain; a whole answer is followed by its end."""
-        if self._matcher.is_stopped() and not self._matcher.is_error():
-            return [self._vocabulary.end_token_id]
-        return self._matcher.compute_ff_tokens()
+        """The tokens that must come next, as far as they are certain, and at most `MAX_FORCED_TOKENS`; a whole
+        answer is followed by its end."""
+        if self._forced is None:
+            if self._matcher.is_stopped() and not self._matcher.is_error():
+                self._forced = deque((self._vocabulary.end_token_id,))
+            else:
+                began = self._processor_time()
+                self._forced = deque(self._matcher.compute_ff_tokens())
+                self._spent_s += self._processor_time() - began
+        return list(islice(self._forced, MAX_FORCED_TOKENS))
 
     def mask(self, held_back: Sequence[int] = ()) -> bytes | None:
         """Bits of the tokens that may come next, as `SamplingRules.allowed`; None if that takes too much work.
 
         Tokens of `held_back` are left out, unless nothing else may come.
         """
+        began = self._processor_time()
         bits = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
+        self._spent_s += self._processor_time() - began
+        if self._spent_s > TOKEN_LIMIT_S or self._matcher.is_error():
             return None
         mask = self._vocabulary.fitted(bits)
         if not held_back:
@@ -240,7 +298,7 @@ class Grammars:
             entry = self._entries[grammar] = _Entry(len(grammar.text))
             self._evict()
         self._entries.move_to_end(grammar)
-        if entry.is_done and len(request.output_token_ids) <= _MAX_INLINE_TOKENS:
+        if entry.is_done and not request.output_token_ids:
             return entry.place(request)
         self._held[request.request_id] = request
         job = _Job(grammar, entry, request)
@@ -367,26 +425,20 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> Constraint | str:
                 source = LLMatcher.grammar_from_lark(grammar.text)
     except ValueError as error:
         return _sentence(grammar, str(error))
-    # Some ten milliseconds to begin, and less for each token.
+    # Some ten milliseconds to begin, and a few at most for each token.
     limits = LLParserLimits(
         initial_lexer_fuel=400_000,
-        step_lexer_fuel=100_000,
+        step_lexer_fuel=20_000,
         step_max_items=20_000,
         max_lexer_states=10_000,
         max_grammar_size=200_000,
         verbose_errors=False,
     )
     matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
-    place = Constraint(matcher, vocabulary)
-    if matcher.is_error() or place.mask() is None:
+    if matcher.is_error() or not matcher.compute_bitmask() or matcher.is_error():
         return _sentence(grammar, matcher.get_error())
-    beginning = (
-        place.copy()
-    )  # what every answer begins with must not be too much for the engine's loop
-    for token_id in beginning.forced_tokens():
-        if token_id in place.eos_token_ids or not beginning.consume(token_id):
-            break
-    if beginning.is_exhausted:
+    place = Constraint(matcher, vocabulary)
+    if not place.try_out():
         return (
             f"{_NAMES[grammar.kind]} is too large or too complex to be followed within the limits."
         )

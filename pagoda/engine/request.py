@@ -99,6 +99,8 @@ class Request:
     """Steps in flight, older than those, whose samples are known: a grammar forces them."""
     known_tokens: deque[int] = field(default_factory=deque)
     """Known samples that the worker has not been told."""
+    mask_turn: int = 0
+    """Step before which a request with a dear grammar gives way to others."""
     num_masked: int = 0
     """Pending samples for which the worker has been told what it may sample: 0 or 1."""
     num_worker_tokens: int = 0

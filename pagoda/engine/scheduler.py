@@ -286,7 +286,8 @@ class Scheduler:
             reason, stop_reason = request.finish_reason()
             if reason is not None:
                 return reason, stop_reason
-            constraint.consume(token_id)
+            if not constraint.consume(token_id):
+                break  # too much work, of which the next mask tells
             request.expect(token_id)
         return None, None
 

@@ -51,8 +51,15 @@ class TemplateError(Exception):
 
 
 class ChatTemplate:
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
-        """Raises ConfigError: the source is not a Jinja template."""
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str],
+        defaults: Mapping[str, object] | None = None,
+    ) -> None:
+        """`defaults` are values of switches that a request leaves out.
+        Raises ConfigError: the source is not a Jinja template. InvalidRequestError: as `render`, for a switch."""
         environment = _environment()
         try:
             tree = environment.parse(source)
@@ -69,11 +76,17 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._shows_names = self._renders_name()
         self.takes_tools = "tools" in self._variables
+        self._defaults = dict(defaults or {})
+        self._check_switches(self._defaults)
 
     @property
     def switches(self) -> tuple[str, ...]:
         """The names that a client may set through `chat_template_kwargs`."""
         return tuple(sorted(self._variables - _RESERVED - self.special_tokens.keys()))
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> ChatTemplate:
+        """The same template with other values of switches that a request leaves out."""
+        return ChatTemplate(self.source, special_tokens=self.special_tokens, defaults=defaults)
 
     def render(
         self,
@@ -105,7 +118,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt is not False
                 and not continue_final_message,
                 **self.special_tokens,
-                **given,
+                **{**self._defaults, **given},
             )
         except TemplateError as error:
             raise _refusal(str(error)) from None

@@ -9,8 +9,10 @@ from typing import Any
 
 from pagoda.errors import refuse
 from pagoda.frontend.ebnf import is_lark, lark_of_ebnf
+from pagoda.frontend.json_size import json_size
 from pagoda.frontend.lark_references import check_references
 from pagoda.frontend.schema_multiples import MAX_STEPS, steps_of, takes_too_much
+from pagoda.frontend.schema_types import MAX_OPTIONAL, has_too_many_optional
 from pagoda.messages.frontend import Grammar
 
 MAX_GRAMMAR_BYTES = 128 << 10
@@ -60,6 +62,8 @@ def json_grammar(
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
         refuse(param, "must be a JSON schema, an object")
+    if json_size(schema, MAX_GRAMMAR_BYTES) > MAX_GRAMMAR_BYTES:  # before any work on it
+        refuse(param, f"has more than {MAX_GRAMMAR_BYTES} bytes")
     multiples: list[int] = []
     checked = _checked(schema, param, multiples, _MAX_DEPTH)
     if takes_too_much(multiples):
@@ -83,6 +87,9 @@ def _checked(schema: Any, param: str, multiples: list[int], depth: int) -> Any:
         return [_checked(item, param, multiples, depth - 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
+    if has_too_many_optional(schema):
+        rule = f"has an object with more than {MAX_OPTIONAL} properties that may be left out"
+        refuse(param, rule)
     checked: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _VALUES:
@@ -117,6 +124,8 @@ def choice_grammar(choices: object, param: str) -> Grammar:
         refuse(param, f"takes at most {MAX_CHOICES} strings")
     if not all(isinstance(choice, str) for choice in choices):
         refuse(param, "must be a list of strings")
+    if sum(map(len, choices)) > MAX_GRAMMAR_BYTES:
+        refuse(param, f"has more than {MAX_GRAMMAR_BYTES} bytes")
     # One terminal, whose automaton is followed much faster than as many alternatives of a rule.
     spelled = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     text = f"start: CHOICE\nCHOICE: {spelled}"
@@ -187,7 +196,10 @@ def check_names(value: Mapping[str, Any], known: set[str], param: str) -> None:
 
 
 def _check_size(text: str, param: str) -> None:
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
+    if (
+        len(text) > MAX_GRAMMAR_BYTES
+        or len(text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES
+    ):
         refuse(param, f"has more than {MAX_GRAMMAR_BYTES} bytes")
     if re.search("[\ud800-\udfff]", text):
         refuse(param, "holds half of a surrogate pair, which is not valid Unicode")

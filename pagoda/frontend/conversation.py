@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from pagoda.errors import refuse
 from pagoda.frontend.chat_template import ChatTemplate
+from pagoda.frontend.json_size import json_size
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
@@ -24,6 +25,8 @@ _SCHEMA_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "
 MAX_PATTERN_CHARS = 1024
 _MAX_NAME_CHARS = 64
 """Characters of a property's name in an error."""
+_MAX_TOOLS_SIZE = 1 << 20
+"""Characters of tools that are counted; more make no difference."""
 _MESSAGE_CHARS = 32
 """Counted for the role and the borders of a message."""
 
@@ -93,7 +96,7 @@ def render_conversation(
 
 def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
     """Characters of a conversation, roughly: what a template makes of them takes as long."""
-    size = len(msgspec.json.encode(tools)) if tools else 0
+    size = json_size(tools, _MAX_TOOLS_SIZE) if tools else 0
     for message in messages:
         content = message.content or ""
         parts = [content] if isinstance(content, str) else [part.text for part in content]
@@ -186,7 +189,8 @@ def _check_schema(schema: object, *path: str, depth: int = 0) -> None:
     """Checks the form of a JSON schema as far as a template may rely on it; the work is linear in its size."""
 
     def refuse_at(rule: str, *field: str) -> NoReturn:
-        refuse(".".join(part[:_MAX_NAME_CHARS] for part in (*path, *field)), rule)
+        where = ".".join(part[:_MAX_NAME_CHARS] for part in (*path, *field))
+        refuse(where, f"{rule}: the tool has an invalid 'parameters' schema")
 
     if isinstance(schema, bool):
         return

@@ -70,10 +70,18 @@ def load_text(
     simulated: bool,
     chat_template: Path | None,
     parsers: ParserChoice | None = None,
+    switches: Mapping[str, object] | None = None,
 ) -> ModelText:
-    """The text side of a model; that of a simulated engine does not depend on files.
-    Raises ConfigError: a file is missing, cannot be read, or does not hold what it should."""
+    """The text side of a model; that of a simulated engine does not depend on files. `switches` are values of the
+    template's switches that requests leave out.
+    Raises ConfigError: a file is missing, cannot be read, or does not hold what it should; a switch is wrong."""
     text = _load_text(files, simulated=simulated, chat_template=chat_template)
+    if switches and text.chat_template is not None:
+        try:
+            text = replace(text, chat_template=text.chat_template.with_defaults(switches))
+        except InvalidRequestError as error:
+            flag = str(error).replace("chat_template_kwargs", "--default-chat-template-kwargs")
+            raise ConfigError(flag) from None
     return text if parsers is None else replace(text, parsers=parsers)
 
 

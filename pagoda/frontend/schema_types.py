@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 _TYPES: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -11,6 +14,8 @@ _TYPES: dict[type, str] = {
     dict: "object",
     type(None): "null",
 }
+MAX_OPTIONAL = 500
+"""Properties of one object that may be left out: a parser keeps four items for each of them."""
 _MAX_DEPTH = 8
 """Levels of `anyOf` that are looked into."""
 
@@ -39,3 +44,13 @@ def types_of(schema: object, depth: int = _MAX_DEPTH) -> frozenset[str]:
         kinds = [types_of(choice, depth - 1) for choice in choices]
         return frozenset().union(*kinds) if all(kinds) else frozenset()
     return frozenset()
+
+
+def has_too_many_optional(schema: Mapping[str, Any]) -> bool:
+    """True if an object has more than `MAX_OPTIONAL` properties that may be left out."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping) or len(properties) <= MAX_OPTIONAL:
+        return False
+    names = required if isinstance(required, list) else []
+    num_required = len({name for name in names if isinstance(name, str)} & properties.keys())
+    return len(properties) - num_required > MAX_OPTIONAL

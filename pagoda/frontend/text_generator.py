@@ -168,24 +168,25 @@ class TextGenerator:
                 context=context,
             )
         work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await self._do(work, len(text))
+        return await self.run_sized(work, len(text))
 
     async def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; `options` are those of `render_conversation`.
         Raises InvalidRequestError: a message, a tool or a switch is not as it must be."""
         work = partial(render_conversation, self.text.require_template(), messages, **options)
-        return await self._do(work, text_size(messages, options.get("tools")))
+        return await self.run_sized(work, text_size(messages, options.get("tools")))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special tokens included."""
         work = partial(self.text.tokenizer.decode, token_ids, skip_special_tokens=False)
-        return await self._do(work, len(token_ids))
+        return await self.run_sized(work, len(token_ids))
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
         spell = self.text.tokenizer.token
-        return await self._do(lambda: list(map(spell, token_ids)), len(token_ids))
+        return await self.run_sized(lambda: list(map(spell, token_ids)), len(token_ids))
 
-    async def _do(self, work: Callable[[], T], size: int) -> T:
+    async def run_sized(self, work: Callable[[], T], size: int) -> T:
+        """Does work that takes as long as a text of `size` characters, in a thread if that is a long text."""
         return await self.long_texts.run(work) if size > LONG_TEXT_CHARS else work()
 
     def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
@@ -405,7 +406,8 @@ def _resolve(
         raise PromptTooLongError(
             "Requested token count exceeds the model's maximum context length: "
             f"This model's maximum context length is {max_model_len} tokens, of which the prompt takes "
-            f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left.",
+            f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left: max_tokens or "
+            "max_completion_tokens is too large.",
             param="max_tokens",
             num_tokens=num_prompt_tokens,
             context=max_model_len,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagoda.errors import refuse
+from pagoda.frontend.json_size import json_size
 from pagoda.frontend.schema_multiples import MAX_STEPS, steps_of, takes_too_much
+from pagoda.frontend.schema_types import MAX_OPTIONAL, has_too_many_optional
 
 MAX_SCHEMA_BYTES = 128 << 10
 """Bytes of the schema of one tool that an answer is held to."""
@@ -26,9 +27,11 @@ def held_schema(schema: Mapping[str, Any], name: str, *, is_strict: bool) -> Map
     keywords that are too much for an automaton.
     Raises InvalidRequestError: it is too large or too deep, or it is strict and has such a `multipleOf`."""
     try:
-        size = len(json.dumps(schema))
-        if size > MAX_SCHEMA_BYTES:
+        if json_size(schema, MAX_SCHEMA_BYTES) > MAX_SCHEMA_BYTES:
             refuse("tools", f"has a schema of {name!r} with more than {MAX_SCHEMA_BYTES} bytes")
+        if has_too_many_optional(schema):
+            rule = f"has a schema of {name!r} with more than {MAX_OPTIONAL} optional properties"
+            refuse("tools", rule)
         return _closed(_held(schema, name, is_strict=is_strict))
     except RecursionError:
         refuse("tools", f"has a schema of {name!r} that is nested too deeply")
@@ -43,7 +46,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_total(schemas: Sequence[Mapping[str, Any]]) -> None:
     """Raises InvalidRequestError: the schemas that one answer is held to are too large together."""
-    if sum(len(json.dumps(schema)) for schema in schemas) > MAX_TOTAL_BYTES:
+    if json_size(schemas, MAX_TOTAL_BYTES) > MAX_TOTAL_BYTES:
         refuse("tools", f"has schemas with more than {MAX_TOTAL_BYTES} bytes together")
 
 

@@ -69,7 +69,7 @@ async def test_reasoning_and_content(
 async def test_a_model_that_does_not_think_keeps_its_tags(serve_api) -> None:
     api = await serve_api("<think>x", text=text("{{ messages[0].content }}"))
     message = (await api.chat()).json()["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "<think>x"}
+    assert message == {"role": "assistant", "content": "<think>x", "reasoning_content": None}
 
 
 @WHOLE_AND_STREAM

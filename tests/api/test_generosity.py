@@ -118,11 +118,33 @@ async def test_usage_goes_on_through_a_stream(api) -> None:
     assert all(event["usage"]["prompt_tokens"] for event in events)
 
 
-async def test_the_operator_can_end_all_streams_with_usage(serve_api) -> None:
+async def test_the_operator_can_give_all_streams_their_usage(serve_api) -> None:
     api = await serve_api(always_usage=True)
     events = (await api.complete(stream=True)).events()
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
+    events = (await api.complete(stream=True, stream_options={})).events()
     assert events[-1]["usage"]["completion_tokens"] == 3
     assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+async def test_the_operator_can_have_tokens_written_as_ids(serve_api, asked: bool | None) -> None:
+    api = await serve_api(tokens_as_ids=True)
+    options = {"logprobs": 1, "return_tokens_as_token_ids": asked}
+    [choice] = (await api.complete(**options)).choices()
+    spelt = all(it.startswith("token_id:") for it in choice["logprobs"]["tokens"])
+    assert spelt == (asked is not False)
+    options |= {"logprobs": True}
+    [choice] = (await api.chat(**options)).choices()
+    spelt = all(it["token"].startswith("token_id:") for it in choice["logprobs"]["content"])
+    assert spelt == (asked is not False)
+
+
+async def test_what_clients_of_vllm_read_unasked(api) -> None:
+    whole = (await api.chat()).json()
+    assert whole["prompt_logprobs"] is None
+    [choice] = (await api.complete()).choices()
+    assert (choice["prompt_logprobs"], choice["prompt_token_ids"]) == (None, None)
 
 
 async def test_obfuscation_of_streams_is_refused(api) -> None:

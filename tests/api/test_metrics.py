@@ -332,6 +332,13 @@ async def test_answers_that_a_refusal_ends_are_refused(api) -> None:
 # ---- names
 
 
+async def test_the_names_of_vllm_where_others_look_for_them(serve_api) -> None:
+    api = await serve_api(vllm_metrics=True)
+    assert "vllm:num_requests_running" in await scrape(api, "/metrics")
+    api = await serve_api()
+    assert "vllm:" not in await scrape(api, "/metrics")
+
+
 async def test_the_names_of_vllm(serve_api) -> None:
     api = await serve_api("hello", api_keys=ApiKeys(["a", "b"]))
     for key in "ab":

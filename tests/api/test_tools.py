@@ -66,12 +66,14 @@ async def test_reasoning_has_both_names_and_is_counted(serve_api, stream: bool) 
     assert details == {"reasoning_tokens": len(">why</think>")}
 
 
-async def test_every_chunk_of_a_thinking_model_has_a_field_of_reasoning(serve_api) -> None:
+@pytest.mark.parametrize("written", ["<think>why</think>so", "so"])
+async def test_every_chunk_has_a_field_of_reasoning(serve_api, written: str) -> None:
     """Null has one name: programs that take the other one as its alias refuse both."""
-    api = await serve_api("<think>why</think>so", text=text())
-    for event in (await api.chat(stream=True)).events():
-        delta = event["choices"][0]["delta"]
-        assert ("reasoning" in delta) == (delta["reasoning_content"] is not None)
+    api = await serve_api(written, text=text())
+    for body in ({}, {"separate_reasoning": False}):
+        for event in (await api.chat(stream=True, **body)).events():
+            delta = event["choices"][0]["delta"]
+            assert ("reasoning" in delta) == (delta["reasoning_content"] is not None)
 
 
 @WHOLE_AND_STREAM
@@ -284,6 +286,15 @@ async def test_a_named_call_that_is_cut_off_ends_by_length(serve_api, stream: bo
     [made] = answer.choices()
     assert made["finish_reason"] == "length"
     assert made["message"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+async def test_an_answer_that_ends_before_the_call_that_it_must_make(serve_api) -> None:
+    api = await serve_api(CALL, text=text(), max_model_len=1000)
+    body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 1}
+    [choice] = (await api.chat(**body)).choices()
+    assert (choice["finish_reason"], choice["message"]["tool_calls"]) == ("length", [])
+    [choice] = (await api.chat(tools=TOOLS, max_tokens=1)).choices()
+    assert "tool_calls" not in choice["message"]
 
 
 async def test_a_model_with_no_format_can_be_made_to_call(serve_api) -> None:

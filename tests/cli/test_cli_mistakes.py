@@ -51,6 +51,7 @@ MISTAKES = [
     (f"bench compare {ONE} {TWO} --concurrency 1,0", "--concurrency must be positive numbers"),
     ("serve no-such-model", "no-such-model"),
     ("serve --dtype int3", "--dtype"),
+    ("serve --default-chat-template-kwargs [1]", "--default-chat-template-kwargs takes a JSON"),
     ("serve --kv-cache-memory-bytes lots", "such as 2GiB"),
     ("serve --quantization-calibration t", "-calibration needs --quantization int8 or int4.$"),
     (

@@ -21,6 +21,7 @@ from pagoda.engine.config import (
     SimConfig,
 )
 from pagoda.engine.core import EngineCore
+from pagoda.engine.grammars import Grammars
 from pagoda.engine.kv_transfers import KVTransferHooks
 from pagoda.engine.request import OrderKey, RequestState, order_key
 from pagoda.engine.scheduler import Scheduler
@@ -110,6 +111,7 @@ class Harness:
         disk: SimDisk | None = None,
         transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
         trace: StartTrace | None = None,
+        open_grammars: Callable[[], Grammars] = small_grammars.open_grammars,
     ) -> None:
         self.clock = clock or VirtualClock()
         self.late_s: Callable[[], float] = lambda: 0.0
@@ -164,7 +166,7 @@ class Harness:
             build,
             links,
             self.tracer,
-            open_grammars=lambda _config, _vocab_size: small_grammars.open_grammars(),
+            open_grammars=lambda _config, _vocab_size: open_grammars(),
         )
         self.cached = CacheView()
         self.tokens: dict[str, list[int]] = {}

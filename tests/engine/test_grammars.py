@@ -6,11 +6,13 @@ import os
 import re
 import select
 import threading
-from itertools import product
+from functools import partial
+from itertools import count, product
 
 import msgspec
 import pytest
-from harness import VOCAB_SIZE, Harness, make_request
+from harness import VOCAB_SIZE, Harness, assert_complete, make_request
+from llguidance import LLMatcher
 from mortal_executor import speaking
 from small_grammars import EOS, GRAMMARS, constraint_of, open_grammars, text_of, token_texts
 
@@ -20,7 +22,9 @@ from pagoda.engine.grammars import (
     COMPILE_LIMIT_S,
     LATE_FOR_S,
     MAX_CACHED_GRAMMARS,
+    MAX_FORCED_TOKENS,
     RETURN_LIMIT_S,
+    TOKEN_LIMIT_S,
     Constraint,
     Grammars,
     TokenTexts,
@@ -174,6 +178,64 @@ def test_a_grammar_that_takes_too_much_work_within_an_answer_is_the_clients_mist
     assert chunk.finish_reason is FinishReason.ERROR
     assert chunk.blames_grammar
     assert chunk.error == "the grammar takes too much work at this point of the answer."
+
+
+def dear_grammars(call_s: float) -> Grammars:
+    """Grammars whose every call takes processor time."""
+
+    def compiled(grammar: Grammar, vocabulary: Vocabulary) -> Constraint:
+        source = LLMatcher.grammar_from_regex(grammar.text)
+        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0)
+        readings = count(0.0, call_s)
+        return Constraint(matcher, vocabulary, processor_time=lambda: next(readings))
+
+    return Grammars(token_texts, VOCAB_SIZE, run=lambda work: work(), compile_grammar=compiled)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_dear_grammars_take_turns_and_others_need_not_wait(num_stages: int) -> None:
+    harness = Harness(num_stages=num_stages, open_grammars=partial(dear_grammars, 0.0025))
+    plain = make_request("plain", [1, 2, 3], max_tokens=60)
+    requests = [constrained(f"r{i}", Grammar("regex", "[ab]{12}")) for i in range(5)]
+    requests = [sampled(request, max_tokens=20) for request in requests]
+    harness.add(plain)
+    for request in requests:
+        harness.add(request)
+    num_dear, num_plain_steps = [], 0
+    while harness.scheduler.requests:
+        assert harness.tick()
+        for step in harness.scheduler.in_flight:
+            slots = {part.request.request_id for part in step.scheduled}
+            if "plain" not in harness.finished and len(harness.tokens["r4"]) > 1:
+                num_dear.append(len(slots - {"plain"}))
+                num_plain_steps += "plain" in slots
+    assert max(num_dear) == 1
+    assert num_plain_steps >= len(num_dear) // num_stages
+    assert_complete(harness, [plain, *requests])
+
+
+def test_dear_grammars_alone_go_on_in_turn() -> None:
+    harness = Harness(open_grammars=partial(dear_grammars, 0.0025))
+    harness.serve(*(constrained(f"r{i}", Grammar("regex", "[ab]{5}")) for i in range(5)))
+
+
+def test_a_token_that_takes_too_long_ends_the_answer_as_the_clients_mistake() -> None:
+    harness = Harness(open_grammars=partial(dear_grammars, TOKEN_LIMIT_S))
+    harness.add(constrained("r", Grammar("regex", "[ab]{12}")))
+    harness.run()
+    assert harness.finished["r"].blames_grammar
+
+
+def test_a_long_forced_text_is_appended_in_parts() -> None:
+    number = 2 * MAX_FORCED_TOKENS + 10
+    place = constraint_of(constrained("r", Grammar("regex", "z" * number)))
+    assert place is not None
+    parts = []
+    while (forced := place.forced_tokens()) and forced != [EOS]:
+        parts.append(len(forced))
+        assert all(map(place.consume, forced))
+    assert len(parts) > 1
+    assert max(parts) == MAX_FORCED_TOKENS
 
 
 def test_output_outside_of_the_language_is_refused() -> None:

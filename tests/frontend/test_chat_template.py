@@ -123,6 +123,14 @@ def test_a_switch_that_the_template_lacks_has_no_effect() -> None:
     assert made.render(USER, chat_template_kwargs={"thinking": True}) == made.render(USER)
 
 
+def test_defaults_of_switches() -> None:
+    made = template("{{ a }}{{ b }}").with_defaults({"a": 1, "b": 2})
+    assert made.render(USER) == "12"
+    assert made.render(USER, chat_template_kwargs={"a": 3, "b": None}) == "32"
+    with pytest.raises(InvalidRequestError, match=r"^chat_template_kwargs\.messages cannot be set"):
+        made.with_defaults({"messages": "x"})
+
+
 def test_a_name_is_seen_by_the_model() -> None:
     messages = [{"role": "user", "content": "hi", "name": "ada"}]
     plain, named = "{{ messages[0].content }}", "{{ messages[0].name }}/{{ messages[0].content }}"

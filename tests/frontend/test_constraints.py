@@ -17,6 +17,7 @@ from pagoda.frontend.constraints import (
     regex_grammar,
 )
 from pagoda.frontend.lark import LarkWriter
+from pagoda.frontend.schema_types import MAX_OPTIONAL
 from pagoda.messages.frontend import Grammar
 
 PERSON = {
@@ -172,3 +173,12 @@ def test_lines_in_errors_are_those_of_the_author() -> None:
     inner = writer.content(Grammar("lark", 'start: "a" b\nb: foo'))
     matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(writer.grammar(inner)), log_level=0)
     assert "2(4)" in matcher.get_error()
+
+
+def test_an_object_of_too_many_optional_properties_is_refused() -> None:
+    properties = {f"p{i}": {"type": "string"} for i in range(MAX_OPTIONAL + 2)}
+    schema = {"type": "object", "properties": properties, "required": ["p0"]}
+    with pytest.raises(InvalidRequestError, match="p has an object with more than 500 properties"):
+        json_grammar({"items": schema}, "p")
+    schema["required"] = ["p0", "p1"]
+    json_grammar({"items": schema}, "p")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,16 @@ def test_presets_and_simulations_have_synthetic_text(model: Path) -> None:
     local = resolve_model(str(model))
     assert load_text(local, simulated=True, chat_template=None).eos_token_ids == (257,)
     assert load_text(local, simulated=False, chat_template=None).eos_token_ids == (256,)
+
+
+def test_the_operator_sets_switches_of_the_template(model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "t.jinja"
+    source.write_text("{{ style }}", encoding="utf-8")
+    load = partial(load_text, resolve_model(str(model)), simulated=False, chat_template=source)
+    text = load(switches={"style": "plain"})
+    assert text.require_template().render([{"role": "user", "content": "hi"}]) == "plain"
+    with pytest.raises(ConfigError, match=r"^--default-chat-template-kwargs.style must be"):
+        load(switches={"style": []})
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:

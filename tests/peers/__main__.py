@@ -1,9 +1,10 @@
 """Runs the HTTP tests of another server against Pagoda, and prints what became of them.
 
-    python -m tests.peers vllm PATH [--output FILE.json] [--only PART] [--limit SECONDS] [--model DIR]
+    python -m tests.peers vllm PATH [--output FILE.json] [--only PART] [--limit SECONDS] [--model DIR] [--scripted]
 
 PATH is a checkout of vLLM, of SGLang, or of llama.cpp (or llama-cpp-python, which holds one). What its tests need
-must be installed: tests/peers/requirements.txt.
+must be installed: tests/peers/requirements.txt. Some tests, those of tools above all, are made for models of
+billions of parameters; with --scripted the model says what those would (tests/peers/script).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from pathlib import Path
 from tests.peers.suites import SUITES, Suite
 
 VERDICTS = ("pass", "vacuous", "fail", "n/a", "skip")
+_LONG = 8192
 _HERE = Path(__file__).parent
 _PAGODA = _HERE.parent.parent
 
@@ -90,6 +93,16 @@ def tables(verdicts: list[dict[str, str]]) -> str:
     return "\n".join(rows)
 
 
+def stretch_tiny(directory: Path) -> None:
+    """Copies the embedded model with a longer context than it was trained for, for prompts of large models."""
+    tiny = _PAGODA / "pagoda" / "checkpoints" / "pagoda_tiny"
+    shutil.copytree(tiny, directory, dirs_exist_ok=True)
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = _LONG
+    file.write_text(json.dumps(config), encoding="utf-8")
+
+
 def _stop(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -102,16 +115,27 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the paths of the files to run")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a test may take")
     parser.add_argument("--model", default="", help="a model's directory, if not the embedded one")
+    parser.add_argument(
+        "--scripted",
+        action="store_true",
+        help="the model says what is written in tests/peers/script",
+    )
     arguments, options = parser.parse_known_args()
-    if arguments.model:
-        os.environ["PAGODA_PEERS_MODEL"] = str(Path(arguments.model).resolve())
+    if arguments.scripted:
+        os.environ["PAGODA_PEERS_SCRIPTED"] = "1"
     signal.signal(signal.SIGTERM, _stop)
     verdicts: list[dict[str, str]] = []
     suite, path = arguments.suite, arguments.path.resolve()
-    try:
-        verdicts.extend(run(suite, path, options, arguments.only, arguments.limit))
-    except KeyboardInterrupt:
-        print("Stopped; what ran until now:")
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(arguments.model or directory)
+        if arguments.scripted and not arguments.model:
+            stretch_tiny(model)
+        if arguments.scripted or arguments.model:
+            os.environ["PAGODA_PEERS_MODEL"] = str(model.resolve())
+        try:
+            verdicts.extend(run(suite, path, options, arguments.only, arguments.limit))
+        except KeyboardInterrupt:
+            print("Stopped; what ran until now:")
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(verdicts, indent=1), encoding="utf-8")
     print(tables(verdicts))

@@ -9,13 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 TINY_LEN = 2048
 """The context of the embedded model."""
 LARGEST_LEN = 8192
 """The longest context that a test gets from another model."""
-_SMALL_LEN = 512
-"""A test that asks for a shorter context is about its end."""
+_CHATML = Path(__file__).parent / "script" / "chatml.jinja"
+"""The chat template of a model that is played, where a test names none."""
+_NO_THOUGHTS = '{"enable_thinking": false}'
+
+
+FORMATS = ("hermes", "llama3_json", "mistral", "granite", "pythonic")
+"""Formats of tool calls that written answers are in."""
 
 
 class NotApplicableError(Exception):
@@ -42,6 +48,8 @@ class Dialect:
     """True if pages of any origin may use the server unless a flag says otherwise."""
     shares_context: bool = False
     """True if the requests that run at once share the context in equal parts."""
+    short_len: int = 512
+    """A test that asks for a shorter context is about its end."""
 
 
 VLLM = Dialect(
@@ -56,6 +64,7 @@ VLLM = Dialect(
         "--max-num-seqs": "--max-num-seqs",
         "--max-logprobs": "--max-logprobs",
         "--chat-template": "--chat-template",
+        "--default-chat-template-kwargs": "--default-chat-template-kwargs",
         "--data-parallel-size": "--data-parallel-size",
         "--lora-modules": "--lora",
         "--max-lora-rank": "--max-lora-rank",
@@ -86,14 +95,13 @@ VLLM = Dialect(
         "--enable-sleep-mode": "sleep mode",
         "--tokens-only": "a server of tokens without a tokenizer",
         "--skip-tokenizer-init": "a server without a tokenizer",
-        "--runner": "pooling models",
         "--speculative-config": "speculative decoding",
         "--middleware": "Python middleware of the operator",
         "--limit-mm-per-prompt": "images, audio and video",
-        "--data-parallel-rank": "one server for each data-parallel rank",
         "--headless": "data parallelism over nodes",
         "--worker-extension-cls": "Python extensions of the operator",
     },
+    always=("--vllm-metrics",),
 )
 
 _SILENT = (
@@ -153,6 +161,7 @@ SGLANG = Dialect(
         "--api-key": "--api-key",
         "--context-length": "--max-model-len",
         "--max-running-requests": "--max-num-seqs",
+        "--reasoning-parser": "--reasoning-parser",
     },
     switches=dict.fromkeys(_SGLANG_SILENT, ""),
     not_applicable={
@@ -162,12 +171,19 @@ SGLANG = Dialect(
         "--uds": "a server on a Unix socket",
         "--speculative-algorithm": "speculative decoding",
         "--enable-multimodal": "images, audio and video",
+        "--enable-custom-logit-processor": "Python code of clients",
     },
+    always=("--any-model-name",),
+    short_len=1024,
 )
 
 
-def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[str]:
+def translate(
+    arguments: Sequence[str], dialect: Dialect, max_len: int, *, scripted: bool = False
+) -> list[str]:
     """The arguments of `pagoda serve` with a model of `max_len` tokens of context.
+
+    A model that is `scripted` writes tool calls as those would that tests name templates and parsers of.
 
     Raises NotApplicableError: as its text says.
     """
@@ -195,8 +211,15 @@ def translate(arguments: Sequence[str], dialect: Dialect, max_len: int) -> list[
             names += values
         elif flag in dialect.model:
             model = model or values[0]
+        elif flag == "--reasoning":
+            found += ["--default-chat-template-kwargs", _NO_THOUGHTS] if values == ["off"] else []
+        elif scripted and flag == "--tool-call-parser":
+            found += [flag, call_format(values[0])]
         elif flag in dialect.taken and values:
-            found += _bounded(dialect.taken[flag], values, max_len, parts)
+            lengths = (dialect.short_len, max_len)
+            found += _bounded(dialect.taken[flag], values, lengths, parts, scripted=scripted)
+    if scripted and any(it.endswith("-parser") for it in found) and "--chat-template" not in found:
+        found += ["--chat-template", str(_CHATML)]
     if dialect.any_origin and "--cors-origins" not in arguments:
         found += ["--cors-origins", "*"]
     if not any(it.startswith("--reasoning") for it in arguments):
@@ -211,6 +234,11 @@ def _is_flag(argument: str) -> bool:
     return argument.startswith("-") and not argument.lstrip("-")[:1].isdigit()
 
 
+def call_format(parser: str) -> str:
+    """The format of tool calls in which a model with this parser is played."""
+    return parser if parser in FORMATS else "hermes"
+
+
 def _shares(arguments: Sequence[str]) -> int:
     """The requests that share the context of llama.cpp."""
     if "--parallel" not in arguments or "--kv-unified" in arguments:
@@ -218,13 +246,19 @@ def _shares(arguments: Sequence[str]) -> int:
     return int(arguments[arguments.index("--parallel") + 1])
 
 
-def _bounded(flag: str, values: Sequence[str], max_len: int, parts: int) -> list[str]:
-    """A flag as Pagoda can take it with the model; `parts` requests share the context."""
+def _bounded(
+    flag: str, values: Sequence[str], lengths: tuple[int, int], parts: int, *, scripted: bool
+) -> list[str]:
+    """A flag as Pagoda can take it with the model; `parts` requests share the context.
+
+    `lengths` are the context below which a test is about its end, and that of the model.
+    """
+    short_len, max_len = lengths
     if flag == "--max-model-len":
         # A text takes several times as many tokens of the embedded model as of those that the tests are made for.
         asked = int(values[0]) // parts
-        return [flag, str(asked if asked < _SMALL_LEN else max_len)]
-    if flag == "--chat-template" and "tool_chat_template" in values[0]:
+        return [flag, str(asked if asked < short_len else max_len)]
+    if flag == "--chat-template" and "tool_chat_template" in values[0] and not scripted:
         return []  # of a model that calls tools in another way
     if flag == "--lora":
         return [part for value in values for part in (flag, _named_adapter(value))]

@@ -236,9 +236,13 @@ def _get_tokenizer(*_: Any, **__: Any) -> Any:
     return AutoTokenizer.from_pretrained(tiny())
 
 
+_ADAPTERS = ("lora", "self_cognition")
+"""Parts of names of repositories that hold adapters."""
+
+
 def _snapshot_download(repo_id: str, *_: Any, **__: Any) -> str:
     """The directory of the embedded model, or of an adapter for it that changes answers a little."""
-    if "lora" not in repo_id.lower():
+    if not any(part in repo_id.lower() for part in _ADAPTERS):
         return tiny()
     from pagoda.checkpoints.resolve import load_model_config
 
@@ -251,6 +255,22 @@ def _snapshot_download(repo_id: str, *_: Any, **__: Any) -> str:
     return str(adapter_files.save_adapter_of(config, directory, size=0.01))
 
 
+def _getattr_iter(of: object, names: Sequence[str], default: Any) -> Any:
+    """The first attribute of `names` that is there."""
+    return next((getattr(of, name) for name in names if hasattr(of, name)), default)
+
+
+def _check_stop_strings(
+    text: str, _: int, stop: Sequence[str], is_included: bool
+) -> tuple[str, int] | None:
+    """The stop string that comes first in a text, and where the text ends."""
+    places = sorted((text.find(it), it) for it in stop if it in text)
+    if not places:
+        return None
+    place, found = places[0]
+    return found, place + len(found) * is_included
+
+
 def _load_tiny(load: Callable[[str], Any], *_: Any, **__: Any) -> Any:
     return load(tiny())
 
@@ -258,6 +278,7 @@ def _load_tiny(load: Callable[[str], Any], *_: Any, **__: Any) -> Any:
 _KNOWN: dict[str, dict[str, Any]] = {
     "tests.utils": {
         "RemoteOpenAIServer": RemoteOpenAIServer,
+        "RemoteLaunchRenderServer": RemoteOpenAIServer,
         "VLLM_PATH": Path(os.environ.get(SUITE, ".")),
         "ROCM_ENV_OVERRIDES": {},
         "ROCM_EXTRA_ARGS": [],
@@ -273,7 +294,9 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "tests.conftest": {"LocalAssetServer": Absent("LocalAssetServer")},
     "vllm": {"__version__": _version()},
     "vllm.config": {"ModelConfig": _ModelConfig},
-    "vllm.version": {"__version__": _version()},
+    "vllm.config.utils": {"getattr_iter": _getattr_iter},
+    "vllm.v1.engine.detokenizer": {"check_stop_strings": _check_stop_strings},
+    "vllm.version": {"__version__": _version(), "_prev_minor_version": _version},
     "vllm.platforms": {"current_platform": _Platform()},
     "vllm.tokenizers": {"get_tokenizer": _get_tokenizer},
     "vllm.transformers_utils.tokenizer": {"get_tokenizer": _get_tokenizer},

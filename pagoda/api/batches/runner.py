@@ -34,7 +34,7 @@ from pagoda.api.batches.records import (
     remove_batch,
     write_batch,
 )
-from pagoda.api.body import parse_body
+from pagoda.api.body import parse_beside
 from pagoda.api.errors import as_api_error
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import begin_chat
@@ -67,10 +67,12 @@ Answerer = Callable[[Caller, bytes], Awaitable[dict[str, Any]]]
 T = TypeVar("T")
 
 
-def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
+async def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
     """The body of a line, behind all requests that are not of batches.
     Raises InvalidRequestError: the body does not fit `kind`, or asks for a stream; names the field."""
-    parsed: Any = parse_body(body, kind, caller.service.config.unknown_fields)
+    service = caller.service
+    threads = None if service.generator is None else service.generator.long_texts
+    parsed: Any = await parse_beside(body, kind, threads, service.config.unknown_fields)
     for name in ("stream", "background"):
         if getattr(parsed, name, None):
             refuse(name, "is not possible in a batch")
@@ -80,22 +82,24 @@ def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
 
 
 async def _answer_chat(caller: Caller, body: bytes) -> dict[str, Any]:
-    generation, shape = await begin_chat(caller, _parsed(caller, body, ChatRequest))
+    generation, shape = await begin_chat(caller, await _parsed(caller, body, ChatRequest))
     return await generation.run(shape)
 
 
 async def _answer_completion(caller: Caller, body: bytes) -> dict[str, Any]:
-    generation, shape = await begin_completion(caller, _parsed(caller, body, CompletionRequest))
+    generation, shape = await begin_completion(
+        caller, await _parsed(caller, body, CompletionRequest)
+    )
     return await generation.run(shape)
 
 
 async def _answer_response(caller: Caller, body: bytes) -> dict[str, Any]:
-    begun = await begin_response(caller, _parsed(caller, body, ResponsesRequest))
+    begun = await begin_response(caller, await _parsed(caller, body, ResponsesRequest))
     return await begun.generation.run(begun.answer)
 
 
 async def _answer_embeddings(caller: Caller, body: bytes) -> dict[str, Any]:
-    return await answer_embeddings(caller, _parsed(caller, body, EmbeddingRequest))
+    return await answer_embeddings(caller, await _parsed(caller, body, EmbeddingRequest))
 
 
 ENDPOINTS: Mapping[str, Answerer] = {

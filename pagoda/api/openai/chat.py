@@ -30,7 +30,7 @@ from pagoda.messages.frontend import TokenLogprobs
 
 _NO_TOKENS = TextDelta("", [])
 _NO_REASONING: Mapping[str, None] = MappingProxyType({"reasoning_content": None})
-"""The field where a model that thinks has not thought. Its other name is left out: programs that take the one as
+"""The field of an answer without reasoning. Its other name is left out: programs that take the one as
 an alias of the other (smg, many in Rust) refuse a message with both."""
 
 
@@ -63,6 +63,7 @@ async def begin_chat(
         id_prefix="chatcmpl",
         kind="chat.completion.chunk" if body.stream else "chat.completion",
         always_usage=caller.service.config.always_usage,
+        tokens_as_ids=caller.service.config.tokens_as_ids,
     )
     answers = [
         _ChatAnswer(envelope, conversation, index, body, reader, first_content)
@@ -91,7 +92,7 @@ class _ChatAnswer:
         self._index = index
         self._reader = reader
         self._prompt_token_ids = generation.requests[index].request.prompt_token_ids
-        as_ids = bool(body.return_tokens_as_token_ids)
+        as_ids = envelope.tokens_as_ids
         self._tokenizer = generation.generator.text.tokenizer
         self._spelling = TokenSpelling(self._tokenizer, as_ids=as_ids)
         self._num_top = generation.requests[index].sampling.prompt_logprobs
@@ -102,9 +103,9 @@ class _ChatAnswer:
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
         self._is_simple = not (self._has_logprobs or has_more or body.timings_per_token)
         """Events differ in their text alone, but for the first and the last one."""
-        shows_reasoning = conversation.has_reasoning and body.include_reasoning is not False
-        self._unsaid = _NO_REASONING if shows_reasoning else {}
-        """Fields of reasoning where there is none."""
+        self._unsaid = {} if body.include_reasoning is False else _NO_REASONING
+        """Fields of reasoning where there is none: clients of DeepSeek and SGLang read the field of every event,
+        also of a model that does not reason."""
         self._conversation = conversation
         self._deltas: list[TextDelta] = []
         self._parts: list[AnswerDelta] = []
@@ -138,7 +139,8 @@ class _ChatAnswer:
     def whole_fields(self) -> dict[str, Any]:
         """Fields beside the choices of a response in one piece."""
         times = {} if self._envelope.timings is None else {"timings": self._envelope.timings}
-        return self.prompt_fields() | times
+        # vLLM's clients read log-probabilities of the prompt whether they asked for them or not.
+        return {"prompt_logprobs": None, **self.prompt_fields(), **times}
 
     def _times(self) -> dict[str, Any]:
         """The field with the times so far, if they are wanted. The envelope keeps them for its end."""
@@ -176,6 +178,8 @@ class _ChatAnswer:
                 message["function_call"] = _function(calls[0])
             else:
                 message["tool_calls"] = [self._whole_call(pieces) for pieces in calls]
+        elif self._conversation.choice.must_call and not self._conversation.choice.is_function:
+            message["tool_calls"] = []  # the answer ended before its first call
         if self._unsaid:
             message |= _reasoning(parts.reasoning) if parts.reasoning else self._unsaid
         delta = joined_deltas(self._deltas)

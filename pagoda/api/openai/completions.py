@@ -54,6 +54,7 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
         id_prefix="cmpl",
         kind="text_completion",
         always_usage=caller.service.config.always_usage,
+        tokens_as_ids=caller.service.config.tokens_as_ids,
     )
     indices = range(len(generation.requests))
     answers = [_CompletionAnswer(envelope, generation, index, body) for index in indices]
@@ -117,8 +118,7 @@ class _CompletionAnswer:
         self._logprobs = None
         sampling = generation.requests[index].sampling
         if sampling.logprobs is not None and body.logprobs is not None:
-            as_ids = bool(body.return_tokens_as_token_ids)
-            spelling = TokenSpelling(tokenizer, as_ids=as_ids)
+            spelling = TokenSpelling(tokenizer, as_ids=envelope.tokens_as_ids)
             self._logprobs = CompletionLogprobs(spelling, sampling.logprobs)
         self._tokenizer = tokenizer
         self.scores: list[TokenLogprobs] | None = None
@@ -170,7 +170,9 @@ class _CompletionAnswer:
         self._deltas.append(delta)
 
     def choice(self) -> dict[str, Any]:
-        return self._choice(joined_deltas(self._deltas), self._prompt)
+        # vLLM's clients read these whether they asked for them or not.
+        unasked = {"prompt_token_ids": None, "prompt_logprobs": None}
+        return unasked | self._choice(joined_deltas(self._deltas), self._prompt)
 
     def events(self, delta: TextDelta) -> bytes:
         if self._has_begun and self._is_simple and delta.finish_reason is None:

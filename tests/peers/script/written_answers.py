@@ -1,0 +1,153 @@
+"""Written answers to prompts of tests, and the sampling that follows them."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+import pagoda.worker.sampling_state as sampling_state
+from pagoda.backend.sampling import SamplingRow
+from pagoda.messages.worker import SlotStart
+
+FORMAT = "PAGODA_PEERS_FORMAT"
+"""The variable with the format of tool calls, by the name of its parser."""
+_BIAS = 1e4
+"""Logits are at most some hundreds."""
+_Sampling = sampling_state.SamplingState
+
+Call = tuple[str, dict[str, object]]
+"""Name and arguments of a tool call."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to every prompt that has all of some texts in it."""
+
+    texts: tuple[str, ...]
+    content: str = ""
+    calls: tuple[Call, ...] = ()
+    reasoning: str = ""
+    constrained: bool | None = None
+    """Whether the answer is to a request with a grammar; None if it may have one."""
+
+    def is_to(self, prompt: str, *, constrained: bool) -> bool:
+        return self.constrained in (None, constrained) and all(it in prompt for it in self.texts)
+
+    def written(self, prompt: str, style: str) -> str:
+        """The text behind a prompt, whose template may have opened or closed the reasoning."""
+        text = self.content + _STYLES[style](self.calls) if self.calls else self.content
+        tail = prompt.rstrip()
+        if not self.reasoning or tail.endswith("</think>"):
+            return text
+        opened = "" if tail.endswith("<think>") else "<think>\n"
+        return f"{opened}{self.reasoning}\n</think>\n\n{text}"
+
+
+def _hermes(calls: tuple[Call, ...]) -> str:
+    objects = ({"name": name, "arguments": arguments} for name, arguments in calls)
+    return "\n".join(f"<tool_call>\n{json.dumps(it)}\n</tool_call>" for it in objects)
+
+
+def _llama3(calls: tuple[Call, ...]) -> str:
+    return "; ".join(json.dumps({"name": name, "parameters": it}) for name, it in calls)
+
+
+def _list(calls: tuple[Call, ...]) -> str:
+    return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
+def _pythonic(calls: tuple[Call, ...]) -> str:
+    terms = (
+        f"{name}({', '.join(f'{k}={json.dumps(v)}' for k, v in it.items())})" for name, it in calls
+    )
+    return f"[{', '.join(terms)}]"
+
+
+_STYLES = {
+    "hermes": _hermes,
+    "llama3_json": _llama3,
+    "mistral": lambda calls: "[TOOL_CALLS]" + _list(calls),
+    "granite": lambda calls: "<tool_call>" + _list(calls),
+    "pythonic": _pythonic,
+}
+
+
+def load_answers() -> tuple[Answer, ...]:
+    """The answers of answers.json, in its order."""
+    file = Path(__file__).with_name("answers.json")
+    answers = []
+    for fields in json.loads(file.read_text(encoding="utf-8")):
+        calls = tuple((call["name"], call["arguments"]) for call in fields.pop("calls", ()))
+        content = fields.pop("content", "") * fields.pop("times", 1)
+        answers.append(Answer(tuple(fields.pop("texts")), content, calls, **fields))
+    return tuple(answers)
+
+
+class ScriptedSampling:
+    """The sampling of a request; what it says is compared with the answer as text, however it was cut."""
+
+    def __init__(
+        self, start: SlotStart, vocab_size: int, tokenizer: Tokenizer, answers: tuple[Answer, ...]
+    ) -> None:
+        self._state = _Sampling(start, vocab_size)
+        self._tokenizer = tokenizer
+        self._said = list(start.token_ids[start.num_prompt_tokens :])
+        self._end = start.eos_token_ids[0] if start.eos_token_ids else None
+        self._prompt = self._text(list(start.token_ids[: start.num_prompt_tokens]))
+        self._answers = answers
+        self._answer: str | None = None
+        """None until the first token is sampled, which says if there is a grammar."""
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _find(self, *, constrained: bool) -> str:
+        found = (it for it in self._answers if it.is_to(self._prompt, constrained=constrained))
+        style = os.environ.get(FORMAT, "hermes")
+        return next((it.written(self._prompt, style) for it in found), "")
+
+    def _next(self, *, constrained: bool) -> int | None:
+        """The token that goes on with the answer; None if there is none, or something else has been said."""
+        if self._answer is None:
+            self._answer = self._find(constrained=constrained)
+        said = self._text(self._said)
+        if not self._answer or not self._answer.startswith(said):
+            return None
+        rest = self._answer[len(said) :]
+        if not rest:
+            return self._end
+        return int(self._tokenizer.encode(rest, add_special_tokens=False).ids[0])
+
+    def needs_logits(self) -> bool:
+        return self._answer != "" or self._state.needs_logits()
+
+    def row(self) -> SamplingRow:
+        row = self._state.row()
+        token_id = self._next(constrained=row.allowed is not None)
+        if token_id is None:
+            return row
+        biases = dict(zip(row.rules.bias_ids, row.rules.biases, strict=True)) | {token_id: _BIAS}
+        ids, values = array("q", biases), array("f", biases.values())
+        return replace(row, rules=replace(row.rules, bias_ids=ids, biases=values))
+
+    def take_mask(self, mask: bytes) -> None:
+        self._state.take_mask(mask)
+
+    def append(self, token_id: int) -> None:
+        self._said = [*self._said, token_id]
+        self._state.append(token_id)
+
+
+def install(tokenizer_file: str) -> None:
+    """Lets all requests of this worker be answered as they are written."""
+    tokenizer, answers = Tokenizer.from_file(tokenizer_file), load_answers()
+
+    def scripted(start: SlotStart, vocab_size: int) -> ScriptedSampling:
+        return ScriptedSampling(start, vocab_size, tokenizer, answers)
+
+    sampling_state.SamplingState = scripted
