@@ -46,7 +46,7 @@ class ApiConfig:
     bootstrap_hosts: Sequence[str] = ()
     """Prefill servers that requests with `bootstrap_room` may name."""
     always_usage: bool = False
-    """Streams end with their usage even if the client does not ask for it."""
+    """Events of streams have their usage so far if the client has no `stream_options`, and streams end with it."""
     tokens_as_ids: bool = False
     """Tokens of log-probabilities are written as `token_id:7` unless the client says otherwise."""
     vllm_metrics: bool = False

@@ -26,8 +26,8 @@ EXIT_BROKEN_PIPE = 141
 _ENV_PREFIX = "PAGODA_"
 
 _COMMANDS = {
-    "serve": "Serve a model over the OpenAI API.",
-    "route": "Serve a model over the OpenAI API with the hosts that join this router.",
+    "serve": "Serve a model over the APIs of OpenAI, Anthropic and Ollama.",
+    "route": "Serve a model over these APIs with the hosts that join this router.",
     "generate": "Answer prompts, or the lines of an OpenAI batch file.",
     "chat": "Talk with a model in the terminal.",
     "quantize": "Write a quantized model that Pagoda and others can read.",
@@ -73,7 +73,7 @@ def build_app() -> App:
     """The command line. A flag wins over the environment, the environment over `--config`."""
     app = App(
         name="pagoda",
-        help="Serves large language models over the OpenAI API.",
+        help="Serves large language models over the APIs of OpenAI, Anthropic and Ollama.",
         help_epilogue="Any flag may also stand in a YAML file (--config) or in the environment, "
         "such as PAGODA_MAX_MODEL_LEN for --max-model-len.",
         version=__version__,

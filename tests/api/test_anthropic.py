@@ -287,6 +287,7 @@ async def test_models(serve_api) -> None:
             "tools[0].input_schema.type",
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "?"}}, "tool_choice.name"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         # The tag behind the thoughts is no token of this tokenizer, so it cannot be forced.
         ({"thinking": {"type": "enabled", "budget_tokens": 50}}, "thinking.budget_tokens"),

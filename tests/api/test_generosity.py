@@ -118,9 +118,11 @@ async def test_usage_goes_on_through_a_stream(api) -> None:
     assert all(event["usage"]["prompt_tokens"] for event in events)
 
 
-async def test_the_operator_can_end_all_streams_with_usage(serve_api) -> None:
+async def test_the_operator_can_give_all_streams_their_usage(serve_api) -> None:
     api = await serve_api(always_usage=True)
     events = (await api.complete(stream=True)).events()
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
+    events = (await api.complete(stream=True, stream_options={})).events()
     assert events[-1]["usage"]["completion_tokens"] == 3
     assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
 

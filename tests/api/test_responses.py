@@ -242,6 +242,11 @@ async def test_reasoning_of_an_earlier_turn_reaches_the_template(serve_api) -> N
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "?"}]}, "tools[0].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "?"}}, "tool_choice.name"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "tool_choice.tools",
+        ),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
         ({"reasoning": {"effort": "giant"}}, "reasoning.effort"),

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
+import requests
 
 LOGS = "PAGODA_PEERS_LOGS"
 RESULTS = "PAGODA_PEERS_RESULTS"
@@ -54,6 +56,8 @@ class Judge:
         self._phases: dict[str, list[Any]] = {}
         self._asking: set[str] = set()
         """Files whose tests have started a server."""
+        self._num_sent = 0
+        """Requests that the running test has made itself."""
 
     def news(self) -> tuple[list[Request], int, list[str]]:
         """Refusals and other logged requests since the last call, the number of answers, and what was not
@@ -81,6 +85,15 @@ class Judge:
                 elif _ANSWER.search(line):
                     num_answers += 1
         return requests, num_answers, reasons
+
+    def counted(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of an HTTP client that also counts its calls."""
+
+        def sends(*args: Any, **kwargs: Any) -> Any:
+            self._num_sent += 1
+            return send(*args, **kwargs)
+
+        return sends
 
     def collect(self, report: Any) -> None:
         """Notes a phase of a test."""
@@ -110,9 +123,11 @@ class Judge:
             verdict, reason = ("n/a" if is_ours else "skip"), text[-160:]
         else:
             others = [it for it in requests if not it.is_absent]
-            is_vacuous = (not num_answers and not others) or (refused and not num_answers)
+            has_asked = num_answers or others or (self._num_sent and not refused)
+            is_vacuous = not has_asked or (refused and not num_answers)
             verdict = "vacuous" if is_vacuous else "pass"
             reason = _reason(refused, [], "asks Pagoda nothing") if is_vacuous else ""
+        self._num_sent = 0
         line = {"test": nodeid, "verdict": verdict, "reason": reason, "error": error}
         with self._results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -158,6 +173,14 @@ def pytest_configure(config: pytest.Config) -> None:
 class _Reports:
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        """Counts what the test itself asks, as the server does not log routes such as /health."""
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in (requests.Session, httpx.Client, httpx.AsyncClient):
+                patch.setattr(kind, "send", self._judge.counted(kind.send))
+            yield
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self._judge.collect(report)

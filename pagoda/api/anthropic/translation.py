@@ -33,6 +33,7 @@ _NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tool_choice.function": "tool_choice",
     "user": "metadata.user_id",
     "thinking_token_budget": "thinking.budget_tokens",
 }

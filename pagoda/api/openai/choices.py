@@ -40,14 +40,17 @@ class Envelope:
         always_usage: bool = False,
         tokens_as_ids: bool = False,
     ) -> None:
-        """`kind` is the `object` of the response or of its events; `always_usage` ends every stream with usage;
+        """`kind` is the `object` of the response or of its events; `always_usage` gives every stream its usage;
         `tokens_as_ids` is for bodies that do not say how tokens are written."""
         self.return_token_ids = bool(body.return_token_ids)
         as_ids = body.return_tokens_as_token_ids
         self.tokens_as_ids = tokens_as_ids if as_ids is None else as_ids
         options = body.stream_options or _NO_OPTIONS
         self._sends_usage = bool(options.include_usage) or always_usage
-        self.sends_continuous_usage = self._sends_usage and bool(options.continuous_usage_stats)
+        # vLLM's flag means usage in every event, unless a client says what it wants.
+        is_forced = always_usage and body.stream_options is None
+        is_continuous = is_forced or bool(options.continuous_usage_stats)
+        self.sends_continuous_usage = self._sends_usage and is_continuous
         self.timings: dict[str, float] | None = None
         """Times of the answer that has told its own last, for the end of a stream."""
         self._generation = generation

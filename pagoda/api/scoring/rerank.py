@@ -15,7 +15,7 @@ from msgspec import Meta
 from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import MAX_INPUTS, PoolingFields, envelope, usage
 from pagoda.errors import refuse
-from pagoda.frontend.embeddings import Embedding, cosines, embed
+from pagoda.frontend.embeddings import Embedding, cosines, embed, names_of
 from pagoda.frontend.text_generator import TextGenerator
 
 Texts = str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
@@ -62,9 +62,9 @@ _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
 async def score(context: RequestContext) -> web.StreamResponse:
     """The score of each pair; one text against several is as many pairs."""
     body = await context.parse(ScoreRequest)
-    left, right = _pairs(body)
+    (left, right), names = _pairs(body)
     generator = context.service.admit(body.model)
-    found = await _embed(context, generator, body, [*left, *right], "text_1")
+    found = await _embed(context, generator, body, [*left, *right], names)
     ones, others = found[: len(left)], found[len(left) :]
     if len(ones) == 1:
         ones = ones * len(others)
@@ -83,7 +83,9 @@ async def score(context: RequestContext) -> web.StreamResponse:
     )
 
 
-def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
+def _pairs(body: ScoreRequest) -> tuple[list[list[str]], list[str]]:
+    """Both sides of the pairs, and the names of all texts, for errors.
+    Raises InvalidRequestError: texts are missing, or do not make pairs."""
     given = [names for names in _PAIRS if any(getattr(body, name) is not None for name in names)]
     if len(given) != 1:
         refuse("text_1", "and text_2 must be given, or queries and documents")
@@ -98,7 +100,8 @@ def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
     if len(left) not in (1, len(right)):
         rule = f"has {len(left)} texts and {names[1]} {len(right)}; give one, or as many"
         refuse(names[0], rule)
-    return left, right
+    places = [*names_of(names[0], len(left)), *names_of(names[1], len(right))]
+    return both, places
 
 
 async def rerank(context: RequestContext) -> web.StreamResponse:
@@ -113,7 +116,8 @@ async def rerank(context: RequestContext) -> web.StreamResponse:
         body = msgspec.structs.replace(body, truncate_prompt_tokens=-1)
     generator = context.service.admit(body.model)
     param = "documents" if body.texts is None else "texts"
-    query, *documents = found = await _embed(context, generator, body, [body.query, *texts], param)
+    names = ["query", *names_of(param, len(texts))]
+    query, *documents = found = await _embed(context, generator, body, [body.query, *texts], names)
     scores = await cosines((query.vector, document.vector) for document in documents)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     best = order[: body.top_n or None]
@@ -158,12 +162,12 @@ async def _embed(
     generator: TextGenerator,
     body: PoolingFields,
     texts: Sequence[str],
-    param: str,
+    names: Sequence[str],
 ) -> list[Embedding]:
     return await embed(
         generator,
         texts,
         body.options(),
-        param=param,
+        param=names,
         client_request=context.client_request,
     )

@@ -62,15 +62,17 @@ def _list(calls: tuple[Call, ...]) -> str:
 
 
 def _pythonic(calls: tuple[Call, ...]) -> str:
-    terms = (f"{name}({', '.join(f'{k}={v!r}' for k, v in it.items())})" for name, it in calls)
+    terms = (
+        f"{name}({', '.join(f'{k}={json.dumps(v)}' for k, v in it.items())})" for name, it in calls
+    )
     return f"[{', '.join(terms)}]"
 
 
 _STYLES = {
     "hermes": _hermes,
     "llama3_json": _llama3,
-    "mistral": lambda calls: "[TOOL_CALLS] " + _list(calls),
-    "granite": lambda calls: "<|tool_call|>" + _list(calls),
+    "mistral": lambda calls: "[TOOL_CALLS]" + _list(calls),
+    "granite": lambda calls: "<tool_call>" + _list(calls),
     "pythonic": _pythonic,
 }
 
