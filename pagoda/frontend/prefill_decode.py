@@ -135,8 +135,13 @@ class PrefillOffload:
             yield request
             return
         source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
+        # Only the KV is wanted of a constrained answer: a prefill host that compiled the grammar first would be
+        # late. The decode host samples the first token, while a token without the grammar is not taken over.
         copy = msgspec.structs.replace(
-            request, request_id=f"{request.request_id}/prefill{next(self._numbers)}", holds_kv=True
+            request,
+            request_id=f"{request.request_id}/prefill{next(self._numbers)}",
+            holds_kv=True,
+            grammar=None,
         )
         computing = asyncio.create_task(self._compute(copy, source))
         try:

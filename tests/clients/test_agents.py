@@ -56,8 +56,10 @@ async def test_pydantic_ai_answers_in_a_type(model: OpenAIChatModel, output: typ
 async def test_pydantic_ai_prompts_for_a_type(smollm2: Server) -> None:
     """The schema stands in the prompt, so that the model must follow it; the server sees to JSON alone."""
     settings = {"max_tokens": 200, "temperature": 0}
-    agent = Agent(_model(smollm2), output_type=PromptedOutput(User), model_settings=settings)
-    answer = await agent.run("Extract: Jason is 25 years old.")
+    output = PromptedOutput(User, template="{schema}")
+    agent = Agent(_model(smollm2), output_type=output, model_settings=settings)
+    example = '"Ann is 7 years old." is {"name": "Ann", "age": 7}.'
+    answer = await agent.run(f'{example} What is "Jason is 25 years old."?')
     assert answer.output == User(name="Jason", age=25)
 
 

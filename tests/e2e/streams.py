@@ -64,12 +64,18 @@ async def stream_all(
             *(_stream(session, body, got) for body, got in zip(requests, received, strict=True))
         )
         if disturb is not None:
+            disturbing = asyncio.ensure_future(disturb(lambda: sum(map(len, received))))
             try:
-                await disturb(lambda: sum(map(len, received)))
+                await asyncio.wait((disturbing, streams), return_when=asyncio.FIRST_COMPLETED)
+                if not disturbing.done():
+                    await streams
+                assert disturbing.done(), "the streams ended before the disturbance"
+                await disturbing
                 assert not streams.done()
             except BaseException:
+                disturbing.cancel()
                 streams.cancel()
-                await asyncio.gather(streams, return_exceptions=True)
+                await asyncio.gather(disturbing, streams, return_exceptions=True)
                 raise
         await streams
     return [

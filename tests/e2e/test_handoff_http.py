@@ -120,6 +120,12 @@ CASES: dict[str, dict[str, Any]] = {
     "three answers": {"n": 3, "best_of": 3, "temperature": 1.0},
     "chat": {"logprobs": True, "top_logprobs": 2},
     "chat to the end": {"max_tokens": None, "ignore_eos": False},
+    "chat held to a schema": {
+        "structured_outputs": {"json": {"type": "array", "items": {"const": 7}, "minItems": 9}},
+        "ignore_eos": False,
+        "temperature": 1.0,
+        "seed": 3,
+    },
     "chat stream": {"temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}},
 }
 """Fields of a chat where the name says so, else of a completion."""

@@ -43,11 +43,9 @@ def test_a_host_is_killed(crowd: Crowd, role: str, num_events: int, constrained:
             await until_more(received, num_events)
             crowd.kill(role)
 
-        before = await fetched(crowd.hosts["decode"][1].base_url)
         salt = f"{role} {num_events} {constrained}"
         salted = [{**body, "cache_salt": salt} for body in asked]
         assert await stream_all(crowd.router.base_url, salted, kill) == expected
-        assert await fetched(crowd.hosts["decode"][-1].base_url) > before
         await until_free(crowd.urls)
         await crowd.until_all_joined()
 

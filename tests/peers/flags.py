@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 TINY_LEN = 2048
 """The context of the embedded model."""
 LARGEST_LEN = 8192
 """The longest context that a test gets from another model."""
+_CHATML = Path(__file__).parent / "script" / "chatml.jinja"
+"""The chat template of a model that is played, where a test names none."""
 _NO_THOUGHTS = '{"enable_thinking": false}'
-_SMALL_LEN = 512
-"""A test that asks for a shorter context is about its end."""
 
 
 FORMATS = ("hermes", "llama3_json", "mistral", "granite", "pythonic")
@@ -47,6 +48,8 @@ class Dialect:
     """True if pages of any origin may use the server unless a flag says otherwise."""
     shares_context: bool = False
     """True if the requests that run at once share the context in equal parts."""
+    short_len: int = 512
+    """A test that asks for a shorter context is about its end."""
 
 
 VLLM = Dialect(
@@ -158,6 +161,7 @@ SGLANG = Dialect(
         "--api-key": "--api-key",
         "--context-length": "--max-model-len",
         "--max-running-requests": "--max-num-seqs",
+        "--reasoning-parser": "--reasoning-parser",
     },
     switches=dict.fromkeys(_SGLANG_SILENT, ""),
     not_applicable={
@@ -167,7 +171,10 @@ SGLANG = Dialect(
         "--uds": "a server on a Unix socket",
         "--speculative-algorithm": "speculative decoding",
         "--enable-multimodal": "images, audio and video",
+        "--enable-custom-logit-processor": "Python code of clients",
     },
+    always=("--any-model-name",),
+    short_len=1024,
 )
 
 
@@ -209,7 +216,10 @@ def translate(
         elif scripted and flag == "--tool-call-parser":
             found += [flag, call_format(values[0])]
         elif flag in dialect.taken and values:
-            found += _bounded(dialect.taken[flag], values, max_len, parts, scripted=scripted)
+            lengths = (dialect.short_len, max_len)
+            found += _bounded(dialect.taken[flag], values, lengths, parts, scripted=scripted)
+    if scripted and any(it.endswith("-parser") for it in found) and "--chat-template" not in found:
+        found += ["--chat-template", str(_CHATML)]
     if dialect.any_origin and "--cors-origins" not in arguments:
         found += ["--cors-origins", "*"]
     if not any(it.startswith("--reasoning") for it in arguments):
@@ -237,13 +247,17 @@ def _shares(arguments: Sequence[str]) -> int:
 
 
 def _bounded(
-    flag: str, values: Sequence[str], max_len: int, parts: int, *, scripted: bool = False
+    flag: str, values: Sequence[str], lengths: tuple[int, int], parts: int, *, scripted: bool
 ) -> list[str]:
-    """A flag as Pagoda can take it with the model; `parts` requests share the context."""
+    """A flag as Pagoda can take it with the model; `parts` requests share the context.
+
+    `lengths` are the context below which a test is about its end, and that of the model.
+    """
+    short_len, max_len = lengths
     if flag == "--max-model-len":
         # A text takes several times as many tokens of the embedded model as of those that the tests are made for.
         asked = int(values[0]) // parts
-        return [flag, str(asked if asked < _SMALL_LEN else max_len)]
+        return [flag, str(asked if asked < short_len else max_len)]
     if flag == "--chat-template" and "tool_chat_template" in values[0] and not scripted:
         return []  # of a model that calls tools in another way
     if flag == "--lora":
