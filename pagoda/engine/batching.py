@@ -28,7 +28,7 @@ _BLOCKED_STEPS = 16
 _MAX_LED = 32
 """Requests that a step passes over because others compute their blocks."""
 
-DEAR_S = 0.0005
+DEAR_S = 0.001
 """Processor time of a token from which on the grammar of a request is dear."""
 
 STEP_MASKS_S = 0.008
@@ -249,8 +249,10 @@ class Batcher:
             plan.gives_way = True
             return True
         plan.masks_s += cost
-        # A step that has no room for a request is half full at least.
-        request.mask_turn = plan.step + math.ceil(2 * self._dear_s / STEP_MASKS_S)
+        # A step that has no room for requests like this one is as full as that, and half full at least.
+        request.mask_turn = plan.step + math.ceil(
+            self._dear_s / max(STEP_MASKS_S - cost, STEP_MASKS_S / 2)
+        )
         return False
 
     def _kinds(self) -> tuple[bool | None, ...]:
