@@ -39,7 +39,7 @@ def _longest(model: Path) -> int:
     config = model / "config.json"
     if not config.is_file():
         return LARGEST_LEN
-    own = json.loads(config.read_text(encoding="utf-8"))["max_position_embeddings"]
+    own = json.loads(config.read_text(encoding="utf-8")).get("max_position_embeddings", LARGEST_LEN)
     return min(LARGEST_LEN, int(own))
 
 
