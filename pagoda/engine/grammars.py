@@ -36,6 +36,9 @@ MAX_FORCED_TOKENS = 256
 """Forced tokens that are appended at once; the rest of a longer text follows in the next turns of the loop."""
 TOKEN_LIMIT_S = 0.01
 """Processor time on the engine's loop that one token of an answer may take."""
+_SUSPECT_S = TOKEN_LIMIT_S / 20
+"""Seconds of a token from which on a grammar is watched: the clock of processor time is a system call, which takes
+longer than most tokens."""
 _COST_DECAY = 0.9
 _MAX_ERROR_CHARS = 300
 _MAX_LATE_DIGESTS = 256
@@ -99,16 +102,20 @@ class Constraint:
         *,
         cost_s: float = 0.0,
         processor_time: Callable[[], float] = time.thread_time,
+        elapsed_time: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`processor_time` counts the seconds that this thread has worked: a machine with other work to do must
-        not make a grammar look dear."""
+        not make a grammar look dear. It is asked behind a token that took long by `elapsed_time`."""
         self.cost_s = cost_s
-        """Processor time of a token, in seconds: the most of late, which fades from token to token."""
+        """Processor time of a token, in seconds: the most of late, which fades from token to token. Zero as long
+        as no token took long."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._processor_time = processor_time
+        self._elapsed_time = elapsed_time
+        self._watch(cost_s > _SUSPECT_S)
         self._spent_s = 0.0
-        """Processor time since the last token was consumed."""
+        """Time since the last token was consumed, by the clock in use."""
         self._forced: deque[int] | None = None
         """Tokens that are certain to come; None if that is not known."""
 
@@ -118,11 +125,14 @@ class Constraint:
             self._vocabulary,
             cost_s=self.cost_s,
             processor_time=self._processor_time,
+            elapsed_time=self._elapsed_time,
         )
 
     def try_out(self) -> bool:
         """Measures what every answer begins with. False if that is too much work for the engine's loop."""
         first, beginning = self.copy(), self.copy()
+        first._watch(True)
+        beginning._watch(True)
         if first.mask() is None:
             return False
         self.cost_s = first._spent_s
@@ -132,6 +142,14 @@ class Constraint:
                     return not beginning.is_exhausted
         return True
 
+    def _watch(self, is_watched: bool) -> None:
+        self._is_watched = is_watched
+        self._time = self._processor_time if is_watched else self._elapsed_time
+
+    @property
+    def _is_over_limit(self) -> bool:
+        return self._is_watched and self._spent_s > TOKEN_LIMIT_S
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer, whatever the request says of them."""
@@ -140,23 +158,24 @@ class Constraint:
     @property
     def is_exhausted(self) -> bool:
         """True if the grammar took too much work, and the place is lost."""
-        if self._spent_s > TOKEN_LIMIT_S:
-            return True
-        return self._matcher.is_error() and _OUTSIDE not in self._matcher.get_error()
+        return self._is_over_limit or (
+            self._matcher.is_error() and _OUTSIDE not in self._matcher.get_error()
+        )
 
     def consume(self, token_id: int) -> bool:
         """Goes on behind a token that does not end the answer; False if the grammar does not allow it here, or
         took too much work."""
         if self.is_exhausted:
             return False
-        self.cost_s = max(self._spent_s, self.cost_s * _COST_DECAY)
-        began = self._processor_time()
+        self.cost_s = max(self._spent_s if self._is_watched else 0.0, self.cost_s * _COST_DECAY)
+        self._watch(max(self._spent_s, self.cost_s) > _SUSPECT_S)
+        began = self._time()
         is_allowed = self._matcher.consume_token(token_id)
-        self._spent_s = self._processor_time() - began
+        self._spent_s = self._time() - began
         forced, self._forced = self._forced, None
         if forced and forced.popleft() == token_id and forced:
             self._forced = forced
-        return is_allowed and self._spent_s <= TOKEN_LIMIT_S
+        return is_allowed and not self._is_over_limit
 
     def forced_tokens(self) -> list[int]:
         """The tokens that must come next, as far as they are certain, and at most `MAX_FORCED_TOKENS`; a whole
@@ -165,9 +184,9 @@ class Constraint:
             if self._matcher.is_stopped() and not self._matcher.is_error():
                 self._forced = deque((self._vocabulary.end_token_id,))
             else:
-                began = self._processor_time()
+                began = self._time()
                 self._forced = deque(self._matcher.compute_ff_tokens())
-                self._spent_s += self._processor_time() - began
+                self._spent_s += self._time() - began
         return list(islice(self._forced, MAX_FORCED_TOKENS))
 
     def mask(self, held_back: Sequence[int] = ()) -> bytes | None:
@@ -175,10 +194,10 @@ class Constraint:
 
         Tokens of `held_back` are left out, unless nothing else may come.
         """
-        began = self._processor_time()
+        began = self._time()
         bits = self._matcher.compute_bitmask()
-        self._spent_s += self._processor_time() - began
-        if self._spent_s > TOKEN_LIMIT_S or self._matcher.is_error():
+        self._spent_s += self._time() - began
+        if self._is_over_limit or self._matcher.is_error():
             return None
         mask = self._vocabulary.fitted(bits)
         if not held_back:

@@ -187,7 +187,13 @@ def dear_grammars(call_s: float) -> Grammars:
         source = LLMatcher.grammar_from_regex(grammar.text)
         matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0)
         readings = count(0.0, call_s)
-        return Constraint(matcher, vocabulary, processor_time=lambda: next(readings))
+        return Constraint(
+            matcher,
+            vocabulary,
+            cost_s=call_s,
+            processor_time=lambda: next(readings),
+            elapsed_time=lambda: next(readings),
+        )
 
     return Grammars(token_texts, VOCAB_SIZE, run=lambda work: work(), compile_grammar=compiled)
 
@@ -224,6 +230,23 @@ def test_a_token_that_takes_too_long_ends_the_answer_as_the_clients_mistake() ->
     harness.add(constrained("r", Grammar("regex", "[ab]{12}")))
     harness.run()
     assert harness.finished["r"].blames_grammar
+
+
+def test_a_busy_machine_makes_no_grammar_dear() -> None:
+    source = LLMatcher.grammar_from_regex("[ab]{12}")
+    vocabulary = Vocabulary(token_texts(), VOCAB_SIZE)
+    readings = count(0.0, 10 * TOKEN_LIMIT_S)
+    place = Constraint(
+        LLMatcher(vocabulary.tokenizer, source, log_level=0),
+        vocabulary,
+        processor_time=lambda: 0.0,
+        elapsed_time=lambda: next(readings),
+    )
+    for _ in range(12):
+        mask = place.mask()
+        assert mask is not None
+        assert place.consume(next(i for i in range(VOCAB_SIZE) if mask[i >> 3] >> (i & 7) & 1))
+    assert place.cost_s == 0.0
 
 
 def test_a_long_forced_text_is_appended_in_parts() -> None:
