@@ -51,8 +51,13 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-TransferId = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,256}\Z")]
-HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\Z")]
+_END = r"(?![\s\S])"
+"""The end of a text in Python's and in ECMAScript's patterns: `$` is also in front of a last newline, and
+`\\Z` only Python's, while clients read the pattern in /openapi.json."""
+TransferId = Annotated[str, Meta(pattern=rf"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{{1,256}}{_END}")]
+HostName = Annotated[
+    str, Meta(pattern=rf"^[A-Za-z0-9_]([A-Za-z0-9_.-]{{0,251}}[A-Za-z0-9_])?{_END}")
+]
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 

@@ -152,13 +152,18 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
 
 
 def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
+    function: dict[str, Any] = {
+        "name": call.function.name,
+        "arguments": call.function.arguments,
+    }
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        refuse(f"{where}.function.arguments", "must be the text of a JSON object")
-    function = {"name": call.function.name, "arguments": arguments}
+        pass  # Models break off; their answers must fit into the next turn as they came.
+    else:
+        if not isinstance(arguments, dict):
+            refuse(f"{where}.function.arguments", "must be the text of a JSON object")
+        function["arguments"] = arguments
     turn: dict[str, Any] = {"type": "function", "function": function}
     return turn if call.id is None else {"id": call.id, **turn}
 

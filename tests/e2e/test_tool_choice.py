@@ -115,4 +115,4 @@ def test_reasoning_ends_with_its_budget(client: OpenAI, budget: int) -> None:
     # The two tags are counted too, where there is reasoning between them.
     assert count <= budget + 2
     assert answer.choices[0].message.content
-    assert bool(answer.choices[0].message.reasoning) == bool(budget)  # type: ignore[attr-defined]
+    assert bool(answer.choices[0].message.reasoning_content) == bool(budget)  # type: ignore[attr-defined]

@@ -36,6 +36,13 @@ def tool(**parameters: Any) -> dict[str, Any]:
             {"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}')]},
             {"role": "assistant", "content": "", "tool_calls": [call({"x": 1})]},
         ),
+        *(  # calls that a model broke off
+            (
+                {"role": "assistant", "content": None, "tool_calls": [call(arguments)]},
+                {"role": "assistant", "content": "", "tool_calls": [call(arguments)]},
+            )
+            for arguments in ("{", '{"a":' * 100_000)
+        ),
         (  # an answer as a client got it
             {"role": "assistant", "content": "4", "annotations": []}
             | dict.fromkeys(("refusal", "audio", "function_call", "tool_calls")),
@@ -59,7 +66,7 @@ def test_what_templates_see(message: dict[str, Any], turn: dict[str, Any]) -> No
                 {"role": "assistant", "tool_calls": [call(arguments)]},
                 "messages[0].tool_calls[0].function.arguments",
             )
-            for arguments in ("{", "[1]", '{"a":' * 100_000)
+            for arguments in ("[1]", "null", '"text"')
         ),
     ],
 )
