@@ -22,6 +22,8 @@ _NO_THOUGHTS = '{"enable_thinking": false}'
 
 FORMATS = ("hermes", "llama3_json", "mistral", "granite", "pythonic")
 """Formats of tool calls that written answers are in."""
+_SGLANG_FORMATS = {"llama3": "llama3_json", "lfm2": "pythonic"}
+"""SGLang's names of such formats. LFM2 writes Python's calls between tokens of its own, which are left out."""
 
 
 class NotApplicableError(Exception):
@@ -236,7 +238,8 @@ def _is_flag(argument: str) -> bool:
 
 def call_format(parser: str) -> str:
     """The format of tool calls in which a model with this parser is played."""
-    return parser if parser in FORMATS else "hermes"
+    name = _SGLANG_FORMATS.get(parser, parser)
+    return name if name in FORMATS else "hermes"
 
 
 def _shares(arguments: Sequence[str]) -> int:
