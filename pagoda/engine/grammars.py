@@ -444,10 +444,11 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> Constraint | str:
                 source = LLMatcher.grammar_from_lark(grammar.text)
     except ValueError as error:
         return _sentence(grammar, str(error))
-    # Some ten milliseconds to begin, and a few at most for each token.
+    # Some ten milliseconds to begin, and a few at most for each token. Where all letters of Unicode are tokens,
+    # `\w` alone takes most of a token's fuel.
     limits = LLParserLimits(
         initial_lexer_fuel=400_000,
-        step_lexer_fuel=20_000,
+        step_lexer_fuel=60_000,
         step_max_items=20_000,
         max_lexer_states=10_000,
         max_grammar_size=200_000,

@@ -15,6 +15,7 @@ from harness import VOCAB_SIZE, Harness, assert_complete, make_request
 from llguidance import LLMatcher
 from mortal_executor import speaking
 from small_grammars import EOS, GRAMMARS, constraint_of, open_grammars, text_of, token_texts
+from tokenizers import AddedToken, Tokenizer
 
 from pagoda.engine.grammar_threads import MAX_LATE_THREADS
 from pagoda.engine.grammars import (
@@ -165,6 +166,23 @@ def test_a_wrong_grammar_is_refused_in_one_sentence(grammar: Grammar, error: str
 )
 def test_expressions_that_explode_elsewhere_are_served(text: str) -> None:
     Harness().serve(constrained("r", Grammar("regex", text), max_tokens=20))
+
+
+def test_words_in_all_scripts_are_no_work_for_a_large_vocabulary() -> None:
+    letters = [letter for letter in map(chr, range(0xAA, 0x3100)) if letter.isalpha()]
+    backend = Tokenizer.from_str(token_texts().tokenizer)
+    backend.add_tokens([AddedToken(letter, normalized=False) for letter in letters])
+    vocab_size = backend.get_vocab_size()
+    texts = TokenTexts(backend.to_str(), (EOS,))
+    grammars = Grammars(lambda: texts, vocab_size, run=lambda work: work())
+    grammar = Grammar("regex", r"a\w{3,30}b")
+    grammars.take(constrained("r", grammar), grammar)
+    ((_, place),) = grammars.drain()
+    assert isinstance(place, Constraint)
+    assert place.consume(0)
+    mask = place.mask()
+    assert mask is not None
+    assert int.from_bytes(mask, "little").bit_count() > 5000
 
 
 def test_a_grammar_that_takes_too_much_work_within_an_answer_is_the_clients_mistake() -> None:
