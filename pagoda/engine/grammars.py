@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -39,6 +39,12 @@ TOKEN_LIMIT_S = 0.01
 _SUSPECT_S = TOKEN_LIMIT_S / 20
 """Seconds of a token from which on a grammar is watched: the clock of processor time is a system call, which takes
 longer than most tokens."""
+MAX_LEXER_STATES = 50_000
+"""States of the lexer of one grammar, which all of its answers share; up to a kilobyte each."""
+RENEWAL_LIMIT_S = 0.01
+"""Processor time of compiling up to which a grammar is compiled again on the engine's loop."""
+MAX_REPLAYED_TOKENS = 8192
+"""Tokens of an answer that are followed again on the engine's loop, at some microseconds each."""
 _COST_DECAY = 0.9
 _MAX_ERROR_CHARS = 300
 _MAX_LATE_DIGESTS = 256
@@ -53,6 +59,7 @@ BUSY = ""
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(?P<names>.*)\]")
 _OUTSIDE = "doesn't satisfy the grammar"
+_OUT_OF_STATES = "too many states"
 _TOO_LARGE = re.compile(r"too big|too large|too many items|too complex", re.IGNORECASE)
 
 
@@ -62,6 +69,9 @@ _NAMES = {
     "lark": "the grammar",
 }
 _log = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
 
 
 class TokenTexts(msgspec.Struct, frozen=True):
@@ -103,9 +113,13 @@ class Constraint:
         cost_s: float = 0.0,
         processor_time: Callable[[], float] = time.thread_time,
         elapsed_time: Callable[[], float] = time.perf_counter,
+        renew: Callable[[], LLMatcher] | None = None,
     ) -> None:
-        """`processor_time` counts the seconds that this thread has worked: a machine with other work to do must
-        not make a grammar look dear. It is asked behind a token that took long by `elapsed_time`."""
+        """`renew` compiles the grammar again: places share a table of lexer states, which fills up as answers
+        pass through long texts, and would then fail every answer.
+
+        `processor_time` counts the seconds that this thread has worked: a machine with other work to do must not
+        make a grammar look dear. It is asked behind a token that took long by `elapsed_time`."""
         self.cost_s = cost_s
         """Processor time of a token, in seconds: the most of late, which fades from token to token. Zero as long
         as no token took long."""
@@ -113,6 +127,12 @@ class Constraint:
         self._vocabulary = vocabulary
         self._processor_time = processor_time
         self._elapsed_time = elapsed_time
+        self._renew = renew
+        self._origin = self
+        """The place in front of the first token, whose table of lexer states this place shares."""
+        self._age = 0
+        """Number of tables that were full before the one of this place."""
+        self._token_ids: list[int] = []
         self._watch(cost_s > _SUSPECT_S)
         self._spent_s = 0.0
         """Time since the last token was consumed, by the clock in use."""
@@ -120,13 +140,48 @@ class Constraint:
         """Tokens that are certain to come; None if that is not known."""
 
     def copy(self) -> Constraint:
-        return Constraint(
+        age = self._age  # first: the origin's grows behind its matcher
+        place = Constraint(
             self._matcher.deep_copy(),
             self._vocabulary,
             cost_s=self.cost_s,
             processor_time=self._processor_time,
             elapsed_time=self._elapsed_time,
         )
+        place._origin, place._age = self._origin, age
+        place._token_ids = list(self._token_ids)
+        return place
+
+    def _has_found_room(self) -> bool:
+        """True if the place ran out of lexer states, and is where it was with another table of them: that of later
+        answers, or a new one if it has that already."""
+        if not (self._matcher.is_error() and _OUT_OF_STATES in self._matcher.get_error()):
+            return False
+        origin = self._origin
+        if origin._renew is None or len(self._token_ids) > MAX_REPLAYED_TOKENS:
+            return False
+        if origin._age == self._age:
+            origin._matcher = origin._renew()
+            origin._age += 1
+        self._matcher, self._age = origin._matcher.deep_copy(), origin._age
+        return self._matcher.consume_tokens(self._token_ids)
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        """The result of work for the token to come, which counts as its time."""
+        began = self._time()
+        result = work()
+        self._spent_s += self._time() - began
+        return result
+
+    def _in_room(self, work: Callable[[], T]) -> T:
+        """The result of work. Where lexer states run out it is done again, with the table of later answers, then
+        with a new one; the way there does not count as time of the token."""
+        result = self._timed(work)
+        for _ in range(2):
+            if not self._has_found_room():
+                break
+            result = self._timed(work)
+        return result
 
     def try_out(self) -> bool:
         """Measures what every answer begins with. False if that is too much work for the engine's loop."""
@@ -169,9 +224,10 @@ class Constraint:
             return False
         self.cost_s = max(self._spent_s if self._is_watched else 0.0, self.cost_s * _COST_DECAY)
         self._watch(max(self._spent_s, self.cost_s) > _SUSPECT_S)
-        began = self._time()
-        is_allowed = self._matcher.consume_token(token_id)
-        self._spent_s = self._time() - began
+        self._spent_s = 0.0
+        is_allowed = self._timed(lambda: self._matcher.consume_token(token_id))
+        self._token_ids.append(token_id)
+        is_allowed = is_allowed or self._has_found_room() or self._has_found_room()
         forced, self._forced = self._forced, None
         if forced and forced.popleft() == token_id and forced:
             self._forced = forced
@@ -184,9 +240,7 @@ class Constraint:
             if self._matcher.is_stopped() and not self._matcher.is_error():
                 self._forced = deque((self._vocabulary.end_token_id,))
             else:
-                began = self._time()
-                self._forced = deque(self._matcher.compute_ff_tokens())
-                self._spent_s += self._time() - began
+                self._forced = deque(self._in_room(lambda: self._matcher.compute_ff_tokens()))
         return list(islice(self._forced, MAX_FORCED_TOKENS))
 
     def mask(self, held_back: Sequence[int] = ()) -> bytes | None:
@@ -194,9 +248,7 @@ class Constraint:
 
         Tokens of `held_back` are left out, unless nothing else may come.
         """
-        began = self._time()
-        bits = self._matcher.compute_bitmask()
-        self._spent_s += self._time() - began
+        bits = self._in_room(lambda: self._matcher.compute_bitmask())
         if self._is_over_limit or self._matcher.is_error():
             return None
         mask = self._vocabulary.fitted(bits)
@@ -450,14 +502,20 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> Constraint | str:
         initial_lexer_fuel=400_000,
         step_lexer_fuel=60_000,
         step_max_items=20_000,
-        max_lexer_states=10_000,
+        max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=200_000,
         verbose_errors=False,
     )
-    matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
+
+    def renew() -> LLMatcher:
+        return LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
+
+    began = time.thread_time()
+    matcher = renew()
+    is_quick = time.thread_time() - began <= RENEWAL_LIMIT_S
     if matcher.is_error() or not matcher.compute_bitmask() or matcher.is_error():
         return _sentence(grammar, matcher.get_error())
-    place = Constraint(matcher, vocabulary)
+    place = Constraint(matcher, vocabulary, renew=renew if is_quick else None)
     if not place.try_out():
         return (
             f"{_NAMES[grammar.kind]} is too large or too complex to be followed within the limits."

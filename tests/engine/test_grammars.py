@@ -40,6 +40,8 @@ from pagoda.frontend.token_texts import token_texts as read_token_texts
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Grammar, RequestRefused
 
+A, COLON = 0, 29
+"""Ids of the tokens "a" and ":"."""
 LONG = Grammar("regex", "abcdabcdx(true|xyxyxy){1,2}z")
 
 
@@ -265,6 +267,28 @@ def test_a_busy_machine_makes_no_grammar_dear() -> None:
         assert mask is not None
         assert place.consume(next(i for i in range(VOCAB_SIZE) if mask[i >> 3] >> (i & 7) & 1))
     assert place.cost_s == 0.0
+
+
+def test_a_full_table_of_lexer_states_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.engine.grammars.MAX_LEXER_STATES", 600)
+    words = Grammar("regex", r"\w{500}:")
+    request = constrained("r", words)
+    grammars = open_grammars()
+    places = []
+    for _ in range(3):
+        place = grammars.take(request, words)
+        if place is None:
+            [(_, place)] = grammars.drain()
+        assert isinstance(place, Constraint)
+        places.append(place)
+    for _ in range(500):
+        for place in places:
+            assert place.mask() is not None
+            assert place.consume(A)
+    for place in places:
+        assert place.forced_tokens() == [COLON]
+        assert place.consume(COLON)
+        assert place.forced_tokens() == [EOS]
 
 
 def test_a_long_forced_text_is_appended_in_parts() -> None:
