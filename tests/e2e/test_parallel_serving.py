@@ -80,6 +80,8 @@ async def stream_and_kill(base_url: str, server_pid: int, victims: list[Victim])
     undisturbed = await stream_all(base_url, requests)
     assert {answer.reason for answer in undisturbed} == {"length"}
     for victim in victims:
+        while len(children(server_pid, victim.module)) <= victim.index:  # the last one's successor
+            await asyncio.sleep(0.05)
 
         async def kill(received: Callable[[], int], victim: Victim = victim) -> None:
             await until_more(received, NUM_STREAMS * MAX_TOKENS // 5)
