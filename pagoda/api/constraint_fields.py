@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from pagoda.api.fields import GenerationFields
 from pagoda.errors import refuse
+from pagoda.frontend.async_utils import LONG_TEXT_CHARS
 from pagoda.frontend.constraints import (
     check_names,
     grammar_of,
@@ -22,7 +23,6 @@ _NAMED_BY_KIND = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "js
 """Fields of SGLang and llama.cpp, and the kind of their constraint."""
 _CONSTRAINTS = ("response_format", "structured_outputs", *_NAMED_BY_KIND)
 _CONSTRAINTS += ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_MAX_SIZE = 1 << 20
 
 
 class FieldGrammar(NamedTuple):
@@ -33,8 +33,9 @@ class FieldGrammar(NamedTuple):
 
 
 def constraint_size(body: GenerationFields) -> int:
-    """Characters of a body's constraints, roughly, of which `constraint_of` makes a grammar in linear time."""
-    return json_size([getattr(body, name) for name in _CONSTRAINTS], _MAX_SIZE)
+    """Characters of a body's constraints, roughly, of which `constraint_of` makes a grammar in linear time. Those
+    beyond a long text are not counted."""
+    return json_size([getattr(body, name) for name in _CONSTRAINTS], LONG_TEXT_CHARS)
 
 
 def constraint_of(body: GenerationFields) -> FieldGrammar | None:

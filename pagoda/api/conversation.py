@@ -20,9 +20,10 @@ from pagoda.api.request_context import Caller
 from pagoda.api.tool_choice import ToolChoice, new_call_id, tool_choice_of
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ReasoningFormat
+from pagoda.frontend.async_utils import LONG_TEXT_CHARS
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.json_size import json_size
-from pagoda.frontend.text_generator import LONG_TEXT_CHARS, TextDelta, TextGenerator
+from pagoda.frontend.text_generator import TextDelta, TextGenerator
 from pagoda.frontend.tool_grammars import Reasoning, answer_grammar
 from pagoda.messages.frontend import FinishReason
 

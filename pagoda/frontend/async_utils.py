@@ -62,6 +62,10 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+LONG_TEXT_CHARS = 16384
+"""Longer texts are tokenized, rendered and made into grammars in a thread: other streams go on meanwhile."""
+
+
 class LongWork:
     """Threads for work that takes long. The executor of `asyncio.to_thread` stays free for short work.
 

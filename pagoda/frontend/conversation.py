@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pagoda.errors import refuse
+from pagoda.frontend.async_utils import LONG_TEXT_CHARS
 from pagoda.frontend.chat_template import ChatTemplate
 from pagoda.frontend.json_size import json_size
 
@@ -25,8 +26,6 @@ _SCHEMA_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "
 MAX_PATTERN_CHARS = 1024
 _MAX_NAME_CHARS = 64
 """Characters of a property's name in an error."""
-_MAX_TOOLS_SIZE = 1 << 20
-"""Characters of tools that are counted; more make no difference."""
 _MESSAGE_CHARS = 32
 """Counted for the role and the borders of a message."""
 
@@ -95,8 +94,9 @@ def render_conversation(
 
 
 def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
-    """Characters of a conversation, roughly: what a template makes of them takes as long."""
-    size = json_size(tools, _MAX_TOOLS_SIZE) if tools else 0
+    """Characters of a conversation, roughly: what a template makes of them takes as long. Those of tools beyond a
+    long text are not counted."""
+    size = json_size(tools, LONG_TEXT_CHARS) if tools else 0
     for message in messages:
         content = message.content or ""
         parts = [content] if isinstance(content, str) else [part.text for part in content]

@@ -18,7 +18,7 @@ import msgspec
 
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.adapters import AdapterRegistry
-from pagoda.frontend.async_utils import LongWork
+from pagoda.frontend.async_utils import LONG_TEXT_CHARS, LongWork
 from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
@@ -42,8 +42,6 @@ from pagoda.messages.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
-LONG_TEXT_CHARS = 16384
-"""Longer texts are tokenized and rendered in a thread, so that other streams go on meanwhile."""
 _MAX_LONG_TEXTS = 2
 """Long texts at a time; the tokenizer takes a hundred times their size in memory."""
 
