@@ -138,16 +138,13 @@ def _finished(pooled: bytes, dimensions: int | None, *, normalize: bool) -> arra
     return array("f", [x / length for x in vector]) if normalize and length else vector
 
 
-async def cosines(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[float]:
-    """The cosine of the angle between the vectors of each pair; other streams go on meanwhile."""
+async def products(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> list[float]:
+    """The inner product of the vectors of each pair; other streams go on meanwhile.
+
+    Of vectors of length 1 it is the cosine of the angle between them, and 0 if one of them has no length.
+    """
     found = []
     for one, other in pairs:
         await asyncio.sleep(0)
-        found.append(cosine(one, other))
+        found.append(sum(map(mul, one, other)))
     return found
-
-
-def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """The cosine of the angle between two vectors; 0 if one of them has no length."""
-    lengths = math.hypot(*one) * math.hypot(*other)
-    return sum(map(mul, one, other)) / lengths if lengths else 0.0

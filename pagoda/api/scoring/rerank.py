@@ -15,7 +15,7 @@ from msgspec import Meta
 from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import MAX_INPUTS, PoolingFields, envelope, usage
 from pagoda.errors import refuse
-from pagoda.frontend.embeddings import Embedding, cosines, embed, names_of
+from pagoda.frontend.embeddings import Embedding, embed, names_of, products
 from pagoda.frontend.text_generator import TextGenerator
 
 Texts = str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
@@ -69,7 +69,7 @@ async def score(context: RequestContext) -> web.StreamResponse:
     if len(ones) == 1:
         ones = ones * len(others)
     pairs = zip(ones, others, strict=True)
-    scores = await cosines((one.vector, other.vector) for one, other in pairs)
+    scores = await products((one.vector, other.vector) for one, other in pairs)
     data = [
         {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
     ]
@@ -118,7 +118,7 @@ async def rerank(context: RequestContext) -> web.StreamResponse:
     param = "documents" if body.texts is None else "texts"
     names = ["query", *names_of(param, len(texts))]
     query, *documents = found = await _embed(context, generator, body, [body.query, *texts], names)
-    scores = await cosines((query.vector, document.vector) for document in documents)
+    scores = await products((query.vector, document.vector) for document in documents)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     best = order[: body.top_n or None]
     if body.texts is not None:
@@ -167,7 +167,7 @@ async def _embed(
     return await embed(
         generator,
         texts,
-        body.options(),
+        body.options(normalize=True),
         param=names,
         client_request=context.client_request,
     )
