@@ -22,7 +22,9 @@ from benchmarks.json_schemas import make_schema
 from pagoda.checkpoints.resolve import load_model_config, resolve_model
 from pagoda.cli import output
 from pagoda.cli.server_process import server_process
-from pagoda.engine.grammars import Constraint, Grammars, TokenTextsOrder, load_token_texts
+from pagoda.engine.constraint import Constraint
+from pagoda.engine.grammars import Grammars
+from pagoda.engine.vocabulary import TokenTextsOrder, load_token_texts
 from pagoda.frontend.constraints import json_grammar
 from pagoda.messages.frontend import GenerateRequest, Grammar
 from pagoda.messages.sampling_params import SamplingParams

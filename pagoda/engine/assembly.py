@@ -8,10 +8,11 @@ from functools import partial
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.grammars import Grammars, TokenTextsOrder, load_token_texts
+from pagoda.engine.grammars import Grammars
 from pagoda.engine.kv_transfers import TiersBuilder, attach_hooks
 from pagoda.engine.reports import CacheReporter
 from pagoda.engine.scheduler import Scheduler
+from pagoda.engine.vocabulary import TokenTextsOrder, load_token_texts
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager

@@ -8,7 +8,7 @@ import logging
 from pagoda.engine.adapters import EngineAdapters
 from pagoda.engine.assembly import EngineParts, GrammarsOpener, build_parts, open_grammars
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.grammars import Constraint
+from pagoda.engine.constraint import Constraint
 from pagoda.engine.kv_transfers import TiersBuilder
 from pagoda.engine.reports import StepRecorder
 from pagoda.engine.scheduler import Scheduler

@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from dataclasses import InitVar, dataclass, field
 
-from pagoda.engine.grammars import Constraint
+from pagoda.engine.constraint import Constraint
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
 from pagoda.messages.frontend import (

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from pagoda.engine.batching import Batcher, SchedulerLimits
-from pagoda.engine.grammars import Constraint
+from pagoda.engine.constraint import Constraint
 from pagoda.engine.kv_hooks import KVHooks
 from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key

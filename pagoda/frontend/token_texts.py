@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.engine.grammars import TokenTexts, TokenTextsOrder
+from pagoda.engine.vocabulary import TokenTexts, TokenTextsOrder
 from pagoda.errors import PagodaError
 from pagoda.frontend.model_text import load_text, synthetic_model_text
 

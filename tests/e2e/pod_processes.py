@@ -18,7 +18,7 @@ from streams import bodies
 from pagoda.cli.server_process import ServerProcess, server_process
 
 HOST = ["--dtype", "float32", "--threads", "1", "--num-kv-blocks", "2048", "--block-size", "16"]
-LEASE_S = 2
+LEASE_S = 5
 QUIET = ["--log-level", "warning"]
 
 

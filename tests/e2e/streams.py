@@ -57,32 +57,43 @@ def bodies(
 async def stream_all(
     base_url: str, requests: list[dict[str, Any]], disturb: Disturb | None = None
 ) -> list[Answer]:
-    """Returns all answers to each request in turn; streams must still run when `disturb` has done its work."""
-    received: list[list[dict[str, Any]]] = [[] for _ in requests]
+    """Returns all answers to each request in turn.
+
+    The last request is asked once more, and again whenever it is answered, until `disturb` has done
+    its work: so a stream runs meanwhile, however late `disturb` is, and events arrive for which it waits.
+    """
+    received: list[list[dict[str, Any]]] = [[] for _ in [*requests, "again"]]
     async with aiohttp.ClientSession(base_url, connector=aiohttp.TCPConnector(limit=0)) as session:
         streams = asyncio.gather(
-            *(_stream(session, body, got) for body, got in zip(requests, received, strict=True))
+            *(_stream(session, body, got) for body, got in zip(requests, received, strict=False))
         )
         if disturb is not None:
+            again = asyncio.ensure_future(_ask_again(session, requests[-1], received[-1]))
             disturbing = asyncio.ensure_future(disturb(lambda: sum(map(len, received))))
             try:
-                await asyncio.wait((disturbing, streams), return_when=asyncio.FIRST_COMPLETED)
-                if not disturbing.done():
-                    await streams
-                assert disturbing.done(), "the streams ended before the disturbance"
-                await disturbing
-                assert not streams.done()
+                await asyncio.wait((disturbing, again), return_when=asyncio.FIRST_COMPLETED)
+                await (disturbing if disturbing.done() else again)
             except BaseException:
-                disturbing.cancel()
                 streams.cancel()
-                await asyncio.gather(disturbing, streams, return_exceptions=True)
                 raise
+            finally:
+                disturbing.cancel()
+                again.cancel()
+                await asyncio.gather(disturbing, again, return_exceptions=True)
         await streams
     return [
         _answer([choice for choice in got if choice["index"] == index])
-        for body, got in zip(requests, received, strict=True)
+        for body, got in zip(requests, received, strict=False)
         for index in range(body.get("n", 1))
     ]
+
+
+async def _ask_again(
+    session: aiohttp.ClientSession, body: dict[str, Any], received: list[dict[str, Any]]
+) -> None:
+    """Asks the same again and again, until it is cancelled."""
+    while True:
+        await _stream(session, body, received)
 
 
 async def _stream(

@@ -8,7 +8,9 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.engine.grammars import Constraint, Grammars, TokenTexts
+from pagoda.engine.constraint import Constraint
+from pagoda.engine.grammars import Grammars
+from pagoda.engine.vocabulary import TokenTexts
 from pagoda.executor.sim import sim_token
 from pagoda.messages.frontend import GenerateRequest, Grammar
 

@@ -8,6 +8,7 @@ import select
 import threading
 from functools import partial
 from itertools import count, product
+from typing import NoReturn, cast
 
 import msgspec
 import pytest
@@ -17,22 +18,24 @@ from mortal_executor import speaking
 from small_grammars import EOS, GRAMMARS, constraint_of, open_grammars, text_of, token_texts
 from tokenizers import AddedToken, Tokenizer
 
+from pagoda.engine.constraint import (
+    MAX_FORCED_TOKENS,
+    TOKEN_LIMIT_S,
+    CompiledGrammar,
+    Constraint,
+    TokenClock,
+)
+from pagoda.engine.grammar_compiler import compile_grammar
 from pagoda.engine.grammar_threads import MAX_LATE_THREADS
 from pagoda.engine.grammars import (
     BUSY,
     COMPILE_LIMIT_S,
     LATE_FOR_S,
     MAX_CACHED_GRAMMARS,
-    MAX_FORCED_TOKENS,
     RETURN_LIMIT_S,
-    TOKEN_LIMIT_S,
-    Constraint,
     Grammars,
-    TokenTexts,
-    TokenTextsOrder,
-    Vocabulary,
-    load_token_texts,
 )
+from pagoda.engine.vocabulary import TokenTexts, TokenTextsOrder, Vocabulary, load_token_texts
 from pagoda.errors import PagodaError
 from pagoda.executor.base import WorkerLost
 from pagoda.frontend.model_text import synthetic_model_text
@@ -203,19 +206,14 @@ def test_a_grammar_that_takes_too_much_work_within_an_answer_is_the_clients_mist
 def dear_grammars(call_s: float) -> Grammars:
     """Grammars whose every call takes processor time."""
 
-    def compiled(grammar: Grammar, vocabulary: Vocabulary) -> Constraint:
+    def compiled(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
         source = LLMatcher.grammar_from_regex(grammar.text)
         matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0)
         readings = count(0.0, call_s)
-        return Constraint(
-            matcher,
-            vocabulary,
-            cost_s=call_s,
-            processor_time=lambda: next(readings),
-            elapsed_time=lambda: next(readings),
-        )
+        clock = TokenClock(lambda: next(readings), lambda: next(readings), call_s)
+        return CompiledGrammar(matcher, vocabulary, clock=clock)
 
-    return Grammars(token_texts, VOCAB_SIZE, run=lambda work: work(), compile_grammar=compiled)
+    return Grammars(token_texts, VOCAB_SIZE, run=lambda work: work(), compile_with=compiled)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -256,12 +254,11 @@ def test_a_busy_machine_makes_no_grammar_dear() -> None:
     source = LLMatcher.grammar_from_regex("[ab]{12}")
     vocabulary = Vocabulary(token_texts(), VOCAB_SIZE)
     readings = count(0.0, 10 * TOKEN_LIMIT_S)
-    place = Constraint(
+    place = CompiledGrammar(
         LLMatcher(vocabulary.tokenizer, source, log_level=0),
         vocabulary,
-        processor_time=lambda: 0.0,
-        elapsed_time=lambda: next(readings),
-    )
+        clock=TokenClock(lambda: 0.0, lambda: next(readings)),
+    ).begin()
     for _ in range(12):
         mask = place.mask()
         assert mask is not None
@@ -270,7 +267,7 @@ def test_a_busy_machine_makes_no_grammar_dear() -> None:
 
 
 def test_a_full_table_of_lexer_states_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.engine.grammars.MAX_LEXER_STATES", 600)
+    monkeypatch.setattr("pagoda.engine.grammar_compiler.MAX_LEXER_STATES", 600)
     words = Grammar("regex", r"\w{500}:")
     request = constrained("r", words)
     grammars = open_grammars()
@@ -344,6 +341,25 @@ def test_a_long_chain_of_rules_does_not_overflow_the_threads_stack() -> None:
     grammars.close()
 
 
+def test_a_panic_where_an_answer_is_followed_again_ends_that_answer_alone() -> None:
+    class Panic(BaseException):
+        pass
+
+    class Broken:
+        def deep_copy(self) -> NoReturn:
+            raise Panic
+
+    def broken(_grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
+        return CompiledGrammar(cast(LLMatcher, Broken()), vocabulary)
+
+    grammars = Grammars(token_texts, VOCAB_SIZE, compile_with=broken)
+    for number in range(2):
+        request = constrained(f"r{number}", LONG, output_token_ids=[0])
+        assert grammars.take(request, LONG) is None
+        assert "cannot be followed" in str(drained(grammars)[0][1])
+    grammars.close()
+
+
 class SlowCompiler:
     """Compiles at once, but for expressions of b alone, which wait until they are let go."""
 
@@ -351,14 +367,13 @@ class SlowCompiler:
         self.begun = threading.Semaphore(0)
         self.let_go = threading.Event()
         self.texts: list[str] = []
-        self.quick = constraint_of(constrained("quick", LONG))
+        self.quick = compile_grammar(LONG, Vocabulary(token_texts(), VOCAB_SIZE))
 
-    def __call__(self, grammar: Grammar, _vocabulary: Vocabulary) -> Constraint | str:
+    def __call__(self, grammar: Grammar, _vocabulary: Vocabulary) -> CompiledGrammar | str:
         self.texts.append(grammar.text)
         if set(grammar.text) == {"b"}:
             self.begun.release()
             self.let_go.wait()
-        assert self.quick is not None
         return self.quick
 
 
@@ -368,7 +383,7 @@ def slow(number: int) -> Grammar:
 
 def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on() -> None:
     clock, compiler = VirtualClock(), SlowCompiler()
-    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_grammar=compiler)
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
     first, second = constrained("first", slow(0)), constrained("second", slow(0))
     other = constrained("other", LONG)
     assert grammars.next_event_at() is None
@@ -392,7 +407,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on() -> None:
 
 def test_while_many_grammars_take_too_long_unknown_ones_come_again() -> None:
     clock, compiler = VirtualClock(), SlowCompiler()
-    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_grammar=compiler)
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
     grammars.take(constrained("known", LONG), LONG)
     drained(grammars)
     waiting = [constrained(f"r{i}", slow(i)) for i in range(MAX_LATE_THREADS + 2)]
@@ -419,7 +434,7 @@ def test_while_many_grammars_take_too_long_unknown_ones_come_again() -> None:
 
 def test_an_answer_that_has_begun_is_not_refused_for_want_of_room_or_time() -> None:
     clock, compiler = VirtualClock(), SlowCompiler()
-    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_grammar=compiler)
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
     waiting = [constrained(f"r{i}", slow(i)) for i in range(MAX_LATE_THREADS)]
     for request in waiting:
         grammars.take(request, request.grammar or LONG)

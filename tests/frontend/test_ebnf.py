@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from pagoda.engine.grammars import TokenTextsOrder
+from pagoda.engine.vocabulary import TokenTextsOrder
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.ebnf import is_lark, lark_of_ebnf
 from pagoda.frontend.token_texts import token_texts

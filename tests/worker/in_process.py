@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
-from pagoda.engine.grammars import Grammars, TokenTexts
+from pagoda.engine.grammars import Grammars
+from pagoda.engine.vocabulary import TokenTexts
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest, TokenChunk

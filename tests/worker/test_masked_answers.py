@@ -10,7 +10,7 @@ import pytest
 from in_process import engine
 from tiny_models import make_model
 
-from pagoda.engine.grammars import TokenTextsOrder
+from pagoda.engine.vocabulary import TokenTextsOrder
 from pagoda.frontend.token_texts import token_texts
 from pagoda.messages.frontend import GenerateRequest, Grammar
 from pagoda.messages.sampling_params import SamplingParams
