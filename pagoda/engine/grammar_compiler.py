@@ -25,7 +25,7 @@ NAMES = {
     "regex": "the regular expression",
     "lark": "the grammar",
 }
-"""What clients call a grammar of each kind."""
+"""The word for a grammar of each kind in errors."""
 _MAX_ERROR_CHARS = 300
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ")
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[(?P<names>.*)\]")
