@@ -91,6 +91,16 @@ async def until_hosts(url: str, count: int) -> None:
         await asyncio.sleep(0.05)
 
 
+async def until_ready(url: str) -> None:
+    """Waits until a host computes: its state is `ready` while its worker starts again."""
+    async with aiohttp.ClientSession(url) as session:
+        while True:
+            async with session.get("/health/ready") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.05)
+
+
 def is_free(load: dict[str, Any]) -> bool:
     """Returns True if nothing runs, waits or is held, and every block is free."""
     names = ("num_running", "num_waiting", "num_awaiting_kv", "num_leases", "num_leased_blocks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -91,9 +92,10 @@ async def stream_all(
 async def _ask_again(
     session: aiohttp.ClientSession, body: dict[str, Any], received: list[dict[str, Any]]
 ) -> None:
-    """Asks the same again and again, until it is cancelled."""
-    while True:
-        await _stream(session, body, received)
+    """Asks the same again and again, until it is cancelled; a salted prompt is not cached from the time before."""
+    for turn in itertools.count():
+        salt = {"cache_salt": f"{body['cache_salt']}, {turn}"} if "cache_salt" in body else {}
+        await _stream(session, {**body, **salt}, received)
 
 
 async def _stream(

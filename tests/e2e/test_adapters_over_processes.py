@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 from adapter_files import save_adapter_of
-from pod_processes import HOST, PodProcesses, fetched, load_of, long_bodies, until_hosts
+from pod_processes import (
+    HOST,
+    PodProcesses,
+    fetched,
+    load_of,
+    long_bodies,
+    until_hosts,
+    until_ready,
+)
 from streams import Answer, Disturb, children, stream_all, until_more
 
 from pagoda.checkpoints.resolve import load_model_config, resolve_model
@@ -97,12 +105,15 @@ async def test_prefill_and_decode_apart(alone: str, pod: Pod, victim: str | None
 
     async def kill(received: Callable[[], int]) -> None:
         await until_more(received, 100)
+        while await fetched(pod.decode.base_url) == before:
+            await asyncio.sleep(0.01)
         host = pod.prefill if victim == "prefill" else pod.decode
         [worker] = children(host.pid, "pagoda.worker.main")
         os.kill(worker, signal.SIGKILL)
 
     disturb: Disturb | None = None if victim is None else kill
     await until_hosts(pod.router, 2)
+    await until_ready(pod.prefill.base_url)  # the test before may have killed its worker
     before = await fetched(pod.decode.base_url)
     assert await stream_all(pod.router, bodies(4, f"{victim}"), disturb) == expected
     assert await fetched(pod.decode.base_url) > before
