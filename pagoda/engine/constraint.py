@@ -51,8 +51,8 @@ class TokenClock:
         as no token took long."""
         self._processor_time = processor_time
         self._elapsed_time = elapsed_time
-        self._spent_s = 0.0
-        """Time since the last token ended, by the clock in use."""
+        self.spent_s = 0.0
+        """Seconds of work for the token to come, by the clock in use."""
         self._watch(cost_s > _SUSPECT_S)
 
     def copy(self, *, is_watched: bool = False) -> TokenClock:
@@ -63,26 +63,21 @@ class TokenClock:
         return clock
 
     @property
-    def spent_s(self) -> float:
-        """Seconds of work for the token to come."""
-        return self._spent_s
-
-    @property
     def is_over_limit(self) -> bool:
         """True if the token to come has taken more processor time than `TOKEN_LIMIT_S`."""
-        return self._is_watched and self._spent_s > TOKEN_LIMIT_S
+        return self._is_watched and self.spent_s > TOKEN_LIMIT_S
 
     def timed(self, work: Callable[[], T]) -> T:
         """Returns the result of work for the token to come."""
         began = self._time()
         result = work()
-        self._spent_s += self._time() - began
+        self.spent_s += self._time() - began
         return result
 
     def end_token(self) -> None:
-        self.cost_s = max(self._spent_s if self._is_watched else 0.0, self.cost_s * _COST_DECAY)
-        self._watch(max(self._spent_s, self.cost_s) > _SUSPECT_S)
-        self._spent_s = 0.0
+        self.cost_s = max(self.spent_s if self._is_watched else 0.0, self.cost_s * _COST_DECAY)
+        self._watch(max(self.spent_s, self.cost_s) > _SUSPECT_S)
+        self.spent_s = 0.0
 
     def _watch(self, is_watched: bool) -> None:
         self._is_watched = is_watched
@@ -112,9 +107,9 @@ class CompiledGrammar:
         self._num_full = 0
         """Tables before the one in use."""
 
-    def begin(self, *, is_watched: bool = False) -> Constraint:
-        """Returns the place in front of the first token. `is_watched` measures it by processor time at once."""
-        return Constraint(self, self._clock.copy(is_watched=is_watched))
+    def begin(self) -> Constraint:
+        """Returns the place in front of the first token."""
+        return Constraint(self, self._clock.copy())
 
     def copy_matcher(self) -> tuple[LLMatcher, int]:
         """Returns a matcher in front of the first token, and the number of tables before its own."""
@@ -132,11 +127,11 @@ class CompiledGrammar:
 
     def try_out(self) -> bool:
         """Measures what every answer begins with. False if that is too much work for the engine's loop."""
-        first, beginning = self.begin(is_watched=True), self.begin(is_watched=True)
-        if first.mask() is None:
+        clock = self._clock.copy(is_watched=True)
+        beginning = Constraint(self, self._clock.copy(is_watched=True))
+        if Constraint(self, clock).mask() is None:
             return False
-        self._clock.cost_s = first.spent_s
-        self._clock = self._clock.copy()
+        self._clock.cost_s = clock.spent_s
         while forced := beginning.forced_tokens():
             for token_id in forced:
                 if token_id in beginning.eos_token_ids or not beginning.consume(token_id):
@@ -161,11 +156,6 @@ class Constraint:
     def cost_s(self) -> float:
         """Processor time of a token, in seconds, as of `TokenClock`."""
         return self._clock.cost_s
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds of work for the token to come."""
-        return self._clock.spent_s
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

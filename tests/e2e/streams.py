@@ -60,42 +60,62 @@ async def stream_all(
 ) -> list[Answer]:
     """Returns all answers to each request in turn.
 
-    The last request is asked once more, and again whenever it is answered, until `disturb` has done
-    its work: so a stream runs meanwhile, however late `disturb` is, and events arrive for which it waits.
+    The last request is asked once more, and again whenever it is answered, until `disturb` has done its work. So
+    streams are disturbed, however late `disturb` is; raises AssertionError if what they bring is not the same.
     """
-    received: list[list[dict[str, Any]]] = [[] for _ in [*requests, "again"]]
+    received: list[list[dict[str, Any]]] = [[] for _ in requests]
+    again: list[list[dict[str, Any]]] = []
     async with aiohttp.ClientSession(base_url, connector=aiohttp.TCPConnector(limit=0)) as session:
         streams = asyncio.gather(
-            *(_stream(session, body, got) for body, got in zip(requests, received, strict=False))
+            *(_stream(session, body, got) for body, got in zip(requests, received, strict=True))
         )
         if disturb is not None:
-            again = asyncio.ensure_future(_ask_again(session, requests[-1], received[-1]))
-            disturbing = asyncio.ensure_future(disturb(lambda: sum(map(len, received))))
+            disturbing = asyncio.ensure_future(
+                disturb(lambda: sum(map(len, itertools.chain(received, again))))
+            )
+            asking = asyncio.ensure_future(_ask_until(disturbing, session, requests[-1], again))
             try:
-                await asyncio.wait((disturbing, again), return_when=asyncio.FIRST_COMPLETED)
-                await (disturbing if disturbing.done() else again)
+                await asking
+                await disturbing
             except BaseException:
-                streams.cancel()
+                for task in (asking, disturbing, streams):
+                    task.cancel()
+                await asyncio.gather(asking, disturbing, streams, return_exceptions=True)
                 raise
-            finally:
-                disturbing.cancel()
-                again.cancel()
-                await asyncio.gather(disturbing, again, return_exceptions=True)
         await streams
+    last = _answers(requests[-1], received[-1])
+    for got in again:
+        assert _answers(requests[-1], got) == last
     return [
-        _answer([choice for choice in got if choice["index"] == index])
-        for body, got in zip(requests, received, strict=False)
-        for index in range(body.get("n", 1))
+        answer
+        for body, got in zip(requests, received, strict=True)
+        for answer in _answers(body, got)
     ]
 
 
-async def _ask_again(
-    session: aiohttp.ClientSession, body: dict[str, Any], received: list[dict[str, Any]]
+async def _ask_until(
+    disturbing: asyncio.Future[None],
+    session: aiohttp.ClientSession,
+    body: dict[str, Any],
+    received: list[list[dict[str, Any]]],
 ) -> None:
-    """Asks the same again and again, until it is cancelled; a salted prompt is not cached from the time before."""
+    """Asks the same again and again, one answer after the other, the last of them at the end of `disturbing`.
+
+    A salted prompt is not cached from the time before. What `disturbing` raises ends this at once.
+    """
     for turn in itertools.count():
         salt = {"cache_salt": f"{body['cache_salt']}, {turn}"} if "cache_salt" in body else {}
-        await _stream(session, {**body, **salt}, received)
+        received.append([])
+        asking = asyncio.ensure_future(_stream(session, {**body, **salt}, received[-1]))
+        try:
+            await asyncio.wait((asking, disturbing), return_when=asyncio.FIRST_COMPLETED)
+            if disturbing.done():
+                await disturbing
+            await asking
+        finally:
+            asking.cancel()
+        if disturbing.done():
+            return
 
 
 async def _stream(
@@ -107,6 +127,14 @@ async def _stream(
         async for line in response.content:
             if line.startswith(b"data: {"):
                 received += json.loads(line[6:])["choices"]
+
+
+def _answers(body: dict[str, Any], events: list[dict[str, Any]]) -> list[Answer]:
+    """All answers to a request."""
+    return [
+        _answer([choice for choice in events if choice["index"] == index])
+        for index in range(body.get("n", 1))
+    ]
 
 
 def _answer(events: list[dict[str, Any]]) -> Answer:

@@ -309,26 +309,31 @@ async def test_a_death_on_either_side_changes_no_token(
 ) -> None:
     """A process is killed when this share of the KV has gone from one side to the other.
 
-    Others ask meanwhile, so that KV moves at the time of the kill, however late that is.
+    Others ask meanwhile, so that KV moves and answers run at the time of the kill, however late that is.
     """
     members = [engines["P"], engines["D"]]
     salt = f"{process} of {name} at {share}"
     before = (await fetched(engines["D"])).num_loaded
     wanted = share * num_full_blocks(asked)
 
+    is_killed = asyncio.Event()
+
     async def ask_others(pod: PrefillDecodeRouter) -> None:
         for turn in itertools.count():
-            await ask_all(pod.dispatcher, asked[:2], f"{salt}, others, {turn}")
+            others = await ask_all(pod.dispatcher, asked[:2], f"{salt}, others, {turn}")
+            assert others == expected[:2]
+            if is_killed.is_set():
+                return
 
     async with pod_of(members) as pod, asyncio.TaskGroup() as group:
         asking = group.create_task(ask_all(pod.dispatcher, asked, salt))
-        others = group.create_task(ask_others(pod))
+        group.create_task(ask_others(pod))
         while (await fetched(engines["D"])).num_loaded < before + wanted:
             await asyncio.sleep(0.001)
         victim = (engine_pid if process == "engine" else worker_pid)(engines[name])
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
-        others.cancel()
+        is_killed.set()
         assert await asking == expected
         while engines[name].state is not ReplicaState.READY:
             await asyncio.sleep(0.01)

@@ -59,7 +59,7 @@ async def test_a_trace_survives_the_death_of_a_worker_and_of_an_engine(
     answers = frontend.named("request")
     reasons = [event["args"]["finish_reason"] for event in answers]
     assert reasons.count("length") >= NUM_STREAMS
-    assert set(reasons) <= {"length", "abort"}  # one more stream runs until the kills are done
+    assert set(reasons) == {"length"}  # also of the streams that run until the kills are done
     assert len(frontend.named("engine lost")) == 1
     moved = {event["args"]["request"] for event in frontend.named("request moved")}
     names = {event["args"]["request"] for event in answers}
