@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "ops.h"
 
@@ -40,7 +41,7 @@ class Pieces {
 struct Memory {
     float* queries;  // packed
     float* factors;
-    int64_t* positions;
+    int64_t *positions, *firsts;  // of rows
     Partial partial;  // of one split
     Softmax whole;    // of all of them
     float* rest;
@@ -49,7 +50,9 @@ struct Memory {
         const int64_t rows = plan.max_head_rows;
         queries = pieces.take(plan.max_queries * padded_dim);
         factors = pieces.take(rows);
-        positions = reinterpret_cast<int64_t*>(pieces.take(2 * int64_t{plan.max_rows}));
+        for (int64_t** of_rows : {&positions, &firsts}) {
+            *of_rows = reinterpret_cast<int64_t*>(pieces.take(2 * int64_t{plan.max_rows}));
+        }
         partial = pieces.take_partial(rows, padded_dim);
         whole = {pieces.take(rows), pieces.take(rows), pieces.take(rows * padded_dim)};
         rest = pieces.take(attend_scratch(plan.max_rows, plan.max_heads, padded_dim));
@@ -134,8 +137,7 @@ struct Attention {
     const AttentionPlan& plan;
     const Cache& cache;
     const float* queries;
-    float scale;
-    int64_t window;
+    const AttentionOptions& options;
     float* out;
     Memory memory;
     Partial splits;
@@ -167,7 +169,9 @@ struct Attention {
         for (int64_t member = 0; member < item.num_members; ++member) {
             const auto& tile = tile_of(item, member);
             for (int row = 0; row < tile.num_tokens * plan.group; ++row) {
-                memory.positions[rows++] = tile.first_position + row / plan.group;
+                const int64_t position = tile.first_position + row / plan.group;
+                memory.firsts[rows] = options.reach.first(position);
+                memory.positions[rows++] = options.reach.last(position, tile.end);
             }
         }
         for (int head = 0; head < item.heads; ++head) {
@@ -177,7 +181,7 @@ struct Attention {
                 const auto& tile = tile_of(item, member);
                 for (int row = 0; row < tile.num_tokens * plan.group; ++row, ++to) {
                     const float* query = queries + place(tile, item.kv_head + head, row);
-                    factor[to] = scale * kLog2E * table.pack_query(cache.math, query, shape.head_dim,
+                    factor[to] = options.scale * kLog2E * table.pack_query(cache.math, query, shape.head_dim,
                                                                    static_cast<int>(to), rows, packed);
                 }
             }
@@ -188,8 +192,8 @@ struct Attention {
     void run(const Item& item) const {
         const int rows = pack(item);
         const AttendTile attended{
-            cache, memory.queries, memory.factors, memory.positions, rows, item.kv_head, item.heads, window,
-            metadata.blocks_of(tile_of(item).sequence), item.end, shape.num_kv_heads, shape.block_size,
+            cache, memory.queries, memory.factors, memory.positions, memory.firsts, rows, item.kv_head, item.heads,
+            options.softcap * kLog2E, metadata.blocks_of(tile_of(item).sequence), item.end, shape.num_kv_heads, shape.block_size,
             shape.head_dim, padded};
         if (item.split >= 0) {
             const Partial split = split_at(item, item.split);
@@ -208,6 +212,13 @@ struct Attention {
             begin = end;
         }
         normalize(item, rows);
+    }
+
+    // The weights of a row, with that of its head's sink. Far above all scores that one is infinite, and the result 0.
+    float total(const Item& item, int head, int row, int64_t from) const {
+        if (options.sinks == nullptr) return memory.whole.total[from];
+        const float sink = options.sinks[(item.kv_head + head) * plan.group + row % plan.group] * kLog2E;
+        return memory.whole.total[from] + std::exp2(sink - memory.whole.highest[from]);
     }
 
     void merge(const Item& item) const {
@@ -236,7 +247,7 @@ struct Attention {
         for (int head = 0; head < item.heads; ++head) {
             for (int row = 0; row < rows; ++row) {
                 const int64_t from = int64_t{head} * rows + row;
-                table.normalize(memory.whole.out + from * padded, memory.whole.total[from], shape.head_dim,
+                table.normalize(memory.whole.out + from * padded, total(item, head, row, from), shape.head_dim,
                                 out + place(tile_of(item), item.kv_head + head, row));
             }
         }
@@ -246,33 +257,42 @@ struct Attention {
 }  // namespace
 
 void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
-                      const float* qkv, const float* q_norm, const float* k_norm, float eps, const float* cosines,
-                      const float* sines, float* queries) {
+                      const float* qkv, const HeadNorms& norms, const Rotary& rotary, float* queries) {
     const HeadShape& shape = metadata.shape;
     const CacheWriter writer{table, metadata, cache};
     const int64_t d = shape.head_dim;
     const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads;
+    const float* q_norm = norms.all_heads ? nullptr : norms.queries;
+    const float* k_norm = norms.all_heads ? nullptr : norms.keys;
+    std::vector<float> normed(norms.all_heads ? static_cast<size_t>((heads + kv_heads) * d) : 0);
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < metadata.num_tokens; ++token) {
         const float* q = qkv + token * (heads + 2 * kv_heads) * d;
         const float* k = q + heads * d;
         const float* v = k + kv_heads * d;
-        const float* cosine = cosines + token * (d / 2);
-        const float* sine = sines + token * (d / 2);
+        const float* cosine = rotary.cosines + token * (rotary.r / 2);
+        const float* sine = rotary.sines + token * (rotary.r / 2);
+        if (norms.all_heads) {
+            float *q_out = normed.data(), *k_out = q_out + heads * d;
+            table.rms_norm(q, nullptr, norms.queries, norms.eps, heads * d, nullptr, q_out);
+            table.rms_norm(k, nullptr, norms.keys, norms.eps, kv_heads * d, nullptr, k_out);
+            q = q_out, k = k_out;
+        }
         for (int64_t h = 0; h < heads; ++h) {
-            table.norm_and_rotate(q + h * d, q_norm, eps, cosine, sine, d, queries + (token * heads + h) * d);
+            table.norm_and_rotate(q + h * d, q_norm, norms.eps, cosine, sine, rotary.r, d,
+                                  queries + (token * heads + h) * d);
         }
         for (int64_t h = 0; h < kv_heads; ++h) {
             alignas(64) float key[kMaxHeadDim];
-            table.norm_and_rotate(k + h * d, k_norm, eps, cosine, sine, d, key);
+            table.norm_and_rotate(k + h * d, k_norm, norms.eps, cosine, sine, rotary.r, d, key);
             writer.put_key(token, h, key);
             writer.put_value(token, h, v + h * d);
         }
     }
 }
 
-size_t attention_scratch(const AttentionMetadata& metadata, int64_t window) {
-    const AttentionPlan& plan = metadata.plan(window);
+size_t attention_scratch(const AttentionMetadata& metadata, const Reach& reach) {
+    const AttentionPlan& plan = metadata.plan(reach);
     const int padded = round_up_to_16(metadata.shape.head_dim);
     Pieces own(nullptr), shared(nullptr);
     const Memory memory(own, plan, padded);
@@ -281,15 +301,15 @@ size_t attention_scratch(const AttentionMetadata& metadata, int64_t window) {
 }
 
 void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
-               float scale, int64_t window, float* out, void* scratch) {
-    const AttentionPlan& plan = metadata.plan(window);
+               const AttentionOptions& options, float* out, void* scratch) {
+    const AttentionPlan& plan = metadata.plan(options.reach);
     const int padded = round_up_to_16(metadata.shape.head_dim);
     Pieces shared(static_cast<float*>(scratch));
     const Partial splits = shared.take_partial(plan.num_split_rows, padded);
     Pieces measured(nullptr);
     const Memory size(measured, plan, padded);
     Pieces own(static_cast<float*>(scratch) + shared.taken() + omp_get_thread_num() * measured.taken());
-    const Attention layer{table, metadata, plan, cache, queries, scale, window, out,
+    const Attention layer{table, metadata, plan, cache, queries, options, out,
                           Memory(own, plan, padded), splits};
     const auto num_shared = static_cast<int64_t>(plan.shared.size());
     const auto num_items = static_cast<int64_t>(plan.items.size());

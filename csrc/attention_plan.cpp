@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "ops.h"
@@ -147,10 +149,24 @@ class SharedSplits {
 
 }  // namespace
 
-AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t n, const int64_t* query_lens,
+AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t num_blocks_, int64_t n, const int64_t* query_lens,
                                      const int64_t* context_lens, const int64_t* block_tables, int64_t width_)
-    : shape(shape_), width(width_), blocks(block_tables, block_tables + n * width_) {
+    : shape(shape_), num_blocks(num_blocks_), width(width_), blocks(block_tables, block_tables + n * width_) {
+    if (shape.num_heads % shape.num_kv_heads != 0) {
+        throw std::invalid_argument(std::to_string(shape.num_heads) + " query heads do not share " +
+                                    std::to_string(shape.num_kv_heads) + " KV heads.");
+    }
+    for (int64_t i = 0; i < n * width; ++i) {
+        if (block_tables[i] >= 0 && block_tables[i] < num_blocks) continue;
+        throw std::out_of_range("Block " + std::to_string(block_tables[i]) + " is not one of the cache's " +
+                                std::to_string(num_blocks) + ".");
+    }
     for (int64_t i = 0; i < n; ++i) {
+        if (query_lens[i] < 0 || query_lens[i] > context_lens[i] || context_lens[i] > width * shape.block_size) {
+            throw std::invalid_argument(std::to_string(query_lens[i]) + " tokens of a context of " +
+                                        std::to_string(context_lens[i]) + " do not fit a table of " + std::to_string(width) +
+                                        " blocks of " + std::to_string(shape.block_size) + ".");
+        }
         sequences.push_back({num_tokens, query_lens[i], context_lens[i]});
         for (int64_t position = context_lens[i] - query_lens[i]; position < context_lens[i]; ++position) {
             const int64_t block = blocks_of(i)[position / shape.block_size];
@@ -161,27 +177,21 @@ AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t n, const i
     }
 }
 
-const AttentionPlan& AttentionMetadata::plan(int64_t window) const {
-    window = std::min(window, longest_context_);
-    const auto known = plans_.find(window);
-    return known != plans_.end() ? known->second : plans_.emplace(window, AttentionPlan(*this, window)).first->second;
+const AttentionPlan& AttentionMetadata::plan(const Reach& whole) const {
+    const Reach reach = whole.up_to(longest_context_);
+    const auto known = plans_.find(reach);
+    return known != plans_.end() ? known->second : plans_.emplace(reach, AttentionPlan(*this, reach)).first->second;
 }
 
-int64_t AttentionMetadata::work(int64_t window) const {
-    int64_t seen = 0;
-    for (const auto& sequence : sequences) seen += sequence.query_len * std::min(window, sequence.context_len);
-    return seen * shape.num_heads * shape.head_dim;
-}
-
-int64_t AttentionMetadata::num_tokens_read(int64_t window) const {
+int64_t AttentionMetadata::num_tokens_read(const Reach& reach) const {
     int64_t read = 0;
-    for (const auto* of_phase : {&plan(window).shared, &plan(window).items}) {
+    for (const auto* of_phase : {&plan(reach).shared, &plan(reach).items}) {
         for (const auto& item : *of_phase) read += item.work();
     }
     return read / shape.num_kv_heads;
 }
 
-AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, int64_t window)
+AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, const Reach& reach)
     : group(metadata.shape.num_heads / metadata.shape.num_kv_heads) {
     const int kv_heads = metadata.shape.num_kv_heads;
     const int64_t tokens_per_tile = std::max(1, kQueryRows / group);
@@ -191,12 +201,13 @@ AttentionPlan::AttentionPlan(const AttentionMetadata& metadata, int64_t window)
         for (int64_t done = 0; done < sequence.query_len; done += tokens_per_tile) {
             const int64_t count = std::min(tokens_per_tile, sequence.query_len - done);
             const int64_t position = sequence.context_len - sequence.query_len + done;
-            const int64_t begin = round_down(std::max<int64_t>(0, position - window + 1), kKeyTile);
+            const int64_t begin = round_down(reach.first(position), kKeyTile);
+            const int64_t end = reach.last(position + count - 1, sequence.context_len) + 1;
             members.push_back(static_cast<int64_t>(tiles.size()));
-            tiles.push_back({sequence.first_token + done, count, position, static_cast<int64_t>(i), begin,
-                             position + count, num_splits_in_all});
+            tiles.push_back({sequence.first_token + done, count, position, static_cast<int64_t>(i), begin, end,
+                             num_splits_in_all});
             num_splits_in_all += num_splits(tiles.back());
-            total += (position + count - begin) * kv_heads;
+            total += (end - begin) * kv_heads;
         }
     }
     splits.resize(static_cast<size_t>(num_splits_in_all));

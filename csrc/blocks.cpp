@@ -71,12 +71,13 @@ void pack_header(const QuantizedFormat& format, const OutputTensors& from, int64
 }
 
 // The formats of with_blocks in impl/blocks.h.
-bool known(int bits, int64_t group_size, bool integer_scales, bool minima, bool codebook, bool whole_rows) {
+bool known(int bits, int64_t group_size, bool integer_scales, bool minima, Codebook codebook, bool whole_rows) {
     if (whole_rows) {
-        return integer_scales && minima && !codebook &&
+        return integer_scales && minima && codebook == Codebook::kNone &&
                (bits == 8 ? group_size == 64 : (bits == 4 || bits == 5) && group_size == 32);
     }
-    if (codebook) return bits == 4 && group_size == 32 && !minima;
+    if (codebook > Codebook::kE2m1 || (codebook == Codebook::kE2m1 && integer_scales)) return false;
+    if (codebook != Codebook::kNone) return bits == 4 && group_size == 32 && !minima;
     if (!integer_scales) return group_size == 32 && (bits == 4 || bits == 5 || (bits == 8 && !minima));
     if (bits == 4 || bits == 5) return group_size == 32 && minima;
     return group_size == 16 && ((bits == 2 && minima) || ((bits == 3 || bits == 6) && !minima));
@@ -85,7 +86,7 @@ bool known(int bits, int64_t group_size, bool integer_scales, bool minima, bool 
 }  // namespace
 
 QuantizedShape QuantizedShape::in_blocks(int64_t outputs, int64_t inputs, int bits, int64_t group_size,
-                                         int64_t block_size, bool integer_scales, bool minima, bool codebook,
+                                         int64_t block_size, bool integer_scales, bool minima, Codebook codebook,
                                          bool whole_rows) {
     if (!known(bits, group_size, integer_scales, minima, codebook, whole_rows) || block_size % kUnitInputs != 0 ||
         block_size <= 0 || block_size % group_size != 0 || inputs % block_size != 0 ||

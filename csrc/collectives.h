@@ -26,6 +26,8 @@ class Collectives {
     Collectives(const Collectives&) = delete;
     Collectives& operator=(const Collectives&) = delete;
 
+    int size() const { return size_; }
+
     // Makes x the sum of the x of all ranks, added up as floats in order of rank. Called by all threads of a team.
     void all_reduce(const KernelTable& table, Dtype dtype, void* x, int64_t count);
 

@@ -2,104 +2,19 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "panels.h"
 
 namespace pagoda {
 
-// ---- one linear layer
-
-namespace {
-
-// Rows that quantized kernels are given at once: a multiple of all their register tiles.
-constexpr int64_t kQuantizedRows = 24;
-
-bool same_rows(const PanelShape& a, const PanelShape& b) { return a.dtype == b.dtype && a.inputs == b.inputs; }
-bool same_rows(const QuantizedShape& a, const QuantizedShape& b) {
-    return a.inputs == b.inputs && a.format.grouped == b.format.grouped && a.format.groups == b.format.groups &&
-           a.format.group_inputs == b.format.group_inputs && a.format.zero() == b.format.zero() &&
-           a.format.blocks.whole_rows == b.format.blocks.whole_rows;
-}
-template <class A, class B>
-bool same_rows(const A&, const B&) {
-    return false;
-}
-
-int64_t panel_bytes(const PanelShape& shape) { return shape.panel_bytes(); }
-int64_t panel_bytes(const QuantizedShape& shape) { return shape.format.panel_bytes(); }
-
-}  // namespace
-
-int64_t PackedLinear::inputs() const {
-    return std::visit([](const auto& shape) { return shape.inputs; }, shape_);
-}
-
-int64_t PackedLinear::outputs() const {
-    return std::visit([](const auto& shape) { return shape.outputs; }, shape_);
-}
-
-const void* PackedLinear::panel(int64_t index) const {
-    return at(panels_, index * std::visit([](const auto& shape) { return panel_bytes(shape); }, shape_));
-}
-
-bool PackedLinear::packs_like(const PackedLinear& other) const {
-    const bool same = std::visit([](const auto& a, const auto& b) { return same_rows(a, b); }, shape_, other.shape_);
-    if (!same || order_ == other.order_) return same;
-    return order_ && other.order_ && std::equal(order_, order_ + inputs(), other.order_);
-}
-
-int64_t PackedLinear::rows_at_once() const {
-    return std::holds_alternative<PanelShape>(shape_) ? kTileRows : kQuantizedRows;
-}
-
-int64_t PackedLinear::packed_row(const KernelTable& table) const {
-    if (const auto* quantized = std::get_if<QuantizedShape>(&shape_)) {
-        return QuantizedRow::bytes(quantized->format, table.code_size);
-    }
-    const auto& dense = std::get<PanelShape>(shape_);
-    return dense.row_bytes(table);
-}
-
-int64_t PackedLinear::pack_scratch_bytes() const { return order_ ? inputs() * size_of(Dtype::f32) : 0; }
-
-void PackedLinear::pack_row(const KernelTable& table, const float* row, void* packed, float* scratch) const {
-    if (const auto* dense = std::get_if<PanelShape>(&shape_)) {
-        table.pack_row(dense->dtype, row, dense->inputs, packed);
-        return;
-    }
-    const auto& shape = std::get<QuantizedShape>(shape_);
-    if (order_) {
-        for (int64_t j = 0; j < shape.inputs; ++j) scratch[j] = row[order_[j]];
-        row = scratch;
-    }
-    table.quantize_row(shape.format, row, shape.inputs, packed);
-}
-
-void PackedLinear::multiply(const KernelTable& table, int64_t panel_index, void* packed, int n, float* out,
-                            int64_t out_stride, int cols, const void* next) const {
-    const void* weights = panel(panel_index);
-    if (const auto* dense = std::get_if<PanelShape>(&shape_)) {
-        // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
-        if (n == 1) next = nullptr;
-        const auto ahead = Prefetch::share(next, dense->panel_bytes(), 0, 1);
-        table.linear_panel(dense->dtype, weights, packed, dense->row_bytes(table), n, dense->inputs, nullptr, out,
-                           out_stride, cols, ahead);
-        return;
-    }
-    const auto& shape = std::get<QuantizedShape>(shape_);
-    if (n == 1 && shape.format.bits == 8) next = nullptr;
-    table.quantized_panel(shape.format, weights, packed, packed_row(table), n, nullptr, out, out_stride, cols, next);
-}
-
-// ---- all experts
-
-void Experts::add(const PackedLinear& gate, const PackedLinear& up, const PackedLinear& down) {
-    inner = gate.outputs();
-    held.push_back({gate, up, down, up.packs_like(gate)});
-    gate_row = std::max(gate_row, gate.packed_row(table));
-    if (!held.back().shares_packing) up_row = std::max(up_row, up.packed_row(table));
-    down_row = std::max(down_row, down.packed_row(table));
-    pack_scratch = std::max({pack_scratch, gate.pack_scratch_bytes(), up.pack_scratch_bytes(), down.pack_scratch_bytes()});
+void Experts::add(const ExpertMap& gate, const ExpertMap& up, const ExpertMap& down) {
+    inner = gate.weight.outputs();
+    held.push_back({gate, up, down, up.weight.packs_like(gate.weight)});
+    gate_row = std::max(gate_row, gate.weight.packed_row(table));
+    if (!held.back().shares_packing) up_row = std::max(up_row, up.weight.packed_row(table));
+    down_row = std::max(down_row, down.weight.packed_row(table));
+    for (const ExpertMap* map : {&gate, &up, &down}) pack_scratch = std::max(pack_scratch, map->weight.pack_scratch_bytes());
     pack_scratch = (pack_scratch + 63) / 64 * 64;
 }
 
@@ -134,6 +49,7 @@ struct Scratch {
     int64_t* num_active;
     char* packed;      // for gates, and then for `down`
     char* up_packed;   // where the gate's packing does not serve `up`
+    float* inputs;     // of each row, if weights are for inputs
     float *inner, *outputs;
     char* pack_scratch;
     size_t bytes;
@@ -153,6 +69,7 @@ struct Scratch {
         num_active = allocator.take<int64_t>(1);
         packed = allocator.take(pairs * std::max(experts.gate_row, experts.down_row));
         up_packed = allocator.take(pairs * experts.up_row);
+        inputs = allocator.take<float>(experts.routing.weighs_inputs ? pairs * experts.hidden : 0);
         inner = allocator.take<float>(pairs * experts.inner);
         outputs = allocator.take<float>(pairs * experts.hidden);
         pack_scratch = allocator.take(omp_get_max_threads() * experts.pack_scratch);
@@ -183,6 +100,18 @@ void group_rows(const Experts& experts, int64_t n, const Scratch& s) {
     s.starts[0] = 0;
 }
 
+// Weighs what each row is given instead of what it gives.
+void weigh_inputs(const Experts& experts, const float* x, int64_t row_stride, int64_t n, const Scratch& s) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < n * experts.routing.per_token; ++i) {
+        const float weight = std::exchange(s.weights[i], 1.0f);
+        if (s.rows[i] < 0) continue;
+        const float* from = x + i / experts.routing.per_token * row_stride;
+        float* to = s.inputs + s.rows[i] * experts.hidden;
+        for (int64_t j = 0; j < experts.hidden; ++j) to[j] = from[j] * weight;
+    }
+}
+
 // Calls work(first, n) for the rows from `begin` to `end`, in tiles of nearly one size.
 template <class Work>
 void for_tiles(int64_t begin, int64_t end, int64_t rows_at_once, Work work) {
@@ -193,8 +122,10 @@ void for_tiles(int64_t begin, int64_t end, int64_t rows_at_once, Work work) {
     }
 }
 
-int64_t gate_up_rows(const Expert& expert) { return std::min(expert.gate.rows_at_once(), expert.up.rows_at_once()); }
-int64_t down_rows(const Expert& expert) { return expert.down.rows_at_once(); }
+int64_t gate_up_rows(const Expert& expert) {
+    return std::min(expert.gate.weight.rows_at_once(), expert.up.weight.rows_at_once());
+}
+int64_t down_rows(const Expert& expert) { return expert.down.weight.rows_at_once(); }
 
 // Calls work(expert, first, n) for all tiles of rows, each in one thread.
 template <class RowsAtOnce, class Work>
@@ -212,21 +143,22 @@ void parallel_for_tiles(const Experts& experts, const Scratch& s, RowsAtOnce row
 #pragma omp barrier
 }
 
-// Silu of the gate times up, for the rows of one expert and the 32 channels of one panel.
+// The gate's activation times up, for the rows of one expert and the 32 channels of one panel.
 void compute_inner(const Experts& experts, const Scratch& s, int64_t e, int64_t panel, const void* next) {
     alignas(64) float gate_up[kQuantizedRows * 2 * kPanel];
     const KernelTable& table = experts.table;
     const Expert& expert = experts.held[static_cast<size_t>(e)];
     const int64_t width = experts.inner, column = panel * kPanel;
     const int cols = static_cast<int>(std::min<int64_t>(kPanel, width - column));
-    const void* up_panel = expert.up.panel(panel);
+    const void* up_panel = expert.up.weight.panel(panel);
     for_tiles(s.starts[e], s.starts[e + 1], gate_up_rows(expert), [&](int64_t first, int n) {
         char* for_gate = s.packed + first * experts.gate_row;
         char* for_up = expert.shares_packing ? for_gate : s.up_packed + first * experts.up_row;
-        expert.gate.multiply(table, panel, for_gate, n, gate_up, 2 * kPanel, cols, up_panel);
-        expert.up.multiply(table, panel, for_up, n, gate_up + cols, 2 * kPanel, cols, next);
+        expert.gate.weight.multiply(table, panel, for_gate, n, expert.gate.bias_of(panel), gate_up, 2 * kPanel, cols, up_panel);
+        expert.up.weight.multiply(table, panel, for_up, n, expert.up.bias_of(panel), gate_up + cols, 2 * kPanel, cols, next);
         for (int row = 0; row < n; ++row) {
-            table.silu_and_mul(gate_up + row * 2 * kPanel, cols, s.inner + (first + row) * width + column);
+            const float* gates = gate_up + row * 2 * kPanel;
+            table.gate(experts.activation, gates, gates + cols, cols, s.inner + (first + row) * width + column);
         }
         up_panel = next = nullptr;
     });
@@ -237,8 +169,8 @@ void compute_outputs(const Experts& experts, const Scratch& s, int64_t e, int64_
     const int64_t width = experts.hidden, column = panel * kPanel;
     const int cols = static_cast<int>(std::min<int64_t>(kPanel, width - column));
     for_tiles(s.starts[e], s.starts[e + 1], down_rows(expert), [&](int64_t first, int n) {
-        expert.down.multiply(experts.table, panel, s.packed + first * experts.down_row, n,
-                             s.outputs + first * width + column, width, cols, next);
+        expert.down.weight.multiply(experts.table, panel, s.packed + first * experts.down_row, n,
+                                    expert.down.bias_of(panel), s.outputs + first * width + column, width, cols, next);
         next = nullptr;
     });
 }
@@ -246,14 +178,14 @@ void compute_outputs(const Experts& experts, const Scratch& s, int64_t e, int64_
 // Calls work(expert, panel, next panel's address or null) for all panels of the experts that have rows; `map` is
 // the member of Expert whose panels come first.
 template <class Work>
-void parallel_for_expert_panels(WorkQueue& queue, const Experts& experts, const Scratch& s, PackedLinear Expert::* map,
+void parallel_for_expert_panels(WorkQueue& queue, const Experts& experts, const Scratch& s, ExpertMap Expert::* map,
                          Work work) {
-    const int64_t panels = (experts.held.front().*map).num_panels();
+    const int64_t panels = (experts.held.front().*map).weight.num_panels();
     parallel_for_dynamic(queue, *s.num_active * panels, [&](int64_t item, int64_t next) {
         const void* next_panel = nullptr;
         if (next >= 0) {
             const Expert& expert = experts.held[static_cast<size_t>(s.active[next / panels])];
-            next_panel = (expert.*map).panel(next % panels);
+            next_panel = (expert.*map).weight.panel(next % panels);
         }
         work(s.active[item / panels], item % panels, next_panel);
     });
@@ -273,22 +205,25 @@ void compute_experts(const Experts& experts, const float* x, int64_t row_stride,
     WorkQueue::reset(s.down_queue);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
-        table.route(logits + i * routing.num_experts, routing.num_experts,
-                    routing.per_token, routing.renormalize, s.chosen + i * routing.per_token,
+        table.route(logits + i * routing.num_experts, routing, experts.correction, s.chosen + i * routing.per_token,
                     s.weights + i * routing.per_token);
     }
 #pragma omp single
     group_rows(experts, n, s);
+    if (routing.weighs_inputs) weigh_inputs(experts, x, row_stride, n, s);
     parallel_for_tiles(experts, s, gate_up_rows, [&](const Expert& expert, int64_t first, int rows) {
-        const auto from = [&](int i) { return x + s.tokens[first + i] * row_stride; };
-        expert.gate.pack(table, from, rows, s.packed + first * experts.gate_row, pack_scratch);
-        if (!expert.shares_packing) expert.up.pack(table, from, rows, s.up_packed + first * experts.up_row, pack_scratch);
+        const auto from = [&](int i) {
+            if (routing.weighs_inputs) return static_cast<const float*>(s.inputs) + (first + i) * experts.hidden;
+            return x + s.tokens[first + i] * row_stride;
+        };
+        expert.gate.weight.pack(table, from, rows, s.packed + first * experts.gate_row, pack_scratch);
+        if (!expert.shares_packing) expert.up.weight.pack(table, from, rows, s.up_packed + first * experts.up_row, pack_scratch);
     });
     parallel_for_expert_panels(*s.gate_up_queue, experts, s, &Expert::gate,
                         [&](int64_t e, int64_t panel, const void* next) { compute_inner(experts, s, e, panel, next); });
     parallel_for_tiles(experts, s, down_rows, [&](const Expert& expert, int64_t first, int rows) {
         const auto from = [&](int i) { return s.inner + (first + i) * experts.inner; };
-        expert.down.pack(table, from, rows, s.packed + first * experts.down_row, pack_scratch);
+        expert.down.weight.pack(table, from, rows, s.packed + first * experts.down_row, pack_scratch);
     });
     parallel_for_expert_panels(
         *s.down_queue, experts, s, &Expert::down,

@@ -43,6 +43,30 @@ struct Cache {
     void* values;         // [blocks, kv_heads, block_size / q, head_dim, q]
     float* key_scales;    // [blocks, kv_heads, block_size] of i8, else null
     float* value_scales;  // the same
+    int64_t num_blocks, num_kv_heads, block_size, head_dim;
+};
+
+// A context that nothing limits.
+constexpr int64_t kUnlimited = int64_t{1} << 62;
+
+// Cached tokens that a token sees up to itself: the last `window`, from a multiple of `chunk` on. Those behind it too
+// where attention is not causal.
+struct Reach {
+    int64_t window = kUnlimited, chunk = kUnlimited;
+    bool causal = true;
+
+    int64_t first(int64_t position) const {
+        const int64_t of_window = position - window + 1, of_chunk = position / chunk * chunk;
+        return of_window > of_chunk ? of_window : of_chunk;
+    }
+    // The last one that a token of a sequence of `length` sees.
+    int64_t last(int64_t position, int64_t length) const { return causal ? position : length - 1; }
+    // The same for all positions before `end`, in the least numbers.
+    Reach up_to(int64_t end) const { return {window < end ? window : end, chunk < end ? chunk : end, causal}; }
+    bool operator<(const Reach& other) const {
+        if (causal != other.causal) return other.causal;
+        return window != other.window ? window < other.window : chunk < other.chunk;
+    }
 };
 
 // The queries that meet each of some K/V heads, and where the heads' keys and values are. Queries are of one sequence,
@@ -51,10 +75,11 @@ struct AttendTile {
     Cache cache;
     const void* queries;       // of head after head, packed_queries apart, as pack_query leaves them
     const float* factors;      // [heads, rows], what brings scores to powers of two
-    const int64_t* positions;  // [rows]
+    const int64_t* positions;  // [rows], the last cached token that each sees
+    const int64_t* firsts;     // [rows], the first cached token that each sees
     int rows;                  // of one head
     int kv_head, heads;        // the first, and how many
-    int64_t window;            // tokens that a token sees, itself included
+    float softcap;             // c of c tanh(score / c), as a power of two; 0 for none
     const int32_t* blocks;     // of the sequence
     int64_t end;               // behind the last cached token that is attended to from here, in one call or in several
     int num_kv_heads;
@@ -91,6 +116,9 @@ constexpr int kUnitInputs = 32;
 // Inputs whose activations are rounded by one scale there.
 constexpr int kBlockRowGroup = 16;
 
+// Numbers that 4-bit codes stand for, if not for themselves: those of ggml's IQ4_NL, or twice those of E2M1 (MXFP4).
+enum class Codebook { kNone, kIq4, kE2m1 };
+
 // Blocks of ggml, in which a weight is scale * (code - zero) + minimum. In a panel a block of 32 outputs has, one behind
 // the other: its groups' scales [groups, 32] int8; their minima (those of 2-bit codes are the high halves of the scales'
 // bytes); 32 float16 that the scales are multiplied by and 32 for the minima; or, where scales are no integers, these
@@ -101,12 +129,13 @@ struct BlockFormat {
     int64_t groups = 0;  // of a block; 0 of weights that are not in blocks
     int64_t group_inputs = 0;  // that share a scale; those of a row's groups are fewer
     bool integer_scales = false;
-    bool codebook = false;  // codes stand for the numbers of IQ4_NL
+    Codebook codebook = Codebook::kNone;
     bool whole_rows = false;  // a block is a row of inputs, and a row of activations has one scale
 };
 
-// The numbers of ggml's IQ4_NL, and 128.
+// The numbers of a codebook, and 128.
 constexpr uint8_t kIq4Codebook[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kE2m1Codebook[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
 // How a quantized weight lies in a panel, group by group of inputs: for every four inputs the codes of 32 outputs,
 // four bytes each, or in 4 bits for every eight inputs (the first four in the low halves of bytes); then 32 scales
@@ -125,7 +154,7 @@ struct QuantizedFormat {
     // The code that counts for nothing.
     int zero() const {
         if (blocks.groups == 0) return 1 << (bits - 1);
-        return offsets ? 0 : blocks.codebook ? 128 : 1 << (bits - 1);
+        return offsets ? 0 : blocks.codebook != Codebook::kNone ? 128 : 1 << (bits - 1);
     }
     int64_t code_bytes() const { return group_inputs * kPanel * bits / 8; }
     int64_t scale_size() const { return grouped ? 2 : 4; }
@@ -266,6 +295,62 @@ struct WeighedTokens {
     alignas(64) int32_t places[kSampleBlock + 16];  // in the block
 };
 
+// The rows that an operation on one row of each input reads and writes, and the numbers that it is given.
+struct RowOperands {
+    const float* const* inputs;
+    const float* const* weights;
+    float* const* outputs;
+    const double* numbers;
+    int64_t inputs_width;  // of the first input
+    int64_t width;         // of the first output
+};
+
+// How a token's experts are chosen and weighed; see ExpertRouting in pagoda/backend/base.py.
+struct ExpertRouting {
+    int num_experts, per_token;
+    bool renormalize;     // the weights of a token's experts to add up to one
+    bool sigmoid;         // scores are sigmoids, not a softmax over all experts
+    int groups;           // of experts, one after the other, of which
+    int groups_per_token;  // some are chosen first, by their best expert or
+    bool best_two;        // by the sum of their two best
+    float factor;         // of all weights
+    bool weighs_inputs;   // weights are for what experts are given, not for what they give
+
+    // True where scores decide that logits alone do not.
+    bool by_scores(const float* correction) const { return correction != nullptr || (groups > 1 && best_two); }
+};
+
+// Inputs that a convolution sees.
+constexpr int kMaxConvWidth = 16;
+// Columns of a delta rule's state that are carried on together, and the most rows.
+constexpr int kDeltaStrip = 32, kMaxDeltaKey = 256;
+
+// Some channels of one token of a short convolution.
+struct ConvRow {
+    const float *x, *in_gate, *out_gate;  // gates are null for none
+    float* const* taps;                   // inputs from the oldest on; the newest is set to in_gate * x
+    int64_t width;
+    const float* weight;  // of the oldest input, those of others weight_stride apart
+    int64_t weight_stride;
+    const float* bias;  // or null
+    bool silu;
+    int64_t d;
+    float* out;
+};
+
+// Gates of experts; see ExpertActivation in pagoda/backend/base.py.
+enum class GateKind : int { silu, swiglu_oai };
+struct Gate {
+    GateKind kind;
+    float alpha, limit;
+};
+
+// An operation of a graph that works on every row by itself.
+struct RowKernel {
+    const char* name;
+    void (*run)(const RowOperands&);
+};
+
 struct KernelTable {
     // Bytes that one activation takes when packed for weights of the dtype.
     int64_t (*packed_size)(Dtype);
@@ -305,16 +390,19 @@ struct KernelTable {
     void (*rms_norm)(const float* x, const float* delta, const float* weight, float eps, int64_t d, float* sum,
                      float* out);
     void (*silu_and_mul)(const float* gate_up, int64_t d, float* out);
-    // The experts with the highest of the logits [experts], in order of their numbers, and their probabilities; made
-    // to add up to one if `renormalize`.
-    void (*route)(const float* logits, int experts, int chosen, bool renormalize, int32_t* numbers,
-                  float* probabilities);
+    const RowKernel* row_kernels;  // up to one without a name
+    // The experts that logits [experts] choose, in order of their numbers, and their weights. What `correction` [experts]
+    // adds to scores counts for the choice only; or null.
+    void (*route)(const float* logits, const ExpertRouting& routing, const float* correction, int32_t* numbers,
+                  float* weights);
+    // Activation of d gates times what it is for.
+    void (*gate)(const Gate& gate, const float* gates, const float* ups, int64_t d, float* out);
     // out = sum of weights[i] * rows[places[i]], in this order; a place below zero counts for nothing.
     void (*weighted_sum)(const float* rows, const int64_t* places, const float* weights, int n, int64_t d,
                          float* out);
-    // RMS norm where weight is not null, then rotation of the pairs (i, i + d / 2).
+    // RMS norm where weight is not null, then rotation of the pairs (i, i + r / 2) of the first r elements.
     void (*norm_and_rotate)(const float* x, const float* weight, float eps, const float* cosines,
-                            const float* sines, int64_t d, float* out);
+                            const float* sines, int64_t r, int64_t d, float* out);
     // How queries of the first dtype and a cache of the second are multiplied.
     Math (*math)(Dtype activations, Dtype cache);
     // A row of d elements in the dtype of the cache; `scale` is set for i8.
@@ -340,6 +428,10 @@ struct KernelTable {
     int64_t (*count_above)(const float* x, int64_t n, float bound);
     // Makes logits -inf whose bit is not set.
     void (*forbid_unset)(float* x, int64_t n, const uint32_t* bits);
+    void (*conv_row)(const ConvRow&);
+    // One token of the gated delta rule for kDeltaStrip columns of a state [d, kDeltaStrip]; d is a multiple of four.
+    void (*delta_step)(float* state, int64_t d, const float* query, const float* key, const float* value, float decay,
+                       float beta, float scale, float* out);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }

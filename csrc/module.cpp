@@ -5,20 +5,25 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <exception>
+#include <functional>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "buffer.h"
 #include "collectives.h"
 #include "experts.h"
 #include "low_rank.h"
+#include "lowering.h"
 #include "ops.h"
 #include "pages.h"
 #include "populator.h"
-#include "program.h"
 #include "sampler.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace pagoda {
 
@@ -92,34 +97,6 @@ class Kernels {
         pagoda::pack_weight({Dtype(dtype), inputs, outputs}, to(weight), to(packed));
     }
 
-    void embedding(int dtype, int64_t outputs, int64_t inputs, Address packed, int64_t first_id, Address ids, int64_t n,
-                   Address out) const {
-        in_team(n * inputs > kWorthThreads, [&] {
-            pagoda::embedding(*table_, {Dtype(dtype), inputs, outputs}, to(packed), first_id, to<int64_t>(ids), n,
-                              to<float>(out));
-        });
-    }
-
-    void linear(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
-                int64_t row_stride, int64_t n, Address out, int64_t out_stride) {
-        const PanelShape shape{Dtype(dtype), inputs, outputs};
-        void* scratch = buffer_.take(linear_scratch(*table_, shape, n));
-        in_team(n * inputs * outputs > 4 * kWorthThreads, [&] {
-            pagoda::linear(*table_, shape, to(packed), to<float>(bias), to<float>(x), row_stride, n,
-                           Outputs(to<float>(out), out_stride), scratch);
-        });
-    }
-
-    void add_low_rank(const LowRankMaps& maps, Address adapters, Address x, int64_t row_stride, int64_t n, Address out,
-                      int64_t out_stride) {
-        AdaptedRows adapted;
-        adapted.assign(to<int64_t>(adapters), nullptr, n);
-        void* scratch = buffer_.take(low_rank_scratch(*table_, maps, adapted.size()));
-        in_team(adapted.size() * maps.inputs > kWorthThreads / 16, [&] {
-            pagoda::add_low_rank(*table_, maps, adapted, to<float>(x), row_stride, to<float>(out), out_stride, scratch);
-        });
-    }
-
     void quantize_int8(int dtype, int64_t outputs, int64_t inputs, Address weight, Address codes, Address scales,
                        Address zero_points) const {
         pagoda::quantize_int8(*table_, {Dtype(dtype), inputs, outputs}, to(weight), to(codes),
@@ -132,88 +109,12 @@ class Kernels {
                               to<uint8_t>(codes), to(scales));
     }
 
-    void quantized_embedding(const QuantizedShape& shape, Address packed, Address order, int64_t first_id, Address ids,
-                             int64_t n, Address out) const {
-        in_team(n * shape.inputs > kWorthThreads, [&] {
-            pagoda::quantized_embedding(*table_, shape, to(packed), to<int64_t>(order), first_id, to<int64_t>(ids), n,
-                                        to<float>(out));
-        });
-    }
-
-    void quantized_linear(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
-                          int64_t row_stride, int64_t n, Address out, int64_t out_stride) {
-        void* scratch = buffer_.take(quantized_scratch(*table_, shape, to<int64_t>(order), n));
-        in_team(n * shape.inputs * shape.outputs > 4 * kWorthThreads, [&] {
-            pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias), to<float>(x),
-                                     row_stride, n, Outputs(to<float>(out), out_stride), scratch);
-        });
-    }
-
-    void linear_argmax(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
-                       int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
-        const PanelShape shape{Dtype(dtype), inputs, outputs};
-        argmax(n, inputs * outputs, linear_scratch(*table_, shape, n), columns, values, finite,
-               [&](const Outputs& seen, void* scratch) {
-                   pagoda::linear(*table_, shape, to(packed), to<float>(bias), to<float>(x), row_stride, n, seen,
-                                  scratch);
-               });
-    }
-
-    void quantized_argmax(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
-                          int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
-        argmax(n, shape.inputs * shape.outputs, quantized_scratch(*table_, shape, to<int64_t>(order), n), columns,
-               values, finite, [&](const Outputs& seen, void* scratch) {
-                   pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias),
-                                            to<float>(x), row_stride, n, seen, scratch);
-               });
-    }
-
-    void add(Address x, Address delta, int64_t n, int64_t d, Address out) const {
-        in_team(n * d > kWorthThreads,
-                [&] { pagoda::add(*table_, to<float>(x), to<float>(delta), n, d, to<float>(out)); });
-    }
-
-    void add_rms_norm(Address x, Address delta, Address weight, float eps, int64_t n, int64_t d, Address sum,
-                      Address out) const {
-        in_team(n * d > kWorthThreads, [&] {
-            pagoda::add_rms_norm(*table_, to<float>(x), to<float>(delta), to<float>(weight), eps, n, d,
-                                 to<float>(sum), to<float>(out));
-        });
-    }
-
-    void silu_and_mul(Address gate_up, int64_t n, int64_t d, Address out) const {
-        in_team(n * d > kWorthThreads,
-                [&] { pagoda::silu_and_mul(*table_, to<float>(gate_up), n, d, to<float>(out)); });
-    }
-
-    void experts(const Experts& experts, Address x, int64_t row_stride, Address logits, int64_t n, Address out) {
-        void* scratch = buffer_.take(experts_scratch(experts, n));
-        in_team(n * experts.work() > 4 * kWorthThreads,
-                [&] { compute_experts(experts, to<float>(x), row_stride, to<float>(logits), n, to<float>(out), scratch); });
-    }
-
     int key_pair(int dtype, int cache_dtype) const {
         return pair_of(table_->math(Dtype(dtype), Dtype(cache_dtype)));
     }
 
     int value_pair(int dtype, int cache_dtype, int block_size) const {
         return pagoda::value_pair(table_->math(Dtype(dtype), Dtype(cache_dtype)), block_size);
-    }
-
-    void rotate_and_cache(const AttentionMetadata& metadata, const Cache& cache, Address qkv, Address q_norm,
-                          Address k_norm, float eps, Address cosines, Address sines, Address queries) const {
-        in_team(metadata.num_tokens * metadata.shape.num_heads * metadata.shape.head_dim > kWorthThreads, [&] {
-            pagoda::rotate_and_cache(*table_, metadata, cache, to<float>(qkv), to<float>(q_norm), to<float>(k_norm),
-                                     eps, to<float>(cosines), to<float>(sines), to<float>(queries));
-        });
-    }
-
-    void attention(const AttentionMetadata& metadata, const Cache& cache, Address queries, float scale, int64_t window,
-                   Address out) {
-        void* scratch = buffer_.take(attention_scratch(metadata, window));
-        in_team(metadata.work(window) > 8 * kWorthThreads, [&] {
-            pagoda::attention(*table_, metadata, cache, to<float>(queries), scale, window, to<float>(out), scratch);
-        });
     }
 
     void sample(SamplingBatch& batch, Address logits, int64_t row_stride, int64_t vocab, int64_t most, Address numbers,
@@ -242,25 +143,6 @@ class Kernels {
     const KernelTable& table() const { return *table_; }
 
    private:
-    // Of a linear layer of n rows; `multiply` computes it.
-    template <class Multiply>
-    void argmax(int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address values, Address finite,
-                Multiply multiply) {
-        scratch_bytes = (scratch_bytes + 63) / 64 * 64;
-        auto* scratch = static_cast<char*>(buffer_.take(scratch_bytes + Outputs::argmax_scratch(n)));
-        const Outputs seen = Outputs::argmax(scratch + scratch_bytes, n);
-        in_team(n * weights > 4 * kWorthThreads, [&] {
-            multiply(seen, scratch);
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < n; ++row) {
-                const Argmax best = seen.argmax_of(row);
-                to<int64_t>(columns)[row] = best.column;
-                to<float>(values)[row] = best.value;
-                to<bool>(finite)[row] = best.finite != 0;
-            }
-        });
-    }
-
     const KernelTable* table_ = nullptr;
     Buffer buffer_;
 };
@@ -271,13 +153,109 @@ void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x
             [&] { group.all_reduce(kernels.table(), Dtype(dtype), to(x), count); });
 }
 
-void run(Program& program, int64_t num_tokens, const AttentionMetadata& metadata, Address token_ids, Address hidden,
-         Address cosines, Address sines, Address rows, int64_t num_rows, Address adapters, Address out, Address times) {
-    nb::gil_scoped_release released;
-    program.run({num_tokens, &metadata, to<int64_t>(token_ids), to<float>(hidden), to<float>(cosines), to<float>(sines),
-                 to<int64_t>(rows), num_rows, to<int64_t>(adapters)},
-                to<float>(out), to<int64_t>(times));
-}
+// Ranks that share memory.
+class SharedGroup final : public Group {
+   public:
+    explicit SharedGroup(Collectives& ranks) : ranks_(ranks) { size = ranks.size(); }
+
+    void all_reduce(const KernelTable& table, float* rows, int64_t n, int64_t d) override {
+        ranks_.all_reduce(table, Dtype::f32, rows, n * d);
+    }
+    void all_gather(const void* x, int64_t bytes, void* out) override { ranks_.all_gather(x, bytes, out); }
+
+   private:
+    Collectives& ranks_;
+};
+
+// Ranks that Python reaches. The thread that runs the program calls back; what is raised there ends the step.
+class PythonGroup final : public Group {
+   public:
+    // Exchanges that fail call `stop`.
+    PythonGroup(nb::object ranks, std::function<void()> stop) : ranks_(std::move(ranks)), stop_(std::move(stop)) {
+        size = nb::cast<int>(ranks_.attr("size"));
+    }
+
+    void all_reduce(const KernelTable&, float* rows, int64_t n, int64_t d) override {
+#pragma omp master
+        call([&] { ranks_.attr("all_reduce")(reinterpret_cast<Address>(rows), n, d); });
+#pragma omp barrier
+    }
+    void all_gather(const void* x, int64_t bytes, void* out) override {
+        call([&] { ranks_.attr("all_gather")(reinterpret_cast<Address>(x), bytes, reinterpret_cast<Address>(out)); });
+    }
+    void rethrow() {
+        if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+    }
+
+   private:
+    template <class Exchange>
+    void call(Exchange exchange) {
+        const nb::gil_scoped_acquire acquired;
+        try {
+            exchange();
+        } catch (...) {
+            error_ = std::current_exception();
+            stop_();
+        }
+    }
+
+    nb::object ranks_;
+    std::function<void()> stop_;
+    std::exception_ptr error_;
+};
+
+using NodeTuple = std::tuple<std::string, std::vector<int>, std::vector<int>, std::vector<int>, std::vector<double>>;
+
+// A graph as a program, with the groups that its nodes meet in.
+class LoweredProgram {
+   public:
+    LoweredProgram(const Kernels& kernels, const std::vector<std::tuple<int64_t, int64_t, bool>>& values,
+                   std::vector<int> inputs, std::vector<int> results, int rows, int adapters,
+                   const std::vector<NodeTuple>& nodes, const nb::list& weights) {
+        Graph graph{{}, std::move(inputs), std::move(results), rows, adapters, {}, {}};
+        for (const auto& [width, item_bytes, selected] : values) graph.values.push_back({width, item_bytes, selected});
+        for (const auto& [op, in, out, used, numbers] : nodes) graph.nodes.push_back({op, in, out, used, numbers});
+        for (const nb::handle weight : weights) graph.weights.push_back(to_weight(weight));
+        program_ = lower(kernels.table(), graph);
+    }
+
+    int schedule(const std::vector<int>& nodes, const std::vector<int>& external) {
+        return program_->schedule(nodes, external);
+    }
+    auto operations(int schedule) const { return program_->operations(schedule); }
+
+    // Inputs are those that are tensors, and then the metadata of each group.
+    void run(int schedule, int64_t num_tokens, int64_t num_rows, std::vector<Address> inputs,
+             const std::vector<const AttentionMetadata*>& metadata, const std::vector<Address>& results,
+             Address times) {
+        for (const auto* each : metadata) inputs.push_back(reinterpret_cast<Address>(each));
+        {
+            const nb::gil_scoped_release released;
+            program_->run(schedule, {num_tokens, num_rows}, inputs, results, to<int64_t>(times));
+        }
+        for (const auto& group : python_groups_) group->rethrow();
+    }
+
+   private:
+    Weight to_weight(nb::handle weight) {
+        if (nb::isinstance<LinearLayer>(weight)) return nb::cast<const LinearLayer*>(weight);
+        if (nb::isinstance<Experts>(weight)) return nb::cast<const Experts*>(weight);
+        if (nb::isinstance<LowRankMaps>(weight)) return nb::cast<const LowRankMaps*>(weight);
+        if (nb::isinstance<Cache>(weight)) return nb::cast<const Cache*>(weight);
+        if (nb::isinstance<StateCache>(weight)) return nb::cast<const StateCache*>(weight);
+        if (nb::isinstance<nb::int_>(weight)) return static_cast<const float*>(to<float>(nb::cast<Address>(weight)));
+        if (nb::isinstance<Collectives>(weight)) {
+            shared_groups_.push_back(std::make_unique<SharedGroup>(nb::cast<Collectives&>(weight)));
+            return static_cast<Group*>(shared_groups_.back().get());
+        }
+        python_groups_.push_back(std::make_unique<PythonGroup>(nb::borrow(weight), [this] { program_->stop(); }));
+        return static_cast<Group*>(python_groups_.back().get());
+    }
+
+    std::vector<std::unique_ptr<SharedGroup>> shared_groups_;
+    std::vector<std::unique_ptr<PythonGroup>> python_groups_;
+    std::unique_ptr<Program> program_;
+};
 
 }  // namespace
 
@@ -297,7 +275,12 @@ NB_MODULE(_native, m) {
     nb::class_<QuantizedShape>(m, "QuantizedShape")
         .def_static("int8", &QuantizedShape::int8)
         .def_static("grouped", &QuantizedShape::grouped)
-        .def_static("in_blocks", &QuantizedShape::in_blocks)
+        .def_static("in_blocks",
+                    [](int64_t outputs, int64_t inputs, int bits, int64_t group_size, int64_t block_size,
+                       bool integer_scales, bool minima, int codebook, bool whole_rows) {
+                        return QuantizedShape::in_blocks(outputs, inputs, bits, group_size, block_size, integer_scales,
+                                                         minima, Codebook(codebook), whole_rows);
+                    })
         .def_prop_ro("bytes", &QuantizedShape::bytes);
     m.def("pack_blocks", [](const QuantizedShape& shape, Address codes, Address scales, Address minima,
                             Address block_scales, Address block_minima, Address packed) {
@@ -307,21 +290,29 @@ NB_MODULE(_native, m) {
     m.def("advise_large_pages", [](Address memory, int64_t bytes) { advise_large_pages(to(memory), bytes); });
     nb::class_<Cache>(m, "Cache")
         .def("__init__", [](Cache* self, int dtype, int key_pair, Address keys, Address values, Address key_scales,
-                            Address value_scales) {
+                            Address value_scales, int64_t num_blocks, int64_t num_kv_heads, int64_t block_size,
+                            int64_t head_dim) {
             const Math math = Dtype(dtype) == Dtype::i8 ? Math::i16 : key_pair == 2 ? Math::bf16 : Math::f32;
-            new (self) Cache{Dtype(dtype), math, to(keys), to(values), to<float>(key_scales), to<float>(value_scales)};
+            new (self) Cache{Dtype(dtype), math, to(keys), to(values), to<float>(key_scales), to<float>(value_scales),
+                             num_blocks, num_kv_heads, block_size, head_dim};
+        });
+    nb::class_<StateCache>(m, "StateCache")
+        .def("__init__", [](StateCache* self, Address first, int64_t first_stride, Address second, int64_t second_stride,
+                            int64_t units, int64_t floats, int64_t num_blocks, int64_t block_size) {
+            new (self) StateCache{{to<float>(first), to<float>(second)}, {first_stride, second_stride}, units, floats,
+                                  num_blocks, block_size};
         });
     nb::class_<AttentionMetadata>(m, "AttentionMetadata")
         .def(
             "__init__",
-            [](AttentionMetadata* self, int num_heads, int num_kv_heads, int head_dim, int block_size, int64_t n,
-               Address query_lens, Address context_lens, Address block_tables, int64_t width) {
-                new (self) AttentionMetadata({num_heads, num_kv_heads, head_dim, block_size}, n,
+            [](AttentionMetadata* self, int num_heads, int num_kv_heads, int head_dim, int block_size,
+               int64_t num_blocks, int64_t n, Address query_lens, Address context_lens, Address block_tables, int64_t width) {
+                new (self) AttentionMetadata({num_heads, num_kv_heads, head_dim, block_size}, num_blocks, n,
                                              to<int64_t>(query_lens), to<int64_t>(context_lens),
                                              to<int64_t>(block_tables), width);
             })
         .def_ro("num_tokens", &AttentionMetadata::num_tokens)
-        .def("num_tokens_read", &AttentionMetadata::num_tokens_read);
+        .def("num_tokens_read", [](const AttentionMetadata& self, int64_t window) { return self.num_tokens_read({.window = window}); });
     nb::class_<LowRankMaps>(m, "LowRankMaps")
         .def(nb::init<int, int64_t, std::vector<int64_t>>())
         .def("set",
@@ -334,24 +325,11 @@ NB_MODULE(_native, m) {
         .def("remove", &LowRankMaps::remove);
     nb::class_<Kernels>(m, "Kernels")
         .def(nb::init<const std::string&>())
-        .def("add_low_rank", &Kernels::add_low_rank)
         .def("pack_weight", &Kernels::pack_weight)
-        .def("embedding", &Kernels::embedding)
-        .def("linear", &Kernels::linear)
-        .def("linear_argmax", &Kernels::linear_argmax)
-        .def("quantized_argmax", &Kernels::quantized_argmax)
         .def("quantize_int8", &Kernels::quantize_int8)
         .def("quantize_int4", &Kernels::quantize_int4)
-        .def("quantized_embedding", &Kernels::quantized_embedding)
-        .def("quantized_linear", &Kernels::quantized_linear)
-        .def("add", &Kernels::add)
-        .def("add_rms_norm", &Kernels::add_rms_norm)
-        .def("silu_and_mul", &Kernels::silu_and_mul)
-        .def("experts", &Kernels::experts)
         .def("key_pair", &Kernels::key_pair)
         .def("value_pair", &Kernels::value_pair)
-        .def("rotate_and_cache", &Kernels::rotate_and_cache)
-        .def("attention", &Kernels::attention)
         .def("sample", &Kernels::sample)
         .def("score", &Kernels::score);
     nb::class_<SamplingBatch>(m, "SamplingBatch").def(nb::init<>()).def("add", &SamplingBatch::add);
@@ -363,15 +341,25 @@ NB_MODULE(_native, m) {
         .def_static("quantized", [](const QuantizedShape& shape, Address panels, Address order) {
             return PackedLinear(shape, to(panels), to<int64_t>(order));
         });
+    nb::class_<ExpertRouting>(m, "ExpertRouting")
+        .def("__init__", [](ExpertRouting* self, int num_experts, int per_token, bool renormalize, bool sigmoid, int groups,
+                            int groups_per_token, bool best_two, float factor, bool weighs_inputs) {
+            if (num_experts > kMaxExperts) throw std::invalid_argument("too many experts");
+            new (self) ExpertRouting{num_experts, per_token, renormalize, sigmoid, groups,
+                                     groups_per_token, best_two, factor, weighs_inputs};
+        });
     nb::class_<Experts>(m, "Experts")
         .def("__init__",
-             [](Experts* self, const Kernels& kernels, int64_t hidden, int num_experts, int per_token,
-                bool renormalize, int first, Address counts) {
-                 if (num_experts > kMaxExperts) throw std::invalid_argument("too many experts");
-                 new (self) Experts(kernels.table(), hidden, {num_experts, per_token, renormalize}, first,
-                                    to<int64_t>(counts));
+             [](Experts* self, const Kernels& kernels, int64_t hidden, const ExpertRouting& routing, Address correction,
+                int gate, float alpha, float limit, int first, Address counts) {
+                 new (self) Experts(kernels.table(), hidden, routing, to<float>(correction), {GateKind(gate), alpha, limit},
+                                    first, to<int64_t>(counts));
              })
-        .def("add", &Experts::add);
+        // Weight and bias of each map.
+        .def("add", [](Experts& self, const PackedLinear& gate, Address gate_bias, const PackedLinear& up, Address up_bias,
+                       const PackedLinear& down, Address down_bias) {
+            self.add({gate, to<float>(gate_bias)}, {up, to<float>(up_bias)}, {down, to<float>(down_bias)});
+        });
     nb::class_<Populator>(m, "Populator")
         .def("__init__",
              [](Populator* self, const std::vector<std::pair<Address, int64_t>>& regions, int64_t num_blocks) {
@@ -395,64 +383,18 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release released;
             self.broadcast(to(x), bytes);
         });
-    nb::class_<Program>(m, "Program")
-        .def(
-            "__init__",
-            [](Program* self, const Kernels& kernels) { new (self) Program(kernels.table()); })
-        .def("value", &Program::value)
-        .def("input", &Program::input)
-        .def("embedding",
-             [](Program& self, int out, int dtype, int64_t outputs, int64_t inputs, Address packed,
-                int64_t first_id, int64_t num_ids) {
-                 self.embedding(out, {Dtype(dtype), inputs, outputs}, to(packed), first_id, num_ids);
-             })
-        .def("quantized_embedding",
-             [](Program& self, int out, const QuantizedShape& shape, Address packed, Address order,
-                int64_t first_id, int64_t num_ids) {
-                 self.quantized_embedding(out, shape, to(packed), to<int64_t>(order), first_id, num_ids);
-             })
-        .def("all_reduce", &Program::all_reduce)
-        .def("add", &Program::add)
-        .def("select_rows", &Program::select_rows)
-        .def("linear",
-             [](Program& self, int x, int out, int64_t column, int dtype, int64_t outputs, int64_t inputs,
-                Address packed, Address bias) {
-                 self.linear(x, out, column, {Dtype(dtype), inputs, outputs}, to(packed), to<float>(bias));
-             })
-        .def("quantized_linear",
-             [](Program& self, int x, int out, int64_t column, const QuantizedShape& shape, Address packed,
-                Address order, Address bias) {
-                 self.quantized_linear(x, out, column, shape, to(packed), to<int64_t>(order),
-                                       to<float>(bias));
-             })
-        .def("gated_linear",
-             [](Program& self, int x, int out, int dtype, int64_t outputs, int64_t inputs, Address packed,
-                Address bias) {
-                 self.gated_linear(x, out, {Dtype(dtype), inputs, outputs}, to(packed), to<float>(bias));
-             })
-        .def("quantized_gated_linear",
-             [](Program& self, int x, int out, const QuantizedShape& shape, Address packed, Address order,
-                Address bias) {
-                 self.quantized_gated_linear(x, out, shape, to(packed), to<int64_t>(order), to<float>(bias));
-             })
-        .def("rms_norm", [](Program& self, int x, Address weight,
-                            float eps) { return self.rms_norm(x, to<float>(weight), eps); })
-        .def("add_rms_norm", [](Program& self, int x, int delta, Address weight,
-                                float eps) { return self.add_rms_norm(x, delta, to<float>(weight), eps); })
-        .def("silu_and_mul", &Program::silu_and_mul)
-        .def("silu_and_mul_to", &Program::silu_and_mul_to)
-        .def("add_low_rank", &Program::add_low_rank)
-        .def("record_when", [](Program& self, int when) { self.record_when(Program::When(when)); })
-        .def("experts", &Program::experts)
-        .def("rotate_and_cache",
-             [](Program& self, int qkv, const Cache& cache, int64_t queries_width, Address q_norm,
-                Address k_norm, float eps) {
-                 return self.rotate_and_cache(qkv, cache, queries_width, to<float>(q_norm), to<float>(k_norm), eps);
-             })
-        .def("attention", &Program::attention)
-        .def("finish", &Program::finish)
-        .def_prop_ro("size", &Program::size)
-        .def("run", &run);
+    nb::class_<LinearLayer>(m, "LinearLayer")
+        .def(nb::init<>())
+        .def("add", [](LinearLayer& self, const PackedLinear& weight, Address bias, int64_t bias_bytes) {
+            self.parts.push_back({weight, to<float>(bias), bias_bytes});
+        });
+    nb::class_<LoweredProgram>(m, "Program")
+        .def(nb::init<const Kernels&, const std::vector<std::tuple<int64_t, int64_t, bool>>&, std::vector<int>,
+                      std::vector<int>, int, int, const std::vector<NodeTuple>&, const nb::list&>())
+        .def("schedule", &LoweredProgram::schedule)
+        .def("operations", &LoweredProgram::operations)
+        .def("run", &LoweredProgram::run, "schedule"_a, "num_tokens"_a, "num_rows"_a, "inputs"_a, "metadata"_a,
+             "results"_a, "times"_a);
 }
 
 }  // namespace pagoda

@@ -48,7 +48,7 @@ struct QuantizedShape {
     }
     // Blocks of so many inputs; see BlockFormat.
     static QuantizedShape in_blocks(int64_t outputs, int64_t inputs, int bits, int64_t group_size,
-                                    int64_t block_size, bool integer_scales, bool minima, bool codebook, bool whole_rows);
+                                    int64_t block_size, bool integer_scales, bool minima, Codebook codebook, bool whole_rows);
 };
 
 // Calls `body` in all threads, or in this one alone if the work is not worth waking others.
@@ -99,20 +99,20 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
 // The rows of x [.., d] with these numbers.
 void copy_rows(const float* x, int64_t d, const int64_t* rows, int64_t n, float* out);
 
-// out = x + delta.
-void add(const KernelTable& table, const float* x, const float* delta, int64_t n, int64_t d, float* out);
-
-// sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
+// sum = x + delta, out = rms_norm(sum).
 void add_rms_norm(const KernelTable& table, const float* x, const float* delta, const float* weight, float eps,
                   int64_t n, int64_t d, float* sum, float* out);
 
-void silu_and_mul(const KernelTable& table, const float* gate_up, int64_t n, int64_t d, float* out);
-
 struct HeadShape {
     int num_heads, num_kv_heads, head_dim, block_size;
+
+    bool operator==(const HeadShape& other) const {
+        return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim &&
+               block_size == other.block_size;
+    }
 };
 
-// Cached tokens that a layer's queries see: all of them, or the last `window`. What threads share out among themselves.
+// Cached tokens that a layer's queries see: all of them, or some of the last. What threads share out among themselves.
 //
 // Queries of a sequence are cut into tiles, whose rows meet the same keys and values; contexts into splits at multiples
 // of kSplit, whose results are merged in order. Tiles of several sequences whose splits begin in the same blocks go
@@ -141,7 +141,7 @@ struct AttentionPlan {
         int64_t work() const { return (end - begin) * heads; }
     };
 
-    AttentionPlan(const class AttentionMetadata& metadata, int64_t window);
+    AttentionPlan(const class AttentionMetadata& metadata, const Reach& reach);
 
     int group;              // rows of a token
     int max_rows = 0;       // of a head in an item
@@ -167,9 +167,10 @@ struct AttentionPlan {
 // What attention needs to know about a step, the same for all layers.
 class AttentionMetadata {
    public:
-    // Lengths of `n` sequences and their block ids [n, width].
-    AttentionMetadata(const HeadShape& shape, int64_t n, const int64_t* query_lens, const int64_t* context_lens,
-                      const int64_t* block_tables, int64_t width);
+    // Lengths of `n` sequences and their block ids [n, width], of a cache of so many blocks. Throws std::invalid_argument if
+    // they have not the blocks of their contexts, std::out_of_range if the cache lacks a block.
+    AttentionMetadata(const HeadShape& shape, int64_t num_blocks, int64_t n, const int64_t* query_lens,
+                      const int64_t* context_lens, const int64_t* block_tables, int64_t width);
 
     struct Sequence {
         int64_t first_token, query_len, context_len;
@@ -177,16 +178,14 @@ class AttentionMetadata {
 
     const int32_t* blocks_of(int64_t sequence) const { return blocks.data() + sequence * width; }
 
-    // Of layers with such a window. The first call for a window comes from one thread alone.
-    const AttentionPlan& plan(int64_t window) const;
-
-    // Multiplications with keys, of all heads and rows.
-    int64_t work(int64_t window) const;
+    // Of layers with such a reach. The first call for one comes from one thread alone.
+    const AttentionPlan& plan(const Reach& reach) const;
 
     // Cached tokens that each K/V head reads, on average; those that sequences share count once.
-    int64_t num_tokens_read(int64_t window) const;
+    int64_t num_tokens_read(const Reach& reach) const;
 
     HeadShape shape;
+    int64_t num_blocks;  // that ids are below
     int64_t num_tokens = 0, width;
     std::vector<Sequence> sequences;
     std::vector<int64_t> token_rows;  // place of each token, block * block_size + offset
@@ -194,17 +193,37 @@ class AttentionMetadata {
 
    private:
     int64_t longest_context_ = 1;
-    mutable std::map<int64_t, AttentionPlan> plans_;  // by window, at most the longest context
+    mutable std::map<Reach, AttentionPlan> plans_;  // of reaches up to the longest context
+};
+
+// RMS norms of queries and keys, null for none: of each head, or of all heads of a token together.
+struct HeadNorms {
+    const float *queries, *keys;
+    float eps;
+    bool all_heads;
+};
+
+// Cosines and sines [n, r / 2], by which the first r elements of every head are rotated; r may be 0.
+struct Rotary {
+    const float *cosines, *sines;
+    int64_t r;
+};
+
+// How scores become weights.
+struct AttentionOptions {
+    float scale;
+    Reach reach;
+    float softcap = 0;             // c of c tanh(score / c); 0 for none
+    const float* sinks = nullptr;  // [heads], scores of no token; or null
 };
 
 // Norms and rotates queries and keys of qkv [n, heads + 2 kv_heads, head_dim], and caches keys and values.
 void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
-                      const float* qkv, const float* q_norm, const float* k_norm, float eps, const float* cosines,
-                      const float* sines, float* queries);
+                      const float* qkv, const HeadNorms& norms, const Rotary& rotary, float* queries);
 
-// The first of a step's calls for a window: it makes the plan.
-size_t attention_scratch(const AttentionMetadata& metadata, int64_t window);
+// The first of a step's calls for a reach: it makes the plan.
+size_t attention_scratch(const AttentionMetadata& metadata, const Reach& reach);
 void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
-               float scale, int64_t window, float* out, void* scratch);
+               const AttentionOptions& options, float* out, void* scratch);
 
 }  // namespace pagoda

@@ -2,13 +2,15 @@
 // no memory taken once it has seen its largest step. (What CUDA calls a graph.)
 #pragma once
 
+#include <omp.h>
+
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <tuple>
 #include <vector>
 
 #include "buffer.h"
-#include "collectives.h"
-#include "experts.h"
 #include "low_rank.h"
 #include "ops.h"
 
@@ -16,125 +18,120 @@ namespace pagoda {
 
 // What changes from step to step.
 struct Step {
-    int64_t num_tokens;
-    const AttentionMetadata* metadata;
-    const int64_t* token_ids;  // [num_tokens]
-    const float* hidden;       // rows of the program's input, if it has one
-    const float* cosines;      // [num_tokens, head_dim / 2]
-    const float* sines;
-    const int64_t* rows = nullptr;  // [num_rows], tokens whose results are wanted
-    int64_t num_rows = 0;
-    const int64_t* adapters = nullptr;  // [num_tokens], below 0 for none; null if no token has an adapter
+    int64_t num_tokens = 0;
+    int64_t num_rows = 0;  // that are selected
+    bool adapted = false;  // some token has an adapter
 };
 
 class Program {
    public:
-    // A value has a row of floats for each token, or behind `select_rows` for each wanted one; it is known by the number
-    // that operations return and take.
+    // A value has a row for each token, or for each selected one; it is known by its index.
     using Value = int;
+    struct ValueShape {
+        int64_t width, item_bytes;
+        bool selected;
 
-    explicit Program(const KernelTable& table) : table_(table) {}
+        int64_t row_bytes() const { return width * item_bytes; }
+    };
 
     // Steps in which an operation is computed: all, or those in which no token, or some token, has an adapter.
     enum class When { always, plain, adapted };
-    // Of operations that are recorded from now on.
-    void record_when(When when) { when_ = when; }
 
-    Value value(int64_t width);
+    struct Operation {
+        std::vector<int> nodes;   // of the graph: needed if all of them are
+        std::vector<Value> uses;  // that it reads and writes; the first says of how many rows it is
+        int64_t work;             // multiplications for each row
+        std::function<void(const Step&, void* scratch)> run;
+        std::function<size_t(const Step&)> scratch = {};     // bytes
+        std::function<void(const Step&)> check = {};         // throws if the step does not fit
+        When when = When::always;
+        int node = -1;  // that names it, by default the first
+        int64_t weight_bytes = 0, flops = 0;
+        int other = -1;  // node with which another operation computes these, where it is needed too
+    };
 
-    // What every step brings along instead of computing it.
-    Value input(int64_t width);
+    // `inputs` and `results` are in the order in which `run` is given them; `rows` and `adapters` are inputs, or -1.
+    Program(const KernelTable& table, std::vector<ValueShape> values, std::vector<Value> inputs,
+            std::vector<Value> results, Value rows, Value adapters);
 
-    // Rows of a weight for the step's tokens, of which there are `num_ids`; the weight has those from `first_id` on.
-    void embedding(Value out, const PanelShape& shape, const void* packed, int64_t first_id, int64_t num_ids);
-    void quantized_embedding(Value out, const QuantizedShape& shape, const void* packed, const int64_t* order,
-                             int64_t first_id, int64_t num_ids);
+    // ---- while operations are recorded
 
-    // To the columns of `out` from `column` on.
-    void linear(Value x, Value out, int64_t column, const PanelShape& shape, const void* packed,
-                const float* bias);
-    void quantized_linear(Value x, Value out, int64_t column, const QuantizedShape& shape, const void* packed,
-                          const int64_t* order, const float* bias);
+    void record(Operation operation);
+    // The last operation is not needed in steps that need this node too, which another one computes with its own.
+    void replace_last(int node) { operations_.back().other = node; }
+    // Lets a value that is not computed yet have the memory of another one.
+    void share(Value value, Value memory_of) { storage_.at(size_t(value)) = storage_.at(size_t(memory_of)); }
+    bool is_input(Value value) const;
 
-    // To all of `out`: silu of the first half of the outputs times the second half, each of whole panels.
-    void gated_linear(Value x, Value out, const PanelShape& shape, const void* packed, const float* bias);
-    void quantized_gated_linear(Value x, Value out, const QuantizedShape& shape, const void* packed,
-                                const int64_t* order, const float* bias);
+    // ---- while they run
 
-    // Makes x the sum of the x of all ranks.
-    void all_reduce(Value x, Collectives& group);
-    Value add(Value x, Value delta);
-    // The rows of x that are wanted; what is computed of them has as many.
-    Value select_rows(Value x);
-    Value rms_norm(Value x, const float* weight, float eps);
-    // x + delta, and its norm.
-    std::pair<Value, Value> add_rms_norm(Value x, Value delta, const float* weight, float eps);
-    Value silu_and_mul(Value gate_up);
-    void silu_and_mul_to(Value gate_up, Value out);
-    // Adds to the rows of `out` what adapters make of x.
-    void add_low_rank(Value x, Value out, const LowRankMaps& maps);
-    Value experts(Value x, Value logits, const Experts& experts);
-    Value rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width, const float* q_norm,
-                           const float* k_norm, float eps);
-    Value attention(Value queries, const Cache& cache, float scale, int64_t window);
+    const KernelTable& table() const { return table_; }
+    const ValueShape& shape(Value value) const { return values_.at(static_cast<size_t>(value)); }
+    int64_t num_rows(Value value, const Step& step) const {
+        return shape(value).selected ? step.num_rows : step.num_tokens;
+    }
+    // Where a value's rows are.
+    template <class T = float>
+    T* at(Value value) const {
+        return reinterpret_cast<T*>(addresses_[static_cast<size_t>(value)]);
+    }
+    const AdaptedRows& adapted_rows(Value value) const {
+        return shape(value).selected ? adapted_selected_ : adapted_tokens_;
+    }
 
-    // What `run` gives; nothing can be recorded after it.
-    void finish(Value result);
+    // ---- once they are recorded
 
-    // How many operations have been recorded.
-    int64_t size() const { return static_cast<int64_t>(operations_.size()); }
+    // Number of the schedule that computes the operations of these nodes, with some results in memory of the caller.
+    int schedule(const std::vector<int>& nodes, const std::vector<Value>& external);
+    // Node, bytes of weights and floating-point operations for each token of a schedule's operations.
+    std::vector<std::tuple<int, int64_t, int64_t>> operations(int schedule) const;
 
-    // Writes the result's rows to `out`; and, unless `times` [size] is null, the nanoseconds of each operation, from the
-    // end of the one before it until all threads are done.
-    void run(const Step& step, float* out, int64_t* times = nullptr);
+    // Ends the step that runs behind the operation that calls this from its team's first thread.
+    void stop() { stopped_at_ = current_; }
+
+    // Computes a schedule. `inputs` and `results` are addresses, 0 where there is none. Writes to `times`, unless it is
+    // null, the nanoseconds of each operation, from the end of the one before it until all threads are done.
+    void run(int schedule, Step step, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& results,
+             int64_t* times = nullptr);
 
    private:
-    struct ValueInfo {
-        int64_t width;
-        bool selected = false;
-        size_t first_use = SIZE_MAX, last_use = 0;  // operations
-        int64_t offset = 0;          // in the arena, in bytes for each token of the step
-        int64_t row_bytes() const { return width * size_of(Dtype::f32); }
-        int64_t row_space() const { return (row_bytes() + 63) / 64 * 64; }
+    struct Place {
+        Value value;
+        int64_t offset;  // bytes for each row
+        size_t first_use, last_use;
     };
-    struct Operation {
-        Value first;  // which it has to compute rows of
-        std::function<void(const Step&, void* scratch)> run;
-        std::function<size_t(const Step&)> scratch;  // bytes; may be empty
-        int64_t work;                                // multiplications for each token
-        When when = When::always;
+    struct Schedule {
+        std::vector<size_t> operations;
+        std::vector<Place> places;
+        int64_t token_bytes = 0, row_bytes = 0;  // of all values with a row for each token, or for each selected one
     };
 
-    void run_timed(const Step& step, void* scratch, int64_t* times) const;
-    void run(const Operation& operation, const Step& step, void* scratch) const {
-        if (operation.when != When::always && (operation.when == When::adapted) != (step.adapters != nullptr)) return;
-        if (num_rows(operation.first, step) > 0) operation.run(step, scratch);
+    static void place(std::vector<Place>& places, const std::vector<ValueShape>& shapes, Schedule& schedule);
+    void find_values(const Schedule& schedule, const Step& step, const std::vector<uintptr_t>& inputs,
+                     const std::vector<uintptr_t>& results);
+    void run_timed(const Schedule& schedule, const Step& step, void* scratch, int64_t* times);
+    // Whether a thread goes on to the operation at this place of a schedule. Another thread may be in that one already, and
+    // stop there, where this one has to follow.
+    bool goes_on(size_t place) {
+        if (omp_get_thread_num() == 0) current_ = place;
+        return place <= stopped_at_;
     }
-    int64_t num_rows(Value value, const Step& step) const {
-        return info(value).selected ? step.num_rows : step.num_tokens;
+    bool runs(const Operation& operation, const Step& step) const {
+        if (operation.when != When::always && (operation.when == When::adapted) != step.adapted) return false;
+        return num_rows(operation.uses[0], step) > 0;
     }
-    // An operation on these values, which all have the rows of the first one.
-    void record(const std::vector<Value>& uses, int64_t work, std::function<void(const Step&, void*)> run,
-                std::function<size_t(const Step&)> scratch = {});
-    void place_values();
-    bool lies_in_arena(Value value) const { return value != input_ && value != result_; }
-    // Where a value's rows are.
-    const float* address(Value value, const Step& step);
-    // Where they are computed, from the column on.
-    float* written(Value value, const Step& step, int64_t column = 0);
-    const AdaptedRows& adapted_rows(Value value) const { return info(value).selected ? adapted_selected_ : adapted_tokens_; }
-    const ValueInfo& info(Value value) const { return values_.at(static_cast<size_t>(value)); }
 
     const KernelTable& table_;
-    std::vector<ValueInfo> values_;
+    std::vector<ValueShape> values_;
+    std::vector<Value> inputs_, results_, storage_;
+    Value rows_, adapters_;
     std::vector<Operation> operations_;
-    Value input_ = -1, result_ = -1;
-    float* out_ = nullptr;
-    int64_t num_ids_ = INT64_MAX;  // token ids are below it, where they are looked at
-    int64_t token_bytes_ = 0, token_work_ = 0;
-    When when_ = When::always;
+    std::vector<Schedule> schedules_;
+    std::vector<char*> addresses_;                   // of values, in this step
     AdaptedRows adapted_tokens_, adapted_selected_;  // of the step
-    Buffer arena_, scratch_;
+    size_t current_ = 0;              // operation of the first thread
+    std::atomic<size_t> stopped_at_;  // the last operation of the step
+    Buffer token_arena_, row_arena_, scratch_;
 };
 
 }  // namespace pagoda

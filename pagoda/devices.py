@@ -1,17 +1,26 @@
-"""Registry of backends and the devices that they compute on; importing it imports no backend."""
+"""Registry of backends and the devices that they compute on; importing it imports no backend.
+
+A backend is an entry point of the group `pagoda.backends` of any installed package: its name is that of the
+backend, its object a `BackendEntry`, whose module imports no torch, because command line and engine read it too.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from pagoda.errors import ConfigError
 
-BackendName = Literal["auto", "cpu", "reference"]
-"""Values of `--backend`: `auto` takes the first backend of the registry that this machine has."""
+ENTRY_POINTS = "pagoda.backends"
+AUTO = "auto"
+"""Value of `--backend` that takes the first of `AUTO_ORDER` that this machine has."""
+AUTO_ORDER = ("cpu", "reference")
+HOST_KIND = "cpu"
+"""Kind of the devices that are parts of the host's cores."""
+_DEVICE = re.compile(r"([a-z]+):(0|[1-9][0-9]{0,4})")
 
 
 @dataclass(frozen=True)
@@ -19,46 +28,151 @@ class BackendEntry:
     """One backend, found by name."""
 
     module: str
-    """Module with a function `open_backend(group) -> Backend`; it raises `BackendUnavailableError`."""
+    """Module with a function `open_backend(devices, group) -> Backend`; it raises `BackendUnavailableError`."""
     device_kind: str
     """Kind of device, such as `cpu` in `cpu:0`."""
+    max_devices: int = 1
+    """Devices that one rank may drive."""
 
 
-BACKENDS: Mapping[str, BackendEntry] = {
-    "cpu": BackendEntry("pagoda.backend.cpu.backend", "cpu"),
-    "reference": BackendEntry("pagoda.backend.reference.backend", "cpu"),
-}
-"""Backends in the order in which `auto` tries them."""
-_DEVICE = re.compile(r"([a-z]+):(0|[1-9][0-9]{0,4})")
+CPU = BackendEntry("pagoda.backend.cpu.backend", HOST_KIND)
+REFERENCE = BackendEntry("pagoda.backend.reference.backend", HOST_KIND)
+
+
+@dataclass(frozen=True)
+class DeviceSet:
+    """Devices of one kind that one rank drives."""
+
+    kind: str
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceSet:
+        """Reads names that are joined by `+`, such as `npu:0+npu:1`.
+
+        Raises ConfigError if one is no name of a device, or they are of several kinds.
+        """
+        found = [(name, _DEVICE.fullmatch(name)) for name in text.split("+")]
+        kinds: dict[str, None] = {}
+        numbers: list[int] = []
+        for name, match in found:
+            if match is None:
+                raise ConfigError(
+                    "--devices takes names such as cpu:0, separated by commas, or by + where one rank drives "
+                    f"several, got {name!r}."
+                )
+            kinds[match[1]] = None
+            numbers.append(int(match[2]))
+        _check_one_kind(kinds)
+        return cls(next(iter(kinds)), tuple(numbers))
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{self.kind}:{number}" for number in self.numbers]
+
+    def __str__(self) -> str:
+        return "+".join(self.names)
 
 
 class BackendUnavailableError(Exception):
     """This machine or installation does not have a backend; the message says why."""
 
 
-def check_devices(devices: Sequence[str]) -> None:
-    """Checks the names of the devices of all ranks, such as `cpu:0`.
+def registered_backends() -> dict[str, list[str]]:
+    """Names of all installed backends, each with the packages that bring it; imports none of them."""
+    found: dict[str, list[str]] = {}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        package = "" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+        packages = found.setdefault(point.name, [])
+        if package not in packages:  # an editable installation may be found twice
+            packages.append(package)
+    return found
 
-    Raises ConfigError if a name is not that of a device, is there twice, or no backend computes on all devices.
+
+def find_backend(name: str) -> BackendEntry:
+    """The entry of a backend, by name.
+
+    Raises ConfigError: no package brings such a backend, several do, or its entry cannot be imported.
     """
-    known = dict.fromkeys(entry.device_kind for entry in BACKENDS.values())
-    kinds: set[str] = set()
-    for device in devices:
-        match = _DEVICE.fullmatch(device)
-        if match is None:
+    points = list(importlib.metadata.entry_points(group=ENTRY_POINTS, name=name))
+    if not points:
+        if name in AUTO_ORDER:
             raise ConfigError(
-                f"--devices takes names such as cpu:0, separated by commas, got {device!r}."
+                f"the backend {name} is not registered, as Pagoda was installed by an older version; "
+                "install it again."
             )
-        if match[1] not in known:
-            raise ConfigError(
-                f"--devices names {device}, but no backend computes there; name {' or '.join(known)} devices."
-            )
-        kinds.add(match[1])
-    duplicates = sorted({device for device in devices if devices.count(device) > 1})
+        known = ", ".join((AUTO, *AUTO_ORDER, *sorted({*registered_backends()} - {*AUTO_ORDER})))
+        raise ConfigError(f"--backend must be one of {known}, got {name!r}.")
+    if len({point.value for point in points}) > 1:
+        packages = " and ".join(sorted(registered_backends()[name]))
+        raise ConfigError(
+            f"--backend {name} is brought by {packages}; leave one of them installed."
+        )
+    try:
+        entry = points[0].load()
+    except Exception as error:
+        raise ConfigError(
+            f"--backend {name} cannot be imported from {points[0].value} "
+            f"({type(error).__name__}: {error}); install its package again."
+        ) from error
+    if not isinstance(entry, BackendEntry):
+        raise ConfigError(
+            f"--backend {name}: {points[0].value} must be a pagoda.devices.BackendEntry, not {entry!r}."
+        )
+    return entry
+
+
+def candidates(wanted: str) -> Sequence[str]:
+    """Names of the backends that a value of `--backend` may mean, the best first."""
+    return AUTO_ORDER if wanted == AUTO else (wanted,)
+
+
+def check_devices(devices: Sequence[str]) -> None:
+    """Checks the devices of all ranks, such as `cpu:0`, or `npu:0+npu:1` where a rank drives two.
+
+    Raises ConfigError if a name is not that of a device or is there twice, kinds differ, or some ranks drive more
+    devices than others.
+    """
+    sets = [DeviceSet.parse(each) for each in devices]
+    names = [name for each in sets for name in each.names]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise ConfigError(
             f"--devices names {', '.join(duplicates)} more than once; every rank needs a device of its own."
         )
+    _check_one_kind({each.kind for each in sets})
+    if len({len(each.numbers) for each in sets}) > 1:
+        raise ConfigError("--devices gives some ranks more devices than others; give all as many.")
+
+
+def check_backend(wanted: str, devices: Sequence[str]) -> None:
+    """Checks that a value of `--backend` names an installed backend that computes on `--devices`.
+
+    `auto` without devices needs no look at what is installed. Raises ConfigError.
+    """
+    if wanted == AUTO and not devices:
+        return
+    entries = {name: find_backend(name) for name in candidates(wanted)}
+    for each in devices:
+        for name, entry in entries.items():
+            check_drives(name, entry, DeviceSet.parse(each))
+
+
+def check_drives(name: str, entry: BackendEntry, devices: DeviceSet) -> None:
+    """Raises ConfigError: a rank of the backend cannot drive these devices."""
+    if devices.kind != entry.device_kind:
+        raise ConfigError(
+            f"--devices names {devices}, but the {name} backend does not compute there; "
+            f"name {entry.device_kind} devices."
+        )
+    if len(devices.numbers) > entry.max_devices:
+        most = "one device" if entry.max_devices == 1 else f"{entry.max_devices} devices at most"
+        raise ConfigError(
+            f"--devices gives {devices} to one rank, but a rank of the {name} backend drives {most}."
+        )
+
+
+def _check_one_kind(kinds: Collection[str]) -> None:
     if len(kinds) > 1:
         raise ConfigError(
             f"--devices mixes {' and '.join(sorted(kinds))}; name devices of one kind."
@@ -66,14 +180,15 @@ def check_devices(devices: Sequence[str]) -> None:
 
 
 def check_devices_of_host(devices: Sequence[str], num_workers: int, threads: int | None) -> None:
-    """Checks that this host has the devices of its workers, each of which has so many threads if that was said.
+    """Checks that this host has the parts of its cores that are named, if any are.
 
-    Raises ConfigError if the host has fewer devices.
+    Each worker has so many threads if that was said. Raises ConfigError if the host has fewer devices.
     """
     cores = len(os.sched_getaffinity(0))
     count = num_cpu_devices(cores, num_workers, threads)
     for device in devices:
-        if device_number(device) >= count:
+        named = DeviceSet.parse(device)
+        if named.kind == HOST_KIND and max(named.numbers) >= count:
             known = "cpu:0" if count == 1 else f"cpu:0 to cpu:{count - 1}"
             raise ConfigError(
                 f"--devices names {device}, but the {cores} cores of this host are {known} with "
@@ -87,13 +202,3 @@ def num_cpu_devices(cores: int, workers: int, threads: int | None) -> int:
     One for each of the host's workers, or as many as have `threads` cores, if that is more.
     """
     return max(workers, cores // threads) if threads else workers
-
-
-def device_number(device: str) -> int:
-    """Number of a device: 3 for `cpu:3`."""
-    return int(device.partition(":")[2])
-
-
-def default_device(rank: int) -> str:
-    """Device of a rank where none are named."""
-    return f"cpu:{rank}"

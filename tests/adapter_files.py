@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pagoda.checkpoints.model_config import ModelConfig
+from pagoda.checkpoints.model_spec import ModelSpec
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -32,7 +32,7 @@ def save_adapter(
 
 
 def save_adapter_of(
-    config: ModelConfig, directory: Path, *, targets: Sequence[str] = ALL, **options: Any
+    config: ModelSpec, directory: Path, *, targets: Sequence[str] = ALL, **options: Any
 ) -> Path:
     """The same for the model of a config.json, whose weights are about `1 / sqrt(inputs)`."""
     linears = {

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from benchmarks.cpu.dummy_runner import load_dummy
 from pagoda.checkpoints.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from pagoda.checkpoints.config_json import parse_model_config
-from pagoda.checkpoints.model_config import ModelConfig
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import output
 from pagoda.messages.adapters import Adapter
@@ -130,7 +130,7 @@ class _Steps:
             token_ids=torch.randint(1000, (_PROMPT,)).tolist(),
             num_prompt_tokens=_PROMPT,
             num_computed_tokens=0,
-            block_ids=list(range(slot * _BLOCKS, (slot + 1) * _BLOCKS)),
+            block_ids=[list(range(slot * _BLOCKS, (slot + 1) * _BLOCKS))],
             sampling=SamplingParams(temperature=0, seed=0, max_tokens=10_000),
             adapter=self._digests[slot % len(self._digests)] if name == "adapted" else "",
         )
@@ -147,11 +147,11 @@ class _Steps:
         )
         self._step += 1
         began = time.perf_counter()
-        self._runner.step(plan)
+        self._runner.submit(plan).result()
         return time.perf_counter() - began
 
 
-def _save(config: ModelConfig, directory: Path, rank: int, seed: int) -> Adapter:
+def _save(config: ModelSpec, directory: Path, rank: int, seed: int) -> Adapter:
     """An adapter of all linear layers, of random numbers."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -7,7 +7,7 @@ Tokens go to experts at random, as evenly as they come. The loop is what transfo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 # Read when torch is loaded: threads wait as they do in a worker.
@@ -26,6 +26,8 @@ from benchmarks.cpu.limits import Limits, median_seconds, start
 from pagoda.backend.base import ExpertRouting, Experts
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import PackedLinear
+from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.single import bind
 from pagoda.cli import output
 
 _HIDDEN, _INNER = 2048, 768
@@ -71,7 +73,7 @@ def _rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
         x, logits = torch.randn(tokens, _HIDDEN), torch.randn(tokens, _ROUTING.num_experts)
         loop, *fused = median_seconds(
             partial(_loop, x.bfloat16(), logits, gate_up, down),
-            *(partial(ops.experts, x, logits, experts) for experts in held_as.values()),
+            *(_bound(ops, x, logits, experts) for experts in held_as.values()),
         )
         used = len(set(logits.topk(_ROUTING.experts_per_token).indices.flatten().tolist()))
         for (name, experts), seconds in zip(held_as.items(), fused, strict=True):
@@ -89,6 +91,15 @@ def _rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
                 f"{share:.0%}",
                 f"{loop / seconds:.2f} x",
             )
+
+
+def _bound(
+    ops: CpuBackend, x: Tensor, logits: Tensor, experts: Experts[PackedLinear]
+) -> Callable[[], Tensor]:
+    def record(ops: GraphBuilder, x: Value, logits: Value) -> Value:
+        return ops.experts(x, logits, experts)
+
+    return bind(ops, record, {"x": x, "logits": logits})
 
 
 def _prepared(

@@ -25,9 +25,12 @@ from cyclopts import App
 
 from benchmarks.cpu.held_weights import held_weight
 from benchmarks.cpu.limits import Limits, median_seconds, start
-from pagoda.backend.base import HeadNorms, KVCache, Operations, StepInput, TokenBatch
+from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
+from pagoda.backend.cpu.weights import PackedLinear
+from pagoda.backend.graph import GraphBuilder, RotaryTable, Value
+from pagoda.backend.host import rotary_table
+from pagoda.backend.single import bind
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.cli import output
 
@@ -40,7 +43,6 @@ _CONTEXTS = (1024, 4096, 16384, 32768)
 _KV_DTYPES = (torch.bfloat16, torch.int8, torch.float16)
 
 _T = TypeVar("_T")
-ValueT = TypeVar("ValueT")
 _app = App()
 
 
@@ -70,6 +72,17 @@ def _each(operation: Callable[[_T], object], arguments: Iterable[_T]) -> None:
         operation(argument)
 
 
+def _products(
+    ops: CpuBackend, x: torch.Tensor, weights: Sequence[PackedLinear]
+) -> Callable[[], None]:
+    """Multiplies x by one weight after the other."""
+
+    def product(weight: PackedLinear) -> Callable[[], object]:
+        return bind(ops, lambda ops, x: ops.linear(x, weight), {"x": x})
+
+    return partial(_each, lambda multiply: multiply(), [*map(product, weights)])
+
+
 def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
     for dtype in (torch.bfloat16, torch.float32):
         for outputs, inputs in _SHAPES:
@@ -81,7 +94,7 @@ def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
             for rows in _ROWS:
                 x = torch.randn(rows, inputs)
                 own, torchs = median_seconds(
-                    partial(_each, partial(ops.linear, x), packed),
+                    _products(ops, x, packed),
                     partial(_each, partial(F.linear, x.to(dtype)), weights),
                 )
                 moved = sum(weight.nbytes for weight in weights) / own
@@ -103,10 +116,7 @@ def _quantized_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]
         packed = {name: _streamed(ops, weight) for name, weight in held_as.items()}
         for rows in _ROWS:
             x = torch.randn(rows, inputs)
-            runs = [
-                partial(_each, partial(ops.linear, x), packed[name][: _passes(rows)])
-                for name in held_as
-            ]
+            runs = [_products(ops, x, packed[name][: _passes(rows)]) for name in held_as]
             seconds = [
                 taken / len(packed[name][: _passes(rows)])
                 for name, taken in zip(held_as, median_seconds(*runs), strict=True)
@@ -167,14 +177,28 @@ def _token_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
     num_blocks = _TOKENS // _BLOCK_SIZE
     cache = ops.allocate_kv_cache(num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, torch.bfloat16)
     plan = ops.attention_metadata(_batch(step), _HEADS, cache)
-    table = ops.rotary_table(torch.arange(_TOKENS), torch.linspace(1, 0.01, _HEAD_DIM // 2), 1.0)
+    half = torch.linspace(1, 0.01, _HEAD_DIM // 2)
+    table = rotary_table(torch.arange(_TOKENS), half, scale=1.0)
     norms = HeadNorms(head_norm, head_norm, 1e-6)
+
+    def add_rms_norm(ops: GraphBuilder, x: Value, delta: Value) -> list[Value]:
+        total = ops.add(x, delta)
+        return [total, ops.rms_norm(total, norm, 1e-6)]
+
+    def ready(
+        ops: GraphBuilder, qkv: Value, metadata: Value, cosines: Value, sines: Value
+    ) -> Value:
+        table = RotaryTable(cosines, sines)
+        return ops.rotate_and_cache(
+            qkv, metadata, table, cache, norms, num_heads=_HEADS, head_dim=_HEAD_DIM
+        )
+
     kernels: dict[str, tuple[int, Callable[[], object]]] = {
-        "residual and RMS norm": (4 * hidden, lambda: ops.add_rms_norm(x, delta, norm, 1e-6)),
-        "SiLU and product": (3 * inner, lambda: ops.silu_and_mul(gate_up)),
+        "residual and RMS norm": (4 * hidden, bind(ops, add_rms_norm, {"x": x, "delta": delta})),
+        "SiLU and product": (3 * inner, bind(ops, GraphBuilder.silu_and_mul, {"gate_up": gate_up})),
         "QK norm, rotation, KV write": (
             2 * heads,
-            lambda: ops.rotate_and_cache(qkv, cache, plan, table, norms),
+            bind(ops, ready, {"qkv": qkv, "cosines": table[0], "sines": table[1]}, plan),
         ),
     }
     for name, (elements, run) in kernels.items():
@@ -244,42 +268,27 @@ def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]
         )
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """The attention of some layers, each with a cache; its queries are the step's hidden states."""
-
-    caches: Sequence[KVCache]
-
-    def __call__(
-        self,
-        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
-        step: StepInput[ValueT, AttentionMetadata],
-    ) -> ValueT:
-        assert step.hidden is not None
-        outs = [
-            ops.attention(step.hidden, cache, step.plan, scale=_HEAD_DIM**-0.5, window=None)
-            for cache in self.caches
-        ]
-        return outs[-1]
-
-
 def _attention_seconds(ops: CpuBackend, step: Step) -> float:
     """Seconds of one layer, whose cache was not read lately: layers follow one another, as in a worker's step."""
     num_layers = 2 if step.num_new > 1 else max(1, _STREAMED_BYTES // step.kv_bytes)
     shape = (step.num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, step.dtype, step.kv_dtype)
     caches = [_filled(ops.allocate_kv_cache(*shape)) for _ in range(num_layers)]
 
-    width = _HEADS * _HEAD_DIM
-    forward = ops.compile(_Layers(caches), width)
-    num_tokens = step.num_requests * step.num_new
-    empty = torch.empty(num_tokens, _HEAD_DIM // 2)
-    inputs = StepInput(
-        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
-        rotary_table=(empty, empty),
-        plan=ops.attention_metadata(_batch(step), _HEADS, caches[0]),
-        hidden=torch.randn(num_tokens, width),
-    )
-    (seconds,) = median_seconds(lambda: forward(inputs))
+    def attend(ops: GraphBuilder, queries: Value, metadata: Value) -> Value:
+        for cache in caches:
+            queries = ops.attention(
+                queries,
+                metadata,
+                cache,
+                head_dim=_HEAD_DIM,
+                scale=_HEAD_DIM**-0.5,
+                window=None,
+            )
+        return queries
+
+    queries = torch.randn(step.num_requests * step.num_new, _HEADS * _HEAD_DIM)
+    metadata = ops.attention_metadata(_batch(step), _HEADS, caches[0])
+    (seconds,) = median_seconds(bind(ops, attend, {"queries": queries}, metadata))
     return seconds / num_layers
 
 
@@ -308,7 +317,7 @@ def _batch(step: Step) -> TokenBatch:
         sequence_ids=torch.repeat_interleave(lens),
         query_lens=lens,
         context_lens=torch.full_like(lens, step.context),
-        block_tables=torch.cat((prefix, own.view(step.num_requests, -1)), dim=1),
+        block_tables=(torch.cat((prefix, own.view(step.num_requests, -1)), dim=1),),
     )
 
 

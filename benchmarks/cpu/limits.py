@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.native import choose_instruction_set
+from pagoda.backend.single import bind
 from pagoda.backend.weights import DenseWeight
 from pagoda.cli import output
 from pagoda.cli.machine_facts import measure_read_bandwidth
@@ -47,7 +48,8 @@ def measure_limits(ops: CpuBackend) -> Limits:
     x, weight = torch.randn(256, 4096), torch.randn(8192, 4096).bfloat16()
     rounded = x.bfloat16()
     packed = ops.prepare_linear([DenseWeight(weight)], None, weight.dtype)
-    seconds = min(median_seconds(lambda: ops.linear(x, packed), lambda: F.linear(rounded, weight)))
+    own = bind(ops, lambda ops, x: ops.linear(x, packed), {"x": x})
+    seconds = min(median_seconds(own, lambda: F.linear(rounded, weight)))
     bandwidth = measure_read_bandwidth(torch.get_num_threads(), available_memory_bytes())
     return Limits(bandwidth.bytes_per_s, 2 * 256 * weight.numel() / seconds)
 

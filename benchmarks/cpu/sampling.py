@@ -110,17 +110,17 @@ def _measure(runner: Runner, count: int, rounds: int) -> dict[str, list[float]]:
         for name, setting in SETTINGS.items():
             starts = [_start(slot, setting) for slot in range(count)]
             slots = list(range(count))
-            runner.step(
-                StepPlan(step=step, slots=slots, num_tokens=[_PROMPT] * count, starts=starts)
-            )
+            prompts = StepPlan(step=step, slots=slots, num_tokens=[_PROMPT] * count, starts=starts)
+            runner.submit(prompts).result()
             best = []
             for _ in range(3):
                 step += 1
                 plan = StepPlan(step=step, slots=slots, num_tokens=[1] * count)
                 began = time.perf_counter()
-                runner.step(plan)
+                runner.submit(plan).result()
                 best.append(time.perf_counter() - began)
-            runner.step(StepPlan(step=step + 1, slots=[], num_tokens=[], freed_slots=slots))
+            end = StepPlan(step=step + 1, slots=[], num_tokens=[], freed_slots=slots)
+            runner.submit(end).result()
             step += 2
             if turn > 0:  # the first time memory is taken
                 seconds[name].append(statistics.median(best))
@@ -135,7 +135,7 @@ def _start(slot: int, setting: dict[str, float]) -> SlotStart:
         token_ids=torch.randint(1000, (_PROMPT,), generator=generator).tolist(),
         num_prompt_tokens=_PROMPT,
         num_computed_tokens=0,
-        block_ids=list(range(slot * _BLOCKS, (slot + 1) * _BLOCKS)),
+        block_ids=[list(range(slot * _BLOCKS, (slot + 1) * _BLOCKS))],
         sampling=SamplingParams(seed=slot, max_tokens=10_000, **setting),  # type: ignore[arg-type]
     )
 

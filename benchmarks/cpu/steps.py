@@ -116,8 +116,7 @@ class _Cost:
         last = shape.num_layers - 1
         behind = [shape.attention_linears(last).out]
         if shape.expert_linears(last) is None:
-            mlp = shape.mlp_linears(last)
-            behind += [mlp.gate, mlp.up, mlp.down]
+            behind += shape.mlp_linears(last)
         spared = shape.vocab_size * shape.hidden_size + sum(e.outputs * e.inputs for e in behind)
         self.prompt_flops = 2 * (_PROMPT * (dense - spared) + spared)
 
@@ -167,7 +166,7 @@ class _Steps:
             token_ids=[*prefix, *torch.randint(1000, (num_new,)).tolist()],
             num_prompt_tokens=len(prefix) + num_new,
             num_computed_tokens=num_computed,
-            block_ids=[*prefix_blocks, *range(slot * _BLOCKS, (slot + 1) * _BLOCKS)],
+            block_ids=[[*prefix_blocks, *range(slot * _BLOCKS, (slot + 1) * _BLOCKS)]],
             sampling=SamplingParams(temperature=0, seed=0, max_tokens=10_000),
         )
 
@@ -201,7 +200,7 @@ class _Steps:
         )
         self._step += 1
         began = time.perf_counter()
-        self._runner.step(plan)
+        self._runner.submit(plan).result()
         return time.perf_counter() - began
 
 

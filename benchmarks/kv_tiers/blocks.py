@@ -15,7 +15,7 @@ from pagoda.checkpoints.presets import PRESETS
 from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferPlace
 from pagoda.worker.kv.jobs import Jobs
-from pagoda.worker.kv.memory import KVMemory
+from pagoda.worker.kv.store import KVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
 
 
@@ -30,7 +30,7 @@ class Blocks:
             for _ in range(2 * shape.num_layers)
         ]
         pairs = zip(self._tensors[::2], self._tensors[1::2], strict=True)
-        memory = self._memory = KVMemory([KVCache(keys, values) for keys, values in pairs])
+        memory = self._memory = KVStore([KVCache(keys, values) for keys, values in pairs])
         manifest = Manifest(
             model=model,
             model_digest="none",

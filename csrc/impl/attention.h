@@ -375,10 +375,20 @@ struct AttendMemory {
 
 // Brings scores to powers of two, those of the keys from `first` to before `last`; others count nothing.
 // Returns the highest.
-PAGODA_INLINE float scale_scores(float* scores, int first, int last, float factor, const float* key_scales) {
+PAGODA_INLINE float scale_scores(float* scores, int first, int last, float factor, const float* key_scales,
+                                 float softcap) {
     for (int j = 0; j < kKeyTile; j += kWidth) {
         const vec scaled = mul(load(scores + j), broadcast(factor));
         store(scores + j, key_scales ? mul(scaled, load(key_scales + j)) : scaled);
+    }
+    if (softcap != 0) {
+        // tanh(y) is 1 - 2 / (1 + e^2y).
+        const vec cap = broadcast(softcap), slope = broadcast(2 * 1.44269504f / softcap);
+        for (int j = 0; j < kKeyTile; j += kWidth) {
+            const vec power = exp2(min(broadcast(126.0f), mul(load(scores + j), slope)));
+            const vec rest = div(add(cap, cap), add(power, broadcast(1.0f)));
+            store(scores + j, sub(cap, rest));
+        }
     }
     for (int j = 0; j < first; ++j) scores[j] = -INFINITY;
     for (int j = last; j < kKeyTile; ++j) scores[j] = -INFINITY;
@@ -448,10 +458,9 @@ void softmax_tile(const AttendTile& tile, int head, int64_t first, const AttendM
     const float* key_scales = std::is_same_v<M, I16Math> ? memory.key_scales : nullptr;
     const float* factors = tile.factors + int64_t{head} * tile.rows;
     for (int row = 0; row < tile.rows; ++row) {
-        const int64_t position = tile.positions[row];
-        memory.peaks[row] = scale_scores(memory.scores + row * kKeyTile,
-                                         clamp_to_tile(position - tile.window + 1 - first),
-                                         clamp_to_tile(position + 1 - first), factors[row], key_scales);
+        memory.peaks[row] = scale_scores(memory.scores + row * kKeyTile, clamp_to_tile(tile.firsts[row] - first),
+                                         clamp_to_tile(tile.positions[row] + 1 - first), factors[row], key_scales,
+                                         tile.softcap);
     }
     raise_highest(memory, memory.highest + int64_t{head} * memory.padded_rows, tile.rows);
     for (int row = 0; row < tile.rows; ++row, totals += pagoda::kTotals) {

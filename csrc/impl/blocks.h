@@ -10,6 +10,7 @@
 
 namespace {
 
+using pagoda::Codebook;
 using pagoda::kUnitInputs;
 
 constexpr int kQuads = kUnitInputs / 4;
@@ -18,10 +19,11 @@ constexpr int kRowGroup = pagoda::kBlockRowGroup;
 constexpr int kHalves = kUnitInputs / kRowGroup;  // of a unit
 static_assert(kHalves == 2);
 
-template <int Bits, bool Codebook, bool Integers, bool Minima, int Group, bool Whole = false>
+template <int Bits, Codebook Book, bool Integers, bool Minima, int Group, bool Whole = false>
 struct Blocks {
     static constexpr int bits = Bits, group = Group;
-    static constexpr bool codebook = Codebook, integers = Integers, minima = Minima, whole = Whole;
+    static constexpr Codebook codebook = Book;
+    static constexpr bool integers = Integers, minima = Minima, whole = Whole;
     static constexpr int groups_of_unit = Group < kUnitInputs ? kUnitInputs / Group : 1;
     static constexpr int units_of_group = Group < kUnitInputs ? 1 : Group / kUnitInputs;
 };
@@ -41,8 +43,8 @@ PAGODA_INLINE ints masked(ints x, char mask) { return _mm512_and_si512(x, _mm512
 PAGODA_INLINE ints masked_or(ints x, char mask, ints rest) {
     return _mm512_ternarylogic_epi32(x, _mm512_set1_epi8(mask), rest, 0xea);
 }
-PAGODA_INLINE ints looked_up(ints codes) {
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pagoda::kIq4Codebook));
+PAGODA_INLINE ints looked_up(const uint8_t (&numbers)[16], ints codes) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
 }
 PAGODA_INLINE ints load_signed_bytes(const uint8_t* p) {
@@ -62,8 +64,8 @@ PAGODA_INLINE ints shifted_right(ints x) {
 }
 PAGODA_INLINE ints masked(ints x, char mask) { return _mm256_and_si256(x, _mm256_set1_epi8(mask)); }
 PAGODA_INLINE ints masked_or(ints x, char mask, ints rest) { return _mm256_or_si256(masked(x, mask), rest); }
-PAGODA_INLINE ints looked_up(ints codes) {
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(pagoda::kIq4Codebook));
+PAGODA_INLINE ints looked_up(const uint8_t (&numbers)[16], ints codes) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
 }
 PAGODA_INLINE ints load_signed_bytes(const uint8_t* p) {
@@ -96,9 +98,10 @@ PAGODA_INLINE void unpack_unit(const uint8_t* unit, ints (&quads)[kQuads]) {
     } else if constexpr (B::bits == 3 || B::bits == 5) {
         take_plane<1, low>(load_ints(unit + rows * kRowBytes), quads);
     }
-    if constexpr (B::codebook) {
+    if constexpr (B::codebook != Codebook::kNone) {
+        constexpr auto& numbers = B::codebook == Codebook::kIq4 ? pagoda::kIq4Codebook : pagoda::kE2m1Codebook;
 #pragma GCC unroll 8
-        for (ints& quad : quads) quad = looked_up(quad);
+        for (ints& quad : quads) quad = looked_up(numbers, quad);
     }
 }
 
@@ -400,27 +403,31 @@ void block_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows
     }
 }
 
-// Calls f(Blocks<...>{}) for a format of blocks: those of IQ4_XS and IQ4_NL; Q2_K to Q6_K; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0.
+// Calls f(Blocks<...>{}) for a format of blocks: those of MXFP4, IQ4_XS and IQ4_NL; Q2_K to Q6_K; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0.
 template <class F>
 PAGODA_INLINE void with_blocks(const QuantizedFormat& format, F f) {
     const bool integers = format.blocks.integer_scales, minima = format.offsets;
     if (format.blocks.whole_rows) {
-        if (format.bits == 8) return f(Blocks<8, false, true, true, 64, true>{});
-        if (format.bits == 5) return f(Blocks<5, false, true, true, 32, true>{});
-        return f(Blocks<4, false, true, true, 32, true>{});
+        if (format.bits == 8) return f(Blocks<8, Codebook::kNone, true, true, 64, true>{});
+        if (format.bits == 5) return f(Blocks<5, Codebook::kNone, true, true, 32, true>{});
+        return f(Blocks<4, Codebook::kNone, true, true, 32, true>{});
     }
-    if (format.blocks.codebook) return integers ? f(Blocks<4, true, true, false, 32>{}) : f(Blocks<4, true, false, false, 32>{});
+    if (format.blocks.codebook == Codebook::kE2m1) return f(Blocks<4, Codebook::kE2m1, false, false, 32>{});
+    if (format.blocks.codebook == Codebook::kIq4) {
+        if (integers) return f(Blocks<4, Codebook::kIq4, true, false, 32>{});
+        return f(Blocks<4, Codebook::kIq4, false, false, 32>{});
+    }
     switch (format.bits) {
-        case 2: return f(Blocks<2, false, true, true, 16>{});
-        case 3: return f(Blocks<3, false, true, false, 16>{});
+        case 2: return f(Blocks<2, Codebook::kNone, true, true, 16>{});
+        case 3: return f(Blocks<3, Codebook::kNone, true, false, 16>{});
         case 4:
-            if (integers) return f(Blocks<4, false, true, true, 32>{});
-            return minima ? f(Blocks<4, false, false, true, 32>{}) : f(Blocks<4, false, false, false, 32>{});
+            if (integers) return f(Blocks<4, Codebook::kNone, true, true, 32>{});
+            return minima ? f(Blocks<4, Codebook::kNone, false, true, 32>{}) : f(Blocks<4, Codebook::kNone, false, false, 32>{});
         case 5:
-            if (integers) return f(Blocks<5, false, true, true, 32>{});
-            return minima ? f(Blocks<5, false, false, true, 32>{}) : f(Blocks<5, false, false, false, 32>{});
-        case 6: return f(Blocks<6, false, true, false, 16>{});
-        case 8: return f(Blocks<8, false, false, false, 32>{});
+            if (integers) return f(Blocks<5, Codebook::kNone, true, true, 32>{});
+            return minima ? f(Blocks<5, Codebook::kNone, false, true, 32>{}) : f(Blocks<5, Codebook::kNone, false, false, 32>{});
+        case 6: return f(Blocks<6, Codebook::kNone, true, false, 16>{});
+        case 8: return f(Blocks<8, Codebook::kNone, false, false, 32>{});
     }
 }
 

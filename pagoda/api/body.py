@@ -29,6 +29,8 @@ _MAX_UNKNOWN_NAMES = 1000
 _log = logging.getLogger("pagoda.api")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MEDIA = re.compile(r"Invalid enum value '(?P<kind>\w*(?:image|audio|video|file)\w*)'$")
+"""Parts of messages that are no text."""
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
 
 
@@ -188,6 +190,11 @@ def _invalid_field(message: str) -> InvalidRequestError:
             name = found["name"][:_MAX_QUOTED_CHARS]
             param = f"{path}.{name}" if path else name
             return InvalidRequestError(f"{param} {rule}.", param=param, kind=kind)
+    media = _MEDIA.match(reason)
+    if media and path.endswith("].type"):
+        rule = "is not supported: this server reads text only; send parts of type 'text'"
+        message = f"{path}: {media['kind']!r} {rule}."
+        return InvalidRequestError(message, param=path, kind="not_supported")
     reason = reason.replace("`", "")
     return InvalidRequestError(
         f"{path or 'the body'}: {reason[:1].lower()}{reason[1:]}.", param=path or None

@@ -1,10 +1,6 @@
-"""The kernels in csrc/. Tensors are given by address; 0 stands for none.
-
-`Segment.bind` gives `*arguments` in the order of csrc/module.cpp: first the weight, then rows.
-"""
+"""The kernels in csrc/. Tensors are given by address; 0 stands for none."""
 
 LOW_RANK_BLOCK: int
-PANEL_OUTPUTS: int
 MAX_HEAD_DIM: int
 MAX_EXPERTS: int
 
@@ -34,7 +30,7 @@ class QuantizedShape:
         block_size: int,
         integer_scales: bool,
         minima: bool,
-        codebook: bool,
+        codebook: int,
         whole_rows: bool,
     ) -> QuantizedShape: ...
     @property
@@ -78,6 +74,25 @@ class Cache:
         values: int,
         key_scales: int,
         value_scales: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+    ) -> None: ...
+
+class StateCache:
+    """States of one layer; see csrc/states.h."""
+
+    def __init__(
+        self,
+        first: int,
+        first_stride: int,
+        second: int,
+        second_stride: int,
+        units: int,
+        floats: int,
+        num_blocks: int,
+        block_size: int,
     ) -> None: ...
 
 class AttentionMetadata:
@@ -87,6 +102,7 @@ class AttentionMetadata:
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
+        num_blocks: int,
         num_sequences: int,
         query_lens: int,
         context_lens: int,
@@ -102,13 +118,6 @@ class Kernels:
     def pack_weight(
         self, dtype: int, outputs: int, inputs: int, weight: int, packed: int
     ) -> None: ...
-    def add_low_rank(self, maps: LowRankMaps, *arguments: int) -> None: ...
-    def embedding(self, *arguments: int) -> None: ...
-    def linear(self, *arguments: int) -> None: ...
-    def quantized_embedding(self, *arguments: int | QuantizedShape) -> None: ...
-    def quantized_linear(self, *arguments: int | QuantizedShape) -> None: ...
-    def linear_argmax(self, *arguments: int) -> None: ...
-    def quantized_argmax(self, *arguments: int | QuantizedShape) -> None: ...
     def quantize_int8(
         self,
         dtype: int,
@@ -129,49 +138,12 @@ class Kernels:
         codes: int,
         scales: int,
     ) -> None: ...
-    def add(self, x: int, delta: int, n: int, d: int, out: int) -> None: ...
-    def add_rms_norm(
-        self,
-        x: int,
-        delta: int,
-        weight: int,
-        eps: float,
-        n: int,
-        d: int,
-        sum: int,  # noqa: A002
-        out: int,
-    ) -> None: ...
-    def silu_and_mul(self, gate_up: int, n: int, d: int, out: int) -> None: ...
-    def experts(
-        self, experts: Experts, x: int, row_stride: int, logits: int, n: int, out: int
-    ) -> None: ...
     def key_pair(self, dtype: int, cache_dtype: int) -> int:
         """Elements of a key that lie side by side in a cache for activations of a dtype."""
 
     def value_pair(self, dtype: int, cache_dtype: int, block_size: int) -> int:
         """Tokens whose values lie side by side."""
 
-    def rotate_and_cache(
-        self,
-        plan: AttentionMetadata,
-        cache: Cache,
-        qkv: int,
-        q_norm: int,
-        k_norm: int,
-        eps: float,
-        cosines: int,
-        sines: int,
-        queries: int,
-    ) -> None: ...
-    def attention(
-        self,
-        plan: AttentionMetadata,
-        cache: Cache,
-        queries: int,
-        scale: float,
-        window: int,
-        out: int,
-    ) -> None: ...
     def sample(
         self,
         batch: SamplingBatch,
@@ -201,12 +173,28 @@ class SamplingBatch:
     def add(self, *arguments: float) -> None: ...
 
 class PackedLinear:
-    """A packed weight, as experts take it."""
+    """A packed weight without bias."""
 
     @staticmethod
     def dense(dtype: int, outputs: int, inputs: int, panels: int) -> PackedLinear: ...
     @staticmethod
     def quantized(shape: QuantizedShape, panels: int, order: int) -> PackedLinear: ...
+
+class ExpertRouting:
+    """See `pagoda.backend.base.ExpertRouting`."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        per_token: int,
+        renormalize: bool,
+        sigmoid: bool,
+        groups: int,
+        groups_per_token: int,
+        best_two: bool,
+        factor: float,
+        weighs_inputs: bool,
+    ) -> None: ...
 
 class Experts:
     """Experts of a layer from `first` on; `counts` [num_experts] takes the tokens of each."""
@@ -215,13 +203,24 @@ class Experts:
         self,
         kernels: Kernels,
         hidden: int,
-        num_experts: int,
-        per_token: int,
-        renormalize: bool,
+        routing: ExpertRouting,
+        correction: int,
+        gate: int,
+        alpha: float,
+        limit: float,
         first: int,
         counts: int,
     ) -> None: ...
-    def add(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> None: ...
+    def add(
+        self,
+        gate: PackedLinear,
+        gate_bias: int,
+        up: PackedLinear,
+        up_bias: int,
+        down: PackedLinear,
+        down_bias: int,
+    ) -> None:
+        """Adds the next expert: maps, and addresses of their biases or 0."""
 
 class Collectives:
     """One rank of a group on this host, over shared memory; waits without the GIL."""
@@ -234,63 +233,48 @@ class Collectives:
     def all_gather(self, x: int, bytes: int, out: int) -> None: ...  # noqa: A002
     def broadcast(self, x: int, bytes: int) -> None: ...  # noqa: A002
 
+class LinearLayer:
+    """Packed weights of the same inputs, whose outputs follow one another."""
+
+    def __init__(self) -> None: ...
+    def add(self, weight: PackedLinear, bias: int, bias_bytes: int) -> None: ...
+
 class Program:
-    """Operations on values that are recorded by number and computed by `run`."""
+    """A graph, lowered; weights are addresses of vectors, objects of this module, or groups to call back."""
 
-    def __init__(self, kernels: Kernels) -> None: ...
-    def value(self, width: int) -> int: ...
-    def input(self, width: int) -> int: ...
-    def embedding(self, *arguments: int) -> None: ...
-    def quantized_embedding(self, *arguments: int | QuantizedShape) -> None: ...
-    def all_reduce(self, x: int, group: Collectives) -> None:
-        """In place."""
-
-    def add(self, x: int, delta: int) -> int: ...
-    def select_rows(self, x: int) -> int:
-        """The rows that `run` is told; what is computed of them has as many."""
-
-    def linear(self, *arguments: int) -> None: ...
-    def quantized_linear(self, *arguments: int | QuantizedShape) -> None: ...
-    def gated_linear(self, *arguments: int) -> None: ...
-    def quantized_gated_linear(self, *arguments: int | QuantizedShape) -> None: ...
-    def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
-    def add_rms_norm(self, x: int, delta: int, weight: int, eps: float) -> tuple[int, int]: ...
-    def silu_and_mul(self, gate_up: int) -> int: ...
-    def silu_and_mul_to(self, gate_up: int, out: int) -> None: ...
-    def add_low_rank(self, x: int, out: int, maps: LowRankMaps) -> None: ...
-    def record_when(self, when: int) -> None:
-        """Of operations from now on: 0 in all steps, 1 in those without adapters, 2 in those with some."""
-
-    def experts(self, x: int, logits: int, experts: Experts) -> int: ...
-    def rotate_and_cache(
+    def __init__(
         self,
-        qkv: int,
-        cache: Cache,
-        queries_width: int,
-        q_norm: int,
-        k_norm: int,
-        eps: float,
-    ) -> int: ...
-    def attention(self, queries: int, cache: Cache, scale: float, window: int) -> int: ...
-    def finish(self, result: int) -> None: ...
-    @property
-    def size(self) -> int:
-        """How many operations have been recorded."""
+        kernels: Kernels,
+        values: list[tuple[int, int, bool]],
+        inputs: list[int],
+        results: list[int],
+        rows: int,
+        adapters: int,
+        nodes: list[tuple[str, list[int], list[int], list[int], list[float]]],
+        weights: list[object],
+    ) -> None:
+        """`values` are width, bytes of an element, and whether rows are selected.
+
+        `rows` and `adapters` are inputs, or -1.
+
+        Raises ValueError: there is no kernel for a node."""
+
+    def schedule(self, nodes: list[int], external: list[int]) -> int:
+        """Number of the schedule of these nodes, with `external` results in memory that `run` is given."""
+
+    def operations(self, schedule: int) -> list[tuple[int, int, int]]:
+        """Node, bytes of weights, and floating-point operations for each token of each operation."""
 
     def run(
         self,
+        schedule: int,
         num_tokens: int,
-        plan: AttentionMetadata,
-        token_ids: int,
-        hidden: int,
-        cosines: int,
-        sines: int,
-        rows: int,
         num_rows: int,
-        adapters: int,
-        out: int,
+        inputs: list[int],
+        metadata: list[AttentionMetadata | None],
+        results: list[int],
         times: int,
     ) -> None:
-        """To `times` [size] int64, unless it is 0, goes how many nanoseconds each operation took.
+        """To `times`, one for each operation unless it is 0, goes how many nanoseconds each operation took.
 
-        Raises IndexError when a token id is not in the embedding, or one of `rows` is not of the step."""
+        Raises IndexError: a token id is not in the embedding, or a selected row is not of the step."""

@@ -1,24 +1,23 @@
 """Interface of a device that a decoder model runs on.
 
-A model is written in terms of these operations and knows no device. All activations are flat: the tokens of
-every sequence in the step, one after the other, with no padding between sequences. They are float32 between
-operations: a product of bfloat16 rounds its activations to bfloat16, and one of integers to integers; nothing else
-rounds them, so what layers add to the hidden states is added up in float32.
+A model records its forward pass as a graph (`pagoda.backend.graph`) and knows no device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
-from torch import Tensor, device, dtype, empty
+from torch import Tensor, device, dtype, empty, float32, int64, uint8
 
+from pagoda.backend.graph import Graph, LinearShape, group_of
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.sampling import SampledRow, SamplingRow, ScoredRows
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
+from pagoda.errors import ConfigError
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Collectives
 from pagoda.telemetry.tracer import Tracer
@@ -41,10 +40,18 @@ class TokenBatch:
     """[s] int64, how many tokens of each sequence the step computes; at least 1."""
     context_lens: Tensor
     """[s] int64, tokens of each sequence that have K and V after this step."""
-    block_tables: Tensor
-    """[s, b] int64, ids of the cache blocks that hold each sequence; entries past its end are any valid id."""
+    block_tables: tuple[Tensor, ...]
+    """Block tables of the KV groups, each [s, b] int64: ids of the cache blocks that hold each sequence.
+
+    Entries past its end, and of blocks that lie wholly behind the windows of all its tokens, are any valid id."""
     adapters: Tensor | None = None
     """[n] int64, number of each token's adapter, -1 for none; None where no token has one."""
+    token_types: Tensor | None = None
+    """[n] int64, 1 for tokens of the second of two texts, else 0; None where all are 0."""
+
+
+class UnsupportedError(ConfigError):
+    """A backend lacks what a weight or a model needs; the message is one sentence that says what."""
 
 
 NewTensor = Callable[[tuple[int, ...], dtype], Tensor]
@@ -73,9 +80,53 @@ class KVCache:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
+@dataclass(frozen=True, eq=False)
+class StateCache:
+    """States of one layer, in blocks whose memory would else hold K and V.
+
+    A state is `units` alike of `floats` float32 numbers. The first half of the units lies where the keys of a
+    block would, the others where its values would; how a unit is laid out is up to the backend.
+    """
+
+    memory: KVCache
+    block_size: int
+    """Tokens of a block, which holds the state behind its last computed token."""
+    units: int
+    floats: int
+    offset: int = 0
+    """Floats before the units in each half, which another state of the layer has."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a block has no room for the state."""
+        for half, count in zip(self.halves(), self.units_of_halves, strict=True):
+            if half.shape[1] < self.offset + count * self.floats:
+                raise ValueError(
+                    f"{count} states of {self.floats} floats from {self.offset} on do not fit into half a block "
+                    f"of {half.shape[1]}."
+                )
+
+    @property
+    def units_of_halves(self) -> tuple[int, int]:
+        return (self.units + 1) // 2, self.units // 2
+
+    @property
+    def room(self) -> int:
+        """Floats that the state takes of the larger half of a block."""
+        return self.units_of_halves[0] * self.floats
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Both halves of all blocks, [num_blocks, floats] float32 each."""
+        both = (self.memory.keys, self.memory.values)
+        first, second = (half.flatten(1).view(uint8).view(float32) for half in both)
+        return first, second
+
+
 @dataclass(frozen=True)
 class HeadNorms:
-    """RMS norms of each query and each key, before they are rotated (Qwen3)."""
+    """RMS norms of each query and each key, before they are rotated (Qwen3).
+
+    One without weights behind the rotation (Llama 4) is one of ones here: rotation keeps lengths.
+    """
 
     queries: Tensor
     """[head_dim] float32."""
@@ -84,32 +135,74 @@ class HeadNorms:
     eps: float
 
 
-ValueT = TypeVar("ValueT")
-"""Activations: a tensor, or what stands for one while a forward pass is compiled."""
-LinearT = TypeVar("LinearT")
+LinearT = TypeVar("LinearT", bound=LinearShape)
 """A weight as the backend wants it."""
 MetadataT = TypeVar("MetadataT")
 """Metadata of attention: all that depends on the step and not on the layer, computed once for all layers."""
-LinearT_co = TypeVar("LinearT_co", covariant=True)
-LinearT_contra = TypeVar("LinearT_contra", contravariant=True)
-MetadataT_contra = TypeVar("MetadataT_contra", contravariant=True)
+LinearT_co = TypeVar("LinearT_co", bound=LinearShape, covariant=True)
 
 
 @dataclass(frozen=True)
 class ExpertRouting:
-    """Number of experts of a layer, and of experts that each token goes through."""
+    """Rule by which a token's experts are chosen and weighed.
+
+    DeepSeek-V3 and GLM-4.5 score by sigmoids, choose by corrected scores within groups, renormalize and scale;
+    DeepSeek-V2 does by softmax, within groups by their best expert. A softmax over the chosen experts alone
+    (gpt-oss, Granite) is that over all of them, renormalized.
+    """
 
     num_experts: int
     experts_per_token: int
     renormalize: bool
-    """The probabilities of a token's experts are scaled to add up to one."""
+    """The scores of a token's experts are scaled to add up to one (`norm_topk_prob`)."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of logits: softmax over all experts, or a sigmoid of each (`scoring_func`)."""
+    num_groups: int = 1
+    """Groups of equally many experts, one behind the other (`n_group`)."""
+    groups_per_token: int = 1
+    """Groups that a token's experts are chosen from (`topk_group`)."""
+    group_score: Literal["best", "best_two"] = "best"
+    """A group is as good as its best expert (DeepSeek-V2), or as the sum of its two best (DeepSeek-V3)."""
+    scaling_factor: float = 1.0
+    """Factor of all weights (`routed_scaling_factor`)."""
+    weighs_inputs: bool = False
+    """Weights are for what experts are given instead of for what they give (Llama 4)."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: experts or groups are no choice."""
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"{self.experts_per_token} of {self.num_experts} experts are no choice."
+            )
+        size, rest = divmod(self.num_experts, self.num_groups)
+        if rest or not 1 <= self.groups_per_token <= self.num_groups:
+            raise ValueError(
+                f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts "
+                f"are no choice."
+            )
+        if self.groups_per_token * size < self.experts_per_token:
+            raise ValueError(
+                f"{self.groups_per_token} groups of {size} experts do not have {self.experts_per_token}."
+            )
+
+
+@dataclass(frozen=True)
+class ExpertActivation:
+    """Activation of an expert's gate, as the operation of a dense MLP of that name defines it."""
+
+    kind: Literal["silu", "swiglu_oai"] = "silu"
+    alpha: float = 1.0
+    """Factor within the sigmoid of `swiglu_oai`."""
+    limit: float = float("inf")
+    """Limit of the gate and of `up` in `swiglu_oai`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Experts(Generic[LinearT_co]):
     """The feed-forward experts of a layer, or those in a row of them that one rank holds.
 
-    Expert `first + i` computes `down[i](silu(gate[i](x)) * up[i](x))`; each map is one part without bias.
+    Expert `first + i` computes `down[i](silu(gate[i](x)) * up[i](x))`, or with another activation; each map is
+    one part.
     """
 
     routing: ExpertRouting
@@ -121,160 +214,97 @@ class Experts(Generic[LinearT_co]):
     """Down projection of each expert, [hidden, inner]."""
     counts: Tensor
     """[num_experts] int64, to which the tokens that go to each expert are added, held here or not."""
+    activation: ExpertActivation = ExpertActivation()
+    correction: Tensor | None = None
+    """[num_experts] float32, added to scores for the choice (`e_score_correction_bias`; Wang et al. 2024)."""
 
 
 @dataclass(frozen=True)
-class StepInput(Generic[ValueT, MetadataT]):
-    token_ids: ValueT
-    """[n] int64."""
-    rotary_table: tuple[ValueT, ValueT]
-    """Rotary table of the tokens' positions; see `Backend.rotary_table`."""
-    plan: MetadataT
-    hidden: ValueT | None = None
-    """[n, hidden] float32, what the pipeline stage before computed; None on the first stage."""
-    rows: ValueT | None = None
-    """[m] int64, the tokens whose hidden states are wanted, each once; for passes that select rows."""
-    adapters: ValueT | None = None
-    """[n] int64, as in `TokenBatch`; None where no token has an adapter."""
+class StepInput(Generic[MetadataT]):
+    """Tensors and metadata that a step brings along instead of computing them."""
+
+    tensors: Mapping[str, Tensor]
+    """Inputs of the graph by name; and results that an earlier step computed, from which others are computed."""
+    metadata: Mapping[int, MetadataT] = field(default_factory=dict)
+    """Metadata of attention by KV group."""
+
+    def given(self, graph: Graph) -> list[str]:
+        """Results that the step brings along."""
+        return [name for name in graph.results if name in self.tensors]
 
 
-class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
-    """The operations of a decoder, of which each tensor-parallel rank may hold a part.
+class NeededInputs:
+    """Inputs that some nodes of a graph read, and results that they start from, found once for all steps."""
 
-    The result for a token must not depend, not in a single bit, on what else is in the batch nor on how its
-    sequence was cut into steps: this is what makes an answer repeatable (invariant 10 of the scheduler).
-    """
+    def __init__(self, graph: Graph, nodes: Sequence[int], given: Sequence[str] = ()) -> None:
+        read = graph.needed_inputs(nodes)
+        self.groups = [group_of(name) for name, value in read.items() if value.dtype == "metadata"]
+        """KV groups whose metadata is read."""
+        tensors = {name: value for name, value in read.items() if value.dtype != "metadata"}
+        tensors |= {name: graph.results[name] for name in given}
+        self._tensors = [
+            (name, int64 if value.dtype == "int64" else float32, value.width, value.selected)
+            for name, value in tensors.items()
+        ]
 
-    def linear(self, x: ValueT, weight: LinearT_contra) -> ValueT:
-        """x [n, ...], each row `in` elements, times the weight, plus the bias: [n, out].
+    def check(self, step: StepInput[MetadataT]) -> tuple[int, int]:
+        """Number of the step's tokens, and of its selected rows.
 
-        For a weight in bfloat16, x is rounded to bfloat16; for a quantized one, to integers.
+        Raises ValueError: the step lacks an input, or has another than the nodes read.
         """
-
-    def embedding(
-        self,
-        token_ids: ValueT,
-        weight: LinearT_contra,
-        first_id: int = 0,
-        vocab_size: int | None = None,
-    ) -> ValueT:
-        """Rows of a weight [outputs, hidden] that is an embedding table, without its bias: [n, hidden].
-
-        The weight has the rows from `first_id` on of a table of `vocab_size`; None means that it ends the table.
-        Rows that it does not have are zeros, so that those of all ranks add up to the table's.
-        Raises IndexError: a token id is not from 0 to `vocab_size - 1`."""
-
-    def add_low_rank(self, out: ValueT, x: ValueT, maps: LowRankMaps, adapters: ValueT) -> ValueT:
-        """`out` [n, out] plus what each row's adapter makes of x [n, ...]; `out` is not used after.
-
-        Rows whose number in `adapters` [n] is below 0, or has no maps here, stay as they are. With maps in
-        bfloat16, x and the scaled product of the first matrix are rounded to bfloat16.
-        """
-
-    def all_reduce(self, x: ValueT) -> ValueT:
-        """The sum of x [n, d] over the ranks of the group; the same bits on all of them. x is not used after."""
-
-    def select_rows(self, x: ValueT, rows: ValueT) -> ValueT:
-        """Rows of x [n, ...] by `StepInput.rows`: [m, d]. What is computed of them has as many, maybe none."""
-
-    def add(self, x: ValueT, delta: ValueT) -> ValueT:
-        """x + delta [n, d]: what `add_rms_norm` gives first."""
-
-    def rms_norm(self, x: ValueT, weight: Tensor, eps: float) -> ValueT:
-        """x [..., d] over the root of its mean square, times weight [d] float32 (Zhang and Sennrich 2019)."""
-
-    def add_rms_norm(
-        self, x: ValueT, delta: ValueT, weight: Tensor, eps: float
-    ) -> tuple[ValueT, ValueT]:
-        """x + delta [n, d] and its `rms_norm`."""
-
-    def gated_linear(
-        self,
-        x: ValueT,
-        weight: LinearT_contra,
-        maps: LowRankMaps | None = None,
-        adapters: ValueT | None = None,
-    ) -> ValueT:
-        """silu(left half) times right half of `linear` [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020).
-
-        With maps and adapters, `add_low_rank` comes before.
-        """
-
-    def experts(self, x: ValueT, logits: ValueT, experts: Experts[LinearT_contra]) -> ValueT:
-        """Sends rows of x [n, hidden] through the experts with the highest of logits [n, num_experts].
-
-        Of equal logits the first is taken. Gives [n, hidden], the sum in float32 of what they compute, in the
-        order of their numbers, each times its probability: softmax of the logits in float32 over all experts.
-        Experts that are not held here add nothing.
-        """
-
-    def rotate_and_cache(
-        self,
-        qkv: ValueT,
-        cache: KVCache,
-        plan: MetadataT_contra,
-        table: tuple[ValueT, ValueT],
-        norms: HeadNorms | None,
-    ) -> ValueT:
-        """Readies queries, keys and values, one behind the other in qkv [n, (heads + 2 kv_heads) d].
-
-        Queries and keys are normed where there are norms; then the pairs (i, i + d/2) of every head are rotated
-        (Su et al. 2021, GPT-NeoX order). Keys and values go to the blocks of their sequences; returns queries
-        [n, heads, d].
-        """
-
-    def attention(
-        self,
-        queries: ValueT,
-        cache: KVCache,
-        plan: MetadataT_contra,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> ValueT:
-        """Causal attention of queries [n, heads, d] over all cached tokens of their sequences: [n, heads, d].
-
-        With `window`, a token sees itself and the `window - 1` before it.
-        """
-
-
-class ForwardPass(Protocol[LinearT_co, MetadataT]):
-    """A model in terms of operations, from tokens or hidden states to hidden states."""
-
-    def __call__(
-        self, ops: Operations[ValueT, LinearT_co, MetadataT], step: StepInput[ValueT, MetadataT]
-    ) -> ValueT: ...
+        counts = [-1, -1]
+        for name, wanted, width, is_selected in self._tensors:
+            tensor = step.tensors.get(name)
+            if tensor is None:
+                if name == "adapters":
+                    continue
+                raise ValueError(f"A step of this graph needs {name}.")
+            if tensor.dtype != wanted:
+                raise ValueError(f"{name} is {tensor.dtype}, but {wanted} is needed.")
+            shape = tensor.shape
+            elements = 1 if len(shape) == 1 else shape[1:].numel()
+            if elements != width:
+                raise ValueError(f"Rows of {name} are of {elements}, not {width}.")
+            if counts[is_selected] not in (-1, shape[0]):
+                raise ValueError(
+                    f"{name} of {shape[0]} rows does not fit inputs of {counts[is_selected]}."
+                )
+            counts[is_selected] = shape[0]
+        for group in self.groups:
+            if group not in step.metadata:
+                raise ValueError(f"A step of this graph needs metadata of group {group}.")
+        return max(0, counts[False]), max(0, counts[True])
 
 
 UNNAMED: WeightNames = MappingProxyType({})
 
 
 class Compiled(Protocol[MetadataT]):
-    """A forward pass as a backend runs it."""
+    """A graph as a backend runs it."""
 
-    @property
-    def operations(self) -> Sequence[Operation]:
-        """Operations of every step, in order; empty where they are not recorded."""
+    def operations(self, results: Sequence[str]) -> Sequence[Operation]:
+        """Operations of steps that want these results, in order; empty where they have spans of their own."""
 
-    def __call__(self, step: StepInput[Tensor, MetadataT]) -> Tensor: ...
+    def __call__(self, step: StepInput[MetadataT], results: Sequence[str]) -> tuple[Tensor, ...]:
+        """The results of these names. Nodes that none of them needs are not computed."""
 
     def traced(
-        self, step: StepInput[Tensor, MetadataT], tracer: Tracer
-    ) -> tuple[Tensor, Sequence[int]]:
-        """The same result, and how many nanoseconds each of `operations` took, by the clock of the device.
+        self, step: StepInput[MetadataT], results: Sequence[str], tracer: Tracer
+    ) -> tuple[tuple[Tensor, ...], Sequence[int]]:
+        """The same results, and how many nanoseconds each of `operations` took, by the clock of the device.
 
-        Of a pass that is not recorded each operation becomes a span of the tracer's instead.
+        Where there are none, each node becomes a span of the tracer's instead.
         """
 
 
-class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT, MetadataT]):
-    """A device with its operations, and all that is done once for a model or once for a step."""
+class Backend(Protocol[LinearT_co, MetadataT]):
+    """A device, with all that is done once for a model or once for a step."""
 
     capabilities: Capabilities
     device: device
     """Device on which weights, caches and activations lie."""
     group: Collectives
-    """The ranks that `all_reduce` adds up over."""
+    """The ranks that a graph adds up and gathers over."""
     arithmetic: str
     """Name such as `cpu (avx2)`: backends of one arithmetic compute the same bits, whatever the machine."""
 
@@ -304,10 +334,11 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: dtype
-    ) -> LinearT:
+    ) -> LinearT_co:
         """Linear maps of the same inputs, as one, in the form that `linear` is fastest with.
 
         Their outputs follow one another, and the bias [out] is of all of them; dense ones are kept in `dtype`.
+        Raises UnsupportedError: the backend has no such weights; `Capabilities.weight_formats` says so beforehand.
         """
 
     def set_low_rank(
@@ -317,13 +348,6 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
     def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
         """Forgets an adapter's parts, if there are any."""
-
-    def argmax(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor, Tensor]:
-        """The highest output of `linear` for each row of x [m, in], without storing the others.
-
-        Returns the index [m] int64, the lowest of equal ones; the value [m] float32; and a flag [m] bool that all
-        logits of the row are finite, without which the other two mean nothing.
-        """
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
         """The next token of each row of logits [rows, vocab] float32, which are used up.
@@ -335,25 +359,19 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
         """Log-probabilities of one token [rows] int64 of each row of logits [rows, vocab] float32, and of the
         `num_top` likeliest: the same bits as `sample` reports of a token that it draws."""
 
-    def rotary_table(
-        self, positions: Tensor, frequencies: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions [n] times frequencies [d/2], times `scale`: two of [n, d/2] float32."""
+    def attention_metadata(
+        self, batch: TokenBatch, num_heads: int, cache: KVCache | StateCache, group: int = 0
+    ) -> MetadataT:
+        """Metadata of a step, the same for all layers of a KV group; `cache` is any layer's."""
 
-    def attention_metadata(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> MetadataT:
-        """Metadata of a step, the same for all layers; `cache` is any layer's."""
+    def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[MetadataT]:
+        """The graph, as fast as the backend has it; operations are named after the weights that they read."""
 
-    def compile(
-        self,
-        forward: ForwardPass[LinearT, MetadataT],
-        hidden: int | None = None,
-        names: WeightNames = UNNAMED,
-    ) -> Compiled[MetadataT]:
-        """The same forward pass, as quick as the backend can make it.
 
-        `hidden` is the width of `StepInput.hidden` where every step has it, else None. Operations are named after
-        the weights that they read.
-
-        It may be called once, with stand-ins for tensors and no plan, and what it did be repeated for every
-        step; so it must do the same whatever the step is.
-        """
+def check_operations(graph: Graph, capabilities: Capabilities, arithmetic: str) -> None:
+    """Raises UnsupportedError: the graph has operations that a backend lacks, which computes with `arithmetic`."""
+    lacking = sorted({node.op for node in graph.nodes}.intersection(capabilities.lacks_operations))
+    if lacking:
+        raise UnsupportedError(
+            f"{arithmetic} lacks {', '.join(lacking)}, which this model needs; choose another --backend."
+        )

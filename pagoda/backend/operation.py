@@ -14,11 +14,13 @@ Kind = Literal[
     "norm",
     "rotary",
     "attention",
+    "state",
     "activation",
     "experts",
     "add",
     "select",
     "all_reduce",
+    "all_gather",
 ]
 
 WeightNames = Mapping[int, str]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pagoda.checkpoints.weight_formats import (
-    IQ4_CODEBOOK,
     BlockFormat,
     DenseFormat,
     GroupedFormat,
@@ -127,8 +126,8 @@ class BlockWeight:
 
     def numbers(self) -> Tensor:
         """[out, in] float32, what codes mean."""
-        if self.held_as.codebook:
-            return torch.tensor(IQ4_CODEBOOK, dtype=torch.float32)[self.codes.long()]
+        if self.held_as.codebook is not None:
+            return torch.tensor(self.held_as.codebook, dtype=torch.float32)[self.codes.long()]
         return self.codes.float() - self.held_as.zero
 
     def _of_groups(self, numbers: Tensor, of_blocks: Tensor | None) -> Tensor:

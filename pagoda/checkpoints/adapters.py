@@ -10,15 +10,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_config import LinearSpec, ModelConfig
+from pagoda.checkpoints.model_spec import LinearSpec, MlpSpec, ModelSpec
 from pagoda.errors import ConfigError
 
 CONFIG_FILE = "adapter_config.json"
@@ -50,13 +50,15 @@ _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """Names of an adapter's two tensors for one linear layer of the model."""
+    """An adapter's two tensors for one linear layer of the model."""
 
     down: str
     """Tensor [rank, inputs]."""
     up: str
-    """Tensor [outputs, rank]."""
+    """Tensor [rows, rank]."""
     rank: int
+    first: int
+    """Row of `up` that the layer's outputs begin with: layers of one tensor are adapted together."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class AdapterFiles:
         return self.directory / WEIGHTS_FILE
 
 
-def read_adapter(directory: Path, config: ModelConfig, *, max_rank: int) -> AdapterFiles:
+def read_adapter(directory: Path, config: ModelSpec, *, max_rank: int) -> AdapterFiles:
     """The adapter in a directory, if it fits the model of `config`.
 
     Raises ConfigError: a file is missing or damaged, the adapter is for another model, its rank is above
@@ -104,10 +106,11 @@ def read_adapter(directory: Path, config: ModelConfig, *, max_rank: int) -> Adap
         raise ConfigError(f"{directory / WEIGHTS_FILE} holds no tensors.")
     linears = {}
     for module, names in found.items():
-        linear = known.get(module.removeprefix(_PREFIX))
-        if linear is None:
+        together = known.get(module.removeprefix(_PREFIX))
+        if together is None:
             raise ConfigError(_unknown_module(directory, module, config))
-        linears[linear.name] = _adapted(directory, module, linear, names, shapes, rank)
+        for linear in together:
+            linears[linear.name] = _adapted(directory, module, linear, names, shapes, rank)
     _check_complete(fields, directory, known, linears)
     return AdapterFiles(directory, linears, rank, scale, adapter_digest(directory))
 
@@ -180,28 +183,46 @@ def _read_header(path: Path) -> Mapping[str, tuple[int, ...]]:
     return shapes
 
 
-def _known_linears(config: ModelConfig) -> dict[str, LinearSpec]:
-    """Linear layers that may be adapted, by their names in a Hugging Face checkpoint of the family."""
-    names = config.family.names
-    linears = {}
+def _known_linears(config: ModelSpec) -> dict[str, list[LinearSpec]]:
+    """Linear layers that may be adapted, by the names of their tensors in Hugging Face checkpoints."""
+    published = replace(config, names=config.family.names)
+    linears: dict[str, list[LinearSpec]] = {}
     for layer in range(config.num_layers):
-        attention = config.attention_linears(layer)
-        own = [names.query, names.key, names.value, names.attention_out]
-        specs = list(attention)
-        if config.expert_linears(layer) is None:
-            own += [names.gate, names.up, names.down]
-            specs += config.mlp_linears(layer)
-        for name, spec in zip(own, specs, strict=True):
-            linears[names.of_layer(layer, name)] = spec
+        for spec, known in zip(
+            _adaptable(config, layer), _adaptable(published, layer), strict=True
+        ):
+            # A GGUF file may hold apart what a checkpoint holds in one tensor.
+            if known.stored.group:
+                continue  # its rows take turns with those of others
+            own = replace(spec, rows=known.stored)
+            linears.setdefault(known.stored.tensor, []).append(own)
     return linears
 
 
-def _unknown_module(directory: Path, module: str, config: ModelConfig) -> str:
+def _adaptable(config: ModelSpec, layer: int) -> list[LinearSpec]:
+    """Linear layers of a layer that may be adapted."""
+    linears: list[LinearSpec] = [*config.attention_linears(layer)]
+    if isinstance(config.layers[layer].mlp, MlpSpec):
+        linears += config.mlp_linears(layer)
+    return linears
+
+
+def _unknown_module(directory: Path, module: str, config: ModelSpec) -> str:
     where = f"{directory / WEIGHTS_FILE} adapts {module.removeprefix(_PREFIX)}"
     names = config.family.names
+    published = replace(config, names=names)
+    interleaved = {
+        linear.stored.tensor
+        for layer in range(config.num_layers)
+        for linear in _adaptable(published, layer)
+        if linear.stored.group
+    }
+    if module.removeprefix(_PREFIX) in interleaved:
+        return f"{where}; adapters of maps whose rows take turns by heads are not supported."
     if module.endswith(("embed_tokens", "lm_head", names.embedding, names.head)):
         return f"{where}; adapters of the embedding and of the head are not supported."
-    if names.experts in module or (config.experts is not None and module.endswith(names.router)):
+    experts = names.expert_up.partition("{")[0]
+    if experts in module or (config.experts is not None and module.endswith(names.router)):
         return f"{where}; adapters of experts and of their router are not supported."
     return f"{where}, which the model lacks; the adapter is for another model."
 
@@ -218,16 +239,19 @@ def _adapted(
     for matrix in "AB":
         if matrix not in names:
             raise ConfigError(f"{path} lacks the tensor {module}.lora_{matrix}.weight.")
-    for name, wanted in ((names["A"], (rank, linear.inputs)), (names["B"], (linear.outputs, rank))):
+    rows, inputs = linear.stored.shape
+    for name, wanted in ((names["A"], (rank, inputs)), (names["B"], (rows, rank))):
         if shapes[name] != wanted:
             raise ConfigError(
                 f"{path}: tensor {name} has shape {list(shapes[name])}, but the model and r call for "
                 f"{list(wanted)}; the adapter is for another model."
             )
-    return AdaptedLinear(names["A"], names["B"], rank)
+    return AdaptedLinear(names["A"], names["B"], rank, linear.stored.first)
 
 
-def _check_targets(fields: Fields, config: ModelConfig, known: Mapping[str, LinearSpec]) -> None:
+def _check_targets(
+    fields: Fields, config: ModelSpec, known: Mapping[str, Sequence[LinearSpec]]
+) -> None:
     """Raises ConfigError: target_modules names what the model lacks or Pagoda does not adapt."""
     for target in _targets(fields):
         if any(_is_target(name, target) for name in known):
@@ -256,7 +280,7 @@ def _is_target(name: str, target: str) -> bool:
 def _check_complete(
     fields: Fields,
     directory: Path,
-    known: Mapping[str, LinearSpec],
+    known: Mapping[str, Sequence[LinearSpec]],
     linears: Mapping[str, AdaptedLinear],
 ) -> None:
     """Raises ConfigError: a layer that target_modules names has no tensors, though all layers are adapted."""
@@ -265,8 +289,8 @@ def _check_complete(
     if fields.values.get("exclude_modules") is not None:
         return
     targets = set(_targets(fields))
-    for name, linear in known.items():
-        if linear.name not in linears and any(_is_target(name, target) for target in targets):
+    for name, together in known.items():
+        if together[0].name not in linears and any(_is_target(name, target) for target in targets):
             raise ConfigError(
                 f"{directory / WEIGHTS_FILE} lacks the tensor {_PREFIX}{name}.lora_A.weight, which "
                 f"target_modules in {CONFIG_FILE} calls for."

@@ -2,55 +2,52 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from pagoda.checkpoints.config_keys import refuse_other_arithmetic
+from pagoda.checkpoints.contents import tensor_names
 from pagoda.checkpoints.families import FAMILIES
+from pagoda.checkpoints.families.shared import score_head
+from pagoda.checkpoints.family import Family, Task
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_config import Family, ModelConfig
+from pagoda.checkpoints.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+)
+from pagoda.checkpoints.pooling_spec import ScoreTokens
 from pagoda.checkpoints.quantization_config import parse_quantization
-from pagoda.checkpoints.rope import longest_sequence, parse_rope
+from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
+from pagoda.checkpoints.tensor_names import HF_NAMES
 from pagoda.errors import ConfigError
 
-_BARE, _WITH_HEAD = "Model", "ForCausalLM"
+_BARE, _WITH_HEAD, _SCORES = "Model", "ForCausalLM", "ForSequenceClassification"
 """Endings of the names of architectures."""
+_COMMON = (
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "compression_config",
+)
+"""Fields that stand beside `text_config`, or within."""
 DTYPES = ("float32", "bfloat16", "float16")
 
-_NEUTRAL: Mapping[str, object] = {
-    "alibi": False,
-    "attention_chunk_size": 0,
-    "attention_multiplier": 1,
-    "attn_logit_softcapping": 0,
-    "clip_qkv": 0,
-    "dual_chunk_attention_config": {},
-    "embedding_multiplier": 1,
-    "final_logit_softcapping": 0,
-    "first_k_dense_replace": 0,
-    "logit_scale": 1,
-    "logits_scaling": 1,
-    "mlp_bias": False,
-    "n_group": 1,
-    "n_shared_experts": 0,
-    "no_rope_layers": [],
-    "num_shared_experts": 0,
-    "partial_rotary_factor": 1,
-    "query_pre_attn_scalar": 0,
-    "residual_multiplier": 1,
-    "rope_interleave": False,
-    "routed_scaling_factor": 1,
-    "scale_depth": 1,
-    "scale_emb": 1,
-    "scoring_func": "softmax",
-    "shared_expert_intermediate_size": 0,
-    "use_alibi": False,
-    "use_mrope": False,
-    "use_qk_norm": False,
+_ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+    "gelu": ("gelu",),
 }
-"""Keys that would change arithmetic which Pagoda does not compute, each with the value that leaves it as it is."""
+"""Names of activations in files."""
 
 
-def read_model_config(directory: Path) -> ModelConfig:
+def read_model_config(directory: Path) -> ModelSpec:
     """The config.json in a model directory.
     Raises ConfigError: the file is missing, corrupt or describes a model that Pagoda does not run."""
     path = directory / "config.json"
@@ -66,49 +63,129 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise ConfigError(f"{path} is not valid JSON.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a JSON object.")
-    return parse_model_config(values, source=str(path))
+    spec, tokens = parse_model_config(values, source=str(path)), score_tokens(directory)
+    if tokens is not None and max(tokens.yes, tokens.no or 0) >= spec.vocab_size:
+        raise ConfigError(
+            f"{directory}: LogitScore names tokens beyond the model's vocabulary of {spec.vocab_size}."
+        )
+    if not spec.tie_word_embeddings and lacks_head(directory):
+        spec = replace(spec, headless=True, tie_word_embeddings=True)
+    return replace(spec, score_tokens=tokens)
 
 
-def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelConfig:
+def lacks_head(directory: Path) -> bool:
+    """True of a decoder that sentence-transformers wrote without its head (Qwen3-Embedding-8B).
+    Raises ConfigError: a file of weights is missing or damaged."""
+    if not (directory / "modules.json").is_file():
+        return False
+    return not any(name.startswith(HF_NAMES.head) for name in tensor_names(directory))
+
+
+def task_of(directory: Path) -> tuple[Task, bool]:
+    """Task of the model in a directory, and True for an encoder; one that Pagoda does not run generates.
+
+    Raises ConfigError: a file beside config.json is damaged."""
+    try:
+        values = json.loads((directory / "config.json").read_bytes())
+        family, _ = _family(Fields(values if isinstance(values, dict) else {}, "config.json"))
+    except (OSError, ValueError, RecursionError, ConfigError):
+        return "generate", False
+    if _gives_score(values) or score_tokens(directory) is not None:
+        return "score", family.encodes
+    if family.task == "generate" and values.get("tie_word_embeddings") is not True:
+        return ("embed" if lacks_head(directory) else "generate"), False
+    return family.task, family.encodes
+
+
+def score_tokens(directory: Path) -> ScoreTokens | None:
+    """The tokens whose logits are a pair's score, as `LogitScore` of sentence-transformers names them.
+    Raises ConfigError: a file is damaged."""
+    path = directory / "modules.json"
+    try:
+        modules = json.loads(path.read_bytes()) if path.is_file() else []
+        kinds = {str(it.get("type")).rpartition(".")[2]: str(it.get("path")) for it in modules}
+        if "LogitScore" not in kinds:
+            return None
+        path = directory / kinds["LogitScore"] / "config.json"
+        fields = Fields(json.loads(path.read_bytes()), str(path))
+        false = fields.values.get("false_token_id")
+        return ScoreTokens(
+            fields.count("true_token_id"), None if false is None else fields.count("false_token_id")
+        )
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def _gives_score(values: Mapping[str, object]) -> bool:
+    named = values.get("architectures")
+    return isinstance(named, list) and any(str(name).endswith(_SCORES) for name in named[:1])
+
+
+def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpec:
     """Checks the content of a config.json; `source` names the file in errors."""
-    fields = Fields(values, source)
-    family, is_bare = _family(fields)
-    _refuse_other_arithmetic(fields, family)
+    fields, family, is_bare = _text_part(Fields(values, source))
+    renamed = {
+        usual: fields.values[own]
+        for own, usual in family.renamed.items()
+        if fields.values.get(own) is not None
+    }
+    fields = fields.updated(renamed)
+    silent = {key for key in family.defaults if fields.values.get(key) is None}
+    if rope_table(fields) is not None:
+        silent.discard("rope_parameters")
+    fields = fields.updated({key: family.defaults[key] for key in silent})
+    _check_activation(fields, family)
+    refuse_other_arithmetic(fields, family.own_keys)
     hidden_size = fields.positive("hidden_size")
     num_layers = fields.positive("num_hidden_layers")
     num_heads = fields.positive("num_attention_heads")
     num_kv_heads = fields.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
-    head_dim = fields.positive(
-        "head_dim", family.default_head_dim or max(1, hidden_size // num_heads)
-    )
+    head_dim = fields.positive("head_dim", max(1, hidden_size // num_heads))
     if head_dim % 2:
         fields.refuse("head_dim", "must be even")
-    scaling, rope_theta = parse_rope(fields)
+    rotary = parse_rope(fields, head_dim, family.partial_rotary)
     attention_bias = fields.flag("attention_bias", False)
-    shared = ModelConfig(
+    layer = LayerSpec(
+        AttentionSpec(scale=head_dim**-0.5, qkv_bias=attention_bias, output_bias=attention_bias),
+        MlpSpec(fields.positive("intermediate_size"), activation=family.activation),
+    )
+    shared = ModelSpec(
         family=family,
         names=family.names,
         vocab_size=fields.positive("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.positive("intermediate_size"),
-        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=scaling,
-        max_position_embeddings=longest_sequence(fields, scaling),
+        layers=(layer,) * num_layers,
+        norm=NormSpec(fields.number("rms_norm_eps", 1e-6)),
+        rotary={"default": rotary},
+        max_position_embeddings=longest_sequence(fields, rotary.scaling),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False) or is_bare,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        sliding_windows=(None,) * num_layers,
         dtype=_dtype(fields),
         quantization=parse_quantization(fields),
     )
-    return family.adapt(shared, fields)
+    spec = family.adapt(shared, fields)
+    scores = spec.encoder is None and _gives_score(fields.values)
+    return score_head(spec, fields, "score") if scores else spec
+
+
+def _text_part(fields: Fields) -> tuple[Fields, Family, bool]:
+    """The fields of the decoder, its family, and whether it is a decoder alone; see `_family`.
+
+    Models that see or hear have their decoder's fields in `text_config`, and some of the common ones beside it.
+    """
+    text = fields.table("text_config")
+    if text is None:
+        return fields, *_family(fields)
+    common = {name: fields.values[name] for name in _COMMON if fields.values.get(name) is not None}
+    by_kind = {kind: family for family in FAMILIES.values() for kind in family.model_types}
+    kind = text.text("model_type", "")
+    if kind not in by_kind:
+        text.refuse("model_type", f"must be one of {', '.join(sorted(by_kind))}")
+    return Fields({**text.values, **common}, fields.source, "text_config."), by_kind[kind], False
 
 
 def _family(fields: Fields) -> tuple[Family, bool]:
@@ -118,25 +195,38 @@ def _family(fields: Fields) -> tuple[Family, bool]:
     known = ", ".join(FAMILIES)
     if not isinstance(named, list) or not named:
         raise ConfigError(f"{fields.source} names no architectures; Pagoda runs models of {known}.")
+    others = {alias: family for family in FAMILIES.values() for alias in family.aliases}
     for name in named:
-        if isinstance(name, str) and name in FAMILIES:
-            return FAMILIES[name], False
+        if isinstance(name, str) and name in others | FAMILIES:
+            return (others | FAMILIES)[name], False
         if isinstance(name, str) and name.endswith(_BARE):
             whole = f"{name.removesuffix(_BARE)}{_WITH_HEAD}"
             if whole in FAMILIES:
                 return FAMILIES[whole], True
+        if isinstance(name, str) and name.endswith(_SCORES):
+            whole = f"{name.removesuffix(_SCORES)}{_WITH_HEAD}"
+            if whole in FAMILIES:
+                return FAMILIES[whole], False
+    stems = {_stem(name): name for name in FAMILIES}
+    near = difflib.get_close_matches(_stem(str(named[0])), stems, n=1, cutoff=0.6)
+    nearest = f"the nearest that is supported is {stems[near[0]]}; " if near else ""
     raise ConfigError(
-        f"{fields.source}: architecture {named[0]!r} is not supported; Pagoda runs models of {known}."
+        f"{fields.source}: architecture {named[0]!r} is not supported; {nearest}Pagoda runs models of {known}."
     )
 
 
-def _refuse_other_arithmetic(fields: Fields, family: Family) -> None:
+def _stem(architecture: str) -> str:
+    """Name of an architecture without what all of them end with."""
+    for ending in (_WITH_HEAD, _SCORES, "ForConditionalGeneration", _BARE):
+        architecture = architecture.removesuffix(ending)
+    return architecture
+
+
+def _check_activation(fields: Fields, family: Family) -> None:
     for name in ("hidden_act", "hidden_activation"):
-        if fields.text(name, "silu") not in ("silu", "swish"):
-            fields.refuse(name, "must be 'silu'")
-    for name, neutral in _NEUTRAL.items():
-        if name not in family.own_keys:
-            fields.require(name, neutral)
+        known = _ACTIVATIONS[family.activation]
+        if fields.text(name, known[0]) not in known:
+            fields.refuse(name, f"must be {known[0]!r}")
 
 
 def _dtype(fields: Fields) -> str:

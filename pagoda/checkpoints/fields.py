@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
@@ -32,7 +33,7 @@ class Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, (int, float), "a positive number", default)
-        if not 0 < value < float("inf"):
+        if not 0 < value <= sys.float_info.max:
             self.refuse(name, "must be a positive number")
         return float(value)
 
@@ -68,6 +69,10 @@ class Fields:
             self.refuse(name, "must be a JSON object")
         return Fields(value, self.source, f"{self._prefix}{name}.")
 
+    def updated(self, values: Mapping[str, object]) -> Fields:
+        """The values, of which some are other ones."""
+        return Fields({**self.values, **values}, self.source, self._prefix)
+
     def below(self, prefix: str) -> Fields:
         """The values whose names begin with `prefix`, by the rest of their names."""
         values = {
@@ -93,6 +98,20 @@ class Fields:
 
     def numbers(self, name: str) -> list[float]:
         return self._list(name, float, "numbers")
+
+    def amounts(self, name: str) -> list[float]:
+        """Whole or other numbers, all of them positive."""
+        values: list[object] = self._get(name, (list,), "a list of numbers", None)
+        numbers: list[float] = []
+        for value in values:
+            if (
+                not isinstance(value, (int, float))
+                or isinstance(value, bool)
+                or not 0 < value < 1e30
+            ):
+                self.refuse(name, "must be a list of positive numbers")
+            numbers.append(float(value))
+        return numbers
 
     def _list(self, name: str, kind: type[T], rule: str, default: list[T] | None = None) -> list[T]:
         value = self._get(name, (list,), f"a list of {rule}", default)

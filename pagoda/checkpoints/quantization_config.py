@@ -8,8 +8,10 @@ from typing import Literal
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import Fp8Scheme, compressed_tensors_scheme, fp8_scheme
-from pagoda.checkpoints.model_config import LinearSpec, Role
+from pagoda.checkpoints.model_spec import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
+    MXFP4,
+    BlockFormat,
     DenseFormat,
     GroupedFormat,
     Int8Format,
@@ -20,8 +22,8 @@ from pagoda.checkpoints.weight_formats import (
 from pagoda.errors import ConfigError
 
 _SUPPORTED = (
-    "compressed-tensors (fp8, int8 weights and inputs, or packed int4 and int8 weights), fp8, awq (4 bits) "
-    "and gptq (4 and 8 bits)"
+    "compressed-tensors (fp8, int8 weights and inputs, or packed int4 and int8 weights), fp8, awq (4 bits), "
+    "gptq (4 and 8 bits) and mxfp4"
 )
 
 
@@ -36,9 +38,9 @@ class GroupScheme:
     act_order: bool
 
 
-Scheme = Int8Format | GroupScheme | Fp8Scheme
+Scheme = Int8Format | GroupScheme | Fp8Scheme | BlockFormat
 """Int8: a scale for each output, and one for each row of inputs, worked out anew."""
-Layout = Literal["compressed-tensors", "fp8", "awq", "gptq", "gptq_v2"]
+Layout = Literal["compressed-tensors", "fp8", "awq", "gptq", "gptq_v2", "mxfp4"]
 """`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are."""
 
 
@@ -51,7 +53,7 @@ class CheckpointQuantization:
     """Schemes by layer: a name, `re:` and a pattern that names begin with, or `Linear` for all others."""
     ignore: tuple[str, ...] = ()
     """Names and patterns of layers that stay dense."""
-    dense: frozenset[Role] = frozenset({Role.EMBEDDING})
+    dense: frozenset[Role] = frozenset({Role.EMBEDDING, Role.WHOLE})
 
     @property
     def summary(self) -> str:
@@ -60,9 +62,10 @@ class CheckpointQuantization:
 
     def scheme_of(self, linear: LinearSpec) -> Scheme | None:
         """Scheme of a layer; None if it is dense."""
-        if linear.role in self.dense or any(_matches(name, linear.name) for name in self.ignore):
+        stored = linear.stored.tensor
+        if linear.role in self.dense or any(_matches(name, stored) for name in self.ignore):
             return None
-        for wanted in (linear.name, "Linear"):
+        for wanted in (stored, "Linear"):
             for target, scheme in self.targets:
                 if _matches(target, wanted):
                     return scheme
@@ -72,7 +75,7 @@ class CheckpointQuantization:
         scheme = self.scheme_of(linear)
         if scheme is None or isinstance(scheme, Fp8Scheme):
             return DenseFormat()
-        if isinstance(scheme, Int8Format):
+        if isinstance(scheme, Int8Format | BlockFormat):
             return scheme
         return GroupedFormat(
             bits=scheme.bits,
@@ -95,14 +98,19 @@ def _summary(scheme: Scheme) -> str:
         return "int8 weights"
     if isinstance(scheme, Fp8Scheme):
         return scheme.summary
+    if isinstance(scheme, BlockFormat):
+        return "weights of experts"
     size = scheme.group_size
     return f"int{scheme.bits} weights ({'one group' if size is None else f'groups of {size}'})"
 
 
 def _matches(target: str, name: str) -> bool:
+    """Tells if a target names a layer, also as part of a model that sees or hears."""
+    inner = name.removeprefix("model.")
+    names = (name, f"language_model.{name}", f"model.language_model.{inner}")
     if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
-    return target == name
+        return any(re.match(target[3:], known) for known in names)
+    return target in names
 
 
 def parse_quantization(config: Fields) -> CheckpointQuantization | None:
@@ -120,11 +128,22 @@ def parse_quantization(config: Fields) -> CheckpointQuantization | None:
         # Files say by the types of their tensors which are fp8; lists of names are written in several languages.
         scheme = fp8_scheme(fields)
         return CheckpointQuantization("fp8", (("Linear", scheme),), dense=frozenset())
+    if method == "mxfp4":
+        return _mxfp4(fields)
     if method == "awq":
         return _awq(fields)
     if method != "gptq":
         fields.refuse("quant_method", f"must be one that Pagoda reads, {_SUPPORTED}")
     return _gptq(fields)
+
+
+def _mxfp4(fields: Fields) -> CheckpointQuantization:
+    """4-bit floats of experts, as gpt-oss has them."""
+    name = "modules_to_not_convert"
+    if any("experts" in module for module in fields.texts(name, [])):
+        fields.refuse(name, "must not name experts, the layers that mxfp4 is for")
+    dense = frozenset(Role) - {Role.EXPERT_IN, Role.EXPERT_OUT}
+    return CheckpointQuantization("mxfp4", (("Linear", MXFP4),), dense=dense)
 
 
 # ---- compressed-tensors
@@ -242,7 +261,7 @@ def _awq(fields: Fields) -> CheckpointQuantization:
         ignore=tuple(
             f"re:.*{re.escape(part)}" for part in fields.texts("modules_to_not_convert", [])
         ),
-        dense=frozenset({Role.EMBEDDING, Role.HEAD, Role.ROUTER}),
+        dense=frozenset({Role.EMBEDDING, Role.HEAD, Role.ROUTER, Role.WHOLE}),
     )
 
 
@@ -260,7 +279,7 @@ def _gptq(fields: Fields) -> CheckpointQuantization:
     )
     modules = _module_names(fields, "modules_in_block_to_quantize")
     ends = [rf"re:.*\.{re.escape(module)}$" for module in modules]
-    dense = {Role.EMBEDDING, Role.ROUTER}  # no file lists routers
+    dense = {Role.EMBEDDING, Role.ROUTER, Role.WHOLE}  # no file lists routers
     return CheckpointQuantization(
         "gptq_v2" if layout == "gptq_v2" else "gptq",
         targets=tuple((target, scheme) for target in ([*ends, "lm_head"] if ends else ["Linear"])),

@@ -12,7 +12,7 @@ from pathlib import Path
 from pagoda.checkpoints.config_json import parse_model_config, read_model_config
 from pagoda.checkpoints.gguf.config import gguf_model_config
 from pagoda.checkpoints.gguf.reader import SUFFIX, is_gguf, model_name, read_gguf
-from pagoda.checkpoints.model_config import ModelConfig
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.errors import ConfigError
 
@@ -179,7 +179,7 @@ def _first_line(error: Exception) -> str:
     return text.splitlines()[0]
 
 
-def load_model_config(model: str, load_format: str) -> ModelConfig:
+def load_model_config(model: str, load_format: str) -> ModelSpec:
     """The config of a model directory or a GGUF file, or of a preset where weights are `dummy`.
     Raises ConfigError: there is no such model, or Pagoda does not run it."""
     if load_format == "dummy" and model in PRESETS:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pagoda.checkpoints.fields import Fields
+from pagoda.errors import ConfigError
+
+_LONGEST = 2**31 - 1
+"""Tokens of the longest sequence whose positions are numbered."""
 
 
 @dataclass(frozen=True)
@@ -46,46 +51,166 @@ class FrequencyFactors:
     """One number for each pair of dimensions."""
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """Each frequency is divided by a number of its own, other ones where sequences may be long (Ding et al. 2024).
+
+    As in vLLM and llama.cpp, the longest sequence that a server takes decides for all, so that keys in the cache
+    are rotated alike.
+    """
+
+    short_factors: tuple[float, ...]
+    """One number for each pair of dimensions, for sequences up to the original length."""
+    long_factors: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+    """Factor of cosines and sines."""
+
+    def factors(self, max_length: int) -> tuple[float, ...]:
+        return self.long_factors if self.is_long(max_length) else self.short_factors
+
+    def is_long(self, max_length: int) -> bool:
+        return max_length > self.original_max_position_embeddings
 
 
-def parse_rope(fields: Fields) -> tuple[RopeScaling | None, float]:
-    """Rotary scaling and base, spelled the old way (`rope_scaling`, `rope_theta`) or as `rope_parameters`."""
-    rope = fields.table("rope_parameters") or fields.table("rope_scaling")
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors | LongRopeScaling
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """A rotary table: angles by which pairs of dimensions of a head turn from token to token (Su et al. 2021)."""
+
+    dim: int
+    """Dimensions of a head that are rotated, the first ones; 0 where positions are not told (NoPE)."""
+    theta: float
+    """Base of the wavelengths."""
+    scaling: RopeScaling | None = None
+
+
+def parse_rope(fields: Fields, head_dim: int, partial: float | None) -> RotarySpec:
+    """The rotary table, spelled the old way (`rope_scaling`, `rope_theta`) or as `rope_parameters`.
+
+    Where the file is silent, the part `partial` of a head is rotated; None: all of it is, whatever the file says.
+    A file may have a table for each kind of layers: then this is the one of layers that see all.
+    """
+    fields = rope_of_kind(fields, "full_attention") or fields
+    scaling, theta = _scaling_and_theta(fields)
+    rope = rope_table(fields) or Fields({}, fields.source)
+    own = rope if rope.values.get("partial_rotary_factor") is not None else fields
+    if partial is None:
+        own.require("partial_rotary_factor", 1)
+    factor = own.number("partial_rotary_factor", 1.0 if partial is None else partial)
+    rotated = int(head_dim * min(factor, 2.0))
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        own.refuse("partial_rotary_factor", f"must leave an even part of the {head_dim} of a head")
+    if isinstance(scaling, LongRopeScaling):
+        lengths = {len(scaling.short_factors), len(scaling.long_factors)}
+        if lengths != {rotated // 2}:
+            raise ConfigError(
+                f"{fields.source}: short_factor and long_factor must have one number for each of the "
+                f"{rotated // 2} pairs of rotated dimensions."
+            )
+    return RotarySpec(rotated, theta, scaling)
+
+
+def rope_table(fields: Fields) -> Fields | None:
+    """The table `rope_scaling`, or `rope_parameters` as new files call it; None where both are absent or empty.
+    Raises ConfigError: both are there, and say different things."""
+    tables = [
+        table
+        for name in ("rope_scaling", "rope_parameters")
+        if (table := fields.table(name)) is not None and table.values
+    ]
+    if len(tables) == 2:
+        theta = fields.values.get("rope_theta")
+        old, new = ({"rope_theta": theta, **_comparable(table)} for table in tables)
+        if old != new:
+            fields.refuse("rope_scaling", "must say what rope_parameters says, or be absent")
+    return tables[-1] if tables else None
+
+
+def _comparable(table: Fields) -> dict[str, object]:
+    """Values of a table that are not null, by their new names."""
+    values = {name: value for name, value in table.values.items() if value is not None}
+    kind = values.pop("type", "default")
+    return {"rope_type": kind, **values}
+
+
+def rope_of_kind(fields: Fields, kind: str) -> Fields | None:
+    """Fields with what a file says of layers of one kind in its table; None if it is silent on them."""
+    rope = rope_table(fields)
+    own = None if rope is None else rope.table(kind)
+    if own is None:
+        return None
+    return fields.updated({"rope_parameters": own.values, "rope_scaling": None})
+
+
+def _scaling_and_theta(fields: Fields) -> tuple[RopeScaling | None, float]:
+    rope = rope_table(fields)
     theta = fields.number("rope_theta", 10_000.0)
     if rope is None:
         return None, theta
     theta = rope.number("rope_theta", theta)
-    rope.require("partial_rotary_factor", 1)
     name = "rope_type" if rope.values.get("rope_type") is not None else "type"
     kind = rope.text(name, "default")
-    if kind == "default":
+    if kind in ("default", "mrope"):
+        # Of text, all three positions of multimodal embeddings (Qwen2-VL) are the same.
         return None, theta
     if kind == "linear":
         return LinearScaling(rope.number("factor")), theta
     if kind == "llama3":
         return _llama3_scaling(rope), theta
+    if kind in ("longrope", "su"):
+        return _longrope_scaling(rope, fields), theta
     if kind != "yarn":
-        rope.refuse(name, "must be one of default, linear, llama3, yarn")
+        rope.refuse(name, "must be one of default, linear, llama3, yarn, longrope")
+    if theta <= 1:
+        own = rope if rope.values.get("rope_theta") is not None else fields
+        own.refuse("rope_theta", "must be above 1 where frequencies are scaled by YaRN")
     return _yarn_scaling(rope, fields), theta
 
 
 def longest_sequence(fields: Fields, scaling: RopeScaling | None) -> int:
     """Tokens of the longest sequence: linear scaling and YaRN lengthen the file's context, as in vLLM."""
     length = fields.positive("max_position_embeddings")
+    factor = 1.0
     if isinstance(scaling, LinearScaling):
-        return int(length * scaling.factor)
+        factor = scaling.factor
     if isinstance(scaling, YarnScaling):
-        return int(scaling.original_max_position_embeddings * scaling.factor)
-    return length
+        length, factor = scaling.original_max_position_embeddings, scaling.factor
+    if length > _LONGEST / factor:
+        fields.refuse(
+            "max_position_embeddings",
+            f"and the factor of its scaling must leave at most {_LONGEST}",
+        )
+    return int(length * factor)
 
 
 def _llama3_scaling(rope: Fields) -> Llama3Scaling:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        rope.refuse("high_freq_factor", f"must be above low_freq_factor ({low})")
     return Llama3Scaling(
         factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position_embeddings=rope.positive("original_max_position_embeddings"),
+    )
+
+
+def _longrope_scaling(rope: Fields, fields: Fields) -> LongRopeScaling:
+    longest, key = fields.positive("max_position_embeddings"), "original_max_position_embeddings"
+    original = rope.positive(key, fields.positive(key, longest))
+    if original < 2:
+        own = rope if rope.values.get(key) is not None else fields
+        own.refuse(key, "must be at least 2")
+    factor = rope.optional_number("factor") or longest / original
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(
+        short_factors=tuple(map(float, rope.amounts("short_factor"))),
+        long_factors=tuple(map(float, rope.amounts("long_factor"))),
+        original_max_position_embeddings=original,
+        attention_factor=rope.optional_number("attention_factor") or scale,
     )
 
 

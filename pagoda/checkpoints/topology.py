@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagoda.checkpoints.model_config import ModelConfig
+from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.errors import ConfigError
 from pagoda.parallel.config import ParallelConfig, can_share_heads
@@ -25,7 +25,7 @@ def check_topology(model: str, load_format: str, parallel: ParallelConfig) -> No
     check_shares(model, config, parallel)
 
 
-def check_shares(model: str, config: ModelConfig, parallel: ParallelConfig) -> None:
+def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> None:
     """Checks the same of a known shape; `model` names it in errors."""
     tp_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     nearest = nearest_sizes(
@@ -67,7 +67,7 @@ def check_shares(model: str, config: ModelConfig, parallel: ParallelConfig) -> N
         )
 
 
-def can_share(config: ModelConfig, tp_size: int, *, expert_parallel: bool) -> bool:
+def can_share(config: ModelSpec, tp_size: int, *, expert_parallel: bool) -> bool:
     """Tells if `tp_size` tensor-parallel ranks can each have a part of every layer."""
     channels = _channels(config, expert_parallel=expert_parallel)
     return (
@@ -77,14 +77,19 @@ def can_share(config: ModelConfig, tp_size: int, *, expert_parallel: bool) -> bo
     )
 
 
-def _channels(config: ModelConfig, *, expert_parallel: bool) -> list[tuple[int, str]]:
+def _channels(config: ModelSpec, *, expert_parallel: bool) -> list[tuple[int, str]]:
     """Counts of what each rank needs at least one of, such as `(512, "tokens of the vocabulary")`."""
-    experts = config.experts
     channels = [(config.vocab_size, "tokens of the vocabulary")]
-    if experts is None or len(experts.layers) < config.num_layers:
-        channels.append((config.intermediate_size, "inner channels (intermediate_size)"))
-    if experts is not None and not expert_parallel:
-        channels.append((experts.intermediate_size, "inner channels of an expert"))
+    mlps = {layer.mlp for layer in config.layers}
+    dense = [mlp.intermediate_size for mlp in mlps if isinstance(mlp, MlpSpec)]
+    dense += [mlp.shared_size for mlp in mlps if isinstance(mlp, ExpertsSpec) and mlp.shared_size]
+    if dense:
+        channels.append((min(dense), "inner channels (intermediate_size)"))
+    if config.experts is not None and not expert_parallel:
+        channels.append((config.experts.intermediate_size, "inner channels of an expert"))
+    states = {layer.state.key_heads for layer in config.layers if layer.state is not None}
+    if states:
+        channels.append((min(states), "parts of a layer that keeps a state"))
     return channels
 
 

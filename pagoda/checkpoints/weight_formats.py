@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pagoda.checkpoints.model_config import LinearSpec
+    from pagoda.checkpoints.model_spec import LinearSpec
 
 GROUP_SIZES = (32, 64, 128)
 """Numbers of inputs that may share a scale in a grouped weight, in memory."""
@@ -52,19 +52,25 @@ class BlockFormat:
     """True if scales and minima are integers of 8 bits, times a float16 for each block, instead of float16."""
     minima: bool
     """True if a number is added to the codes of each group; then no code means zero by itself."""
-    codebook: bool = False
-    """True if codes are places in `IQ4_CODEBOOK` instead of integers."""
+    codebook: tuple[int, ...] | None = None
+    """Numbers that codes stand for, one of `CODEBOOKS`; None if they stand for themselves."""
     whole_rows: bool = False
     """True if a block is a row of inputs, and a row of activations has one scale."""
 
     @property
     def zero(self) -> int:
         """The code that means zero."""
-        return 0 if self.minima or self.codebook else 1 << (self.bits - 1)
+        return 0 if self.minima or self.codebook is not None else 1 << (self.bits - 1)
 
 
 IQ4_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers that 4-bit codes of ggml's IQ4_NL and IQ4_XS stand for (`kvalues_iq4nl`)."""
+E2M1_CODEBOOK = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of 4-bit floats E2M1 (OCP Microscaling Formats 1.0)."""
+MXFP4 = BlockFormat(4, 32, 32, integer_scales=False, minima=False, codebook=E2M1_CODEBOOK)
+"""Blocks of such floats with a power of two as their scale (OCP Microscaling Formats 1.0)."""
+CODEBOOKS = (None, IQ4_CODEBOOK, E2M1_CODEBOOK)
+"""Codebooks that kernels know, in their order."""
 
 BLOCK_SIZES = (256, 128, 64, 32)
 """Inputs that may share a float16 in a `BlockWeight`, in memory."""

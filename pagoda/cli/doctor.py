@@ -9,14 +9,14 @@ from pathlib import Path
 
 import psutil
 
-from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.checkpoints.quantization_config import is_dense_once_loaded
 from pagoda.checkpoints.resolve import load_model_config, resolve_model
 from pagoda.cli import machine_facts, output
 from pagoda.cli.machine_facts import Bandwidth, measure_read_bandwidth
+from pagoda.cli.model_report import check_memory, check_tensors, location, model_facts
 from pagoda.cli.options import Count, GeneralOptions
-from pagoda.cli.weight_traffic import WeightTraffic, gguf_traffic, stored_traffic, weight_traffic
+from pagoda.cli.weight_traffic import WeightTraffic, weight_traffic
+from pagoda.errors import PagodaError
 from pagoda.frontend.engine_options import Dtype, QuantizationName
 from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
 from pagoda.version import __version__
@@ -32,6 +32,8 @@ def doctor(
 ) -> int:
     """Say what this machine has, what will be used, and the decode limit that follows.
 
+    Of MODEL it says whether it can be served and what it takes, or why it cannot; then the exit status is 1.
+
     Args:
         model: A model directory, a GGUF file or a preset; by default the embedded model and all presets.
         dtype: Number format of the weights; auto takes the model's own.
@@ -39,10 +41,15 @@ def doctor(
         threads: Threads that measure memory bandwidth; by default the cores that may be used.
     """
     general.apply()
+    if model is not None and (problem := _examine(model, dtype, quantization)) is not None:
+        output.stdout().print(f"{model} cannot be served: {problem}", soft_wrap=True)
+        return 1
     models = dict(_models(model, dtype, quantization))
     bandwidth = measure_read_bandwidth(threads or available_cores())
     console = output.stdout()
     console.print(output.facts(_facts(bandwidth)))
+    if not models:
+        return 0
     console.print()
     console.print(
         output.table(
@@ -52,6 +59,28 @@ def doctor(
         )
     )
     return 0
+
+
+def _examine(model: str, dtype: str, quantization: str) -> str | None:
+    """Prints what a model is and takes; returns why it cannot be served, if so."""
+    load_format = "dummy" if model in PRESETS else "auto"
+    console = output.stdout()
+    try:
+        files = resolve_model(model, load_format=load_format)
+        spec = load_model_config(files.model, load_format)
+        check_tensors(files, spec)
+        rows = [("model", files.served_name), ("files", location(files)), *model_facts(spec, dtype)]
+        console.print(output.facts(rows))
+        console.print()
+        check_memory(spec, dtype, quantization, available_memory_bytes())
+    except PagodaError as error:
+        return str(error)
+    backend, fault, _ = _backend()
+    if fault is not None:
+        return f"a worker cannot start: {fault}"
+    console.print(f"{model} can be served with {backend}.", soft_wrap=True)
+    console.print()
+    return None
 
 
 def _facts(bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
@@ -66,7 +95,10 @@ def _facts(bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
     yield "instruction sets", " ".join(machine_facts.instruction_sets(cpuinfo)) or "none of note"
     yield "memory", f"{free} free of {total}"
     yield "accelerators", "; ".join(found) or "none found"
-    yield "backend", _backend() + ("; accelerators are not used" if found else "")
+    backend, fault, others = _backend()
+    said = backend if fault is None else f"none, a worker cannot start: {fault}"
+    yield "backend", said + ("; accelerators are not used" if found else "")
+    yield "backends", "; ".join(others)
     yield (
         "memory bandwidth",
         f"{bandwidth.bytes_per_s / 1e9:.1f} GB/s read (best {bandwidth.best_bytes_per_s / 1e9:.1f}): "
@@ -75,13 +107,14 @@ def _facts(bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
     )
 
 
-def _backend() -> str:
-    """The backend that a worker would use, as the worker describes it."""
+def _backend() -> tuple[str, str | None, list[str]]:
+    """The backend that a worker would use, as the worker describes it, why there is none, if so, and a line on
+    each backend that is installed."""
     command = [sys.executable, "-m", "pagoda.worker.backends"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     said = lines[-1] if lines else f"it ended with code {done.returncode}"
-    return said if done.returncode == 0 else f"none, a worker cannot start: {said}"
+    return (said, None, lines[:-1]) if done.returncode == 0 else ("none", said, [])
 
 
 def _models(
@@ -91,13 +124,10 @@ def _models(
         yield model, weight_traffic(load_model_config(model, "dummy"), dtype, quantization)
         return
     files = resolve_model(model)
-    config = load_model_config(files.model, "auto")
-    if files.gguf is not None:
-        yield files.served_name, gguf_traffic(read_gguf(files.gguf), dtype)
-    elif not is_dense_once_loaded(config.quantization):
-        yield files.served_name, stored_traffic(config, files.directory or Path(files.model))
-    else:
-        yield files.served_name, weight_traffic(config, dtype, quantization)
+    spec = load_model_config(files.model, "auto")
+    if not spec.gives_logits:  # it decodes nothing
+        return
+    yield files.served_name, weight_traffic(spec, dtype, quantization)
     if model is None:
         for name in PRESETS:
             yield name, weight_traffic(load_model_config(name, "dummy"), dtype, quantization)

@@ -32,6 +32,8 @@ _COMMANDS = {
     "chat": "Talk with a model in the terminal.",
     "quantize": "Write a quantized model that Pagoda and others can read.",
     "doctor": "Show what this machine has, and what Pagoda will use.",
+    "backend": "Backends, as serve --backend takes them.",
+    "backend check": "Check that a backend computes what it should, operation by operation.",
     "demo": "Start a server, ask it a few questions over HTTP, show answers and figures.",
     "kv": "Directories of KV blocks, as serve --kv-disk-path keeps them.",
     "kv ls": "List the models whose KV blocks are in a directory, and what they take.",
@@ -48,6 +50,11 @@ _COMMANDS = {
     "bench quality": "Compare next-token distributions with those of a reference.",
 }
 _DETAILS = {
+    "backend check": (
+        "Each line is a check: ok, lacks where the backend says that it does not have something "
+        "and refuses it, or FAILED and why. The reference backend says what is right. The exit "
+        "status is 1 if a check failed, 2 if there is no such backend here."
+    ),
     "quantize": (
         "Files are in the format compressed-tensors, which vLLM and transformers read too. "
         "Embedding, head and routers of experts stay as they are; tokenizer, chat template and "
@@ -65,7 +72,7 @@ _DETAILS = {
     ),
 }
 """Help of commands behind the summary."""
-_MODULES = {"kv": "kv", "trace": "trace", "bench": "bench.{name}"}
+_MODULES = {"backend": "backend", "kv": "kv", "trace": "trace", "bench": "bench.{name}"}
 """The module of the commands of each group, in `pagoda.cli`."""
 
 

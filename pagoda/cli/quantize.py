@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import output
 from pagoda.cli.options import Count, GeneralOptions
-from pagoda.devices import BackendName
+from pagoda.devices import check_backend
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
 from pagoda.frontend.engine_options import GroupSize, parse_bytes
@@ -36,7 +36,7 @@ def quantize(
     format: QuantizeFormat,  # noqa: A002 - the name of the flag
     group_size: GroupSize | None = None,
     max_shard_size: Annotated[str, Parameter(metavar="SIZE")] = "2GiB",
-    backend: BackendName = "auto",
+    backend: str = "auto",
     threads: Count | None = None,
     quantization_calibration: Annotated[Path | None, Parameter(metavar="FILE")] = None,
     general: GeneralOptions = GeneralOptions(),
@@ -64,6 +64,7 @@ def quantize(
         max_shard_bytes = parse_bytes(max_shard_size)
     except ValueError as error:
         raise ConfigError(f"--max-shard-size {error}, got {max_shard_size!r}.") from None
+    check_backend(backend, ())
     files = resolve_model(model)
     windows: list[list[int]] = []
     if quantization_calibration is not None:

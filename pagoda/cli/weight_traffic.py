@@ -1,4 +1,4 @@
-"""Bytes of weights that a decode step reads, from a model's config and the headers of its files alone.
+"""Bytes of weights that a decode step reads, from a model's spec and the headers of its files alone.
 
 A step multiplies by every weight once, whatever the batch; of experts, by those that its tokens go through. Of
 the input embedding it reads one row a token, so only the output projection counts, be it tied or not.
@@ -6,14 +6,12 @@ the input embedding it reads one row a token, so only the output projection coun
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from pagoda.checkpoints.gguf.config import DTYPE, held_as, is_dense, matrices
-from pagoda.checkpoints.gguf.reader import GgufFile
-from pagoda.checkpoints.model_config import GGUF_NAMES, ModelConfig
-from pagoda.checkpoints.weight_formats import format_bytes
+from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec
+from pagoda.checkpoints.quantization_config import is_dense_once_loaded
+from pagoda.checkpoints.weight_formats import DenseFormat, format_bytes
 
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUANTIZED_BYTES = {"int8": 1, "int4": 4.5 / 8}
@@ -28,35 +26,52 @@ class WeightTraffic:
     dtype: str
 
 
-def weight_traffic(config: ModelConfig, dtype: str, quantization: str = "none") -> WeightTraffic:
-    """Traffic of one token in a model whose weights are dense in their files.
+def weight_traffic(spec: ModelSpec, dtype: str, quantization: str = "none") -> WeightTraffic:
+    """Traffic of one token.
 
-    `dtype` `auto` takes the config's own; `quantization` is `none`, `int8` or `int4` in groups of 32, with an int8
-    head. Norms, biases and the scales of int8, less than a hundredth, are left out.
+    `dtype` `auto` takes the model's own. Weights that are quantized in their files stay as they are; of others,
+    `quantization` is `none`, `int8` or `int4` in groups of 32, with an int8 head. Norms, biases and the scales of
+    int8, less than a hundredth, are left out.
     """
-    chosen = config.dtype if dtype == "auto" else dtype
-    layers = sum(config.weights_per_token(layer) for layer in range(config.num_layers))
-    head = config.head.outputs * config.head.inputs
+    chosen = spec.dtype if dtype == "auto" else dtype
+    stored = spec.quantization
+    if stored is not None and not is_dense_once_loaded(stored):
+        held = [(linear, stored.format_of(linear)) for linear in _read_a_step(spec)]
+        itemsize = BYTES_PER_WEIGHT[chosen]
+        num_bytes = sum(
+            format_bytes(held_as, linear.outputs, linear.inputs, itemsize)
+            for linear, held_as in held
+        )
+        is_dense = all(isinstance(held_as, DenseFormat) for _, held_as in held)
+        return WeightTraffic(num_bytes, chosen if is_dense else stored.summary)
+    layers = sum(spec.weights_per_token(layer) for layer in range(spec.num_layers))
+    head = spec.head.outputs * spec.head.inputs
     if quantization == "none":
         return WeightTraffic((layers + head) * BYTES_PER_WEIGHT[chosen], chosen)
     return WeightTraffic(int(layers * _QUANTIZED_BYTES[quantization]) + head, quantization)
 
 
-def gguf_traffic(file: GgufFile, dtype: str) -> WeightTraffic:
-    """Traffic of a GGUF file, whose quantized matrices stay quantized."""
-    dense = DTYPE if dtype == "auto" else dtype
-    table, head = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
-    read = [t for t in matrices(file) if t.name != table or head not in file.tensors]
-    num_bytes = sum(
-        format_bytes(held_as(t.type), math.prod(t.shape[:-1]), t.shape[-1], BYTES_PER_WEIGHT[dense])
-        for t in read
-    )
-    kinds = sorted({t.type.name for t in read if not is_dense(t)})
-    return WeightTraffic(num_bytes, ", ".join(kinds) or dense)
+def held_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
+    """Bytes of all weights in memory, without norms and biases; arguments are those of `weight_traffic`."""
+    every = range(spec.experts.num_experts if spec.experts else 0)
+    linears = [it for layer in range(spec.num_layers) for it in spec.layer_linears(layer, every)]
+    tables = [spec.embedding] if spec.tie_word_embeddings else [spec.embedding, spec.head]
+    itemsize = BYTES_PER_WEIGHT[spec.dtype if dtype == "auto" else dtype]
+    stored = spec.quantization
+    if stored is not None and not is_dense_once_loaded(stored):
+        return sum(
+            format_bytes(stored.format_of(it), it.outputs, it.inputs, itemsize)
+            for it in (*linears, *tables)
+        )
+    in_layers, in_tables = (sum(it.outputs * it.inputs for it in of) for of in (linears, tables))
+    if quantization == "none":
+        return (in_layers + in_tables) * itemsize
+    return int(in_layers * _QUANTIZED_BYTES[quantization]) + in_tables
 
 
-def stored_traffic(config: ModelConfig, directory: Path) -> WeightTraffic:
-    """Traffic of a model that is quantized in its files: all their bytes but those of an embedding table."""
-    table = config.vocab_size * config.hidden_size * BYTES_PER_WEIGHT[config.dtype]
-    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    return WeightTraffic(stored if config.tie_word_embeddings else stored - table, "quantized")
+def _read_a_step(spec: ModelSpec) -> Iterator[LinearSpec]:
+    """Linear layers that a token is multiplied with; the first experts stand for those that it needs."""
+    chosen = range(spec.experts.experts_per_token if spec.experts else 0)
+    for layer in range(spec.num_layers):
+        yield from spec.layer_linears(layer, chosen)
+    yield spec.head

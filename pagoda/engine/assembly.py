@@ -52,13 +52,16 @@ def build_parts(
         keeps_events=config.kv_events is not None,
         has_disk=config.kv_tiers is not None and config.kv_tiers.disk_path is not None,
     )
+    limits = SchedulerLimits.within(config, worker)
     kv = KVManager(
         worker.num_blocks,
         worker.block_size,
-        prefix_caching=config.enable_prefix_caching,
+        groups=worker.kv_groups,
+        run_tokens=limits.max_num_batched_tokens * limits.num_stages,
+        prefix_caching=config.enable_prefix_caching and not limits.whole_prompts,
         recorder=recorder,
     )
-    scheduler = Scheduler(SchedulerLimits.within(config, worker), kv, clock)
+    scheduler = Scheduler(limits, kv, clock)
     if config.kv_tiers is not None or links is not None:
         attach_hooks(scheduler, config, worker, clock, links, build_tiers, recorder)
     return EngineParts(

@@ -18,9 +18,9 @@ from pagoda.engine.leaders import Leaders
 from pagoda.engine.places import Places, Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.ipc.clock import Clock
-from pagoda.kv.block_pool import Block
-from pagoda.kv.manager import KVManager
-from pagoda.messages.worker import SlotStart, StepPlan, WorkerReady
+from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
+from pagoda.messages.kv_groups import KVKind
+from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, WorkerReady
 
 _BLOCKED_STEPS = 16
 """Steps after which a request that did not fit is looked at again, when nothing became free."""
@@ -47,19 +47,27 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     batch_multiple: int = 1
     mixed_steps: bool = True
     num_stages: int = 1
+    whole_prompts: bool = False
+    """A prompt is computed in one step, and nothing goes on from it (encoders)."""
 
     @classmethod
     def within(cls, config: EngineConfig, worker: WorkerReady) -> SchedulerLimits:
         """The limits asked for, cut to what the backend can do."""
         capabilities, multiple = worker.capabilities, worker.capabilities.batch_multiple
         budget = min(config.max_num_batched_tokens, capabilities.max_batch_tokens)
+        max_model_len = min(worker.max_model_len, capabilities.max_model_len)
+        whole_prompts = any(group.kind is KVKind.STEP for group in worker.kv_groups)
+        if whole_prompts:
+            max_model_len = min(max_model_len, capabilities.max_batch_tokens)
+            budget = max(budget, max_model_len)
         return cls(
             max_num_seqs=min(config.max_num_seqs, capabilities.max_batch_seqs),
             max_num_batched_tokens=max(multiple, budget - budget % multiple),
-            max_model_len=min(worker.max_model_len, capabilities.max_model_len),
+            max_model_len=max_model_len,
             batch_multiple=multiple,
             mixed_steps=capabilities.mixed_steps,
             num_stages=config.worker.parallel.pipeline_parallel_size,
+            whole_prompts=whole_prompts,
         )
 
 
@@ -93,7 +101,7 @@ class PlanBuilder:
         self.budget = limits.max_num_batched_tokens
         self.scheduled: list[Scheduled] = []
         self.starts: list[SlotStart] = []
-        self.new_blocks: list[tuple[int, list[int]]] = []
+        self.new_blocks: list[NewBlocks] = []
         self.new_tokens: list[tuple[int, int]] = []
         self.forced_tokens: list[tuple[int, list[int]]] = []
         self.masked_slots: list[int] = []
@@ -110,17 +118,23 @@ class PlanBuilder:
         self.is_mixed = decodes is None
         self._multiple = limits.batch_multiple
         self._decodes = decodes
+        self._whole_prompts = limits.whole_prompts
 
-    def count_for(self, available: int, num_behind: int = 0) -> int:
+    def count_for(self, available: int, num_behind: int = 0, most: int = UNLIMITED_RUN) -> int:
         """Tokens that this step gives to a request with `available` schedulable tokens; 0 if none.
 
         A chunk leaves one token of the budget to each of `num_behind` requests, but takes at least half of it.
+        No chunk is longer than `most`.
         """
-        if available <= 0 or (self._decodes is not None and self._decodes != (available == 1)):
+        if min(available, most) <= 0 or (
+            self._decodes is not None and self._decodes != (available == 1)
+        ):
             return 0
+        if self._whole_prompts:
+            return available if available <= self.budget else 0
         if available == 1:
             return 1 if self.budget else 0
-        count = min(available, self.budget)
+        count = min(available, self.budget, most)
         if count > 1:
             count = min(count, max(self._multiple, self.budget - num_behind, self.budget // 2))
         if count < available:
@@ -157,7 +171,7 @@ class _Blocked(NamedTuple):
 
     request: Request
     step: int
-    num_available: int
+    num_unreserved: int
     num_running: int
 
 
@@ -282,12 +296,12 @@ class Batcher:
         if request.state is RequestState.RUNNING:
             self._extend(request, plan, request.num_schedulable_tokens)
             return
-        hits = self._fitting_prefix(request)
-        while hits is None and self._running:
+        hit = self._fitting_prefix(request)
+        while hit is None and self._running:
             self.preempt(self._running[-1])
-            hits = self._fitting_prefix(request)
-        if hits is not None:
-            self._admit(request, hits, plan)
+            hit = self._fitting_prefix(request)
+        if hit is not None:
+            self._admit(request, hit, plan)
 
     def _yield_to_higher_priority(self) -> None:
         """Makes room for the first waiting request, as far as running requests have a lower priority."""
@@ -310,20 +324,20 @@ class Batcher:
         while plan.budget > 0:
             request = self._running[index] if index < len(self._running) else None
             if first is not None and (request is None or first.order_key[0] < request.order_key[0]):
-                hits = None
+                hit = None
                 is_led = num_led < _MAX_LED and self.leaders.is_awaiting(first)
                 if not is_led:
-                    hits = self._fitting_prefix(first)
+                    hit = self._fitting_prefix(first)
                     is_led = (
-                        hits is not None and num_led < _MAX_LED and self.leaders.is_led(first, hits)
+                        hit is not None and num_led < _MAX_LED and self.leaders.is_led(first, hit)
                     )
                 if is_led:
                     num_led += 1
                     first = self._next_in_line(first.order_key)
                     continue
-                start = LoadStart.READY if hits is None else self.hooks.start(first, hits)
+                start = LoadStart.READY if hit is None else self.hooks.start(first, hit)
                 if start is LoadStart.READY:
-                    if hits is None or not self._admit(first, hits, plan):
+                    if hit is None or not self._admit(first, hit, plan):
                         first = None
                         continue
                     index += 1  # it now stands before the next one
@@ -359,7 +373,7 @@ class Batcher:
         self, request: Request, plan: PlanBuilder, available: int, num_behind: int = 0
     ) -> None:
         """Gives a running request tokens, preempting requests behind it for blocks if need be."""
-        slot, count = request.slot, plan.count_for(available, num_behind)
+        slot, count = request.slot, plan.count_for(available, num_behind, self._most(request))
         if count == 0 or slot is None or self._gives_way(request, plan):
             return
         if available == 1:
@@ -368,7 +382,7 @@ class Batcher:
             plan.decodes_left -= 1
             plan.has_decodes = True
         num_tokens = request.num_scheduled_tokens + count
-        if num_tokens > len(request.table.blocks) * self._kv.block_size:
+        if not self._kv.has_room_for(request.table, num_tokens):
             new_blocks = self._kv.grow(request.table, num_tokens)
             while new_blocks is None:
                 if not self.hooks.make_room():
@@ -377,7 +391,7 @@ class Batcher:
                     if victim is request:
                         return
                 new_blocks = self._kv.grow(request.table, num_tokens)
-            plan.new_blocks.append((slot, new_blocks))
+            plan.new_blocks += [NewBlocks(slot, *blocks) for blocks in new_blocks]
             self._places.update(request)
         if not request.runs_ahead:
             new_tokens = request.token_ids[request.num_sent_tokens : request.num_worker_tokens]
@@ -389,6 +403,15 @@ class Batcher:
             plan.forced_tokens.append((slot, forced))
             request.num_worker_tokens = num_expected
         plan.add(request, slot, count, available)
+
+    def _most(self, request: Request) -> int:
+        """The most tokens that the next step may compute of the request, where windows free blocks behind them.
+
+        Two chunks may be under way, so that the worker never waits for a plan.
+        """
+        run_tokens = self._kv.run_tokens
+        left = run_tokens - (request.num_scheduled_tokens - request.num_computed_tokens)
+        return min(left, max(self._limits.batch_multiple, run_tokens // 2))
 
     def preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
@@ -404,7 +427,7 @@ class Batcher:
         is_confirmed = request.num_computed_tokens == request.num_scheduled_tokens
         self._kv.free(request.table, last_step=-1 if is_confirmed else self.next_step - 1)
 
-    def _fitting_prefix(self, request: Request) -> list[Block] | None:
+    def _fitting_prefix(self, request: Request) -> PrefixHit | None:
         """The request's cached prefix if it can be admitted now, else None.
 
         A request whose last sample is still pending waits for it.
@@ -412,13 +435,15 @@ class Batcher:
         can_run = self._places.has_slot and not request.num_pending_samples
         if not can_run or self._is_still_blocked(request):
             return None
-        hits = self._kv.find_prefix(request.table, request.token_ids)
-        while not self._places.has_room(request, hits, in_turn=False):
+        hit = self._kv.find_prefix(request.table, request.token_ids)
+        while not self._places.has_room(request, hit, in_turn=False):
             if self._places.is_full or not self.hooks.make_room():
-                num_available, num_running = self._kv.pool.num_available, len(self._running)
-                self._blocked = _Blocked(request, self.next_step, num_available, num_running)
+                num_running = len(self._running)
+                self._blocked = _Blocked(
+                    request, self.next_step, self._places.num_unreserved, num_running
+                )
                 return None
-        return hits
+        return hit
 
     def _is_still_blocked(self, request: Request) -> bool:
         """True if nothing became free since the request last did not fit: looking at a long prompt costs time."""
@@ -427,20 +452,20 @@ class Batcher:
             blocked is not None
             and blocked.request is request
             and self.next_step < blocked.step + _BLOCKED_STEPS
-            and self._kv.pool.num_available <= blocked.num_available
+            and self._places.num_unreserved <= blocked.num_unreserved
             and len(self._running) == blocked.num_running > 0
         )
 
-    def _admit(self, request: Request, hits: list[Block], plan: PlanBuilder) -> bool:
+    def _admit(self, request: Request, hit: PrefixHit, plan: PlanBuilder) -> bool:
         """Moves a waiting request into a slot with its first chunk; False if the step has no room for it."""
-        num_hit_tokens = len(hits) * self._kv.block_size
+        num_hit_tokens = hit.num_blocks * self._kv.block_size
         available = request.num_tokens - num_hit_tokens
-        count = plan.count_for(available)
+        count = plan.count_for(available, most=self._most(request))
         is_dear = request.constraint is not None and request.constraint.cost_s > DEAR_S
         if count == 0 or (is_dear and plan.starts_dear):
             return False
         plan.starts_dear |= is_dear
-        self._kv.adopt(request.table, hits)
+        self._kv.adopt(request.table, hit)
         if self._kv.grow(request.table, num_hit_tokens + count) is None:
             raise RuntimeError("A request was admitted that does not fit.")
         request.num_scheduled_tokens = num_hit_tokens
@@ -452,7 +477,7 @@ class Batcher:
         request.admission += 1
         request.num_sent_tokens = request.num_worker_tokens = request.num_tokens
         if request.num_cached_tokens is None:
-            self._note_first_admission(request, len(hits))
+            self._note_first_admission(request, hit.num_blocks)
         plan.starts.append(request.slot_start(slot))
         self.leaders.advance(request)
         self.hooks.on_admitted(request)

@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import KVDirectory
@@ -87,6 +88,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     max_model_len: int = 131072
     vocab_size: int = 512
+    kv_groups: tuple[KVGroup, ...] = ()
+    """KV groups of the model; empty for one that keeps all."""
     kv_host_slots: int = 0
     kv_directories: tuple[KVDirectory, ...] = ()
 

@@ -9,7 +9,8 @@ from enum import Enum, auto
 from typing import Any
 
 from pagoda.engine.request import Request
-from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.block_pool import BlockPool
+from pagoda.kv.manager import PrefixHit
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk, TokenLogprobs
 from pagoda.messages.transfers import TransferEnd, Transfers
 from pagoda.messages.worker import WorkerReady
@@ -58,8 +59,8 @@ class KVHooks:
         """
         return False
 
-    def start(self, request: Request, hits: list[Block]) -> LoadStart:
-        """Begins to load or to await KV for a request in line, for which there is room besides `hits`."""
+    def start(self, request: Request, hit: PrefixHit) -> LoadStart:
+        """Begins to load or to await KV for a request in line, for which there is room besides `hit`."""
         return LoadStart.READY
 
     def first_ready(self, in_line: Iterable[Request]) -> Request | None:

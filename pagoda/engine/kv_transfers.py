@@ -19,10 +19,11 @@ from pagoda.engine.kv_hooks import KVHooks, LoadStart
 from pagoda.engine.request import Request, RequestState
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import Clock
-from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.events import CacheRecorder
-from pagoda.kv.tiered_connector import LoadEnd, PendingLookup, TieredKVConnector, TierMatch
+from pagoda.kv.group_lookup import PendingLookup
+from pagoda.kv.manager import PrefixHit
+from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import (
     FinishReason,
@@ -81,11 +82,11 @@ class KVTransferHooks(KVHooks):
     def on_added(self, message: GenerateRequest, request: Request) -> list[TokenChunk]:
         chunks = []
         if message.holds_kv and self.exporter is not None:
-            num_blocks = request.num_tokens // self._kv.block_size
+            num_blocks = self._kv.num_handed_over(request.num_tokens)
             source = self.exporter.open(request.request_id, num_blocks)
             request.transfer_id = source.transfer_id
             chunks = [TokenChunk(request.request_id, [], kv_source=source)]
-        self._on_queued(request, len(self._kv.find_prefix(request.table, request.token_ids)))
+        self._on_queued(request, self._num_hits(request))
         return chunks
 
     def on_refused(self, message: GenerateRequest) -> None:
@@ -94,12 +95,16 @@ class KVTransferHooks(KVHooks):
 
     def _on_queued(self, request: Request, num_hits: int) -> None:
         """The request is queued; `num_hits` leading blocks are on the device."""
-        has_token_behind = request.kv_source is not None
+        has_token_behind = request.kv_source is not None and self._kv.keeps_all
         keys = self._kv.prefix_keys(request.table, request.token_ids, whole=has_token_behind)
         token_ids = request.token_ids[: len(keys) * self._kv.block_size]
         request.prefix = PrefixRequest(request.request_id, keys, token_ids, request.kv_source)
         request.load_tried = False
         self.tiers.on_queued(request.prefix, min(num_hits, len(keys)))
+
+    def _num_hits(self, request: Request) -> int:
+        """Leading blocks of the request that are on the device."""
+        return self._kv.find_prefix(request.table, request.token_ids).num_blocks
 
     def _on_dequeued(self, request: Request) -> None:
         self._prefetching.pop(request.request_id, None)
@@ -111,6 +116,7 @@ class KVTransferHooks(KVHooks):
     def on_admitted(self, request: Request) -> None:
         self._on_dequeued(request)
         self.on_published(request)
+        self._save_tails(request)
 
     def on_published(self, request: Request) -> None:
         table = request.table
@@ -118,11 +124,27 @@ class KVTransferHooks(KVHooks):
             first, request.num_saved = request.num_saved, table.num_published
             blocks = self._kv.cached_blocks(table, request.token_ids, first, table.num_published)
             self.tiers.save(blocks)
+        num_prompt_blocks = request.num_prompt_tokens // self._kv.block_size
+        if table.num_published >= num_prompt_blocks > request.num_saved_tail:
+            self._save_tails(request)
         if request.transfer_id is not None and self.exporter is not None:
-            first, end = self.exporter.num_held(request.transfer_id), table.num_published
+            missing = self.exporter.missing(request.transfer_id)
+            first, end = missing.start, min(missing.stop, table.num_published)
             if end > first:
+                parts = self._kv.part(table, missing.stop, first, end)
                 keys = table.keys[first + 1 : end + 1]
-                self.exporter.hold(request.transfer_id, table.blocks[first:end], keys)
+                self.exporter.hold(request.transfer_id, parts, keys)
+
+    def _save_tails(self, request: Request) -> None:
+        """Saves what groups that do not keep all have at the end of what is computed.
+
+        Prefixes of later requests may end there: behind a prefix that was found, a prompt and an answer.
+        """
+        end = request.table.num_published
+        if self._kv.keeps_all or end <= request.num_saved_tail:
+            return
+        first, request.num_saved_tail = request.num_saved_tail, end
+        self.tiers.save(self._kv.cached_tails(request.table, request.token_ids, first, end))
 
     def on_prefilled(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None
@@ -139,12 +161,15 @@ class KVTransferHooks(KVHooks):
 
     def on_preempted(self, request: Request) -> None:
         """Lets go of held KV: two requests that hold each other's room for others would wait for ever."""
+        self._save_tails(request)
         self._drop(request, "its request was preempted", goes_on=True)
         self._on_queued(request, request.table.num_published)
 
     def on_finished(self, request: Request) -> None:
         if self.exporter is not None:
             self.exporter.request_ended(request.request_id)
+        if request.state is RequestState.RUNNING:
+            self._save_tails(request)
         self._drop(request, "its request failed or was aborted")
         self._abandon(request)
         self._on_dequeued(request)
@@ -162,26 +187,26 @@ class KVTransferHooks(KVHooks):
     def leaves_line(self, request: Request) -> bool:
         if not self._may_load(request):
             return False
-        hits = self._kv.find_prefix(request.table, request.token_ids)
+        hit = self._kv.find_prefix(request.table, request.token_ids)
         if (
             not self._scheduler.quarantine.requests
-            and self._places.has_room(request, hits, in_turn=True)
-            and self.start(request, hits) is LoadStart.LEFT_LINE
+            and self._places.has_room(request, hit, in_turn=True)
+            and self.start(request, hit) is LoadStart.LEFT_LINE
         ):
             return True
         self._abandon(request)
-        self._prefetch(request, len(hits))
+        self._prefetch(request, hit.num_blocks)
         return False
 
     def _may_load(self, request: Request) -> bool:
         """True if the request has yet to try whether there is KV for it, once for each time that it is queued."""
         return request.prefix is not None and not request.load_tried
 
-    def start(self, request: Request, hits: list[Block]) -> LoadStart:
+    def start(self, request: Request, hit: PrefixHit) -> LoadStart:
         prefix = request.prefix
         if prefix is None or request.load_tried:
             return LoadStart.READY
-        found = self.tiers.lookup(prefix, len(hits))
+        found = self.tiers.lookup(prefix, hit.num_blocks)
         if isinstance(found, PendingLookup):
             if request.state is not RequestState.AWAITING_KV:
                 if len(self._awaiting) >= self._max_awaiting:
@@ -192,20 +217,27 @@ class KVTransferHooks(KVHooks):
             self._places.enter(request, RequestState.AWAITING_KV)
         elif found.num_blocks == 0:
             return LoadStart.READY
-        else:
-            self._load(request, hits, found)
+        elif self._has_room(request, found):
+            self._load(request, found)
             self._places.enter(request, RequestState.LOADING)
+        else:
+            return LoadStart.READY
         return LoadStart.LEFT_LINE
 
-    def _load(self, request: Request, hits: list[Block], found: TierMatch) -> None:
+    def _has_room(self, request: Request, found: TierMatch) -> bool:
+        """True if what is to be loaded fits; windows at its end may be others than those at the end of a hit."""
+        if self._kv.layout.is_chain:
+            return True
+        present = self._kv.cached_part(request.table, request.token_ids, found.end)
+        return self._places.has_room(request, present, in_turn=False)
+
+    def _load(self, request: Request, found: TierMatch) -> None:
         self._leave_line(request)
         request.load_tried = True
-        request.fetched = range(len(hits) + found.num_cached, len(hits) + found.num_blocks)
-        table = request.table
-        self._kv.adopt(table, hits)
-        if self._kv.grow(table, (len(hits) + found.num_blocks) * self._kv.block_size) is None:
-            raise RuntimeError("KV is loaded for a request that does not fit.")
-        self.tiers.load(found, table.blocks[len(hits) :])
+        request.fetched = range(found.start + found.num_cached, found.end)
+        request.loaded = found.targets
+        blocks = self._kv.begin_load(request.table, request.token_ids, found.end, request.loaded)
+        self.tiers.load(found, blocks)
 
     def _leave_line(self, request: Request) -> None:
         self._awaiting.pop(request.request_id, None)
@@ -225,8 +257,7 @@ class KVTransferHooks(KVHooks):
         if prefix is None or request.load_tried:
             return False
         if request.request_id not in self._blocked:
-            hits = self._kv.find_prefix(request.table, request.token_ids)
-            if not isinstance(self.tiers.lookup(prefix, len(hits)), PendingLookup):
+            if not isinstance(self.tiers.lookup(prefix, self._num_hits(request)), PendingLookup):
                 return False
             self._blocked.add(request.request_id)
         return True
@@ -237,6 +268,7 @@ class KVTransferHooks(KVHooks):
             self._awaiting.pop(request.request_id, None)
             self.tiers.abandon(request.request_id)
             self._kv.free(request.table)
+            request.loaded = ()
 
     def _prefetch(self, request: Request, num_hits: int) -> None:
         """Brings the KV of a request without room nearer, and more of it with later news."""
@@ -293,8 +325,7 @@ class KVTransferHooks(KVHooks):
             for request in sorted(awaiting, key=_order_key):
                 scheduler.place(request)
             for request in nsmallest(_NUM_PREFETCHED, self._prefetching.values(), key=_order_key):
-                hits = self._kv.find_prefix(request.table, request.token_ids)
-                self._prefetch(request, len(hits))
+                self._prefetch(request, self._num_hits(request))
         return chunks
 
     def _apply_first_token(self, request: Request, token: KVPrefilled) -> list[TokenChunk]:
@@ -319,18 +350,23 @@ class KVTransferHooks(KVHooks):
         else:
             top_ids, top = logprobs.top_token_ids[:num_top], logprobs.top_logprobs[:num_top]
             logprobs = TokenLogprobs(logprobs.logprob, logprobs.rank, top_ids, top)
-        chunk = self._scheduler.append(request, token.token_id, logprobs)
+        chunk = self._scheduler.append(
+            request, [token.token_id], None if logprobs is None else [logprobs]
+        )
         return [msgspec.structs.replace(chunk, num_cached_tokens=token.num_cached_tokens)]
 
     def _end_load(self, request: Request, end: LoadEnd) -> None:
         """Publishes the loaded blocks of a request that awaited KV, and frees them."""
         self._awaiting.pop(request.request_id, None)
         request.load_tried = True
-        table = request.table
-        num_blocks = table.num_published + end.num_loaded
-        request.fetched = request.fetched[: max(0, num_blocks - request.fetched.start)]
-        self._kv.publish(table, request.token_ids, num_blocks * self._kv.block_size)
-        self._kv.free(table)
+        good, failed = request.loaded[: end.num_loaded], request.loaded[end.num_loaded :]
+        if failed:
+            group, first_failed = failed[0]
+            num_fetched = first_failed - request.fetched.start if group == 0 else 0
+            request.fetched = request.fetched[: max(0, num_fetched)]
+        self._kv.publish_loaded(request.table, request.token_ids, good)
+        self._kv.free(request.table)
+        request.loaded = ()
         self._places.enter(request, RequestState.WAITING)
         self._scheduler.batcher.forget_blocked()
 
@@ -360,6 +396,7 @@ class KVTransferHooks(KVHooks):
         awaiting = [request for request in requests if request.is_awaiting_kv]
         for request in awaiting:
             self._kv.free(request.table)
+            request.loaded = ()
         return awaiting
 
     def drain_transfers(self) -> Transfers | None:
@@ -420,6 +457,7 @@ def attach_hooks(
             remote = RemoteKV(
                 links.peers,
                 ledger,
+                kv.layout,
                 clock,
                 tokens=tokens,
                 engine_id=engine_id,
@@ -429,7 +467,14 @@ def attach_hooks(
         if links.listener is not None:
             tp_size = config.worker.parallel.tensor_parallel_size
             exporter = KVExporter(
-                links.listener, kv.pool, clock, tokens, engine_id, handoff.lease_s, tp_size
+                links.listener,
+                kv.pool,
+                kv.layout,
+                clock,
+                tokens,
+                engine_id,
+                handoff.lease_s,
+                tp_size,
             )
     tiers = build_tiers(
         config.kv_tiers,
@@ -442,5 +487,5 @@ def attach_hooks(
         fail_on_load_failure=config.fail_on_load_failure,
     )
     if tiers is not None or exporter is not None:
-        tiers = tiers or TieredKVConnector([], kv.pool, ledger, clock)
+        tiers = tiers or TieredKVConnector([], kv.pool, ledger, clock, layout=kv.layout)
         KVTransferHooks(scheduler, tiers, exporter, remote)

@@ -1,18 +1,18 @@
 """Requests that compute what others in line need too: the others wait for their blocks.
 
 Several answers to one prompt arrive together, and so do chats under one system prompt. None of their blocks is
-cached yet, so all would compute the same; instead one does, and the others find its blocks chunk by chunk.
+cached yet, so all would compute the same; instead one does, and the others find its blocks chunk by chunk. Where
+prefixes end at snapshots of states alone, they find them snapshot by snapshot.
 """
 
 from __future__ import annotations
 
 from pagoda.engine.request import Request
-from pagoda.kv.block_pool import Block
-from pagoda.kv.manager import KVManager
+from pagoda.kv.manager import KVManager, PrefixHit
 
 
 class Leaders:
-    """Running requests by the key of the block that each of them will publish next."""
+    """Running requests by the key of the block behind the usable prefix that each of them has published."""
 
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv
@@ -22,10 +22,14 @@ class Leaders:
     def advance(self, request: Request) -> None:
         """A running request was admitted, or has published blocks."""
         self.leave(request)
-        key = self._kv.next_key(request.table, request.token_ids)
+        index = self._num_usable(request)
+        key = self._kv.next_key(request.table, request.token_ids, index)
         if key is not None and key not in self._by_key:
             self._by_key[key] = request
             self._keys[request] = key
+
+    def _num_usable(self, request: Request) -> int:
+        return self._kv.layout.usable(request.table.num_published)
 
     def leave(self, request: Request) -> None:
         """The request does not run any more."""
@@ -38,23 +42,25 @@ class Leaders:
         self._keys.clear()
 
     def is_awaiting(self, request: Request) -> bool:
-        """True if the request was told to wait, and its leader has published nothing since."""
-        leader, num_published = request.leader, request.num_leader_blocks
-        return leader in self._keys and leader.table.num_published == num_published
+        """True if the request was told to wait, and its leader has published nothing of use since."""
+        leader, num_usable = request.leader, request.num_leader_blocks
+        return leader in self._keys and self._num_usable(leader) == num_usable
 
-    def is_led(self, request: Request, hits: list[Block]) -> bool:
-        """True if a request in line had better wait for blocks behind `hits`: one of no lower priority computes at
+    def is_led(self, request: Request, hit: PrefixHit) -> bool:
+        """True if a request in line had better wait for blocks behind `hit`: one of no lower priority computes at
         least half of what it would have to compute."""
         request.leader = None
-        key = self._kv.reusable_key(request.table, request.token_ids, len(hits))
+        key = self._kv.reusable_key(request.table, request.token_ids, hit.num_blocks)
         leader = None if key is None else self._by_key.get(key)
         if leader is None or leader.order_key[0] > request.order_key[0]:
             return False
         num_shared = self._kv.num_shared_tokens(
-            (request.table, request.token_ids), (leader.table, leader.token_ids), len(hits)
+            (request.table, request.token_ids),
+            (leader.table, leader.token_ids),
+            hit.num_blocks,
         )
-        num_hit_tokens = len(hits) * self._kv.block_size
+        num_hit_tokens = hit.num_blocks * self._kv.block_size
         if 2 * num_shared < request.num_tokens - num_hit_tokens:
             return False
-        request.leader, request.num_leader_blocks = leader, leader.table.num_published
+        request.leader, request.num_leader_blocks = leader, self._num_usable(leader)
         return True

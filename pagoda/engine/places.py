@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.engine.request_tracing import RequestRows
-from pagoda.kv.block_pool import Block
-from pagoda.kv.manager import KVManager
+from pagoda.kv.manager import KVManager, PrefixHit
 
 QUARANTINE_CRASHES = 2
 MAX_CRASHES = QUARANTINE_CRASHES + 3
@@ -103,7 +102,8 @@ class WaitingQueue:
 class Places:
     """Moves requests from state to state, and keeps sums over them.
 
-    A request reserves the blocks that its known tokens still need and one more, lest a newcomer be preempted.
+    A request reserves the blocks that its known tokens still need and one more of each group, lest a newcomer be
+    preempted.
     """
 
     def __init__(self, kv: KVManager, max_num_seqs: int) -> None:
@@ -194,6 +194,11 @@ class Places:
         request.slot = None
         self._num_reserved_blocks -= request.reserved_blocks
 
+    @property
+    def num_unreserved(self) -> int:
+        """Available blocks that no running or loading request will need; below 0 where these need too many."""
+        return self._kv.pool.num_available - self._num_reserved_blocks
+
     def update(self, request: Request) -> None:
         """Reserves anew: tokens or blocks of the request have changed."""
         blocks = self._blocks_to_reserve(request)
@@ -206,10 +211,12 @@ class Places:
             request.reserved_blocks = blocks
 
     def _blocks_to_reserve(self, request: Request) -> int:
-        missing = self._kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
-        return max(0, missing) + 1
+        missing = self._kv.num_missing(
+            request.table, request.num_tokens, request.num_computed_tokens
+        )
+        return missing + len(self._kv.groups)
 
-    def has_room(self, request: Request, hits: Sequence[Block], *, in_turn: bool) -> bool:
+    def has_room(self, request: Request, hit: PrefixHit, *, in_turn: bool) -> bool:
         """True if all known tokens of the request fit besides what others keep.
 
         With `in_turn` also besides what the requests in line before it need.
@@ -220,8 +227,7 @@ class Places:
             num_seqs, num_blocks = num_seqs + ahead.num_seqs, num_blocks + ahead.num_blocks
         if num_seqs >= self._max_num_seqs:
             return False
-        shared_hits = sum(block.ref_count > 0 for block in hits)
-        wanted = self._kv.num_blocks_for(request.num_tokens) - shared_hits
+        wanted = self._kv.num_blocks_behind(hit, request.num_tokens)
         return wanted + num_blocks <= self._kv.pool.num_available
 
 

@@ -46,6 +46,7 @@ class StepRecorder:
         self._by_seqs = [0] * (len(STEP_SEQUENCE_BOUNDS) + 1)
         self._schedule_s = self._submit_s = self._wait_s = 0.0
         self._prepare_s = self._forward_s = self._sample_s = self._update_s = 0.0
+        self._idle_s = 0.0
         self._has_followers = False
         self._bins: dict[int, StepBin] = {}
         """Bins by the end of their steps, in units of `BIN_S`; until a bin is sent, `age_s` is that time."""
@@ -77,6 +78,7 @@ class StepRecorder:
         self._prepare_s += result.prepare_time_s
         self._forward_s += result.forward_time_s
         self._sample_s += result.sample_time_s
+        self._idle_s += result.idle_time_s
         self._update_s += self._clock.now() - taken
         self._is_reported = False
         if self._has_followers:
@@ -105,6 +107,7 @@ class StepRecorder:
             self._forward_s,
             self._sample_s,
             self._update_s,
+            self._idle_s,
         )
 
     def follow(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from pagoda.engine.constraint import Constraint
@@ -85,7 +86,7 @@ class Request:
     num_leader_blocks: int = 0
     """Blocks that the leader had published when this request was told to wait."""
     reserved_blocks: int = 0
-    """Blocks that known tokens still need, and one more; see `Places`."""
+    """Blocks that known tokens still need, and one more of each group; see `Places`."""
     slot: int | None = None
     """Index of the request in the worker while it runs."""
     admission: int = 0
@@ -117,6 +118,8 @@ class Request:
     # KV from and for other places
     prefix: PrefixRequest | None = None
     """Prefix that connectors know, from when the request is queued until it is admitted."""
+    second_text: int = field(init=False)
+    """Place of the second of two texts in the prompt; 0 for one text."""
     grammar: Grammar | None = field(init=False)
     """The grammar of the answer, by which engines compare what they sample."""
     kv_source: KVSource | None = field(init=False)
@@ -125,8 +128,12 @@ class Request:
     """True once KV was loaded, or awaited in vain, since the request was queued."""
     fetched: range = range(0)
     """Indices of blocks that another engine computed for this request, and that were loaded."""
+    loaded: Sequence[tuple[int, int]] = ()
+    """Groups and indices of the blocks that transfers fill."""
     num_saved: int = 0
-    """Leading blocks that connectors were offered to save."""
+    """Leading blocks that connectors were offered to save, of groups that keep all."""
+    num_saved_tail: int = 0
+    """Leading blocks behind which connectors were last offered to save what other groups keep."""
     transfer_id: str | None = None
     """The transfer under which KV is held for another engine."""
 
@@ -134,6 +141,7 @@ class Request:
         self.request_id, self.kv_source = message.request_id, message.kv_source
         self.grammar = message.grammar
         self.adapter = message.adapter
+        self.second_text = message.second_text
         self.sampling = sampling = message.sampling
         self.eos_token_ids = frozenset(message.eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
@@ -253,4 +261,5 @@ class Request:
             num_scored_tokens=self.num_scored_tokens,
             pooling=self.pooling,
             adapter=self.adapter,
+            second_text=self.second_text,
         )

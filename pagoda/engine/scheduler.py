@@ -45,7 +45,7 @@ class Scheduler:
         order: Callable[[GenerateRequest, int], OrderKey] = order_key,
     ) -> None:
         """`clock` measures how long requests wait; `order` is the policy (see `order_key`)."""
-        if kv.pool.num_blocks * kv.block_size < limits.max_model_len:
+        if not kv.fit(limits.max_model_len, limits.batch_multiple):
             raise ValueError(
                 f"A KV cache of {kv.pool.num_blocks} blocks of {kv.block_size} tokens cannot hold one "
                 f"sequence of {limits.max_model_len} tokens."
@@ -118,6 +118,10 @@ class Scheduler:
             return f"A request with id {request.request_id} is already running."
         if request.num_prompt_tokens == 0:
             return "The prompt has no tokens."
+        if self.limits.whole_prompts and request.pooling is None:
+            return (
+                "The model is an encoder: it gives vectors or scores of texts and generates none."
+            )
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
                 f"The prompt has {request.num_prompt_tokens} tokens, the context holds "
@@ -201,7 +205,7 @@ class Scheduler:
             if samples and not request.generates:
                 chunks.append(self._end_prompt(request, scores, result.embeddings.get(slot)))
             elif samples:
-                if slot not in sampled:
+                if not sampled.get(slot):
                     raise RuntimeError(f"The result of step {result.step} lacks slot {slot}.")
                 if is_known:
                     continue
@@ -227,22 +231,41 @@ class Scheduler:
             self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
             self.batcher.leaders.advance(request)
             self.hooks.on_published(request)
+        self._drop_behind(request)
         if request.crash_count:
             self.quarantine.on_progress(request)
 
-    def append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenChunk:
-        source = None
-        if request.transfer_id is not None:
-            source = self.hooks.on_prefilled(request, token_id, logprobs)
-        self.places.append(request, token_id)
-        token_ids = [token_id]
-        reason, stop_reason = request.finish_reason()
-        if reason is None and request.constraint is not None:
-            if not request.constraint.consume(token_id):
-                if request.constraint.is_exhausted:
-                    return self.fail(request, _TOO_COMPLEX, blames_grammar=True)
-                return self.fail(request, _NOT_IN_LANGUAGE)
-            reason, stop_reason = self._append_forced(request, token_ids)
+    def _drop_behind(self, request: Request) -> None:
+        """Gives back blocks that lie behind the windows of all tokens to come."""
+        last_step = self.batcher.next_step - 1
+        if self.kv.keeps_all or not self.kv.drop_behind(
+            request.table, request.num_computed_tokens, last_step
+        ):
+            return
+        self.places.update(request)
+
+    def append(
+        self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> TokenChunk:
+        """Appends what a step sampled of a request, up to the token that ends the answer."""
+        source = reason = stop_reason = None
+        token_ids: list[int] = []
+        for index, token_id in enumerate(sampled):
+            if request.transfer_id is not None:
+                first = None if logprobs is None else logprobs[index]
+                source = self.hooks.on_prefilled(request, token_id, first)
+            self.places.append(request, token_id)
+            token_ids.append(token_id)
+            reason, stop_reason = request.finish_reason()
+            if reason is None and request.constraint is not None:
+                if not request.constraint.consume(token_id):
+                    if request.constraint.is_exhausted:
+                        return self.fail(request, _TOO_COMPLEX, blames_grammar=True)
+                    return self.fail(request, _NOT_IN_LANGUAGE)
+                if index == len(sampled) - 1:
+                    reason, stop_reason = self._append_forced(request, token_ids)
+            if reason is not None:
+                break
         if reason is not None:
             self.finish(request, reason)
         chunk = TokenChunk(
@@ -250,7 +273,7 @@ class Scheduler:
             token_ids,
             reason,
             stop_reason,
-            None if logprobs is None else [logprobs],
+            None if logprobs is None else logprobs[: len(token_ids)],
             request.num_cached_tokens or 0,
             kv_source=source,
         )
@@ -349,7 +372,7 @@ class Scheduler:
             self._wait_again(request)
         for request in self.waiting:
             request.forget_steps()
-            request.num_saved = 0
+            request.num_saved = request.num_saved_tail = 0
         self.kv.pool.clear_cache()
         self.places.drain_freed_slots()
         self.batcher.forget_blocked()

@@ -17,8 +17,7 @@ class GroupTransfers:
 
     def __init__(self, num_ranks: int, timeout_s: float, kv: Iterable[KVRank] = ()) -> None:
         """`kv` is that of the ranks, if they take part in handoff."""
-        sizes = (sum(p.num_heads * p.head_bytes for p in rank.parts) for rank in kv)
-        self._block_bytes = max(sizes, default=0)
+        self._kv = tuple(kv)
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
@@ -43,13 +42,21 @@ class GroupTransfers:
 
     def begin(self, transfers: Sequence[Transfer], now: float) -> None:
         for transfer in transfers:
-            entry = _UnderWay(transfer, self._block_bytes)
+            entry = _UnderWay(transfer, self._limit_s(transfer))
             self._under_way[transfer.transfer_id, transfer.generation] = entry
             for rank in range(self._num_ranks):
                 work = self._work[rank, entry.kind]
                 if work.num_open == 0:
                     work.moved_at = now
                 work.num_open += 1
+
+    def _limit_s(self, transfer: Transfer) -> float:
+        """Seconds that a worker itself may wait for another engine before it ends a transfer."""
+        source = transfer.source
+        if not isinstance(source, RemoteBlocks):
+            return 0.0
+        block_bytes = max((rank.block_bytes(source.group) for rank in self._kv), default=0)
+        return longest_transfer_s(len(source.block_ids) * block_bytes)
 
     def end(self, rank: int, end: TransferEnd, now: float) -> TransferEnd | None:
         """Notes the end on one rank; returns the joined end once the transfer has ended on all ranks."""
@@ -83,12 +90,10 @@ def _kind(transfer: Transfer) -> _Kind:
 
 
 class _UnderWay:
-    def __init__(self, transfer: Transfer, block_bytes: int) -> None:
+    def __init__(self, transfer: Transfer, limit_s: float) -> None:
         self.kind = _kind(transfer)
-        self.limit_s = 0.0
+        self.limit_s = limit_s
         """Seconds that a worker itself may wait for another engine before it ends the transfer."""
-        if isinstance(transfer.source, RemoteBlocks):
-            self.limit_s = longest_transfer_s(len(transfer.source.block_ids) * block_bytes)
         self.ends: dict[int, TransferEnd] = {}
 
 

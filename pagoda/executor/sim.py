@@ -26,6 +26,7 @@ from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
 from pagoda.messages.adapters import Adapter, AdapterLoaded
 from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
+from pagoda.messages.kv_groups import KVKind, full_group
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -154,7 +155,12 @@ class SimExecutor:
             ),
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_model_len=min(config.max_model_len, config.num_blocks * config.block_size),
+            max_model_len=(
+                config.max_model_len
+                if config.kv_groups
+                else min(config.max_model_len, config.num_blocks * config.block_size)
+            ),
+            kv_groups=config.kv_groups,
             vocab_size=config.vocab_size,
             summary="simulated worker",
             arithmetic="simulated",
@@ -293,6 +299,7 @@ class SimWorker:
     ) -> None:
         """`disk` holds objects that workers before it have written, and will hold what this one writes."""
         self._config = config
+        self._groups = config.kv_groups or (full_group(0, config.block_size),)
         self._num_stages = num_stages
         self._check_kv = check_kv
         self.slots: dict[int, _Slot] = {}
@@ -327,8 +334,8 @@ class SimWorker:
             if start.slot in self.slots:
                 raise ValueError(f"Slot {start.slot} is started while it is in use.")
             self.slots[start.slot] = _Slot(start)
-        for slot_id, block_ids in plan.new_blocks:
-            self.slots[slot_id].block_ids.extend(block_ids)
+        for new in plan.new_blocks:
+            self.slots[new.slot].block_ids[new.group].extend(new.block_ids)
         for slot_id, token_id in plan.new_tokens:
             self.slots[slot_id].tell(token_id)
         for slot_id, forced in plan.forced_tokens:
@@ -348,12 +355,13 @@ class SimWorker:
             if scores is not None:
                 prompt_logprobs[slot_id] = scores
             slot.num_computed_tokens += count
-        sampled, token_ids = [], []
-        logprobs: dict[int, TokenLogprobs] = {}
-        for slot_id in plan.slots:
+        sampled: list[int] = []
+        token_ids: list[list[int]] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self.slots[slot_id]
             if self._check_kv:
-                self._read(plan.step, slot_id, slot)
+                self._read(plan.step, slot, count)
             if slot.num_computed_tokens == len(slot.token_ids):
                 if slot.pooling is not None:
                     embeddings[slot_id] = sim_embedding(slot.token_ids)
@@ -365,12 +373,12 @@ class SimWorker:
                     token_id = slot.choose(self._config.vocab_size, masks.masks.get(slot_id))
                 slot.token_ids.append(token_id)
                 sampled.append(slot_id)
-                token_ids.append(token_id)
+                token_ids.append([token_id])
                 if slot.sampling.logprobs is not None:
                     top = slot.sampling.logprobs
-                    logprobs[slot_id] = TokenLogprobs(
-                        0.0, 1, [token_id] * min(top, 1), [0.0] * min(top, 1)
-                    )
+                    logprobs[slot_id] = [
+                        TokenLogprobs(0.0, 1, [token_id] * min(top, 1), [0.0] * min(top, 1))
+                    ]
         return StepResult(
             plan.step,
             sampled,
@@ -387,34 +395,50 @@ class SimWorker:
         self._step_reads.pop(step, None)
 
     def _write(self, step: int, slot: _Slot, count: int) -> None:
-        for position in range(slot.num_computed_tokens, slot.num_computed_tokens + count):
-            block_id, offset = self._cell(slot, position)
-            place: _Place = ("device", block_id)
-            if place in self._writing or self._reading[place]:
-                raise ValueError(
-                    f"Step {step} writes to block {block_id}, which is under transfer."
-                )
-            self._step_writes[step].add(place)
-            cells = self.memory["device"].setdefault(block_id, {})
-            cells[offset] = tuple(slot.token_ids[: position + 1])
+        start = slot.num_computed_tokens
+        for group, it in enumerate(self._groups):
+            if it.kind is KVKind.STATE and start:
+                self._expect(slot, group, start - 1)
+            for position in range(start, start + count):
+                block_id, offset = self._cell(slot, group, position)
+                place: _Place = ("device", block_id)
+                if place in self._writing or self._reading[place]:
+                    raise ValueError(
+                        f"Step {step} writes to block {block_id}, which is under transfer."
+                    )
+                self._step_writes[step].add(place)
+                cells = self.memory["device"].setdefault(block_id, {})
+                cells[offset] = _content(slot, group, position)
 
-    def _read(self, step: int, slot_id: int, slot: _Slot) -> None:
-        num_blocks = -(-slot.num_computed_tokens // self._config.block_size)
-        for block_id in slot.block_ids[:num_blocks]:
-            self._step_reads[step].add(("device", block_id))
-            if ("device", block_id) in self._writing:
-                raise ValueError(f"Step {step} reads block {block_id}, which is under transfer.")
-        for position in range(slot.num_computed_tokens):
-            block_id, offset = self._cell(slot, position)
-            cells = self.memory["device"].get(block_id, {})
-            if cells.get(offset) != tuple(slot.token_ids[: position + 1]):
-                raise ValueError(
-                    f"Slot {slot_id} would read another sequence's KV at position {position}."
-                )
+    def _read(self, step: int, slot: _Slot, count: int) -> None:
+        """Looks at all that the last `count` tokens of a slot have read."""
+        start, end = slot.num_computed_tokens - count, slot.num_computed_tokens
+        for group, it in enumerate(self._groups):
+            first = it.first_token(start)
+            for block_id in slot.block_ids[group][first // it.block_size : it.num_blocks_for(end)]:
+                self._step_reads[step].add(("device", block_id))
+                if ("device", block_id) in self._writing:
+                    raise ValueError(
+                        f"Step {step} reads block {block_id}, which is under transfer."
+                    )
+            for position in range(first, end):
+                is_overwritten = position + 1 < end and (position + 1) % it.block_size
+                if it.kind is not KVKind.STATE or not is_overwritten:
+                    self._expect(slot, group, position)
 
-    def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
-        block_index, offset = divmod(position, self._config.block_size)
-        return slot.block_ids[block_index], offset
+    def _expect(self, slot: _Slot, group: int, position: int) -> None:
+        block_id, offset = self._cell(slot, group, position)
+        cells = self.memory["device"].get(block_id, {})
+        if cells.get(offset) != _content(slot, group, position):
+            raise ValueError(
+                f"Slot {slot.slot} would read another sequence's KV at position {position}."
+            )
+
+    def _cell(self, slot: _Slot, group: int, position: int) -> tuple[int, int]:
+        """A block and the place of a token in it; a state has one place, whatever the token."""
+        it = self._groups[group]
+        block_index, offset = divmod(position, it.block_size)
+        return slot.block_ids[group][block_index], 0 if it.kind is KVKind.STATE else offset
 
     # ---- transfers
 
@@ -466,6 +490,12 @@ class SimWorker:
         return TransferEnd(transfer.transfer_id, transfer.generation, not_copied, error)
 
 
+def _content(slot: _Slot, group: int, position: int) -> tuple[int, ...]:
+    """Content of a group's cell behind a position of the sequence."""
+    own = slot.token_ids[: position + 1]
+    return (-group, *own) if group else tuple(own)
+
+
 def _places(place: TransferPlace) -> list[_Place]:
     match place:
         case DeviceBlocks(block_ids):
@@ -486,7 +516,8 @@ def _overwritten(place: TransferPlace) -> set[_Place]:
 class _Slot:
     def __init__(self, start: SlotStart) -> None:
         self.token_ids = list(start.token_ids)
-        self.block_ids = list(start.block_ids)
+        self.slot = start.slot
+        self.block_ids = [list(block_ids) for block_ids in start.block_ids]
         self.sampling = start.sampling
         self.num_computed_tokens = start.num_computed_tokens
         self.num_prompt_tokens = start.num_prompt_tokens

@@ -17,7 +17,7 @@ from pagoda.frontend.text_generator import TextGenerator, TextRequest
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import SamplingParams
 
-_WHOLE_CONTEXT = -1
+WHOLE_CONTEXT = -1
 """Value of `truncate_prompt_tokens` that stands for the length of the context."""
 _SPARE_TOKENS = 8
 """Tokens by which a text may be longer than what is kept of it, so that the cut does not change kept tokens."""
@@ -38,6 +38,8 @@ class EmbeddingOptions:
     truncate_prompt_tokens: int | None = None
     """Longer prompts are cut to so many tokens; -1 cuts to the context."""
     add_special_tokens: bool = True
+    prompt_name: str | None = None
+    """Name of the beginning that the model's authors gave texts of a kind; theirs where it is None."""
     priority: int = 0
     cache_salt: str | None = None
 
@@ -62,10 +64,29 @@ async def embed(
     name of each.
     Raises InvalidRequestError: a value does not fit the model; names the field. EmbeddingError: an engine failed.
     OverloadedError, EngineDeadError: as `Endpoint.generate`."""
+    defaults = generator.text.pooling
+    if defaults.task == "score":
+        refuse(
+            "model", "gives scores of pairs of texts, no vectors; ask POST /v1/rerank or /v1/score"
+        )
+    pooling = options.pooling or defaults.pooling
+    if pooling is Pooling.SCORE:
+        refuse("pooling", "must be last, mean or cls; this model has no head that gives scores")
+    if pooling is Pooling.FIRST and not defaults.encodes:
+        refuse("pooling", "must be last or mean: in a decoder, the first token has seen no other")
+    try:
+        beginning = defaults.prompt(options.prompt_name)
+    except KeyError:
+        known = ", ".join(sorted(defaults.prompts)) or "none"
+        refuse(
+            "prompt_name", f"must be the name of a prompt of the model, of which there are: {known}"
+        )
     sampling = generator.check_sampling(SamplingParams(temperature=0, seed=0, max_tokens=0))
     requests: list[TextRequest] = []
     names = names_of(param, len(prompts)) if isinstance(param, str) else param
     for name, prompt in zip(names, prompts, strict=True):
+        if beginning and isinstance(prompt, str):
+            prompt = f"{beginning}{prompt}"
         token_ids = await _token_ids(generator, prompt, options, name)
         requests += await generator.prepare(
             token_ids,
@@ -73,7 +94,7 @@ async def embed(
             param=name,
             priority=options.priority,
             cache_salt=options.cache_salt,
-            pooling=options.pooling or generator.text.pooling.pooling,
+            pooling=pooling,
             client_request=client_request,
         )
     return await gather_all([_embedding(generator, request, options) for request in requests])
@@ -88,18 +109,19 @@ async def _token_ids(
     generator: TextGenerator, prompt: str | Sequence[int], options: EmbeddingOptions, param: str
 ) -> Sequence[int]:
     most = options.truncate_prompt_tokens
-    if most == _WHOLE_CONTEXT:
+    if most == WHOLE_CONTEXT:
         most = generator.endpoint.limits.max_model_len
     if not isinstance(prompt, str):
         return prompt if most is None else prompt[:most]
-    if most is not None:
-        prompt = prompt[: (most + _SPARE_TOKENS) * generator.text.tokenizer.longest_token_chars]
-        most = min(most, generator.endpoint.limits.max_model_len)
     special = options.add_special_tokens
-    token_ids = await generator.encode(prompt, add_special_tokens=special, param=param)
-    if most is None or len(token_ids) <= most:
+    if most is None:
+        return await generator.encode(prompt, add_special_tokens=special, param=param)
+    most = min(most, generator.endpoint.limits.max_model_len)
+    prompt = prompt[: (most + _SPARE_TOKENS) * generator.text.tokenizer.longest_token_chars]
+    token_ids = await generator.tokenize(prompt, add_special_tokens=special)
+    if len(token_ids) <= most:
         return token_ids
-    bare = await generator.encode(prompt, add_special_tokens=False, param=param)
+    bare = await generator.tokenize(prompt, add_special_tokens=False)
     num_special = len(token_ids) - len(bare)
     begin = next(i for i in range(num_special + 1) if token_ids[i : i + len(bare)] == bare)
     end = begin + len(bare)

@@ -21,7 +21,7 @@ from msgspec import Meta
 from pagoda.checkpoints.adapters import MAX_RANK
 from pagoda.checkpoints.resolve import ModelFiles, resolve_model
 from pagoda.checkpoints.topology import check_topology
-from pagoda.devices import BackendName, check_devices_of_host
+from pagoda.devices import check_backend, check_devices_of_host
 from pagoda.engine.config import (
     EngineConfig,
     HandoffConfig,
@@ -82,8 +82,9 @@ class EngineOptions:
     """A text by whose inputs weights are rounded: closer to the model, but every start takes a minute or two."""
     kv_cache_dtype: KVDtype = "auto"
     """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
-    backend: BackendName = "auto"
-    """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
+    backend: str = "auto"
+    """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available; others are
+    brought by packages."""
     max_model_len: Count | None = None
     """The longest sequence, prompt and answer together; by default what the model can do."""
     max_num_seqs: Count = 256
@@ -238,7 +239,8 @@ class ParallelOptions:
     ] = 1
     """Stages of a replica, each with some of its layers."""
     devices: Annotated[str | tuple[str, ...] | None, Parameter(metavar="LIST", negative=())] = None
-    """Devices of the ranks, such as cpu:0,cpu:1, which are equal parts of the cores; by default the first ones."""
+    """Devices of the ranks, such as cpu:0,cpu:1, which are equal parts of the cores; by default the first ones.
+    npu:0+npu:1 are two of one rank, where its backend drives several."""
     enable_expert_parallel: bool = False
     """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
 
@@ -339,6 +341,7 @@ class ExecutorOptions:
         config = msgspec.structs.replace(config, executor=self.executor, worker=worker)
         if self.executor == "sim":
             return msgspec.structs.replace(config, sim=self._sim_config(engine))
+        check_backend(worker.backend, topology.devices)
         check_topology(model, engine.load_format, topology)
         if self.executor == "local":
             return msgspec.structs.replace(config, worker=_on_this_host(worker))

@@ -83,19 +83,26 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _SPLITS = {
     "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": _Split((_GPT2,)),
+    **dict.fromkeys(("gpt-2", "olmo", "exaone4"), _Split((_GPT2,))),
     "qwen2": _Split((_QWEN2,), nfc=True),
-    "deepseek-r1-qwen": _Split((_QWEN2,)),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _Split((_QWEN2,))),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"),
         _Split((_LLAMA3,), words_first=True, begins=True),
     ),
-    "smaug-bpe": _Split((_LLAMA3,)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Split((_LLAMA3,))),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Split((_O200K,))),
+    "seed-coder": _Split((_SEED,)),
     "tekken": _Split((_TEKKEN,), words_first=True, begins=True),
-    **dict.fromkeys(("smollm", "refact", "starcoder"), _Split((r"\p{N}", _GPT2))),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r"), _Split((r"\p{N}", _GPT2))),
 }
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.resolve import ModelFiles
-from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.errors import ConfigError, InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ParserChoice
 from pagoda.frontend.chat_template import ChatTemplate, read_template
 from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer
@@ -54,8 +54,18 @@ class ModelText:
         """The formats in which the model writes tool calls and reasoning."""
         return self.parsers.formats(self.chat_template.source if self.chat_template else "")
 
+    def check_generates(self) -> None:
+        """Raises InvalidRequestError: the model answers with vectors or scores alone."""
+        if self.pooling.generates:
+            return
+        rule = "gives vectors of texts and generates none; ask POST /v1/embeddings"
+        if self.pooling.task == "score":
+            rule = "gives scores of texts and generates none; ask POST /v1/rerank or /v1/score"
+        refuse("model", rule)
+
     def require_template(self) -> ChatTemplate:
-        """Raises InvalidRequestError: the model has no chat template."""
+        """Raises InvalidRequestError: the model has no chat template, or does not generate."""
+        self.check_generates()
         if self.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template; its operator can give one with --chat-template FILE.",

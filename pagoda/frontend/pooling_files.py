@@ -1,22 +1,27 @@
-"""Files of sentence-transformers beside a model: how its hidden states become the vector of a text."""
+"""Files of sentence-transformers beside a model: how its hidden states become the vector of a text, or a score."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pagoda.checkpoints.config_json import read_model_config, task_of
+from pagoda.checkpoints.family import Task
 from pagoda.errors import ConfigError
 from pagoda.messages.frontend import Pooling
 
-_MODULE_KINDS = ("Transformer", "Pooling", "Normalize")
+_MODULE_KINDS = ("Transformer", "Pooling", "Normalize", "LogitScore")
 _MODES = {
     "pooling_mode_lasttoken": Pooling.LAST,
     "lasttoken": Pooling.LAST,
     "pooling_mode_mean_tokens": Pooling.MEAN,
     "mean": Pooling.MEAN,
+    "pooling_mode_cls_token": Pooling.FIRST,
+    "cls": Pooling.FIRST,
 }
 """Keys of older and values of newer files."""
 
@@ -27,6 +32,23 @@ class PoolingDefaults:
 
     pooling: Pooling = Pooling.LAST
     normalize: bool = True
+    task: Task = "generate"
+    """Purpose of the model; one that generates gives vectors as well."""
+    generates: bool = True
+    """False where the model has no head that says what comes next."""
+    encodes: bool = False
+    """True of an encoder, which sees all of a text at once."""
+    sigmoid: bool = True
+    """Scores are brought between 0 and 1."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of texts by name, such as `query`."""
+    default_prompt: str | None = None
+    """Name of the beginning of texts for which none is named."""
+
+    def prompt(self, name: str | None) -> str:
+        """The beginning of texts of that name. Raises KeyError: the model has none of that name."""
+        name = self.default_prompt if name is None else name
+        return "" if name is None else self.prompts[name]
 
 
 class _Module(msgspec.Struct, frozen=True):
@@ -34,12 +56,34 @@ class _Module(msgspec.Struct, frozen=True):
     path: str = ""
 
 
+class _Prompts(msgspec.Struct, frozen=True):
+    """Parts of config_sentence_transformers.json."""
+
+    prompts: dict[str, str] = {}
+    default_prompt_name: str | None = None
+    activation_fn: str | None = None
+
+
 def read_pooling(directory: Path) -> PoolingDefaults:
     """Pooling as `modules.json` and the files that it names say, or the default where there is no such file.
     Raises ConfigError: a file cannot be read, or says what Pagoda does not do; names the file."""
+    defaults = _by_architecture(directory)
+    path = directory / "config_sentence_transformers.json"
+    if path.is_file():
+        said = _read(path, _Prompts)
+        if said.default_prompt_name is not None and said.default_prompt_name not in said.prompts:
+            raise ConfigError(
+                f"{str(path)!r} has no prompt of its default_prompt_name {said.default_prompt_name!r}."
+            )
+        defaults = replace(defaults, prompts=said.prompts, default_prompt=said.default_prompt_name)
+        if said.activation_fn is not None and defaults.task == "score":
+            kind = said.activation_fn.rpartition(".")[2]
+            if kind not in ("Sigmoid", "Identity"):
+                raise ConfigError(f"{str(path)!r} must name the activation_fn Sigmoid or Identity.")
+            defaults = replace(defaults, sigmoid=kind == "Sigmoid")
     path = directory / "modules.json"
-    if not path.is_file():
-        return PoolingDefaults()
+    if not path.is_file() or defaults.task == "score":
+        return defaults
     pooling, normalize = Pooling.LAST, False
     for module in _read(path, list[_Module]):
         kind = module.type.rpartition(".")[2]
@@ -50,7 +94,29 @@ def read_pooling(directory: Path) -> PoolingDefaults:
         normalize |= kind == "Normalize"
         if kind == "Pooling":
             pooling = _mode(directory / module.path / "config.json")
-    return PoolingDefaults(pooling, normalize)
+    if pooling is Pooling.FIRST and not defaults.encodes:
+        raise ConfigError(
+            f"{str(path)!r} pools the first token, which in a decoder has seen no other; only encoders are "
+            "pooled so."
+        )
+    return replace(defaults, pooling=pooling, normalize=normalize)
+
+
+def _by_architecture(directory: Path) -> PoolingDefaults:
+    """Pooling of a model of an architecture, without files that say more."""
+    task, encodes = task_of(directory)
+    if task != "score":
+        pooling = Pooling.FIRST if encodes else Pooling.LAST
+        generates = task == "generate"
+        return PoolingDefaults(pooling, task=task, encodes=encodes, generates=generates)
+    classifier = read_model_config(directory).classifier
+    return PoolingDefaults(
+        Pooling.SCORE,
+        task=task,
+        encodes=encodes,
+        generates=classifier is None,
+        sigmoid=classifier is None or classifier.sigmoid,
+    )
 
 
 def _mode(path: Path) -> Pooling:
@@ -62,7 +128,11 @@ def _mode(path: Path) -> Pooling:
         wanted = [str(fields["pooling_mode"])]
     if len(wanted) != 1 or wanted[0] not in _MODES:
         raise ConfigError(
-            f"{str(path)!r} must ask for one of the last token and the mean, not {wanted}."
+            f"{str(path)!r} must ask for one of the last token, the first token and the mean, not {wanted}."
+        )
+    if fields.get("include_prompt") is False:
+        raise ConfigError(
+            f"{str(path)!r} leaves prompts out of the mean (include_prompt), which is not supported."
         )
     return _MODES[wanted[0]]
 

@@ -154,19 +154,27 @@ class TextGenerator:
         Raises PromptTooLongError: `text` is so long that no tokens that fit the context could spell it;
         InvalidRequestError: `text` is not valid Unicode.
         """
-        tokenizer = self.text.tokenizer
+        self.check_length(text, param)
+        return await self.tokenize(text, add_special_tokens=add_special_tokens)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`, however long. Raises InvalidRequestError: `text` is not valid Unicode."""
+        work = partial(self.text.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self.run_sized(work, len(text))
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raises PromptTooLongError: `text` is so long that no tokens that fit the context could spell it."""
+        longest_token = self.text.tokenizer.longest_token_chars
         context = self.endpoint.limits.max_model_len
-        most = context * tokenizer.longest_token_chars
+        most = context * longest_token
         if len(text) > most:
             raise PromptTooLongError(
                 f"{param} has {len(text)} characters and is longer than the model's context length allows: "
                 f"This model's maximum context length is {context} tokens, which hold {most} at most.",
                 param=param,
-                num_tokens=-(-len(text) // tokenizer.longest_token_chars),
+                num_tokens=-(-len(text) // longest_token),
                 context=context,
             )
-        work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await self.run_sized(work, len(text))
 
     async def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; `options` are those of `render_conversation`.
@@ -238,6 +246,8 @@ class TextGenerator:
 
         Raises InvalidRequestError: the prompt does not fit the model; names the field.
         """
+        if pooling is None:
+            self.text.check_generates()
         limits = self.endpoint.limits
         if client_request is None:
             client_request = ClientRequest(id=uuid.uuid4().hex, arrived_ns=self.tracker.clock_ns())

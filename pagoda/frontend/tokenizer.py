@@ -7,13 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.errors import ConfigError, InvalidRequestError, refuse
 from pagoda.frontend.detokenizer import (
     ByteLevelDecoder,
     IncrementalDecoder,
@@ -27,6 +27,14 @@ from pagoda.frontend.detokenizer import (
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
 P = TypeVar("P")
+
+
+class PairTokens(NamedTuple):
+    """Token ids of two texts in one prompt."""
+
+    ids: list[int]
+    second: int
+    """Place of the first token that belongs to the second text by its type; 0 where types do not tell."""
 
 
 class Tokenizer:
@@ -62,6 +70,31 @@ class Tokenizer:
             ) from None
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_pair(
+        self, first: str, second: str, *, add_special_tokens: bool, most: int | None = None
+    ) -> PairTokens:
+        """Token ids of two texts and what stands around them; the longer is cut first, down to `most` tokens.
+        Raises InvalidRequestError: a text has half of a surrogate pair, or `most` leaves no room for any."""
+        try:
+            one, other = self._backend.encode_batch([first, second], add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError):
+            raise InvalidRequestError(
+                "a text holds half of a surrogate pair, which is not valid Unicode."
+            ) from None
+        if most is not None:
+            around = self._backend.num_special_tokens_to_add(is_pair=True) * add_special_tokens
+            if most < around:
+                refuse(
+                    "truncate_prompt_tokens", f"must be at least {around}, the tokens around texts"
+                )
+            shorter, longer = sorted((one, other), key=len)
+            kept = min(len(shorter), (most - around) // 2)
+            longer.truncate(min(len(longer), most - around - kept))
+            shorter.truncate(kept)
+        both = self._backend.post_process(one, other, add_special_tokens)
+        types: list[int] = both.type_ids
+        return PairTokens(both.ids, types.index(1) if 1 in types else 0)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if self._render_unknown is None:

@@ -5,6 +5,7 @@
 
 The salt is in the root and so in every key of the chain: requests with different salts never share a block; nor do
 those with different adapters, which are known by the digest of their files.
+Blocks of one prefix in several KV groups have keys that differ in the last byte by the number of the group.
 SHA-256 rather than Python's `hash`: keys are the same in every process, and nobody can craft a collision.
 """
 
@@ -14,6 +15,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import overload
 
 KEY_VERSION = "pagoda-kv-1"
 SHORT_KEY_BYTES = 8
@@ -34,6 +36,38 @@ def root_key(block_size: int, cache_salt: str | None = None, adapter: str = "") 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a block that holds `token_ids` behind the block of `parent`; 32 bytes."""
     return hashlib.sha256(parent + _bytes_of(token_ids)).digest()
+
+
+def group_key(key: bytes, group: int) -> bytes:
+    """The key of a block of KV group `group`, from 0 to 255, that ends where the block of `key` ends; 32 bytes."""
+    return key[:-1] + bytes((key[-1] ^ group,)) if group else key
+
+
+class GroupKeys(Sequence[bytes]):
+    """Keys of the leading blocks of a prefix in one KV group, made as they are asked for."""
+
+    def __init__(self, keys: Sequence[bytes], group: int, ratio: int, num_blocks: int) -> None:
+        """`keys` are those of group 0; a block of `group` is `ratio` of its blocks."""
+        self._keys = keys
+        self._group = group
+        self._ratio = ratio
+        self._num_blocks = num_blocks
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._num_blocks))]
+        if not 0 <= index < self._num_blocks:
+            raise IndexError(f"The group has {self._num_blocks} blocks, but no block {index}.")
+        return group_key(self._keys[(index + 1) * self._ratio - 1], self._group)
 
 
 def _bytes_of(token_ids: Sequence[int]) -> bytes:

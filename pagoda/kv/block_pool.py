@@ -6,10 +6,14 @@ Every block is in exactly one of three states:
     cached      no reference, a key: holds K and V that a later request may reuse
     referenced  listed by at least one live request or transfer
 
-Free and cached blocks are linked into one list, from which blocks are taken at the head. Free blocks are put
-back at the head and cached ones at the tail, so a cached block is evicted only when no free one is left, and
-then the one that was released longest ago. The links are in the blocks themselves: taking, returning and
-pulling a cached block out of the middle are all O(1).
+Free and cached blocks are linked into rings, from which blocks are taken at the head: first free blocks, then
+cached ones that nobody is likely to want, then the others. A free block is put back at the head of its ring and
+a cached one at the tail, so a cached block is evicted only when no free one is left, and then the one that was
+released longest ago. The links are in the blocks themselves: taking, returning and pulling a cached block out of
+the middle are all O(1).
+
+Blocks of all KV groups are in one pool. Each is filed under a key of its group (`group_key`); the recorder is told
+of those of group 0 only, which are the ones that others know prefixes by.
 """
 
 from __future__ import annotations
@@ -22,13 +26,15 @@ from pagoda.kv.events import CacheRecorder, Medium
 class Block:
     """One block of the KV cache; identified by its index into the device tensors, or into an arena of slots."""
 
-    __slots__ = ("block_id", "key", "next", "previous", "ref_count", "used_by")
+    __slots__ = ("block_id", "group", "key", "next", "previous", "ref_count", "used_by")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: bytes | None = None
         """Digest of all tokens up to the end of this block, once it is full and computed."""
+        self.group = 0
+        """KV group of what the block holds, while it has a key."""
         self.used_by = -1
         """The last step that may still have read it or written to it after it was freed; -1 if none had."""
         self.previous: Block = self
@@ -55,16 +61,19 @@ class BlockPool:
         """Blocks that can be found no longer; `num_cached` is the difference."""
         self._recorder = recorder or CacheRecorder(keeps_events=False)
         self._medium = medium
-        self._ends = Block(-1)
-        """Sentinel of the ring of available blocks: its `next` is the head, its `previous` the tail."""
+        self._free, self._unlikely, self._likely = rings = (Block(-1), Block(-1), Block(-1))
+        """Sentinels of the rings of available blocks: `next` is the head, `previous` the tail."""
+        self._rings = rings
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._by_key: dict[bytes, Block] = {}
+        self._num_grouped = 0
+        """Cached blocks of groups other than 0."""
         self.num_available = 0
         """Blocks that `allocate` can give: free, or cached and evictable."""
         self.num_evictable = 0
         """Available blocks that are cached."""
         for block in self._blocks:
-            self._link_before(self._ends, block)
+            self._link_before(self._free, block)
 
     @property
     def num_cached(self) -> int:
@@ -79,8 +88,12 @@ class BlockPool:
         if count > self.num_available:
             raise ValueError(f"{count} blocks wanted, {self.num_available} available.")
         taken = []
+        rings = iter(self._rings)
+        ring = next(rings)
         for _ in range(count):
-            block = self._ends.next
+            while ring.next is ring:
+                ring = next(rings)
+            block = ring.next
             self._unlink(block)
             block.ref_count = 1
             self._forget(block)
@@ -88,7 +101,10 @@ class BlockPool:
         return taken
 
     def keys(self) -> Collection[bytes]:
-        return self._by_key.keys()
+        """Keys of cached blocks of group 0."""
+        if not self._num_grouped:
+            return self._by_key.keys()
+        return [key for key, block in self._by_key.items() if block.group == 0]
 
     def find(self, key: bytes) -> Block | None:
         """The block that holds the tokens of `key`, if any. Takes no reference."""
@@ -101,11 +117,11 @@ class BlockPool:
                 self._unlink(block)
             block.ref_count += 1
 
-    def release(self, blocks: Sequence[Block]) -> None:
+    def release(self, blocks: Sequence[Block], *, likely: bool = True) -> None:
         """Drops one reference from each block of a chain.
 
         The last block goes back first, so that the ends of chains are evicted before their roots: a root
-        serves more prefixes.
+        serves more prefixes. Blocks that nobody is `likely` to want again are evicted before all others.
 
         Raises ValueError if a block has no reference to drop.
         """
@@ -114,7 +130,8 @@ class BlockPool:
                 raise ValueError(f"{block} is released more often than it was taken.")
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._link_before(self._ends if block.key else self._ends.next, block)
+                cached = self._likely if likely else self._unlikely
+                self._link_before(cached if block.key else self._free.next, block)
 
     def publish(
         self,
@@ -122,6 +139,7 @@ class BlockPool:
         key: bytes,
         parent: bytes | None = None,
         token_ids: Sequence[int] = (),
+        group: int = 0,
     ) -> None:
         """Makes a full, computed block findable, unless another is already: the first one under a key keeps it.
 
@@ -134,8 +152,12 @@ class BlockPool:
         if block.key is not None or self._by_key.setdefault(key, block) is not block:
             return
         block.key = key
+        block.group = group
         self.num_stored += 1
-        self._recorder.store(key, parent, token_ids, self._medium)
+        if group:
+            self._num_grouped += 1
+        else:
+            self._recorder.store(key, parent, token_ids, self._medium)
 
     def discard(self, key: bytes) -> None:
         """Makes a block unfindable: its content is wrong."""
@@ -145,14 +167,16 @@ class BlockPool:
 
     def clear_cache(self) -> None:
         """Forgets all keys, since the memory has been lost. References stay."""
+        lost = list(self.keys())
         for block in self._blocks:
             block.used_by = -1
         for block in self._by_key.values():
             block.key = None
         self.num_evictable = 0
         self.num_removed += len(self._by_key)
-        self._recorder.lose(self._by_key, self._medium)
+        self._recorder.lose(lost, self._medium)
         self._by_key.clear()
+        self._num_grouped = 0
 
     def _forget(self, block: Block) -> None:
         key = block.key
@@ -164,7 +188,10 @@ class BlockPool:
         if self._by_key.get(key) is block:
             del self._by_key[key]
             self.num_removed += 1
-            self._recorder.remove(key, self._medium)
+            if block.group:
+                self._num_grouped -= 1
+            else:
+                self._recorder.remove(key, self._medium)
 
     def _link_before(self, successor: Block, block: Block) -> None:
         block.previous, block.next = successor.previous, successor
@@ -189,10 +216,11 @@ class BlockPool:
         Raises ValueError, which names the invariant, if one is broken.
         """
         listed: list[Block] = []
-        block = self._ends.next
-        while block is not self._ends and len(listed) <= self.num_blocks:
-            listed.append(block)
-            block = block.next
+        for ring in self._rings:
+            block = ring.next
+            while block is not ring and len(listed) <= self.num_blocks:
+                listed.append(block)
+                block = block.next
         unreferenced = [block for block in self._blocks if block.ref_count == 0]
         if sorted(block.block_id for block in listed) != [block.block_id for block in unreferenced]:
             raise ValueError("The list of available blocks is not the set of unreferenced blocks.")

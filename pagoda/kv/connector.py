@@ -11,15 +11,19 @@ like computed ones, and the request is then admitted as usual and finds them on 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from pagoda.kv.block_keys import GroupKeys
 from pagoda.kv.block_pool import Block
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
 from pagoda.messages.worker import WorkerReady
+
+OtherKeys = Callable[[int], Iterable[bytes]]
+"""Keys of blocks of other groups that may be needed behind so many leading blocks of a prefix."""
 
 
 class PrefixRequest(msgspec.Struct, frozen=True):
@@ -33,6 +37,16 @@ class PrefixRequest(msgspec.Struct, frozen=True):
     """Tokens of these blocks, as they were when the request was queued."""
     source: KVSource | None = None
     """Another engine that has the blocks, or will have them."""
+    group: int = 0
+    """KV group of the blocks."""
+    other_keys: OtherKeys | None = None
+    """Blocks of other groups that the request may need; None without such groups. Any thread may ask."""
+
+    def of_group(self, group: int, ratio: int, num_blocks: int) -> PrefixRequest:
+        """The leading blocks of another group, each of which is `ratio` blocks of group 0."""
+        is_whole = group == 0 and num_blocks == len(self.keys)
+        keys = self.keys if is_whole else GroupKeys(self.keys, group, ratio, num_blocks)
+        return PrefixRequest(self.request_id, keys, self.token_ids, self.source, group)
 
 
 class CachedBlock(NamedTuple):
@@ -43,6 +57,8 @@ class CachedBlock(NamedTuple):
     parent: bytes | None
     """Key of the block before it; None for the first block of a prefix."""
     token_ids: Sequence[int]
+    group: int = 0
+    """KV group that the block belongs to."""
 
 
 class KVConnector(Protocol):

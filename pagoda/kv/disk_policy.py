@@ -8,12 +8,15 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
+from pagoda.kv.block_keys import group_key
 from pagoda.kv.disk_index import DiskIndex
 from pagoda.kv.disk_scanner import OWN, Removed
 
 _GENERATION = 2**17
 _CREDIT_BITS = 16
 _MAX_CREDIT = 2**_CREDIT_BITS - 1
+_IS_WORTH_IT = 2**_CREDIT_BITS
+_COUNT_SHIFT = _CREDIT_BITS + 1
 
 _HIGH_PERCENT = 95
 _LOW_PERCENT = 85
@@ -32,6 +35,9 @@ class AdmissionFilter:
     A conversation continues behind the prefix that it repeats. Each block of a prefix that was touched often
     enough gives one credit, and each credit lets one block behind that prefix in at its first touch.
 
+    A prefix is of use if all KV groups have what is needed at its end, so blocks of other groups are worth as much
+    as the block of group 0 that ends where they end. Where group 0 is not offered it, they count by themselves.
+
     Counts are kept in two generations. When the younger one has `generation` keys it becomes the older one, so at
     least the last `generation` keys are remembered and at most twice as many.
     """
@@ -45,34 +51,38 @@ class AdmissionFilter:
     def __len__(self) -> int:
         return len(self._younger) + len(self._older)
 
-    def touch(self, key: bytes, parent: bytes | None = None, *, is_kept: bool = False) -> bool:
-        """Counts one touch; returns whether the block is worth a place.
+    def touch(
+        self, key: bytes, parent: bytes | None = None, group: int = 0, *, is_kept: bool = False
+    ) -> bool:
+        """Counts one touch of a block of a KV group; returns whether it is worth a place.
 
-        The parent must have been touched before; the first block of a prefix has none. `is_kept`: the block has a
-        place already.
+        The parent, and the block of group 0 that ends with it, must have been touched before; the first block of a
+        prefix has no parent. `is_kept`: the block has a place already.
         """
         if self._min_touches <= 1:
             return True
-        count = min((self._find(key) >> _CREDIT_BITS) + 1, self._min_touches)
-        credit = 0 if parent is None else self._find(parent) & _MAX_CREDIT
+        if group and (in_first := self._find(_short(group_key(key, group), 0))):
+            return bool(in_first & _IS_WORTH_IT)
+        short = _short(key, group)
+        count = min((self._find(short) >> _COUNT_SHIFT) + 1, self._min_touches)
+        credit = 0 if parent is None else self._find(_short(parent, group)) & _MAX_CREDIT
         is_back = is_kept or count >= self._min_touches
         is_worth_it = is_back or credit > 0
         credit = min(credit + 1, _MAX_CREDIT) if is_back else max(credit - 1, 0)
-        self._younger[_short(key)] = count << _CREDIT_BITS | credit
+        self._younger[short] = count << _COUNT_SHIFT | is_worth_it * _IS_WORTH_IT | credit
         if len(self._younger) >= self._generation:
             self._older, self._younger = self._younger, {}
         return is_worth_it
 
-    def _find(self, key: bytes) -> int:
-        """Touches of a key, with its credit in the lower `_CREDIT_BITS` bits."""
-        short = _short(key)
+    def _find(self, short: int) -> int:
+        """Touches of a key; below these, whether the last one was worth a place, and the credit."""
         found = self._younger.get(short)
         return self._older.get(short, 0) if found is None else found
 
 
-def _short(key: bytes) -> int:
-    """First 64 bits of a digest: enough to tell keys apart, and small."""
-    return int.from_bytes(key[:8])
+def _short(key: bytes, group: int) -> int:
+    """First 64 bits of a digest, which all groups share, and the group: enough to tell keys apart, and small."""
+    return int.from_bytes(key[:8]) << 8 | group
 
 
 class WriteBackoff:

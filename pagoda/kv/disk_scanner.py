@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
+from pagoda.kv.connector import OtherKeys
 from pagoda.kv.objects import (
     FAN_OUTS,
     FoundFile,
@@ -91,7 +92,7 @@ class Probe(NamedTuple):
 class ProbeAnswer(NamedTuple):
     probe: Probe
     found: Sequence[bytes]
-    """The keys that are there, up to the first that is not."""
+    """The keys that are there, up to the first that is not; then other blocks that are of use behind these."""
 
 
 class Removed(NamedTuple):
@@ -138,7 +139,7 @@ class DiskScanner:
         self._misfits: list[FoundFile] = []
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
-        self._probes: OrderedDict[Probe, Sequence[bytes]] = OrderedDict()
+        self._probes: OrderedDict[Probe, tuple[Sequence[bytes], OtherKeys | None]] = OrderedDict()
         self._removals: deque[tuple[int, Sequence[bytes]]] = deque()
         self._news: deque[News] = deque()
         self._backlog = 0
@@ -151,10 +152,13 @@ class DiskScanner:
 
     # ---- the engine's side
 
-    def probe(self, probe: Probe, keys: Sequence[bytes]) -> None:
-        """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
+    def probe(self, probe: Probe, keys: Sequence[bytes], others: OtherKeys | None = None) -> None:
+        """Looks for keys that have not been found so far, and for other blocks; a `ProbeAnswer` follows.
+
+        `others` is asked for these by the number of leading keys that are there.
+        """
         with self._changed:
-            self._probes[probe] = keys
+            self._probes[probe] = keys, others
             self._changed.notify()
 
     def cancel_probe(self, probe: Probe) -> None:
@@ -218,7 +222,7 @@ class DiskScanner:
                     removal = self._removals.popleft()
             try:
                 if asked is not None:
-                    self._tell(self._answer(*asked))
+                    self._tell(self._answer(asked[0], *asked[1]))
                 elif removal is not None:
                     self._remove(*removal)
                 elif next(scan, None) is None:
@@ -247,21 +251,21 @@ class DiskScanner:
             self._backlog += _weight(news)
             os.eventfd_write(self._readable, 1)
 
-    def _answer(self, probe: Probe, keys: Sequence[bytes]) -> ProbeAnswer:
-        own = self._own
-        found = []
-        for key in keys:
-            path = f"{own.path}/{object_name(key)}"
-            try:
-                status = os.stat(path, follow_symlinks=False)
-            except OSError as error:
-                if not isinstance(error, FileNotFoundError):
-                    self._complain(own.path, error)
-                break
-            if not stat.S_ISREG(status.st_mode) or status.st_size != own.object_bytes:
-                break
-            found.append(key)
+    def _answer(self, probe: Probe, keys: Sequence[bytes], others: OtherKeys | None) -> ProbeAnswer:
+        found = list(itertools.takewhile(self._is_there, keys))
+        if others is not None:
+            found += filter(self._is_there, others(len(found)))
         return ProbeAnswer(probe, found)
+
+    def _is_there(self, key: bytes) -> bool:
+        own = self._own
+        try:
+            status = os.stat(f"{own.path}/{object_name(key)}", follow_symlinks=False)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self._complain(own.path, error)
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size == own.object_bytes
 
     def _remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes one piece; the rest has its turn after more urgent work."""

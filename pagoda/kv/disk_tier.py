@@ -9,13 +9,13 @@ the quota cannot be kept before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
-from pagoda.kv.connector import CachedBlock, PrefixRequest
+from pagoda.kv.connector import CachedBlock, OtherKeys, PrefixRequest
 from pagoda.kv.disk_index import DiskIndex
 from pagoda.kv.disk_policy import AdmissionFilter, Evictor, WriteBackoff
 from pagoda.kv.disk_scanner import (
@@ -121,14 +121,18 @@ class DiskTier:
     # ---- what requests find
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
-        unknown = [key for key in prefix.keys[start:] if not self._has(key)]
-        if not unknown or self._is_hanging():
+        keys = prefix.keys
+        unknown = [index for index in range(start, len(keys)) if not self._has(keys[index])]
+        if not (unknown or (prefix.other_keys and keys)) or self._is_hanging():
             return
         if self._unheard_since is None:
             self._unheard_since = self._clock.now()
         self._num_probes += 1
         probe = self._probes[prefix.request_id] = Probe(prefix.request_id, self._num_probes)
-        self._scanner.probe(probe, unknown)
+        others: OtherKeys | None = None
+        if prefix.other_keys is not None:
+            others = partial(_keys_behind, prefix.other_keys, [*unknown, len(keys)])
+        self._scanner.probe(probe, [keys[index] for index in unknown], others)
 
     def on_dequeued(self, request_id: str) -> None:
         probe = self._probes.pop(request_id, None)
@@ -192,7 +196,7 @@ class DiskTier:
         for cached in cached_blocks:
             key = cached.key
             is_kept = self._has(key)
-            is_worth_it = self._admission.touch(key, cached.parent, is_kept=is_kept)
+            is_worth_it = self._admission.touch(key, cached.parent, cached.group, is_kept=is_kept)
             if is_kept:
                 known.append(key)
             elif is_worth_it and may_store and not self._evictor.is_changing(key):
@@ -268,6 +272,8 @@ class DiskTier:
         self._num_stored += len(good)
         self._num_failed += len(failed)
         for cached in good:
+            if cached.group:  # others know prefixes by the keys of group 0
+                continue
             self._recorder.store(cached.key, cached.parent, cached.token_ids, Medium.DISK)
         if failed:
             pause_s = self._backoff.failed()
@@ -326,7 +332,8 @@ class DiskTier:
         match news:
             case ProbeAnswer():
                 for key in news.found:
-                    self._found(OWN, key, self._now())
+                    if not self._has(key):
+                        self._found(OWN, key, self._now())
                 request_id = news.probe.request_id
                 if self._probes.get(request_id) == news.probe:
                     del self._probes[request_id]
@@ -387,3 +394,11 @@ class DiskTier:
 
     def close(self) -> None:
         self._scanner.close()
+
+
+def _keys_behind(other_keys: OtherKeys, unknown: Sequence[int], num_found: int) -> Iterable[bytes]:
+    """Keys of other groups behind a prefix of which `num_found` blocks were unknown, and are there.
+
+    `unknown` are the indices of its unknown blocks, and its length.
+    """
+    return other_keys(unknown[num_found])

@@ -32,6 +32,7 @@ class _Reservation:
     slot: Block
     parent: bytes | None
     token_ids: Sequence[int]
+    group: int
     waiters: set[str]
     """Requests to look up again when the copy has ended."""
 
@@ -150,7 +151,8 @@ class HostTier:
             failed = set(end.failed)
             for index, cached in enumerate(saved):
                 if index not in failed:
-                    self.pool.publish(slots[index], cached.key, cached.parent, cached.token_ids)
+                    parent, tokens = cached.parent, cached.token_ids
+                    self.pool.publish(slots[index], cached.key, parent, tokens, cached.group)
         self.pool.release(slots)
 
     # ---- what a slower tier copies here before it is loaded
@@ -168,17 +170,23 @@ class HostTier:
             self._refused.add(prefix.request_id)
             return None
         (slot,) = self.pool.allocate(1)
-        parent = prefix.keys[index - 1] if index else None
-        first = index * self._block_size
-        token_ids = prefix.token_ids[first : first + self._block_size]
-        self._reserved[key] = _Reservation(slot, parent, token_ids, {prefix.request_id})
+        parent, token_ids = None, prefix.token_ids[:0]
+        if prefix.group == 0:  # others know prefixes by the keys of group 0
+            parent = prefix.keys[index - 1] if index else None
+            first = index * self._block_size
+            token_ids = prefix.token_ids[first : first + self._block_size]
+        self._reserved[key] = _Reservation(
+            slot, parent, token_ids, prefix.group, {prefix.request_id}
+        )
         return slot.block_id
 
     def settle(self, key: bytes, *, is_good: bool) -> None:
         """The transfer into the slot that was reserved for `key` has ended."""
         reserved = self._reserved.pop(key)
         if is_good:
-            self.pool.publish(reserved.slot, key, reserved.parent, reserved.token_ids)
+            self.pool.publish(
+                reserved.slot, key, reserved.parent, reserved.token_ids, reserved.group
+            )
         else:
             self._num_failed += 1
         self.pool.release([reserved.slot])

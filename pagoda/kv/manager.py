@@ -1,24 +1,56 @@
 """Block tables: which blocks hold the K and V of which request, and which of them others may reuse.
 
-Blocks are found by the keys of `pagoda.kv.block_keys`: equal keys mean equal prefixes.
+A request has a block table in each KV group (`pagoda.messages.kv_groups`). Blocks of all groups come out of one
+pool of equally large ones. Blocks are found by the keys of `pagoda.kv.block_keys`: equal keys mean equal prefixes.
+Keys are made of blocks of `block_size` tokens, the smallest of any group, in which prefixes are counted too.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
-from pagoda.kv.block_keys import block_key, root_key
+from pagoda.kv.block_keys import block_key, group_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import CacheRecorder
+from pagoda.kv.layout import KVLayout
+from pagoda.messages.kv_groups import KVGroup
+
+UNLIMITED_RUN = sys.maxsize
+
+
+class GroupTable:
+    """Blocks of one request in one group."""
+
+    __slots__ = ("blocks", "first", "num_adopted", "num_shared")
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        """Blocks from index `first` on."""
+        self.first = 0
+        """Index of the first block that is held; what is before it is behind the window."""
+        self.num_adopted = 0
+        """Index behind the last block that was cached before the request came."""
+        self.num_shared = 0
+        """Number of these that others referenced then: given back, they are not free."""
+
+    @property
+    def end(self) -> int:
+        """Index behind the last block."""
+        return self.first + len(self.blocks)
 
 
 class BlockTable:
-    __slots__ = ("blocks", "keys", "num_published", "num_reusable_tokens")
+    """Blocks of one request in all groups."""
 
-    def __init__(self, root_key: bytes) -> None:
-        self.blocks: list[Block] = []
+    __slots__ = ("groups", "keys", "num_published", "num_reusable_tokens")
+
+    def __init__(self, root_key: bytes, num_groups: int = 1) -> None:
+        self.groups = [GroupTable() for _ in range(num_groups)]
         self.keys: list[bytes] = [root_key]
         """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""
         self.num_published = 0
@@ -26,8 +58,44 @@ class BlockTable:
         self.num_reusable_tokens = sys.maxsize
         """Leading tokens whose K and V may come from a cache; others are computed for their hidden states."""
 
-    def block_ids(self) -> list[int]:
-        return [block.block_id for block in self.blocks]
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks that are held, group after group."""
+        if len(self.groups) == 1:
+            return self.groups[0].blocks
+        return list(chain.from_iterable(group.blocks for group in self.groups))
+
+    def block_ids(self) -> list[list[int]]:
+        """Ids by group and index; a block that is not held has any valid id."""
+        return [
+            [0] * group.first + [block.block_id for block in group.blocks] for group in self.groups
+        ]
+
+
+class PrefixHit(NamedTuple):
+    """A cached prefix: the blocks that a request needs to go on behind it."""
+
+    num_blocks: int
+    """Blocks of the prefix, of the manager's `block_size`."""
+    firsts: Sequence[int]
+    """Index of the first block, by group."""
+    groups: Sequence[Sequence[Block]]
+    """Blocks without a gap up to the end of the prefix, by group."""
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks, group after group."""
+        return chain.from_iterable(self.groups)
+
+    def num_shared(self) -> list[int]:
+        """Blocks that somebody references, by group."""
+        return [sum(block.ref_count > 0 for block in blocks) for blocks in self.groups]
+
+
+class GroupBlocks(NamedTuple):
+    """Ids of blocks that a table has gained in a group."""
+
+    group: int
+    block_ids: list[int]
 
 
 class KVManager:
@@ -38,30 +106,94 @@ class KVManager:
         num_blocks: int,
         block_size: int,
         *,
+        groups: Sequence[KVGroup] = (),
+        run_tokens: int = UNLIMITED_RUN,
         prefix_caching: bool = True,
         recorder: CacheRecorder | None = None,
     ) -> None:
+        """One group keeps all where `groups` is empty.
+
+        `run_tokens` is the most tokens of a request that may be under way at once, as far as some group does not
+        keep all. It is lowered where the pool would not hold that of a long sequence; see `fit`.
+        """
         self.pool = BlockPool(num_blocks, recorder)
         self.block_size = block_size
+        self.layout = KVLayout(block_size, groups)
+        self.groups, self._ratios = self.layout.groups, self.layout.ratios
+        self.keeps_all = self.layout.keeps_all
+        self.run_tokens = UNLIMITED_RUN if self.keeps_all else run_tokens
         self._prefix_caching = prefix_caching
 
-    def new_table(self, cache_salt: str | None = None, adapter: str = "") -> BlockTable:
-        return BlockTable(root_key(self.block_size, cache_salt, adapter))
+    def fit(self, num_tokens: int, multiple: int = 1) -> bool:
+        """Lowers `run_tokens` to the highest multiple with which the pool holds a sequence of so many tokens.
 
-    def find_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[Block]:
-        """The longest cached prefix of `token_ids`, as blocks; takes no references.
-
-        It never covers the last token: that one is computed, so that the request can sample.
+        Returns False if there is none.
         """
-        hits: list[Block] = []
-        if not self._prefix_caching:
-            return hits
-        for index in range(self._num_reusable(table, token_ids)):
-            block = self.pool.find(self._key(table, token_ids, index))
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+        if self.num_blocks_for(num_tokens) <= self.pool.num_blocks:
+            return True
+        if self.keeps_all:
+            return False
+        highest = min(self.run_tokens, num_tokens) // multiple
+        fitting = bisect_right(
+            range(1, highest + 1),
+            self.pool.num_blocks,
+            key=lambda count: self._most_blocks(num_tokens, 0, count * multiple),
+        )
+        if fitting:
+            self.run_tokens = fitting * multiple
+        return fitting > 0
+
+    def new_table(self, cache_salt: str | None = None, adapter: str = "") -> BlockTable:
+        """An empty table of a request with this salt and adapter."""
+        return BlockTable(root_key(self.block_size, cache_salt, adapter), len(self.groups))
+
+    # ---- prefixes
+
+    def find_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> PrefixHit:
+        """The longest cached prefix of `token_ids`; takes no references.
+
+        Groups that keep all have all of it, and the others what the token behind it needs. It never covers the
+        last token: that one is computed, so that the request can sample.
+        """
+        end = 0
+        if self._prefix_caching:
+            end = self._num_reusable(table, token_ids)
+            for group in range(len(self.groups)):
+                if self.groups[group].keeps_all:
+                    end = self._leading(table, token_ids, group, end)
+            end = self.layout.longest_usable(
+                end, lambda group, index: self._find(table, token_ids, group, index) is not None
+            )
+        return self.cached_part(table, token_ids, end)
+
+    def cached_part(self, table: BlockTable, token_ids: Sequence[int], end: int) -> PrefixHit:
+        """The cached ones of the blocks that a prefix of `end` blocks needs."""
+        needed = [self.layout.needed(group, end) for group in range(len(self.groups))]
+        hits: list[list[Block]] = []
+        for group, indices in enumerate(needed):
+            found = (self._find(table, token_ids, group, index) for index in indices)
+            hits.append([block for block in found if block is not None])
+        return PrefixHit(end, [indices.start for indices in needed], hits)
+
+    def _find(
+        self, table: BlockTable, token_ids: Sequence[int], group: int, index: int
+    ) -> Block | None:
+        """The cached block `index` of a group."""
+        return self.pool.find(self._group_key(table, token_ids, group, index))
+
+    def _group_key(
+        self, table: BlockTable, token_ids: Sequence[int], group: int, index: int
+    ) -> bytes:
+        """The key of block `index` of a group."""
+        return group_key(self._key(table, token_ids, (index + 1) * self._ratios[group] - 1), group)
+
+    def _leading(self, table: BlockTable, token_ids: Sequence[int], group: int, most: int) -> int:
+        """Leading blocks of `block_size`, at most `most`, that a group has without a gap."""
+        ratio = self._ratios[group]
+        for index in range(most // ratio):
+            if self._find(table, token_ids, group, index) is None:
+                return index * ratio
+        return most - most % ratio
 
     def prefix_keys(
         self, table: BlockTable, token_ids: Sequence[int], *, whole: bool = False
@@ -74,9 +206,8 @@ class KVManager:
         self._key(table, token_ids, num_blocks - 1)
         return table.keys[1 : num_blocks + 1]
 
-    def next_key(self, table: BlockTable, token_ids: Sequence[int]) -> bytes | None:
-        """The key of the block that the table will publish next; None if its tokens are not all known."""
-        index = table.num_published
+    def next_key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes | None:
+        """The key of block `index`, those before which the table has; None if its tokens are not all known."""
         if not self._prefix_caching or (index + 1) * self.block_size > len(token_ids):
             return None
         return self._key(table, token_ids, index)
@@ -93,7 +224,10 @@ class KVManager:
         other: tuple[BlockTable, Sequence[int]],
         first: int,
     ) -> int:
-        """Tokens of blocks from `first` on, which is equal, that a table could reuse of another one."""
+        """Tokens of blocks from `first` on, which is equal, that a table could reuse of another one.
+
+        They end where a prefix may be usable.
+        """
         end = min(self._num_reusable(*wanted), len(other[1]) // self.block_size)
         low, high = first, end - 1
         while low < high:  # keys are chained: those in front of equal ones are equal
@@ -102,7 +236,7 @@ class KVManager:
                 low = middle
             else:
                 high = middle - 1
-        return (low + 1 - first) * self.block_size
+        return max(0, self.layout.usable(low + 1) - first) * self.block_size
 
     def _num_reusable(self, table: BlockTable, token_ids: Sequence[int]) -> int:
         """Leading blocks that `find_prefix` may find."""
@@ -116,25 +250,98 @@ class KVManager:
         parent = table.keys[num_blocks]
         return block_key(parent, token_ids[-num_behind:]) if num_behind else parent
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    # ---- blocks that requests hold
 
-    def adopt(self, table: BlockTable, hits: list[Block]) -> None:
-        """Starts an empty table with cached blocks; they become shared and are never written again."""
-        self.pool.share(hits)
-        table.blocks.extend(hits)
-        table.num_published = len(hits)
+    def num_blocks_for(self, num_tokens: int, num_computed_tokens: int = 0) -> int:
+        """The most blocks that a sequence holds at once while it goes on to `num_tokens` tokens."""
+        return self._most_blocks(num_tokens, num_computed_tokens, self.run_tokens)
 
-    def grow(self, table: BlockTable, num_tokens: int) -> list[int] | None:
-        """Extends the table to hold `num_tokens`; returns the new block ids, or None if there are too few."""
-        missing = self.num_blocks_for(num_tokens) - len(table.blocks)
-        if missing <= 0:
-            return []
-        if missing > self.pool.num_available:
+    def _most_blocks(self, num_tokens: int, num_computed_tokens: int, run_tokens: int) -> int:
+        return sum(
+            group.most_blocks(num_computed_tokens, num_tokens, run_tokens) for group in self.groups
+        )
+
+    def num_blocks_behind(self, hit: PrefixHit, num_tokens: int) -> int:
+        """The most blocks that a sequence which starts with a cached prefix takes from the pool.
+
+        What others share of groups that keep all is never needed again. That of a window is left behind, without
+        being free, for blocks of the sequence's own.
+        """
+        most = self.num_blocks_for(num_tokens, hit.num_blocks * self.block_size)
+        shared = zip(self.groups, hit.num_shared(), strict=True)
+        return most - sum(count for group, count in shared if group.keeps_all)
+
+    def num_missing(self, table: BlockTable, num_tokens: int, num_computed_tokens: int) -> int:
+        """The most blocks that a table gains, besides those that it gives back, until it holds `num_tokens`."""
+        missing = 0
+        for group, held in zip(self.groups, table.groups, strict=True):
+            most = group.most_blocks(num_computed_tokens, num_tokens, self.run_tokens)
+            if not group.keeps_all:
+                most += max(0, min(held.num_shared, held.num_adopted - held.first))
+            gained = group.num_blocks_for(num_tokens) - held.end
+            missing += max(0, min(most - len(held.blocks), gained))
+        return missing
+
+    def adopt(self, table: BlockTable, hit: PrefixHit) -> None:
+        """Starts an empty table with a cached prefix; its blocks become shared and are never written again."""
+        for held, first, blocks in zip(table.groups, hit.firsts, hit.groups, strict=True):
+            held.num_shared = sum(block.ref_count > 0 for block in blocks)
+            self.pool.share(blocks)
+            held.first = first
+            held.blocks.extend(blocks)
+            held.num_adopted = held.end
+        table.num_published = hit.num_blocks
+
+    def has_room_for(self, table: BlockTable, num_tokens: int) -> bool:
+        """True if the table holds `num_tokens` already."""
+        return all(
+            num_tokens <= held.end * group.block_size
+            for group, held in zip(self.groups, table.groups, strict=True)
+        )
+
+    def grow(self, table: BlockTable, num_tokens: int) -> list[GroupBlocks] | None:
+        """Extends the table to hold `num_tokens`; returns the new blocks, or None if there are too few."""
+        missing = [
+            max(0, group.num_blocks_for(num_tokens) - held.end)
+            for group, held in zip(self.groups, table.groups, strict=True)
+        ]
+        total = sum(missing)
+        if total > self.pool.num_available:
             return None
-        new = self.pool.allocate(missing)
-        table.blocks.extend(new)
-        return [block.block_id for block in new]
+        new = self.pool.allocate(total) if total else []
+        gained: list[GroupBlocks] = []
+        start = 0
+        for group, count in enumerate(missing):
+            if count:
+                blocks = new[start : start + count]
+                start += count
+                table.groups[group].blocks.extend(blocks)
+                gained.append(GroupBlocks(group, [block.block_id for block in blocks]))
+        return gained
+
+    def drop_behind(self, table: BlockTable, num_computed_tokens: int, last_step: int) -> bool:
+        """Releases blocks that no token behind `num_computed_tokens` needs; returns whether there were any.
+
+        Steps up to `last_step` may still use them. A block is likely to be wanted again if it was cached before
+        this request came: it belongs to a beginning that several have in common. Others would drive out what is
+        worth more.
+        """
+        has_dropped = False
+        for group, held in zip(self.groups, table.groups, strict=True):
+            first = min(group.first_block(num_computed_tokens), held.end)
+            count = first - held.first
+            if count <= 0:
+                continue
+            dropped = held.blocks[:count]
+            shared = max(0, min(count, held.num_adopted - held.first))
+            del held.blocks[:count]
+            held.first = first
+            for block in dropped:
+                block.used_by = max(block.used_by, last_step)
+            self.pool.release(dropped[:shared])
+            self.pool.release(dropped[shared:], likely=False)
+            has_dropped = True
+        return has_dropped
 
     def publish(
         self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int
@@ -142,40 +349,144 @@ class KVManager:
         """Makes the blocks that `num_computed_tokens` fill available to later requests."""
         if not self._prefix_caching:
             return
-        for index in range(table.num_published, num_computed_tokens // self.block_size):
+        num_computed = num_computed_tokens // self.block_size
+        for index in range(table.num_published, num_computed):
             key = self._key(table, token_ids, index)
             start = index * self.block_size
             tokens = token_ids[start : start + self.block_size]
             parent = table.keys[index] if index else None
-            self.pool.publish(table.blocks[index], key, parent, tokens)
+            for group, (held, ratio) in enumerate(zip(table.groups, self._ratios, strict=True)):
+                place, rest = divmod(index + 1, ratio)
+                place -= 1 + held.first
+                if rest == 0 and place >= 0:
+                    block = held.blocks[place]
+                    self.pool.publish(block, group_key(key, group), parent, tokens, group)
             table.num_published = index + 1
 
     def cached_blocks(
         self, table: BlockTable, token_ids: Sequence[int], first: int, end: int
     ) -> list[CachedBlock]:
-        """Published blocks of the table, as others may find them."""
-        cached_blocks = []
-        for index in range(first, end):
-            key = table.keys[index + 1]
-            block = self.pool.find(key)
-            if block is not None:  # it may be a copy of this table's
-                start = index * self.block_size
-                tokens = token_ids[start : start + self.block_size]
-                cached_blocks.append(
-                    CachedBlock(block, key, table.keys[index] if index else None, tokens)
-                )
+        """Published blocks of groups that keep all, from `first` to `end` of a prefix."""
+        cached_blocks: list[CachedBlock] = []
+        for group, ratio in enumerate(self._ratios):
+            if self.groups[group].keeps_all:
+                indices = range(first // ratio, end // ratio)
+                cached_blocks += self._cached(table, token_ids, group, indices)
         return cached_blocks
+
+    def cached_tails(
+        self, table: BlockTable, token_ids: Sequence[int], first: int, end: int
+    ) -> list[CachedBlock]:
+        """Published blocks of other groups that a prefix needs which ends at `end`, or just before it.
+
+        What a prefix that ends at `first` needs is not among them.
+        """
+        first, end = self.layout.usable(first), self.layout.usable(end)
+        cached_blocks: list[CachedBlock] = []
+        for group, it in enumerate(self.groups):
+            if not it.keeps_all:
+                indices = self.layout.part(group, end, first, end)
+                cached_blocks += self._cached(table, token_ids, group, indices)
+        return cached_blocks
+
+    def _cached(
+        self, table: BlockTable, token_ids: Sequence[int], group: int, indices: range
+    ) -> Iterator[CachedBlock]:
+        size = self.groups[group].block_size
+        for index in indices:
+            block = self._find(table, token_ids, group, index)
+            if block is None:  # what is findable may be a copy of this table's
+                continue
+            parent = self._group_key(table, token_ids, group, index - 1) if index else None
+            key = self._group_key(table, token_ids, group, index)
+            tokens = token_ids[index * size : (index + 1) * size]
+            yield CachedBlock(block, key, parent, tokens, group)
+
+    # ---- blocks for other engines
+
+    def num_handed_over(self, num_tokens: int) -> int:
+        """Blocks of the prefix of a prompt that another engine is given to go on behind it.
+
+        It may have to compute the last token itself, and needs windows in front of that one: where groups do not
+        keep all, the prefix ends there.
+        """
+        return self.layout.usable((num_tokens - (not self.keeps_all)) // self.block_size)
+
+    def part(self, table: BlockTable, prefix: int, first: int, end: int) -> list[list[Block]]:
+        """Blocks needed for a prefix of `prefix` blocks that blocks `first` to `end` of it complete, by group.
+
+        The table has published them, and has not dropped any of them yet.
+        """
+        parts = (self.layout.part(group, prefix, first, end) for group in range(len(self.groups)))
+        return [
+            held.blocks[indices.start - held.first : indices.stop - held.first]
+            for held, indices in zip(table.groups, parts, strict=True)
+        ]
+
+    # ---- blocks that transfers fill
+
+    def begin_load(
+        self,
+        table: BlockTable,
+        token_ids: Sequence[int],
+        end: int,
+        targets: Collection[tuple[int, int]],
+    ) -> list[Block]:
+        """Fills an empty table with what a prefix of `end` blocks needs; returns the blocks that are to be loaded.
+
+        `targets` are groups and indices of these, in order; all others are cached.
+
+        Raises ValueError if there are too few blocks, or another one is not cached.
+        """
+        loaded = set(targets)
+        kept: list[dict[int, Block]] = []
+        for group in range(len(self.groups)):
+            indices = self.layout.needed(group, end)
+            wanted = [index for index in indices if (group, index) not in loaded]
+            found = {i: self._find(table, token_ids, group, i) for i in wanted}
+            kept.append({i: block for i, block in found.items() if block is not None})
+            if len(kept[-1]) < len(wanted):
+                raise ValueError(f"Group {group} has not all blocks that are not to be loaded.")
+        for blocks in kept:
+            self.pool.share(blocks.values())
+        if len(targets) > self.pool.num_available:
+            for blocks in kept:
+                self.pool.release(list(blocks.values()))
+        new = self.pool.allocate(len(targets))
+        for (group, index), block in zip(targets, new, strict=True):
+            kept[group][index] = block
+        for group, held in enumerate(table.groups):
+            held.first = self.layout.needed(group, end).start
+            held.blocks.extend(kept[group][index] for index in sorted(kept[group]))
+        return new
+
+    def publish_loaded(
+        self, table: BlockTable, token_ids: Sequence[int], loaded: Sequence[tuple[int, int]]
+    ) -> None:
+        """Makes blocks available that transfers have filled, by group and index."""
+        for group, index in loaded:
+            held, size = table.groups[group], self.groups[group].block_size
+            parent = self._group_key(table, token_ids, group, index - 1) if index else None
+            self.pool.publish(
+                held.blocks[index - held.first],
+                self._group_key(table, token_ids, group, index),
+                parent,
+                token_ids[index * size : (index + 1) * size],
+                group,
+            )
 
     def free(self, table: BlockTable, *, last_step: int = -1) -> None:
         """Returns all blocks; what was published stays cached until it is evicted.
 
         Steps up to `last_step` may still use them. They write behind what is computed only, but read all of it.
         """
-        if last_step >= 0:
-            for block in table.blocks:
-                block.used_by = max(block.used_by, last_step)
-        self.pool.release(table.blocks)
-        table.blocks.clear()
+        for held in reversed(table.groups):
+            if last_step >= 0:
+                for block in held.blocks:
+                    block.used_by = max(block.used_by, last_step)
+            self.pool.release(held.blocks)
+            held.blocks.clear()
+            held.first = held.num_adopted = 0
         table.num_published = 0
 
     def _key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes:

@@ -38,6 +38,7 @@ from crc32c import crc32c
 
 from pagoda.errors import ConfigError
 from pagoda.kv.block_keys import KEY_VERSION
+from pagoda.messages.kv_groups import KVGroup
 
 FORMAT_VERSION = 1
 ALIGNMENT = 4096
@@ -88,6 +89,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     """Dimensions of the payload, in order."""
     block_size: Annotated[int, msgspec.Meta(ge=1)]
+    kv_groups: tuple[KVGroup, ...] = ()
+    """Groups of layers whose blocks are objects of their own; empty for one that keeps all."""
     payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=_MAX_PAYLOAD_BYTES)]
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
@@ -101,6 +104,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """SHA-256 over all fields but the name for people, in hex."""
         fields = msgspec.to_builtins(self)
         del fields["model"]
+        if not self.kv_groups:  # there were none when the first objects were written
+            del fields["kv_groups"]
         return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
 
     @property

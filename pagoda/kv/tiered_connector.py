@@ -11,11 +11,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
+
+import msgspec
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, KVConnector, PrefixRequest
+from pagoda.kv.group_lookup import GroupLookup, PendingLookup, Segment, other_keys
+from pagoda.kv.layout import KVLayout
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import Transfer, TransferEnd
@@ -34,37 +39,31 @@ class LoadEnd(NamedTuple):
     """Sentence that says why the request fails; None if it goes on and computes what is missing."""
 
 
-class Segment(NamedTuple):
-    """Blocks `start` to `end` of a prefix, which one connector has."""
-
-    connector: KVConnector
-    start: int
-    end: int
-
-
-class PendingLookup(NamedTuple):
-    """A lookup that cannot be answered yet."""
-
-    connector: KVConnector
-    """The connector that does not know yet, or that is loading the next block for another request."""
-
-
 class TierMatch(NamedTuple):
-    """Blocks of a prefix that can be loaded, from block `start` on."""
+    """Blocks that can be loaded, so that a prefix of `end` blocks is usable, of which the device has `start`."""
 
     prefix: PrefixRequest
     start: int
+    end: int
     segments: Sequence[Segment]
-    """Adjacent segments, in order."""
+    """Groups in their order, and the blocks of each in order; what is not in them is on the device."""
 
     @property
     def num_blocks(self) -> int:
-        return self.segments[-1].end - self.start if self.segments else 0
+        """Blocks that are to be loaded, in all groups."""
+        return sum(segment.end - segment.start for segment in self.segments)
+
+    @property
+    def targets(self) -> list[tuple[int, int]]:
+        """Groups and indices of these blocks."""
+        return [(it.group, index) for it in self.segments for index in range(it.start, it.end)]
 
     @property
     def num_cached(self) -> int:
-        """Leading blocks that were cached before, rather than computed for this request."""
-        cached = [segment.end for segment in self.segments if segment.connector.is_cache]
+        """Leading blocks behind `start` that were cached before, rather than computed for this request."""
+        if all(segment.connector.is_cache for segment in self.segments):
+            return self.end - self.start
+        cached = [it.end for it in self.segments if it.connector.is_cache and it.group == 0]
         return cached[-1] - self.start if cached else 0
 
 
@@ -83,7 +82,7 @@ class _Part:
 @dataclass(eq=False)
 class _Load:
     request_id: str
-    keys: Sequence[bytes]
+    keys: list[bytes]
     num_good: int
     """Leading blocks that have not failed."""
     error: str | None = None
@@ -107,13 +106,16 @@ class TieredKVConnector:
         ledger: TransferLedger,
         clock: Clock,
         *,
+        layout: KVLayout | None = None,
         near_pools: Sequence[BlockPool] = (),
         fail_on_load_failure: bool = False,
     ) -> None:
+        """All layers keep all where there is no `layout`."""
         self.connectors = connectors
         self.near_pools = near_pools
         """Pools from which a block is loaded at next to no cost."""
         self._pool = pool
+        self._layout = layout or KVLayout(1)
         self.ledger = ledger
         self._clock = clock
         self._fail_on_load_failure = fail_on_load_failure
@@ -144,6 +146,9 @@ class TieredKVConnector:
     # ---- requests that could use KV
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
+        if not self._layout.is_chain:
+            others = partial(other_keys, self._layout, prefix, start)
+            prefix = msgspec.structs.replace(prefix, other_keys=others)
         for connector in self.connectors:
             connector.on_queued(prefix, start)
 
@@ -157,6 +162,8 @@ class TieredKVConnector:
         Returns whether the nearest tier has all of them; if not, call again when `poll` names any request.
         """
         is_near = self._has_workers
+        if is_near and not self._layout.is_chain:
+            return self._prefetch_groups(prefix, start)
         for index, connector in enumerate(self.connectors if self._has_workers else ()):
             if start >= len(prefix.keys):
                 break
@@ -169,28 +176,55 @@ class TieredKVConnector:
             start += count or 0
         return is_near
 
+    def _prefetch_groups(self, prefix: PrefixRequest, start: int) -> bool:
+        found = self.lookup(prefix, start)
+        if isinstance(found, PendingLookup):
+            return False
+        is_near = True
+        for segment in found.segments:
+            if segment.connector is not self.connectors[0]:
+                segment.connector.prefetch(self._view(prefix, segment), segment.start)
+                is_near = False
+        return is_near
+
+    def _view(self, prefix: PrefixRequest, segment: Segment) -> PrefixRequest:
+        """The blocks of a segment's group up to its end."""
+        if self._layout.is_chain:
+            return prefix
+        return prefix.of_group(segment.group, self._layout.ratios[segment.group], segment.end)
+
     def lookup(self, prefix: PrefixRequest, start: int) -> TierMatch | PendingLookup:
         """Finds what can be loaded from `keys[start]` on. Repeat a pending lookup when `poll` names the
         request."""
         segments: list[Segment] = []
         end = start
+        if self._has_workers and not self._layout.is_chain:
+            return self._lookup_groups(prefix, start)
         while self._has_workers and (end < len(prefix.keys) or not segments):
             segment = self._next_segment(prefix, end)
             if isinstance(segment, PendingLookup):
                 return segment
-            keys = prefix.keys[segment.start : segment.end + 1] if self._loading else ()
-            loading = next((self._loading[key] for key in keys if key in self._loading), None)
-            if loading is not None:
-                loading.load.waiters.add(prefix.request_id)
-                return PendingLookup(loading.connector)
             if segment.end == end:
                 break
             segments.append(segment)
             end = segment.end
-        return TierMatch(prefix, start, segments)
+        return TierMatch(prefix, start, end, segments)
+
+    def _lookup_groups(self, prefix: PrefixRequest, start: int) -> TierMatch | PendingLookup:
+        num_keys = len(prefix.keys)
+        if start >= self._layout.usable(num_keys):  # the token behind them may be missing
+            last = self._next_segment(prefix, num_keys)
+            return last if isinstance(last, PendingLookup) else TierMatch(prefix, start, start, ())
+        groups = GroupLookup(self._layout, self._pool, prefix, self._next_segment)
+        end, segments = groups.segments(start)
+        return groups.pending or TierMatch(prefix, start, end, segments)
 
     def _next_segment(self, prefix: PrefixRequest, start: int) -> Segment | PendingLookup:
-        """The segment of the first connector that has `keys[start]`; an empty one if none has."""
+        """The segment of the first connector that has `keys[start]`; an empty one if none has.
+
+        It is pending if another request is loading any of its blocks, or the one behind it.
+        """
+        segment = Segment(self.connectors[-1], start, start, prefix.group)
         for connector in self.connectors:
             if self._num_overdue[connector]:
                 continue
@@ -198,8 +232,14 @@ class TieredKVConnector:
             if count is None:
                 return PendingLookup(connector)
             if count:
-                return Segment(connector, start, start + count)
-        return Segment(self.connectors[-1], start, start)
+                segment = Segment(connector, start, start + count, prefix.group)
+                break
+        keys = prefix.keys[segment.start : segment.end + 1] if self._loading else ()
+        loading = next((self._loading[key] for key in keys if key in self._loading), None)
+        if loading is not None:
+            loading.load.waiters.add(prefix.request_id)
+            return PendingLookup(loading.connector)
+        return segment
 
     # ---- waiting
 
@@ -218,21 +258,22 @@ class TieredKVConnector:
 
         Raises ValueError if the number of blocks is not `match.num_blocks`.
         """
-        prefix, start, segments = match
+        prefix, segments = match.prefix, match.segments
         if not blocks or len(blocks) != match.num_blocks:
             raise ValueError(
                 f"{match.num_blocks} blocks were found, {len(blocks)} are to be filled."
             )
-        keys = prefix.keys[start : start + len(blocks)]
-        load = _Load(prefix.request_id, keys, len(blocks))
+        load = _Load(prefix.request_id, [], len(blocks))
         for segment in segments:
-            first, end = segment.start - start, segment.end - start
-            targets = blocks[first:end]
+            view, first = self._view(prefix, segment), len(load.keys)
+            keys = view.keys[segment.start : segment.end]
+            targets = blocks[first : first + len(keys)]
             after_step = max(block.used_by for block in targets)
-            transfer_id = segment.connector.load(prefix, segment.start, targets, after_step)
+            transfer_id = segment.connector.load(view, segment.start, targets, after_step)
             part = self.parts[transfer_id] = _Part(load, segment.connector, first)
             load.parts.add(part)
-            self._loading.update(dict.fromkeys(keys[first:end], part))
+            load.keys += keys
+            self._loading.update(dict.fromkeys(keys, part))
         self.loads[prefix.request_id] = load
         self.deadlines.pop(prefix.request_id, None)
         self._wait_for(prefix.request_id, (segment.connector for segment in segments))

@@ -18,6 +18,7 @@ from pagoda.kv.disk_scanner import DiskScanner
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.host_tier import HostTier
+from pagoda.kv.layout import KVLayout
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import KVDirectory
@@ -110,6 +111,7 @@ def build_tiers(
         pool,
         ledger,
         clock,
+        layout=KVLayout(ready.block_size, ready.kv_groups),
         near_pools=[] if host is None else [host.pool],
         fail_on_load_failure=fail_on_load_failure,
     )

@@ -17,7 +17,7 @@ from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -59,6 +59,10 @@ class Pooling(enum.StrEnum):
     LAST = "last"
     """The hidden state of the last token."""
     MEAN = "mean"
+    FIRST = "cls"
+    """The hidden state of the first token, which encoders begin texts with for that."""
+    SCORE = "score"
+    """The score that the model's head gives the text, instead of a hidden state."""
 
 
 class GenerateRequest(
@@ -99,6 +103,8 @@ class GenerateRequest(
     """Leading prompt tokens whose log-probabilities (`sampling.prompt_logprobs`) the sender has already."""
     pooling: Pooling | None = None
     """The answer is a vector (`TokenChunk.embedding`); `sampling.max_tokens` is 0."""
+    second_text: int = 0
+    """Place of the first token of the second of two texts, where encoders tell them apart; 0 for one text."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 

@@ -68,6 +68,8 @@ class StepTotals(msgspec.Struct, frozen=True, array_like=True):
     forward_s: float = 0.0
     sample_s: float = 0.0
     update_s: float = 0.0
+    idle_s: float = 0.0
+    """Time for which the worker that samples had no plan, or waited for the stage before."""
 
 
 PHASES = {

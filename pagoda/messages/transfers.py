@@ -24,15 +24,27 @@ class DiskObjects(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
 
 
 class KVPart(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of one rank: a block of it is `num_heads` times `head_bytes`, one head after the other."""
+    """Part of a block on one rank: `num_heads` times `head_bytes`, one head after the other."""
 
     layer: int
     """Layer number in the whole model, whatever stage this is."""
     kind: str
-    """`keys`, `values`, `key_scales` or `value_scales`."""
+    """`keys`, `values`, `key_scales` or `value_scales`; or which of the states, of whose units heads are."""
     first_head: int
     num_heads: int
     head_bytes: int
+    group: int = 0
+    """KV group of the layer, in whose blocks the tensor's bytes are the layer's."""
+    region: int = 0
+    """Index of the memory that the part lies in, which layers of other groups may share."""
+    offset: int = 0
+    """First byte of the part in a block of that memory."""
+    stride: int = 0
+    """Bytes from block to block there."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_heads * self.head_bytes
 
 
 class KVRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +54,10 @@ class KVRank(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     descriptors: dict[str, bytes]
     """Addresses by transport, in a form that the transport alone reads."""
+
+    def block_bytes(self, group: int) -> int:
+        """Bytes of a block of a group on this rank; 0 where none of its layers is."""
+        return sum(part.num_bytes for part in self.parts if part.group == group)
 
 
 class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +69,11 @@ class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteBlocks(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
-    """Blocks on the device of another engine. The workers have been told of `peer_id` before."""
+    """Blocks of one KV group on the device of another engine. The workers have been told of `peer_id` before."""
 
     peer_id: str
     block_ids: list[int]
+    group: int = 0
 
 
 TransferPlace = DeviceBlocks | HostSlots | DiskObjects | RemoteBlocks

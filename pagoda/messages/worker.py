@@ -6,11 +6,12 @@ import msgspec
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import Pooling, PromptLogprobs, TokenLogprobs
+from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 6
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -26,8 +27,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     batch_multiple: int = 1
     """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
     mixed_steps: bool = True
+    window_multiple: int = 1
+    """Attention reads from a multiple of this on, somewhat before the window of a layer begins."""
     weight_formats: tuple[str, ...] = ("float32",)
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
+    lacks_operations: tuple[str, ...] = ()
+    """Operations of forward passes that it does not have; models that need one are refused by its name."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):
@@ -61,13 +66,17 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     protocol_version: int = PROTOCOL_VERSION
     capabilities: Capabilities
     num_blocks: int
+    """Blocks in the pool that all KV groups share."""
     block_size: int
+    """Tokens of a block, in the group where they are fewest."""
     max_model_len: int
     vocab_size: int
     summary: str
     """Line for the operator: `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
     arithmetic: str = ""
     """Name such as `cpu (avx512)`; equal for workers whose results agree in every bit."""
+    kv_groups: tuple[KVGroup, ...] = ()
+    """Groups of layers, by whose numbers other messages name them; empty for one that keeps all."""
     kv_host_slots: int = 0
     """Blocks in the arena in host memory: the smallest of all workers."""
     kv_directories: tuple[KVDirectory, ...] = ()
@@ -92,7 +101,8 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     num_prompt_tokens: int
     num_computed_tokens: int
     """Leading tokens whose K and V are in the cache."""
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """Block table of each KV group; blocks that no token to come will read have any valid id."""
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     request_id: str = ""
@@ -101,6 +111,17 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     pooling: Pooling | None = None
     adapter: str = ""
     """Digest of the request's adapter, which is loaded; empty for none."""
+    second_text: int = 0
+    """Place of the first token of the second of two texts; 0 for one text."""
+
+
+class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that are appended to a block table."""
+
+    slot: int
+    group: int
+    """Number of the KV group."""
+    block_ids: list[int]
 
 
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
@@ -117,8 +138,7 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     num_tokens: list[int]
     """Parallel to `slots`; each at least 1."""
     starts: list[SlotStart] = []
-    new_blocks: list[tuple[int, list[int]]] = []
-    """(slot, block ids appended to its block table)."""
+    new_blocks: list[NewBlocks] = []
     freed_slots: list[int] = []
     new_tokens: list[tuple[int, int]] = []
     """(slot, token id) sampled by the last of several stages, for the others."""
@@ -148,8 +168,10 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     step: int
     slots: list[int]
     """Slots that sampled, in the order of the plan."""
-    token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = {}
+    token_ids: list[list[int]]
+    """Tokens of each of `slots`, at least one; they follow one another."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Parallel to the slot's `token_ids`, of slots that report them."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     embeddings: dict[int, bytes] = {}
     """Pooled prompts [hidden] float32, little-endian, of slots whose prompt is computed."""
@@ -162,6 +184,8 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     forward_time_s: float = 0.0
     sample_time_s: float = 0.0
     """Seconds from hidden states to tokens."""
+    idle_time_s: float = 0.0
+    """Seconds since the last step for which the sampling worker had no plan, or awaited the stage before."""
     expert_tokens: list[int] = []
     """Tokens given to each expert, in all layers together; empty without experts."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pagoda.backend.base import Backend
 from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
 from pagoda.checkpoints.adapters import AdapterFiles
-from pagoda.checkpoints.model_config import LinearSpec
+from pagoda.checkpoints.model_spec import LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.sharding import Shard
 
@@ -89,7 +89,7 @@ class Adapters:
             found.append((layer.attention_out, [attention.out]))
             if layer.gate_up is not None and layer.down is not None:
                 mlp = config.mlp_linears(index)
-                found += [(layer.gate_up, [mlp.gate, mlp.up]), (layer.down, [mlp.down])]
+                found += [(layer.gate_up, mlp.into), (layer.down, [mlp.down])]
         return found
 
     def _layer(self, index: int) -> AdaptedLayer:
@@ -99,7 +99,7 @@ class Adapters:
         if config.expert_linears(index) is not None:
             return AdaptedLayer(qkv, out, None, None)
         mlp = config.mlp_linears(index)
-        return AdaptedLayer(qkv, out, self._empty([mlp.gate, mlp.up]), self._empty([mlp.down]))
+        return AdaptedLayer(qkv, out, self._empty(mlp.into), self._empty([mlp.down]))
 
     def _empty(self, specs: Sequence[LinearSpec]) -> LowRankMaps:
         parts = [self._shard.part_of(spec) for spec in specs]
@@ -112,7 +112,8 @@ class Adapters:
             return None
         inputs, outputs = part.inputs, part.outputs
         down: Tensor = handle.get_slice(linear.down)[:, inputs.start : inputs.stop]
-        up: Tensor = handle.get_slice(linear.up)[outputs.start : outputs.stop]
+        first, last = linear.first + outputs.start, linear.first + outputs.stop
+        up: Tensor = handle.get_slice(linear.up)[first:last]
         return LowRank(down, up, files.scale)
 
 

@@ -20,20 +20,21 @@ from pagoda.backend.base import (
     UNNAMED,
     Backend,
     Compiled,
+    ExpertActivation,
     Experts,
-    ForwardPass,
     LinearT,
     MetadataT,
     TokenBatch,
 )
-from pagoda.backend.host import DirectForward
-from pagoda.backend.low_rank import LowRankMaps
+from pagoda.backend.graph import Graph, GraphBuilder, Node, Value
+from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.operation import WeightNames
-from pagoda.backend.reference.backend import routed
+from pagoda.backend.reference.experts import routed
+from pagoda.backend.single import compute, compute_node
 from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.checkpoints.model_config import LinearSpec, ModelConfig
+from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec
 from pagoda.errors import ConfigError
-from pagoda.model.decoder import Decoder
+from pagoda.model.decoder import Decoder, LayerCache
 from pagoda.model.gptq import (
     Grid,
     InputProducts,
@@ -46,7 +47,7 @@ from pagoda.model.gptq import (
     with_codes,
 )
 from pagoda.model.loader import WeightLoader
-from pagoda.model.sharding import whole
+from pagoda.model.sharding import least_block_size, whole
 from pagoda.model.weights import WeightSource
 from pagoda.telemetry.tracer import Tracer
 
@@ -91,9 +92,17 @@ class _Unread:
     linears: tuple[LinearSpec, ...]
     bias: Tensor | None
 
+    @property
+    def inputs(self) -> int:
+        return self.linears[0].inputs
+
+    @property
+    def outputs(self) -> int:
+        return sum(linear.outputs for linear in self.linears)
+
 
 def calibrate(
-    config: ModelConfig,
+    config: ModelSpec,
     source: WeightSource,
     backend: Backend[Any, Any],
     dtype: torch.dtype,
@@ -116,7 +125,8 @@ def calibrate(
         raise ConfigError(
             f"the calibration text has tokens beyond the model's vocabulary of {vocab_size}."
         )
-    batch = _as_batch(windows)
+    block_size = max(_BLOCK_SIZE, least_block_size(config, dtype.itemsize))
+    batch = _as_batch(windows, block_size)
     rounding = _RoundingBackend(backend, dtype, read, rounds, round_to_grids, on_rounded)
     loader = WeightLoader(
         whole(config),
@@ -127,27 +137,37 @@ def calibrate(
         Tracer("calibrate"),
         lambda _: None,
     )
-    # Every layer writes the keys and values of all tokens before it reads them, so one cache does for all.
+    # Every layer writes the keys and values of all tokens before it reads them, and no state is read, so one cache
+    # does for all. Layers with a state are a group of their own, with the same blocks.
     cache = backend.allocate_kv_cache(
-        int(batch.block_tables.max()) + 1, _BLOCK_SIZE, config.num_kv_heads, config.head_dim, dtype
+        int(batch.block_tables[0].max()) + 1,
+        block_size,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype,
     )
-    Decoder(loader, rounding, [cache] * config.num_layers).forward(batch, None)
+    caches = [
+        LayerCache(int(layer.state is not None), cache, block_size) for layer in config.layers
+    ]
+    decoder = Decoder(loader, rounding, caches)
+    decoder.forward(decoder.plan(batch), None)
 
 
-def _as_batch(windows: Sequence[Sequence[int]]) -> TokenBatch:
+def _as_batch(windows: Sequence[Sequence[int]], block_size: int) -> TokenBatch:
     """All windows in one step, each from an empty context."""
     lens = torch.tensor([len(window) for window in windows])
-    blocks = -(-lens // _BLOCK_SIZE)
+    blocks = -(-lens // block_size)
     first_blocks = blocks.cumsum(0) - blocks
+    table = (first_blocks[:, None] + torch.arange(int(blocks.max()))).clamp_(
+        max=int(blocks.sum()) - 1
+    )
     return TokenBatch(
         token_ids=torch.tensor([token for window in windows for token in window]),
         positions=torch.cat([torch.arange(int(n)) for n in lens]),
         sequence_ids=torch.arange(len(windows)).repeat_interleave(lens),
         query_lens=lens,
         context_lens=lens,
-        block_tables=(first_blocks[:, None] + torch.arange(int(blocks.max()))).clamp_(
-            max=int(blocks.sum()) - 1
-        ),
+        block_tables=(table, table),
     )
 
 
@@ -200,50 +220,59 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
     ) -> _Unread:
         return _Unread(tuple(self.linears.pop(id(part)) for part in parts), bias)
 
-    def compile(
-        self,
-        forward: ForwardPass[_Unread, MetadataT],
-        hidden: int | None = None,  # noqa: ARG002 - the pass starts from tokens
-        names: WeightNames = UNNAMED,
-    ) -> Compiled[MetadataT]:
-        return DirectForward(cast("Backend[_Unread, MetadataT]", self), forward, names)
+    def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[MetadataT]:
+        def outputs(node: Node, inputs: Sequence[Any]) -> Any:
+            weights: list[Any] = [graph.weights[weight] for weight in node.weights]
+            if node.op == "embedding":
+                return self._read(weights[0].linears[0])[inputs[0]].float()
+            if node.op == "linear":
+                return self._linear(*inputs, *weights)
+            if node.op == "experts":
+                return self._experts(*inputs, *weights)
+            return compute_node(self._inner, graph, node, inputs)
 
-    def embedding(
-        self,
-        token_ids: Tensor,
-        weight: _Unread,
-        first_id: int = 0,  # noqa: ARG002 - the table is whole
-        vocab_size: int | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        return self._read(weight.linears[0])[token_ids].float()
+        return InterpretedGraph(graph, outputs, names)
 
-    def linear(self, x: Tensor, weight: _Unread) -> Tensor:
-        x = x.flatten(1)
-        return self._inner.linear(x, self._rounded(weight, x))
+    def _linear(self, x: Tensor, weight: _Unread) -> Tensor:
+        return self._product(x, self._rounded(weight, x))
 
-    def gated_linear(
-        self,
-        x: Tensor,
-        weight: _Unread,
-        maps: LowRankMaps | None = None,  # noqa: ARG002 - a model is rounded without adapters
-        adapters: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        return self._inner.gated_linear(x, self._rounded(weight, x))
+    def _product(self, x: Tensor, prepared: LinearT) -> Tensor:
+        out: Tensor = compute(self._inner, lambda ops, x: ops.linear(x, prepared), {"x": x})
+        return out
 
-    def experts(self, x: Tensor, logits: Tensor, experts: Experts[_Unread]) -> Tensor:
-        chosen, shares = routed(logits, experts.routing)
+    def _experts(self, x: Tensor, logits: Tensor, experts: Experts[_Unread]) -> Tensor:
+        routing = experts.routing
+        chosen, shares = routed(logits, routing, experts.correction)
         total = torch.zeros_like(x)
         for index, (gate, up, down) in enumerate(
             zip(experts.gate, experts.up, experts.down, strict=True)
         ):
             tokens, places = (chosen == index).nonzero(as_tuple=True)
-            own = x[tokens] if len(tokens) >= LEAST_EXPERT_TOKENS else x
-            inner = self.gated_linear(own, _Unread(gate.linears + up.linears, None))
-            out = self.linear(inner, down)
-            if own is x:
+            given, share, few = x, shares[tokens, places, None], len(tokens) < LEAST_EXPERT_TOKENS
+            if routing.weighs_inputs:
+                given = x.index_copy(0, tokens, x[tokens] * share)
+            if not few:
+                given = given[tokens]
+            bias = None if gate.bias is None or up.bias is None else torch.cat((gate.bias, up.bias))
+            gate_up = self._linear(given, _Unread(gate.linears + up.linears, bias))
+            out = self._linear(self._gated(gate_up, experts.activation), down)
+            if few:
                 out = out[tokens]
-            total[tokens] += out * shares[tokens, places, None]
+            total[tokens] += out if routing.weighs_inputs else out * share
         return total
+
+    def _gated(self, gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+        """Gates [n, d] with their activation times what is beside them."""
+
+        def record(ops: GraphBuilder, gate_up: Value) -> Value:
+            if activation.kind == "swiglu_oai":
+                return ops.swiglu_oai(gate_up, alpha=activation.alpha, limit=activation.limit)
+            return ops.silu_and_mul(gate_up)
+
+        if activation.kind == "swiglu_oai":  # takes pairs
+            gate_up = torch.stack(gate_up.chunk(2, dim=1), dim=2).flatten(1)
+        gated: Tensor = compute(self._inner, record, {"gate_up": gate_up})
+        return gated
 
     def _rounded(self, weight: _Unread, x: Tensor) -> LinearT:
         """The map as it is after rounding, prepared; its inputs are x [n, in]."""
@@ -264,7 +293,7 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
         columns = x.t().contiguous()
         weight = DenseWeight(columns.to(self._dtype))
         prepared = self._inner.prepare_linear([weight], None, self._dtype)
-        return self._inner.linear(columns, prepared).div_(len(x))
+        return self._product(columns, prepared).div_(len(x))
 
     def _rounded_parts(
         self, linears: Sequence[LinearSpec], values: Sequence[Tensor], inputs: InputProducts

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from pagoda.backend.base import Backend
 from pagoda.backend.weights import Int8Weight
-from pagoda.checkpoints.model_config import LinearSpec, ModelConfig, Role
+from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec, Role
 from pagoda.errors import ConfigError
 from pagoda.messages.jobs import QuantizeFormat
 from pagoda.model.gptq import StoredGrids
 from pagoda.model.rounding import ZeroPointGroups, round_asymmetric, round_symmetric
 
-_DENSE = frozenset({Role.EMBEDDING, Role.HEAD, Role.ROUTER})
+_DENSE = frozenset({Role.EMBEDDING, Role.HEAD, Role.ROUTER, Role.STATE_GATE, Role.WHOLE})
 _PACKED_BITS = 32
 
 
@@ -36,7 +36,7 @@ class Scheme:
     """Dtype of scales of groups; those of outputs are float32."""
 
     @classmethod
-    def of(cls, name: QuantizeFormat, group_size: int, config: ModelConfig) -> Scheme:
+    def of(cls, name: QuantizeFormat, group_size: int, config: ModelSpec) -> Scheme:
         """The scheme `name` for the layers of a model.
 
         Raises ConfigError: the inputs of a layer are no multiple of the group size.
@@ -92,7 +92,7 @@ class Scheme:
             stored = _packed_groups(rounded)
         return {f"{linear.name}.{end}": tensor for end, tensor in stored.items()}
 
-    def quantization_config(self, config: ModelConfig) -> dict[str, object]:
+    def quantization_config(self, config: ModelSpec) -> dict[str, object]:
         """Value of `quantization_config` in config.json."""
         weights: dict[str, object] = {
             "num_bits": self.bits,
@@ -130,12 +130,12 @@ class Scheme:
         }
 
 
-def quantized_linears(config: ModelConfig) -> list[LinearSpec]:
+def quantized_linears(config: ModelSpec) -> list[LinearSpec]:
     """Linear layers that are quantized: all of the layers but routers; embedding and head stay dense."""
     return [linear for linear in _linears(config) if linear.role not in _DENSE]
 
 
-def _linears(config: ModelConfig) -> Sequence[LinearSpec]:
+def _linears(config: ModelSpec) -> Sequence[LinearSpec]:
     experts = range(config.experts.num_experts if config.experts else 0)
     return [
         linear

@@ -1,14 +1,14 @@
-"""The decoder that Llama, Mistral, Mixtral, Qwen2 and Qwen3 share.
+"""The decoder of all families: what a `ModelSpec` says of each layer is recorded once, as a graph.
 
-The families differ in switches only: biases, norms of queries and keys, sliding windows, rotary scaling, experts.
 Of several ranks each computes its part (`pagoda.model.sharding`): some of the layers, and of those some of the
 heads and channels. Hidden states are whole, and the same on all ranks of a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,19 +18,41 @@ from pagoda.backend.base import (
     KVCache,
     LinearT,
     MetadataT,
-    Operations,
+    StateCache,
     StepInput,
     TokenBatch,
-    ValueT,
+    check_operations,
 )
+from pagoda.backend.graph import Graph, GraphBuilder, RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.model.adapters import AdaptedLayer, Adapters
-from pagoda.model.loader import DenseMlp, Layer, WeightLoader
+from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
 from pagoda.model.rotary import rotary_frequencies
+from pagoda.model.state_layers import state_caches
 
+LAST_HIDDEN = "last_hidden"
+"""Result of a stage: hidden states behind its last layer, normed on the last stage."""
 _PLAN = Operation("plan", "plan")
 """Preparation of a step, before the operations of its forward pass."""
+
+
+class LayerCache(NamedTuple):
+    """The KV cache of a layer, of which it uses the blocks in the table of its KV group."""
+
+    group: int
+    cache: KVCache
+    block_size: int = 0
+    """Tokens of a block, of layers with a state."""
+
+
+@dataclass(frozen=True)
+class PlannedBatch(Generic[MetadataT]):
+    """A step's tokens, with what depends on their places alone: ids may be written later."""
+
+    batch: TokenBatch
+    metadata: Mapping[int, MetadataT]
+    """Metadata of attention by KV group."""
 
 
 class Decoder(Generic[LinearT, MetadataT]):
@@ -40,7 +62,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         self,
         loader: WeightLoader[LinearT],
         backend: Backend[LinearT, MetadataT],
-        caches: Sequence[KVCache],
+        caches: Sequence[LayerCache],
         *,
         has_adapters: bool = False,
     ) -> None:
@@ -54,26 +76,53 @@ class Decoder(Generic[LinearT, MetadataT]):
         self.backend = backend
         self._layers = [loader.layer(index) for index in shard.layers]
         self._expert_counts = loader.expert_counts
-        self._norm = loader.norm(config.names.norm, config.hidden_size) if shard.is_last else None
+        has_norm = shard.is_last and config.encoder is None
+        self._norm = loader.norm(config.names.norm) if has_norm else None
         self._embedding = loader.linear([config.embedding]) if shard.is_first else None
+        self._tables = loader.encoder_tables()
+        self._classifier = loader.classifier()
         self.head: LinearT | None = None
-        if shard.is_last:
+        if shard.is_last and config.gives_logits:
             tied = config.tie_word_embeddings and shard.is_first
             self.head = self._embedding if tied else loader.linear([config.head])
-        frequencies, self._rotary_scale = rotary_frequencies(config)
-        self._frequencies = frequencies.to(backend.device)
+        self._rotary = {
+            name: rotary_frequencies(rotary, config.max_position_embeddings)
+            for name, rotary in config.rotary.items()
+            if rotary.dim
+        }
+        rounded = torch.tensor(config.multipliers.embedding).to(loader.dtype)
+        self._embedding_multiplier = rounded.item()
         self.caches = caches
+        self._states = [
+            state_caches(held.cache, held.block_size, shard.states(index))
+            for index, held in zip(shard.layers, caches, strict=True)
+        ]
+        """Caches of the states of each layer, none of one with attention."""
+        self._groups: dict[int, KVCache | StateCache] = {
+            held.group: states[0] if states else held.cache
+            for held, states in zip(caches, self._states, strict=True)
+        }
+        """A cache of each group that the stage has layers of."""
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
         began = tracer.e2e()
-        self._compiled = backend.compile(
-            self._compute,
-            hidden=None if shard.is_first else config.hidden_size,
-            names=self._weight_names(),
-        )
+        graph = self._record()
+        check_operations(graph, backend.capabilities, backend.arithmetic)
+        self._compiled = backend.compile(graph, self._weight_names())
         tracer.span("compile", began)
 
+    def plan(self, batch: TokenBatch) -> PlannedBatch[MetadataT]:
+        """Prepares a step; this may be done while another one is computed."""
+        heads, plan = len(self._shard.heads), self.backend.attention_metadata
+        metadata = {
+            group: plan(batch, heads, cache, group) for group, cache in self._groups.items()
+        }
+        return PlannedBatch(batch, metadata)
+
     def forward(
-        self, batch: TokenBatch, hidden: Tensor | None, rows: Sequence[int] | None = None
+        self,
+        planned: PlannedBatch[MetadataT],
+        hidden: Tensor | None,
+        rows: Sequence[int] | None = None,
     ) -> Tensor:
         """Hidden states behind the stage's last layer, [n, hidden]; those of the last stage are normed.
 
@@ -81,32 +130,38 @@ class Decoder(Generic[LinearT, MetadataT]):
         stage gives those of the tokens `rows` only, [m, hidden], by default of all; in its last layer, others are
         computed as far as their keys and values need it.
         """
-        backend, tracer = self.backend, self._tracer
+        batch, tracer = planned.batch, self._tracer
         began = tracer.e2e()
-        plan = backend.attention_metadata(batch, len(self._shard.heads), self.caches[0])
-        table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
-        wanted = None
+        tensors = {"token_ids": batch.token_ids, "positions": batch.positions}
+        if hidden is not None:
+            tensors["hidden"] = hidden
+        if batch.adapters is not None:
+            tensors["adapters"] = batch.adapters
+        if self._tables is not None:
+            types = batch.token_types if self._tables.token_types.outputs > 1 else None
+            tensors["token_types"] = torch.zeros_like(batch.token_ids) if types is None else types
         if self._shard.is_last:
-            wanted = torch.tensor(range(len(batch.token_ids)) if rows is None else rows).long()
-        step = StepInput(batch.token_ids, table, plan, hidden, wanted, batch.adapters)
-        planned = tracer.kernel()
-        if not planned:
-            computed = self._compiled(step)
+            wanted = range(len(batch.token_ids)) if rows is None else rows
+            tensors["rows"] = torch.tensor(wanted, dtype=torch.int64)
+        step = StepInput(tensors, planned.metadata)
+        ready = tracer.kernel()
+        if not ready:
+            (computed,) = self._compiled(step, [LAST_HIDDEN])
             if began:
                 tracer.span("forward", began)
             return computed
-        computed, times = self._compiled.traced(step, tracer)
+        (computed,), times = self._compiled.traced(step, [LAST_HIDDEN], tracer)
         if times:
-            tracer.span("forward", began, {"ops_ns": [planned - began, *times]})
+            tracer.span("forward", began, {"ops_ns": [ready - began, *times]})
         else:
-            tracer.span(_PLAN.name, began, {"kind": _PLAN.kind}, ended=planned)
+            tracer.span(_PLAN.name, began, {"kind": _PLAN.kind}, ended=ready)
             tracer.span("forward", began)
         return computed
 
     @property
     def operations(self) -> Sequence[Operation]:
         """Operations whose times are `ops_ns` in a trace; empty where operations have spans of their own."""
-        recorded = self._compiled.operations
+        recorded = self._compiled.operations([LAST_HIDDEN])
         return [_PLAN, *recorded] if recorded else ()
 
     def take_expert_tokens(self) -> list[int]:
@@ -121,125 +176,246 @@ class Decoder(Generic[LinearT, MetadataT]):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [m, vocab] float32 of normed hidden states [m, hidden], on all ranks of the last stage."""
-        own = self.backend.linear(hidden, self._require_head())
-        if self.backend.group.size == 1:
-            return own
-        sizes = self._shard.vocabulary_shares
-        # Ranks hold up to a few tokens more or less, and gather rows of one length.
-        padded = torch.nn.functional.pad(own, (0, max(sizes) - own.shape[1]))
-        shares = self.backend.group.all_gather(padded)
-        return torch.cat([share[:, :n] for share, n in zip(shares, sizes, strict=True)], dim=1)
+        (logits,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), ["logits"])
+        return logits
 
-    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens [m] after hidden states [m, hidden], and a flag [m] that all logits are finite."""
-        own, highest, finite = self.backend.argmax(hidden, self._require_head())
-        if self.backend.group.size == 1:
-            return own, finite
-        own += self._shard.vocabulary.start
-        # In one message: floats as their bits.
-        shares = self.backend.group.all_gather(
-            torch.stack([own, highest.view(torch.int32).long(), finite.long()])
-        )
-        tokens, bits, all_finite = shares.unbind(1)
-        values = bits.int().view(torch.float32)
-        # Of equal ones the lowest token, which the lowest rank has.
-        winner = (values == values.amax(dim=0)).int().argmax(dim=0)
-        return tokens.gather(0, winner[None])[0], all_finite.bool().all(dim=0)
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Scores [m, 1] float32 that the model's head gives hidden states [m, hidden], of one token a text."""
+        tokens = self._shard.config.score_tokens
+        if tokens is None:
+            (scores,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), ["scores"])
+            return scores
+        logits = self.logits(hidden)
+        scores = logits[:, tokens.yes]
+        return (scores if tokens.no is None else scores - logits[:, tokens.no])[:, None]
+
+    @property
+    def has_argmax(self) -> bool:
+        """True if `argmax` surely gives the token of the highest of `logits`."""
+        return self._shard.config.multipliers.keep_order
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """The likeliest tokens after hidden states [m, hidden]: [m, 3] int64.
+
+        The token, the bits of its logit in float32, and 1 if all logits are finite (`GraphBuilder.linear_argmax`).
+        """
+        (found,) = self._compiled(StepInput({LAST_HIDDEN: hidden}), ["argmax"])
+        return found
 
     def _weight_names(self) -> WeightNames:
         """Names of the weights in traces: `embedding`, `layers.3.qkv`."""
         named: dict[str, object] = {"embedding": self._embedding, "norm": self._norm}
+        if self.head is not self._embedding:
+            named["head"] = self.head
+        if self._tables is not None:
+            tables = {"positions": self._tables.positions, "token_types": self._tables.token_types}
+            named |= {**tables, "embedding_norm": self._tables.norm}
+        named |= {f"classifier.{place}": layer for place, layer in enumerate(self._classifier)}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
-            for name, weight in (vars(layer) | vars(layer.mlp)).items():
+            shared = vars(layer.mlp).get("shared")
+            of_shared = {} if shared is None else vars(shared)
+            own = vars(layer) | vars(layer.mlp)
+            own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
+            own |= {} if layer.state is None else vars(layer.state)
+            for name, weight in own.items():
                 named[f"layers.{index}.{name}"] = weight
-        return {id(weight): name for name, weight in named.items()}
+        return {
+            id(weight.weight if isinstance(weight, Norm) else weight): name
+            for name, weight in named.items()
+        }
 
-    def _require_head(self) -> LinearT:
-        if self.head is None:
-            raise RuntimeError("Only the last stage has a head.")
-        return self.head
-
-    def _compute(
-        self, ops: Operations[ValueT, LinearT, MetadataT], step: StepInput[ValueT, MetadataT]
-    ) -> ValueT:
-        eps = self._shard.config.rms_norm_eps
-        x = self._embed(ops, step)
-        h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
-        # The norm in front of a layer is taken together with the sum behind the one before.
-        norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
-        adapters = step.adapters
+    def _record(self) -> Graph:
+        """The stage's forward pass; on the last stage with logits and their argmax."""
+        config, ops = self._shard.config, GraphBuilder(self.backend.group)
+        multipliers, eps = config.multipliers, config.norm.eps
+        x = self._embed(ops)
+        tables = {
+            name: ops.rotary_table(
+                ops.input("positions"), frequencies.to(self.backend.device), scale
+            )
+            for name, (frequencies, scale) in self._rotary.items()
+        }
         adapted: Sequence[AdaptedLayer | None] = [None] * len(self._layers)
-        if self.adapters is not None and adapters is not None:
-            adapted = self.adapters.layers
-        for layer, maps, cache, next_norm in zip(
-            self._layers, adapted, self.caches, norms, strict=True
+        adapters: Value | None = None
+        if self.adapters is not None:
+            adapters, adapted = ops.input("adapters"), self.adapters.layers
+        for layer, maps, cache, states in zip(
+            self._layers, adapted, self.caches, self._states, strict=True
         ):
-            attended = self._attention(ops, step, layer, maps, cache, h)
-            if layer is self._layers[-1] and self._shard.is_last and step.rows is not None:
+            h = _normed(ops, x, layer.attention_norm, eps)
+            table = tables.get(layer.spec.attention.rotary)
+            attended = self._attention(ops, layer, maps, (cache, states), table, h, adapters)
+            if layer is self._layers[-1] and self._shard.is_last:
                 # Only what is wanted goes on from here: of a prompt, the last token.
-                attended, x = ops.select_rows(attended, step.rows), ops.select_rows(x, step.rows)
+                rows = ops.input("rows")
+                attended, x = ops.select_rows(attended, rows), ops.select_rows(x, rows)
+                if layer.spec.parallel:
+                    h = ops.select_rows(h, rows)
                 if adapters is not None:
-                    adapters = ops.select_rows(adapters, step.rows)
+                    adapters = ops.select_rows(adapters, rows)
             out = ops.linear(attended, layer.attention_out)
-            if maps is not None:
-                out = _adapted(ops, out, attended, maps.attention_out, adapters)
-            x, h = ops.add_rms_norm(x, ops.all_reduce(out), layer.mlp_norm, eps)
-            mixed = ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
-            if next_norm is None:
-                return ops.add(x, mixed)
-            x, h = ops.add_rms_norm(x, mixed, next_norm, eps)
-        return h
+            out = _adapted(
+                ops, out, attended, None if maps is None else maps.attention_out, adapters
+            )
+            if layer.spec.parallel:
+                out = ops.add(out, self._mlp(ops, layer, maps, h, adapters))
+            x = self._added(ops, layer, x, ops.all_reduce(out), layer.attention_post_norm)
+            if layer.spec.parallel:
+                continue
+            h = _normed(ops, x, layer.mlp_norm, eps)
+            out = ops.all_reduce(self._mlp(ops, layer, maps, h, adapters))
+            x = self._added(ops, layer, x, out, layer.mlp_post_norm)
+        h = _normed(ops, x, self._norm, eps)
+        ops.result(LAST_HIDDEN, h)
+        if self._classifier:
+            *dense, out_layer = self._classifier
+            for inner in dense:
+                h = ops.softcap(ops.linear(h, inner), 1.0)  # tanh
+            ops.result("scores", ops.linear(h, out_layer))
+        if self.head is None:
+            return ops.build()
+        logits = _scaled(ops, ops.linear(h, self.head), multipliers.logits)
+        if multipliers.logits_softcap is not None:
+            logits = ops.softcap(logits, multipliers.logits_softcap)
+        ops.result("logits", ops.all_gather(logits, self._shard.vocabulary_shares))
+        first_id = self._shard.vocabulary.start
+        ops.result("argmax", ops.all_gather_argmax(ops.linear_argmax(h, self.head, first_id)))
+        return ops.build()
 
-    def _embed(
-        self, ops: Operations[ValueT, LinearT, MetadataT], step: StepInput[ValueT, MetadataT]
-    ) -> ValueT:
-        if self._embedding is not None:
-            ids = self._shard.vocabulary.start, self._shard.config.vocab_size
-            return ops.all_reduce(ops.embedding(step.token_ids, self._embedding, *ids))
-        if step.hidden is None:
-            raise ValueError("This stage starts from hidden states.")
-        return step.hidden
+    def _embed(self, ops: GraphBuilder) -> Value:
+        config = self._shard.config
+        if self._embedding is None:
+            return ops.input("hidden", config.hidden_size)
+        ids = self._shard.vocabulary.start, config.vocab_size
+        x = ops.all_reduce(ops.embedding(ops.input("token_ids"), self._embedding, *ids))
+        if self._tables is not None:
+            for name, table in (
+                ("token_types", self._tables.token_types),
+                ("positions", self._tables.positions),
+            ):
+                x = ops.add(x, ops.embedding(ops.input(name), table, 0, table.outputs))
+            return _normed(ops, x, self._tables.norm, config.norm.eps)
+        return _scaled(ops, x, self._embedding_multiplier)
+
+    def _added(
+        self, ops: GraphBuilder, layer: Layer[LinearT], x: Value, out: Value, norm: Norm | None
+    ) -> Value:
+        """x [n, hidden] with what attention or MLP adds; the norm is of that, or of the sum."""
+        config = self._shard.config
+        eps, factor = config.norm.eps, config.multipliers.residual
+        if layer.spec.norms_sums:
+            return _normed(ops, ops.add(x, out), norm, eps)
+        return ops.add(x, _scaled(ops, _normed(ops, out, norm, eps), factor))
 
     def _mlp(
         self,
-        ops: Operations[ValueT, LinearT, MetadataT],
+        ops: GraphBuilder,
         layer: Layer[LinearT],
         maps: AdaptedLayer | None,
-        h: ValueT,
-        adapters: ValueT | None,
-    ) -> ValueT:
+        h: Value,
+        adapters: Value | None,
+    ) -> Value:
         """This rank's part of the MLP's output [n, hidden], from normed hidden states [n, hidden]."""
         mlp = layer.mlp
         if isinstance(mlp, DenseMlp):
-            if maps is None:
-                return ops.linear(ops.gated_linear(h, mlp.gate_up), mlp.down)
-            inner = ops.gated_linear(h, mlp.gate_up, maps.gate_up, adapters)
-            return _adapted(ops, ops.linear(inner, mlp.down), inner, maps.down, adapters)
-        return ops.experts(h, ops.linear(h, mlp.router), mlp.experts)
+            return _dense_mlp(ops, mlp, h, maps, adapters)
+        out = ops.experts(h, ops.linear(h, mlp.router), mlp.experts)
+        if mlp.shared is None:
+            return out
+        shared = _dense_mlp(ops, mlp.shared, h, None, adapters)
+        if mlp.shared_router is not None:
+            score = ops.sigmoid(ops.linear(h, mlp.shared_router))
+            shared = ops.scale_rows(shared, score)
+        return ops.add(out, shared)
 
     def _attention(
         self,
-        ops: Operations[ValueT, LinearT, MetadataT],
-        step: StepInput[ValueT, MetadataT],
+        ops: GraphBuilder,
         layer: Layer[LinearT],
         maps: AdaptedLayer | None,
-        cache: KVCache,
-        h: ValueT,
-    ) -> ValueT:
-        qkv = ops.linear(h, layer.qkv)
-        if maps is not None:
-            qkv = _adapted(ops, qkv, h, maps.qkv, step.adapters)
-        queries = ops.rotate_and_cache(qkv, cache, step.plan, step.rotary_table, layer.head_norms)
-        scale = self._shard.config.head_dim**-0.5
-        return ops.attention(queries, cache, step.plan, scale=scale, window=layer.window)
+        caches: tuple[LayerCache, list[StateCache]],
+        table: RotaryTable | None,
+        h: Value,
+        adapters: Value | None,
+    ) -> Value:
+        held, states = caches
+        cache, metadata = held.cache, ops.metadata(held.group)
+        qkv = _adapted(
+            ops, ops.linear(h, layer.qkv), h, None if maps is None else maps.qkv, adapters
+        )
+        if layer.state is not None:
+            return layer.state.record(ops, h, qkv, metadata, states)
+        spec, head_dim, norms = layer.spec.attention, self._shard.config.head_dim, layer.head_norms
+        if norms is not None and spec.qk_norm == "all" and self._shard.tp_size > 1:
+            # Queries and keys of a token are normed together with those of the other ranks.
+            own, ranks = (len(norms.queries), len(norms.keys)), self._shard.tp_size
+            squares = ops.all_reduce(ops.sum_of_squares(qkv, queries=own[0], keys=own[1]))
+            qkv = ops.norm_by_squares(
+                qkv, squares, norms, all_queries=ranks * own[0], all_keys=ranks * own[1]
+            )
+            norms = None
+        queries = ops.rotate_and_cache(
+            qkv,
+            metadata,
+            table,
+            cache,
+            norms,
+            num_heads=len(self._shard.heads),
+            head_dim=head_dim,
+        )
+        if spec.temperature is not None:
+            scales = ops.position_scale(ops.input("positions"), **vars(spec.temperature))
+            queries = ops.scale_rows(queries, scales)
+        out = ops.attention(
+            queries,
+            metadata,
+            cache,
+            head_dim=head_dim,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=layer.sinks,
+            chunk=spec.chunk,
+            causal=spec.causal,
+        )
+        if layer.gate is None:
+            return out
+        return ops.mul(out, ops.sigmoid(ops.linear(h, layer.gate)))
+
+
+def _dense_mlp(
+    ops: GraphBuilder,
+    mlp: DenseMlp[LinearT],
+    h: Value,
+    maps: AdaptedLayer | None,
+    adapters: Value | None,
+) -> Value:
+    both = ops.linear(h, mlp.gate_up)
+    both = _adapted(ops, both, h, None if maps is None else maps.gate_up, adapters)
+    activations = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul, "gelu": ops.gelu}
+    inner = activations[mlp.activation](both)
+    out = ops.linear(inner, mlp.down)
+    return _adapted(ops, out, inner, None if maps is None else maps.down, adapters)
+
+
+def _normed(ops: GraphBuilder, x: Value, norm: Norm | None, eps: float) -> Value:
+    """x [n, hidden] behind its norm, if there is one."""
+    if norm is None:
+        return x
+    if norm.bias is None:
+        return ops.rms_norm(x, norm.weight, eps)
+    return ops.layer_norm(x, norm.weight, norm.bias, eps)
+
+
+def _scaled(ops: GraphBuilder, x: Value, factor: float) -> Value:
+    """x [n, d] times a factor, if it is not one."""
+    return x if factor == 1 else ops.scale(x, factor)
 
 
 def _adapted(
-    ops: Operations[ValueT, LinearT, MetadataT],
-    out: ValueT,
-    x: ValueT,
-    maps: LowRankMaps | None,
-    adapters: ValueT | None,
-) -> ValueT:
+    ops: GraphBuilder, out: Value, x: Value, maps: LowRankMaps | None, adapters: Value | None
+) -> Value:
     """`out` [n, out] of a layer with what adapters make of its inputs x."""
-    return out if maps is None or adapters is None else ops.add_low_rank(out, x, maps, adapters)
+    if maps is None or adapters is None:
+        return out
+    return ops.add_low_rank(out, x, adapters, maps)

@@ -92,6 +92,20 @@ def _iq4_nl(blocks: Tensor) -> _Parts:
     return _nibbles(blocks[:, 2:], 16), _halves(blocks, 0), None, None, None
 
 
+def _mxfp4(blocks: Tensor) -> _Parts:
+    """Exponent of the scale, 32 halves of bytes."""
+    return _nibbles(blocks[:, 1:], 16), mxfp4_scales(blocks[:, :1]), None, None, None
+
+
+def mxfp4_scales(exponents: Tensor) -> Tensor:
+    """Half the scales 2^(e - 127) of bytes e as float16, for codes that stand for twice their numbers.
+
+    Scales below 2^-23 become zero, those from 2^17 on infinite; nothing between is rounded.
+    """
+    ones = torch.ones(exponents.shape)
+    return torch.ldexp(ones, exponents.to(torch.int32) - 128).half()
+
+
 def _iq4_xs(blocks: Tensor) -> _Parts:
     """Scale of the block, high two bits of eight scales, their low four bits, 256 halves of bytes."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
@@ -183,6 +197,7 @@ _PARTS: dict[str, Callable[[Tensor], _Parts]] = {
     "Q5_1": _q5_1,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,

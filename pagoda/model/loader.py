@@ -4,25 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, ExpertRouting, Experts, HeadNorms, LinearT
+from pagoda.backend.base import (
+    Backend,
+    ExpertActivation,
+    ExpertRouting,
+    Experts,
+    HeadNorms,
+    LinearT,
+)
 from pagoda.backend.weights import GroupedWeight, LinearWeight, same_order, weight_bytes
-from pagoda.checkpoints.model_config import LinearSpec
+from pagoda.checkpoints.model_spec import (
+    ExpertsSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpLinears,
+    MlpSpec,
+    PlainMlpLinears,
+)
+from pagoda.checkpoints.state_layers import ShortConvSpec, StateSpec
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import Part, Shard, take_part
-from pagoda.model.weights import WeightSource
+from pagoda.model.state_layers import DeltaRule, GatedConv, StateLayer
+from pagoda.model.weights import WeightSource, in_head_order, own_rows
 from pagoda.telemetry.tracer import Tracer
 
 
 @dataclass(frozen=True)
 class DenseMlp(Generic[LinearT]):
     gate_up: LinearT
+    """Gate and up, one above the other; of a plain MLP, up alone."""
     down: LinearT
+    activation: Literal["silu", "gelu_tanh", "gelu"]
 
 
 @dataclass(frozen=True)
@@ -35,18 +53,47 @@ class SparseMlp(Generic[LinearT]):
 
     router: LinearT
     experts: Experts[LinearT]
+    shared: DenseMlp[LinearT] | None
+    """MLP that every token goes through as well, times a sigmoid of `shared_router` if there is one."""
+    shared_router: LinearT | None
+
+
+class Norm(NamedTuple):
+    """Norm of hidden states [hidden]."""
+
+    weight: Tensor
+    """[hidden] float32."""
+    bias: Tensor | None
+    """[hidden] float32 of layer norms, None of RMS norms."""
 
 
 @dataclass(frozen=True)
 class Layer(Generic[LinearT]):
-    attention_norm: Tensor
+    attention_norm: Norm | None
     qkv: LinearT
-    """Queries, keys and values, one above the other."""
+    """Queries, keys and values, one above the other; of a layer with a state, its three maps."""
+    gate: LinearT | None
+    """Gate of attention's outputs."""
+    state: StateLayer[LinearT] | None
+    """Other weights of a layer with a state."""
     head_norms: HeadNorms | None
+    sinks: Tensor | None
+    """[heads] float32."""
     attention_out: LinearT
-    window: int | None
-    mlp_norm: Tensor
+    attention_post_norm: Norm | None
+    mlp_norm: Norm | None
     mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
+    mlp_post_norm: Norm | None
+    spec: LayerSpec
+
+
+@dataclass(frozen=True)
+class EncoderTables(Generic[LinearT]):
+    """Tables that an encoder adds to the embeddings of tokens, and the norm of the sum."""
+
+    positions: LinearT
+    token_types: LinearT
+    norm: Norm
 
 
 class WeightLoader(Generic[LinearT]):
@@ -78,20 +125,65 @@ class WeightLoader(Generic[LinearT]):
 
     def layer(self, index: int) -> Layer[LinearT]:
         config, names = self.shard.config, self.shard.config.names
-        attention = config.attention_linears(index)
+        linears, spec = config.attention_linears(index), config.layers[index]
+        attention = spec.attention
+
+        def norm(name: str, *, has: bool) -> Norm | None:
+            return self.norm(names.of_layer(index, name)) if has else None
+
         return Layer(
-            attention_norm=self._norm(index, names.attention_norm, config.hidden_size),
-            qkv=self.linear([attention.q, attention.k, attention.v], bias=config.qkv_bias),
-            head_norms=self._head_norms(index) if config.qk_norm else None,
-            attention_out=self.linear([attention.out], bias=config.output_bias),
-            window=config.sliding_windows[index],
-            mlp_norm=self._norm(index, names.mlp_norm, config.hidden_size),
+            attention_norm=norm(names.attention_norm, has=spec.pre_norm),
+            qkv=self.linear([linears.q, linears.k, linears.v], bias=attention.qkv_bias),
+            gate=self._output_gate(index),
+            state=None if spec.state is None else self._state(index, spec.state),
+            head_norms=None
+            if attention.qk_norm is None or spec.state is not None
+            else self._head_norms(index),
+            sinks=self._sinks(index) if attention.sinks else None,
+            attention_out=self.linear([linears.out], bias=attention.output_bias),
+            attention_post_norm=norm(names.attention_post_norm, has=spec.post_norm),
+            mlp_norm=norm(names.mlp_norm, has=spec.pre_norm and not spec.parallel),
             mlp=self._mlp(index),
+            mlp_post_norm=norm(names.mlp_post_norm, has=spec.post_norm),
+            spec=spec,
         )
 
-    def norm(self, name: str, size: int) -> Tensor:
+    def encoder_tables(self) -> EncoderTables[LinearT] | None:
+        """The tables of an encoder's first stage."""
+        config = self.shard.config
+        positions, token_types = config.positions, config.token_types
+        if positions is None or token_types is None or not self.shard.is_first:
+            return None
+        tables = self.linear([positions]), self.linear([token_types])
+        return EncoderTables(*tables, self.norm(config.names.embedding_norm))
+
+    def classifier(self) -> list[LinearT]:
+        """The layers of the head that scores, if there is one on this stage."""
+        classifier = self.shard.config.classifier
+        if classifier is None or not self.shard.is_last:
+            return []
+        linears = self.shard.config.classifier_linears
+        return [self.linear([linear], bias=classifier.bias) for linear in linears]
+
+    def norm(self, name: str) -> Norm:
+        """The norm `name` of hidden states."""
+        size, norm = self.shard.config.hidden_size, self.shard.config.norm
+        weight = self._norm_weight(name, size)
+        if norm.kind == "rms":
+            return Norm(weight, None)
+        if not norm.bias:
+            return Norm(weight, torch.zeros_like(weight))
+        return Norm(weight, self._tensor(f"{name}.bias", size, torch.float32))
+
+    def _norm_weight(self, name: str, size: int) -> Tensor:
         """Weight [size] float32 of a norm."""
-        return self._tensor(f"{name}.weight", size, torch.float32)
+        weight = self._tensor(f"{name}.weight", size, torch.float32)
+        offset = self.shard.config.names.norm_offset
+        return weight + offset if offset else weight
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        """The tensor `name` [size] in float32."""
+        return self._tensor(name, size, torch.float32)
 
     def _tensor(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         out = torch.empty(size, dtype=dtype, device=self.backend.device)
@@ -125,38 +217,141 @@ class WeightLoader(Generic[LinearT]):
         return take_part(linear, weight, part, self.dtype)
 
     def _bias(self, linear: LinearSpec) -> Tensor:
-        values = self._tensor(f"{linear.name}.bias", linear.outputs, self.dtype)
-        part = self.shard.part_of(linear)
+        stored, part = linear.stored, self.shard.part_of(linear)
+        whole = torch.empty(stored.shape[:-1], dtype=self.dtype, device=self.backend.device)
+        self._source.read_into(stored.bias, whole)
+        values = own_rows(whole.flatten(), linear)
         if len(part.inputs) < linear.inputs and self.shard.tp_rank > 0:
             return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
         return values[part.outputs.start : part.outputs.stop]
 
     def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
-        config, sparse = self.shard.config, self.shard.config.expert_linears(index)
-        experts = config.experts
-        if experts is None or sparse is None:
-            mlp = config.mlp_linears(index)
-            return DenseMlp(
-                gate_up=self.linear([mlp.gate, mlp.up], bias=config.mlp_bias),
-                down=self.linear([mlp.down], bias=config.mlp_bias),
-            )
-        router = self.linear([sparse.router])
+        config, spec = self.shard.config, self.shard.config.layers[index].mlp
+        if isinstance(spec, MlpSpec):
+            return self._dense(config.mlp_linears(index), spec)
+        sparse = config.linears_of(index, spec)
+        router = self.linear([sparse.router], bias=spec.bias)
+        shared = shared_router = None
+        if sparse.shared is not None:
+            shared = self._dense(sparse.shared, MlpSpec(spec.shared_size))
+        if sparse.shared_router is not None:
+            shared_router = self.linear([sparse.shared_router])
         # One expert after the other, in the order in which a step will read them.
         held = self.shard.experts
         own = sparse.experts[held.start : held.stop]
-        prepared = [[self.linear([spec]) for spec in expert] for expert in own]
+        prepared = [[self.linear([it], bias=spec.bias) for it in expert] for expert in own]
         gate, up, down = zip(*prepared, strict=True)
-        routing = ExpertRouting(experts.num_experts, experts.experts_per_token, experts.renormalize)
-        return SparseMlp(router, Experts(routing, held.start, gate, up, down, self.expert_counts))
+        correction = None
+        if spec.correction:
+            name = config.names.of_layer(index, config.names.correction)
+            correction = self._vector(name, spec.num_experts)
+        experts = Experts(
+            _routing(spec),
+            held.start,
+            gate,
+            up,
+            down,
+            self.expert_counts,
+            ExpertActivation("swiglu_oai", spec.clamp.alpha, spec.clamp.limit)
+            if spec.clamp
+            else ExpertActivation(),
+            correction,
+        )
+        return SparseMlp(router, experts, shared, shared_router)
+
+    def _dense(self, linears: MlpLinears | PlainMlpLinears, spec: MlpSpec) -> DenseMlp[LinearT]:
+        return DenseMlp(
+            gate_up=self.linear(linears.into, bias=spec.bias),
+            down=self.linear([linears.down], bias=spec.bias),
+            activation=spec.activation,
+        )
+
+    def _output_gate(self, index: int) -> LinearT | None:
+        config = self.shard.config
+        if config.layers[index].state is not None:
+            return None
+        gates = config.gate_linears(index)
+        return self.linear(gates, bias=config.layers[index].attention.qkv_bias) if gates else None
+
+    def _state(self, index: int, spec: StateSpec) -> StateLayer[LinearT]:
+        """Weights of a layer with a state besides its maps, of this rank's channels or heads."""
+        config = self.shard.config
+        names, linears = config.names, config.attention_linears(index)
+        parts = [self.shard.part_of(linear).outputs for linear in linears[:3]]
+        if isinstance(spec, ShortConvSpec):
+            return GatedConv(*self._conv(index, spec, [*parts[0]]))
+        firsts = (0, spec.sizes[0], 2 * spec.sizes[0])
+        rows = [first + row for first, part in zip(firsts, parts, strict=True) for row in part]
+        weight, _ = self._conv(index, spec, rows)
+        output_gate, *gates = config.gate_linears(index)
+        heads = self.shard.part_of(gates[0]).outputs
+        decay, bias = (
+            self._vector(names.of_layer(index, name), spec.value_heads)[heads.start : heads.stop]
+            for name in (names.state_decay, names.state_bias)
+        )
+        norm = f"{names.of_layer(index, names.state_norm)}.weight"
+        return DeltaRule(
+            weight,
+            self.linear(gates),
+            -decay.exp(),
+            bias.clone(),
+            self.linear([output_gate]),
+            self._vector(norm, spec.value_dim),
+            config.norm.eps,
+            spec.key_dim,
+            len(parts[0]) // spec.key_dim,
+        )
+
+    def _conv(
+        self, index: int, spec: StateSpec, own: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weight [width, own] and bias [own] of some channels of a layer's convolution."""
+        names, channels = self.shard.config.names, spec.channels
+        name = names.of_layer(index, names.state_conv)
+        shape = (channels, spec.width) if names.flat_convolutions else (channels, 1, spec.width)
+        weight = torch.empty(shape, dtype=torch.float32, device=self.backend.device)
+        self._source.read_into(f"{name}.weight", weight)
+        weight = weight.view(channels, spec.width)[own].t().contiguous()
+        return weight, self._vector(f"{name}.bias", channels)[own] if spec.bias else None
+
+    def _sinks(self, index: int) -> Tensor:
+        names, heads = self.shard.config.names, self.shard.heads
+        whole = self._vector(names.of_layer(index, names.sinks), self.shard.config.num_heads)
+        return whole[heads.start : heads.stop].clone()
 
     def _head_norms(self, index: int) -> HeadNorms:
         config = self.shard.config
-        queries = self._norm(index, config.names.query_norm, config.head_dim)
-        keys = self._norm(index, config.names.key_norm, config.head_dim)
-        return HeadNorms(queries, keys, config.rms_norm_eps)
+        names, order = config.names, config.head_order(index)
+        sizes = config.head_norm_sizes(index)
+        if config.layers[index].attention.qk_norm == "unit":
+            ones = torch.ones(config.head_dim, device=self.backend.device)
+            return HeadNorms(ones, ones, config.norm.eps)
+        queries, keys = (
+            in_head_order(self._norm_weight(names.of_layer(index, name), size), order)
+            for name, size in zip((names.query_norm, names.key_norm), sizes, strict=True)
+        )
+        if config.layers[index].attention.qk_norm == "all":
+            linears = config.attention_linears(index)
+            own = [self.shard.part_of(linear).outputs for linear in (linears.q, linears.k)]
+            queries, keys = (
+                norm[part.start : part.stop].clone()
+                for norm, part in zip((queries, keys), own, strict=True)
+            )
+        return HeadNorms(queries, keys, config.norm.eps)
 
-    def _norm(self, index: int, name: str, size: int) -> Tensor:
-        return self.norm(self.shard.config.names.of_layer(index, name), size)
+
+def _routing(spec: ExpertsSpec) -> ExpertRouting:
+    return ExpertRouting(
+        spec.num_experts,
+        spec.experts_per_token,
+        spec.renormalize,
+        spec.scores,
+        spec.num_groups,
+        spec.groups_per_token,
+        spec.group_score,
+        spec.scaling_factor,
+        spec.weighs_inputs,
+    )
 
 
 def _check_act_orders(linears: Sequence[LinearSpec], weights: Sequence[LinearWeight]) -> None:

@@ -6,21 +6,28 @@ All but fp8 pack small unsigned integers into 32-bit words, the first in the low
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import BlockWeight, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.checkpoints.fp8_config import Fp8Scheme
-from pagoda.checkpoints.model_config import LinearSpec
+from pagoda.checkpoints.model_spec import LinearSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
-from pagoda.checkpoints.weight_formats import Int8Format, held_group_size
+from pagoda.checkpoints.tensor_names import StoredRows
+from pagoda.checkpoints.weight_formats import BlockFormat, Int8Format, held_group_size
 from pagoda.errors import ConfigError
 from pagoda.model.fp8_weights import convert_fp8, is_finite
-from pagoda.model.weights import READABLE, CheckpointWeights
+from pagoda.model.ggml_blocks import mxfp4_scales
+from pagoda.model.sharding import Part, take_part
+from pagoda.model.weights import READABLE, CheckpointWeights, in_head_order, stored_rows
 
 _FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _FP8_SCALES = READABLE | {"F8_E8M0": "float8_e8m0fnu"}
 _INT8 = {"I8": "int8"}
+_UINT8 = {"U8": "uint8"}
 _INT32 = {"I32": "int32"}
 _INTEGERS = {"I32": "int32", "I64": "int64"}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -38,9 +45,17 @@ class QuantizedCheckpoint:
         self._tensors.read_into(name, out)
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
+        weight = self._stored(replace(linear, head_order=None), dtype)
+        return _in_head_order(weight, linear.head_order)
+
+    def _stored(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
         scheme = self._quantization.scheme_of(linear)
         if scheme is None:
             return self._tensors.linear(linear, dtype)
+        if isinstance(scheme, BlockFormat):
+            return self._mxfp4(linear, scheme)
+        if linear.rows is not None:
+            return self._rows(linear, linear.rows, dtype)
         if isinstance(scheme, Fp8Scheme):
             return self._fp8(linear, scheme, dtype)
         if isinstance(scheme, Int8Format):
@@ -53,6 +68,20 @@ class QuantizedCheckpoint:
                 return reader.awq()
             case layout:
                 return reader.gptq(zero_offset=1 if layout == "gptq" else 0)
+
+    def _rows(self, linear: LinearSpec, rows: StoredRows, dtype: torch.dtype) -> LinearWeight:
+        """A layer's rows of a tensor that holds several, and that is quantized as one."""
+        if len(rows.shape) > 2:
+            raise ConfigError(
+                f"{rows.tensor} holds quantized weights of all experts in one tensor, which Pagoda does not read."
+            )
+        outputs, inputs = rows.shape
+        joined = LinearSpec(rows.tensor, outputs, inputs, linear.role)
+        whole = self.linear(joined, dtype)
+        if rows.group:
+            return _with_outputs(whole, lambda numbers: stored_rows(numbers, linear))
+        part = Part(range(rows.first, rows.first + linear.outputs), range(inputs))
+        return take_part(linear, whole, part, dtype)
 
     def _fp8(self, linear: LinearSpec, scheme: Fp8Scheme, dtype: torch.dtype) -> LinearWeight:
         """A layer whose file has other floats is taken as it is, be it listed among those left out or not."""
@@ -75,6 +104,19 @@ class QuantizedCheckpoint:
         _check_finite(tensors, scales_name, scales, "float32")
         return DenseWeight(convert_fp8(values, scales, scheme, dtype))
 
+    def _mxfp4(self, linear: LinearSpec, held_as: BlockFormat) -> BlockWeight:
+        """Rows of the layer in the tensors of all experts, whose bytes hold two neighbouring inputs each."""
+        stored, size = linear.stored, held_as.block_size
+        shape = (*stored.shape[:-1], linear.inputs // size)
+        exponents = self._tensors.tensor(f"{stored.tensor}_scales", shape, _UINT8)
+        packed = self._tensors.tensor(f"{stored.tensor}_blocks", (*shape, size // 2), _UINT8)
+        own = stored.rows(linear.outputs)
+        octets = packed.view(-1, linear.inputs // 2)[own]
+        codes = torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
+        scales = mxfp4_scales(exponents.view(-1, shape[-1])[own])
+        _check_finite(self._tensors, f"{stored.tensor}_scales", scales, "float16")
+        return BlockWeight(held_as, codes, scales, None, None, None)
+
     def _int8(self, linear: LinearSpec) -> Int8Weight:
         tensors, name, outputs = self._tensors, linear.name, linear.outputs
         values = tensors.tensor(f"{name}.weight", (outputs, linear.inputs), _INT8)
@@ -85,6 +127,30 @@ class QuantizedCheckpoint:
         _check_finite(tensors, scales_name, scales, "float32")
         # Magnitude 128 has no positive counterpart. Compressors round 127.5 to it, so 127 is as near.
         return Int8Weight(values.clamp(min=-127), scales)
+
+
+def _in_head_order(weight: LinearWeight, order: tuple[int, ...] | None) -> LinearWeight:
+    """A weight whose outputs are brought into another order within each head."""
+    if order is None:
+        return weight
+    return _with_outputs(weight, lambda numbers: in_head_order(numbers, order))
+
+
+def _with_outputs(weight: LinearWeight, choose: Callable[[Tensor], Tensor]) -> LinearWeight:
+    """Outputs of a weight that are chosen from all, in an order of their own."""
+
+    def chosen(numbers: Tensor | None) -> Tensor | None:
+        return None if numbers is None else choose(numbers)
+
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(choose(weight.values))
+    scales = choose(weight.scales)
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(choose(weight.values), scales, chosen(weight.zero_points))
+    if isinstance(weight, BlockWeight):
+        raise TypeError("Checkpoints in safetensors files hold no blocks of ggml.")
+    codes = choose(weight.codes)
+    return replace(weight, codes=codes, scales=scales, offsets=chosen(weight.offsets))
 
 
 class _GroupReader:

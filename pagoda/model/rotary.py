@@ -7,27 +7,36 @@ import math
 import torch
 from torch import Tensor
 
-from pagoda.checkpoints.model_config import ModelConfig
-from pagoda.checkpoints.rope import FrequencyFactors, LinearScaling, Llama3Scaling, YarnScaling
+from pagoda.checkpoints.rope import (
+    FrequencyFactors,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RotarySpec,
+    YarnScaling,
+)
 
 
-def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angle per position of each pair of dimensions, [head_dim / 2] float32, and the scale of cosines and sines.
+def rotary_frequencies(rotary: RotarySpec, max_length: int) -> tuple[Tensor, float]:
+    """Angle per position of each rotated pair of dimensions, [dim / 2] float32, and scale of cosines and sines.
 
-    The base form is Su et al. 2021.
+    No sequence is longer than `max_length`. The base form is Su et al. 2021.
     """
-    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-    wavelengths = config.rope_theta**exponents
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, rotary.dim, 2).float() / rotary.dim
+    wavelengths = rotary.theta**exponents
+    scaling = rotary.scaling
     if scaling is None:
         return 1.0 / wavelengths, 1.0
     if isinstance(scaling, LinearScaling):
         return 1.0 / wavelengths / scaling.factor, 1.0
     if isinstance(scaling, FrequencyFactors):
         return 1.0 / wavelengths / torch.tensor(scaling.factors), 1.0
+    if isinstance(scaling, LongRopeScaling):
+        factors = torch.tensor(scaling.factors(max_length))
+        return 1.0 / (factors * wavelengths), scaling.attention_factor
     if isinstance(scaling, Llama3Scaling):
         return _llama3(1.0 / wavelengths, scaling), 1.0
-    return _yarn(wavelengths, config.rope_theta, scaling), _yarn_scale(scaling)
+    return _yarn(wavelengths, rotary.theta, scaling), _yarn_scale(scaling)
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

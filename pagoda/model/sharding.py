@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from pagoda.backend.weights import (
     weight_format,
     weight_shape,
 )
-from pagoda.checkpoints.model_config import LinearSpec, ModelConfig, Role
+from pagoda.checkpoints.model_spec import LinearSpec, MlpSpec, ModelSpec, Role
+from pagoda.checkpoints.state_layers import StateUnits
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (
     BLOCK_SIZES,
@@ -38,8 +39,10 @@ from pagoda.checkpoints.weight_formats import (
 from pagoda.errors import ConfigError
 from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, even_share
 
-_TABLES = {Role.EMBEDDING, Role.HEAD}
+_TABLES = {Role.EMBEDDING, Role.HEAD, Role.WHOLE}
 _EXPERTS = {Role.EXPERT_IN, Role.EXPERT_OUT}
+_VECTOR_ITEMSIZE = 4
+"""Bytes of an element of norms and biases, which are float32 in memory."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Part:
 class Shard:
     """One rank's part of a model."""
 
-    config: ModelConfig
+    config: ModelSpec
     layers: range
     tp_rank: int = 0
     tp_size: int = 1
@@ -115,7 +118,41 @@ class Shard:
                 outputs = self.channels(linear.outputs)
             case Role.MLP_OUT | Role.EXPERT_OUT:
                 inputs = self.channels(linear.inputs)
+            case Role.STATE_IN | Role.STATE_GATE:
+                outputs = self.state_share(linear.outputs, linear.grain)
+            case Role.STATE_OUT:
+                inputs = self.state_share(linear.inputs, linear.grain)
         return Part(outputs, inputs)
+
+    def states(self, layer: int) -> tuple[StateUnits, ...]:
+        """This rank's states of a layer; none of one with attention."""
+        state = self.config.layers[layer].state
+        if state is None:
+            return ()
+        linears = self.config.attention_linears(layer)[:3]
+        return state.states([len(self.part_of(linear).outputs) for linear in linears])
+
+    def state_units(self, layer: int) -> list[list[range]]:
+        """This rank's units of each state of a layer, by their numbers in the whole layer."""
+        linears = self.config.attention_linears(layer)[:3]
+        numbers: list[list[range]] = []
+        for state in self.states(layer):
+            held = [self.part_of(linears[index]).outputs for index in state.maps]
+            outputs = sum(map(len, held)) // state.units
+            firsts = accumulate((linears[index].outputs for index in state.maps), initial=0)
+            numbers.append(
+                [
+                    range((first + it.start) // outputs, (first + it.stop) // outputs)
+                    for first, it in zip(firsts, held, strict=False)
+                ]
+            )
+        return numbers
+
+    def state_share(self, count: int, grain: int) -> range:
+        """This rank's channels of a layer with a state, of which `grain` neighbours stay together."""
+        if grain == 1:
+            return self.channels(count)
+        return _times(even_share(count // grain, self.tp_rank, self.tp_size), grain)
 
     @property
     def experts(self) -> range:
@@ -134,17 +171,21 @@ class Shard:
             yield from config.layer_linears(layer, self.experts)
         if self.is_first:
             yield config.embedding
-        if self.is_last and not (self.is_first and config.tie_word_embeddings):
+            yield from filter(None, (config.positions, config.token_types))
+        tied = self.is_first and config.tie_word_embeddings
+        if self.is_last and config.gives_logits and not tied:
             yield config.head
+        if self.is_last:
+            yield from config.classifier_linears
 
     def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype."""
-        return self._vector_bytes(itemsize) + self._linear_bytes(set(Role), quantization, itemsize)
+        return self._vector_bytes() + self._linear_bytes(set(Role), quantization, itemsize)
 
     def forward_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of weights that a forward pass reads, without the head and the embedding table."""
         roles = set(Role) - _TABLES
-        return self._vector_bytes(itemsize) + self._linear_bytes(roles, quantization, itemsize)
+        return self._vector_bytes() + self._linear_bytes(roles, quantization, itemsize)
 
     def expert_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Bytes of all experts that the rank holds, without routers."""
@@ -176,21 +217,51 @@ class Shard:
                 total += format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
         return total
 
-    def _vector_bytes(self, itemsize: int) -> int:
-        """Bytes of norms, and of this rank's parts of biases."""
+    def _vector_bytes(self) -> int:
+        """Bytes of norms, and of this rank's parts of biases, all of them in float32."""
         config = self.config
-        total = config.hidden_size * self.is_last
+        total = sum(size for _, size in config.last_norm_tensors) * self.is_last
+        total += sum(size for _, size in config.embedding_norm_tensors) * self.is_first
+        if self.is_last and config.classifier is not None and config.classifier.bias:
+            total += sum(linear.outputs for linear in config.classifier_linears)
         for layer in self.layers:
-            attention = config.attention_linears(layer)
-            biases = [*attention][:3] * config.qkv_bias + [attention.out] * config.output_bias
-            if config.expert_linears(layer) is None:
-                biases += [*config.mlp_linears(layer)] * config.mlp_bias
-            total += 2 * config.hidden_size + 2 * config.head_dim * config.qk_norm
+            attention, spec = config.attention_linears(layer), config.layers[layer]
+            into = [*attention][:3]
+            if spec.state is None:
+                into += config.gate_linears(layer)
+            biases = into * spec.attention.qkv_bias + [attention.out] * spec.attention.output_bias
+            if isinstance(spec.mlp, MlpSpec):
+                biases += [*config.mlp_linears(layer)] * spec.mlp.bias
+            elif spec.mlp.bias:
+                sparse = config.linears_of(layer, spec.mlp)
+                held = sparse.experts[self.experts.start : self.experts.stop]
+                biases += [sparse.router, *(linear for expert in held for linear in expert)]
+            total += sum(size for _, size in config.norm_tensors(layer))
             total += sum(len(self.part_of(m).outputs) for m in biases)
-        return total * itemsize
+        return total * _VECTOR_ITEMSIZE
 
 
-def whole(config: ModelConfig) -> Shard:
+def least_block_size(config: ModelSpec, itemsize: int) -> int:
+    """Tokens of a block whose K, and whose V, take as much memory as half of a layer's state.
+
+    They do so on every rank of any tensor-parallel size, since engines of different sizes hand blocks over.
+    `itemsize` is that of K and V.
+    """
+    kinds = {layer.state: index for index, layer in enumerate(config.layers) if layer.state}
+    least = 1
+    for size in range(1, config.num_heads + 1) if kinds else ():
+        if not any(can_share(config, size, expert_parallel=it) for it in (False, True)):
+            continue
+        for rank in range(size):
+            shard = Shard(config, range(config.num_layers), rank, size)
+            token = shard.num_kv_heads * config.head_dim * itemsize
+            for index in kinds.values():
+                half = sum(state.half_bytes for state in shard.states(index))
+                least = max(least, -(-half // token))
+    return least
+
+
+def whole(config: ModelSpec) -> Shard:
     """All of a model."""
     return Shard(config, range(config.num_layers))
 
@@ -200,7 +271,7 @@ def whole_part(linear: LinearSpec) -> Part:
     return Part(range(linear.outputs), range(linear.inputs))
 
 
-def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) -> Shard:
+def shard_of(config: ModelSpec, parallel: ParallelConfig, place: RankPlace) -> Shard:
     """The shard of the rank at `place`. Raises ConfigError if the model cannot be split so."""
     check_shares("the model", config, parallel)
     return Shard(
@@ -213,7 +284,7 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) ->
 
 
 def check_quantized_parts(
-    config: ModelConfig, quantization: Quantization | None, parallel: ParallelConfig
+    config: ModelSpec, quantization: Quantization | None, parallel: ParallelConfig
 ) -> None:
     """Checks that no rank gets a part of a quantized map that cannot be held.
     Raises ConfigError: one does, or a map cannot be quantized so at all."""
@@ -273,7 +344,7 @@ def format_of_part(linear: LinearSpec, held_as: WeightFormat, part: range) -> We
     return held
 
 
-def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
+def split_layers(config: ModelSpec, num_stages: int) -> list[range]:
     """The layers of each stage, so that the costliest stage is as cheap as can be.
 
     The cost of a stage is the number of weights that a token is multiplied with; the head is one more cost of the

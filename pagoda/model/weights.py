@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,15 +15,13 @@ from torch import Tensor
 
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
-from pagoda.checkpoints.model_config import LinearSpec
+from pagoda.checkpoints.contents import full_names, unread_tensors
+from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec
+from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
 
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats of safetensors files, with the names that torch has for them."""
-_DECODER = "model."
-_HEAD = "lm_head."
-_BARE_EMBEDDING = "embed_tokens"
-"""Embedding table in files of a decoder alone."""
 _PATTERN_SIZE = 2**20 - 3
 
 
@@ -55,6 +53,28 @@ class DequantizedWeights:
         if isinstance(weight, DenseWeight):
             return weight
         return DenseWeight(dequantize(weight).to(dtype))
+
+
+def in_head_order(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Rows [heads d, ...] whose `d` rows of each head are brought into an order; None leaves them."""
+    if order is None:
+        return rows
+    return rows.view(-1, len(order), *rows.shape[1:])[:, list(order)].reshape(rows.shape)
+
+
+def own_rows(rows: Tensor, linear: LinearSpec) -> Tensor:
+    """A layer's rows [outputs, ...] of all rows of a tensor, in the order in which they are computed."""
+    return in_head_order(stored_rows(rows, linear), linear.head_order)
+
+
+def stored_rows(rows: Tensor, linear: LinearSpec) -> Tensor:
+    """A layer's rows [outputs, ...] of all rows of a tensor."""
+    stored = linear.stored
+    if stored.group == 0:
+        return rows[stored.rows(linear.outputs)]
+    groups = rows.view(-1, stored.group, *rows.shape[1:])
+    count = linear.outputs // len(groups)
+    return groups[:, stored.first : stored.first + count].reshape(-1, *rows.shape[1:])
 
 
 class DummyWeights:
@@ -93,13 +113,13 @@ class DummyWeights:
 class CheckpointWeights:
     """Weights in safetensors files, mapped into memory and copied out one at a time.
 
-    Files of a decoder alone (`Qwen3Model`) have its names without `model.`; they are read by their full names.
+    Names are those of a decoder with its head; see `full_names`.
     """
 
     def __init__(self, files: Mapping[str, Path], opened: contextlib.ExitStack) -> None:
         """`files` says which file holds each tensor; `opened` closes them."""
-        self._is_bare = f"{_BARE_EMBEDDING}.weight" in files
-        self._files = {self._full_name(name): path for name, path in files.items()}
+        self._stored_names = full_names(files.keys())
+        self._files = {name: files[stored] for name, stored in self._stored_names.items()}
         self._opened = opened
         self._handles: dict[Path, Any] = {}
 
@@ -107,8 +127,19 @@ class CheckpointWeights:
         out.copy_(self.tensor(name, tuple(out.shape), READABLE))
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
-        values = self.tensor(f"{linear.name}.weight", (linear.outputs, linear.inputs), READABLE)
-        return DenseWeight(values.to(dtype))
+        stored = linear.stored
+        if stored.transposed:
+            rows = self._transposed(stored, linear.outputs)
+            return DenseWeight(in_head_order(rows, linear.head_order).to(dtype))
+        values = self.tensor(stored.weight, stored.shape, READABLE)
+        return DenseWeight(own_rows(values.view(-1, linear.inputs), linear).to(dtype))
+
+    def _transposed(self, stored: StoredRows, count: int) -> Tensor:
+        """Rows of one expert in a tensor [experts, inputs, rows]."""
+        num_experts, num_rows, inputs = stored.shape
+        values = self.tensor(stored.weight, (num_experts, inputs, num_rows), READABLE)
+        expert, first = divmod(stored.first, num_rows)
+        return values[expert].t()[replace(stored, first=first).rows(count)].contiguous()
 
     def tensor(self, name: str, shape: tuple[int, ...], stored_as: Mapping[str, str]) -> Tensor:
         """The tensor `name` in the mapped file, if it has this shape and is stored as one of the given types."""
@@ -147,8 +178,19 @@ class CheckpointWeights:
         """The tensor `name` as it is stored. Raises ConfigError if there is no such tensor."""
         path = self.path_of(name)
         with _readable(path):
-            stored: Tensor = self._handle(path).get_tensor(self._stored_name(name))
+            stored: Tensor = self._handle(path).get_tensor(self._stored_names[name])
             return stored
+
+    def refuse_unread(self, spec: ModelSpec) -> None:
+        """Raises ConfigError: a layer has a tensor that the model is not computed with, but for a bias of
+        zeros, as some programs write them."""
+        for name in unread_tensors(spec, self.names()):
+            if name.endswith("bias") and not self.stored(name).any():
+                continue
+            raise ConfigError(
+                f"{self.path_of(name)}: tensor {name} has no place in the "
+                f"{spec.family.architecture} that config.json calls for."
+            )
 
     def has(self, name: str) -> bool:
         return name in self._files
@@ -164,17 +206,10 @@ class CheckpointWeights:
             )
         return path
 
-    def _full_name(self, stored: str) -> str:
-        is_inner = self._is_bare and not stored.startswith((_HEAD, _DECODER))
-        return f"{_DECODER}{stored}" if is_inner else stored
-
-    def _stored_name(self, name: str) -> str:
-        return name.removeprefix(_DECODER) if self._is_bare else name
-
     def _view(self, name: str) -> Any:
         path = self.path_of(name)
         handle = self._handle(path)
-        stored = self._stored_name(name)
+        stored = self._stored_names[name]
         if stored not in handle.keys():  # noqa: SIM118 - not a mapping
             raise ConfigError(f"{path} lacks the tensor {name}, which config.json calls for.")
         return handle.get_slice(stored)

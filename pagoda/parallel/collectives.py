@@ -1,4 +1,9 @@
-"""Operations of the tensor-parallel ranks of one stage: all call the same ones in the same order."""
+"""Operations of the tensor-parallel ranks of one stage: all call the same ones in the same order.
+
+Control messages are bytes in host memory (`ControlGroup`). Data is tensors where the backend has them
+(`Collectives`): a `HostGroup` exchanges both, data in host memory only; a backend of another device brings its own
+collectives, and may let its ranks find each other by messages of the host group.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from torch import Tensor
 _LENGTH_BYTES = 8
 
 
-class Collectives(Protocol):
+class Ranks(Protocol):
     """The ranks of one group, on one host or several."""
 
     @property
@@ -17,6 +22,10 @@ class Collectives(Protocol):
 
     @property
     def size(self) -> int: ...
+
+
+class Collectives(Ranks, Protocol):
+    """Exchange of tensors on the device where the ranks compute."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, of one shape and dtype; the same bits on all ranks. x may be overwritten."""
@@ -26,9 +35,25 @@ class Collectives(Protocol):
         """Every rank's x, of one shape and dtype, in order of rank: [size, *x.shape]."""
         ...
 
+
+class ControlGroup(Ranks, Protocol):
+    """Exchange of messages between processes."""
+
     def broadcast(self, payload: bytes | None) -> bytes:
         """Returns the payload of rank 0 on all ranks; the others give None."""
         ...
+
+
+class HostGroup(Collectives, ControlGroup, Protocol):
+    """Exchange of messages, and of tensors in host memory."""
+
+
+def check_on_host(x: Tensor) -> None:
+    """Raises ValueError: the tensor is not in host memory, where a group over the host exchanges tensors."""
+    if not x.is_cpu:
+        raise ValueError(
+            f"Ranks on {x.device} cannot exchange tensors over the host; their backend brings its own collectives."
+        )
 
 
 class Broadcasting:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pagoda.devices import check_devices, default_device
+from pagoda.devices import HOST_KIND, DeviceSet, check_devices
 from pagoda.errors import ConfigError
 
 MAX_RANKS = 4096
@@ -78,7 +78,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     """Stages, each with some of the layers."""
     devices: tuple[str, ...] = ()
-    """Names of devices, such as `cpu:0`; empty takes the first ones. See `devices.num_cpu_devices`."""
+    """Devices of each rank by name, such as `cpu:0`, or `npu:0+npu:1` for a rank that drives both; empty takes the
+    first ones. See `devices.num_cpu_devices`."""
     expert_parallel: bool = False
     """True if the tensor-parallel ranks share out whole experts instead of parts of every expert."""
 
@@ -130,7 +131,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The rank that samples for its replica, and answers the engine."""
         return RankPlace(dp, self.pipeline_parallel_size - 1, 0)
 
-    def device_of(self, place: RankPlace) -> str:
-        """Name of the rank's device, such as `cpu:3`."""
+    def devices_of(self, place: RankPlace, kind: str = HOST_KIND) -> DeviceSet:
+        """Devices of a rank; where none are named, the device of the rank's number of a kind."""
         rank = place.dp * self.replica_size + self.rank_in_replica(place)
-        return self.devices[rank] if self.devices else default_device(rank)
+        return DeviceSet.parse(self.devices[rank]) if self.devices else DeviceSet(kind, (rank,))

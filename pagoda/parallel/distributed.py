@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from pagoda.parallel.collectives import Broadcasting
+from pagoda.parallel.collectives import Broadcasting, check_on_host
 
 _dist: Any = torch.distributed
 """Type checkers know too little of it."""
@@ -74,6 +74,7 @@ class DistributedCollectives(Broadcasting):
             ) from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        check_on_host(x)
         x = x.contiguous()
         if x.nbytes <= _AT_ONCE_BYTES:
             return _sum(self.all_gather(x))
@@ -85,6 +86,7 @@ class DistributedCollectives(Broadcasting):
         return total.flatten()[: x.numel()].view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
+        check_on_host(x)
         out = x.new_empty((self.size, *x.shape))
         self._group._allgather_base(_as_bytes(out), _as_bytes(x.contiguous())).wait()
         return out

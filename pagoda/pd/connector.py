@@ -19,6 +19,7 @@ from typing import NamedTuple
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import CachedBlock, PrefixRequest
+from pagoda.kv.layout import KVLayout
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
@@ -65,6 +66,7 @@ class RemoteKV:
         self,
         links: Peers,
         ledger: TransferLedger,
+        layout: KVLayout,
         clock: Clock,
         *,
         tokens: TransferTokens,
@@ -78,6 +80,7 @@ class RemoteKV:
         """
         self._links = links
         self._ledger = ledger
+        self._layout = layout
         self._clock = clock
         self._tokens = tokens
         self._engine_id = engine_id
@@ -129,7 +132,8 @@ class RemoteKV:
             self._give_up(request_id, source.address, obstacle)
             return
         now = self._clock.now()
-        fetch = Fetch(prefix, source, peer, start >= len(prefix.keys), now)
+        is_token_alone = start >= self._layout.usable(len(prefix.keys))
+        fetch = Fetch(prefix, source, peer, is_token_alone, now)
         if not peer.fetches:
             peer.heard_at = now
             self._schedule_renewal(peer)
@@ -164,9 +168,13 @@ class RemoteKV:
             return 0
         if start >= len(prefix.keys):  # all that is missing is the token
             return 0 if fetch.has_token else None
-        if fetch.num_blocks is None or (fetch.num_blocks > start and not fetch.is_open):
+        if fetch.num_blocks is None:
             return None
-        return max(0, fetch.num_blocks - start)
+        needed = self._layout.needed(prefix.group, fetch.num_blocks)
+        end = min(needed.stop, len(prefix.keys))
+        if not needed.start <= start < end:
+            return 0
+        return end - start if fetch.is_open else None
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         """Fetched blocks go to the device alone."""
@@ -182,30 +190,39 @@ class RemoteKV:
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
     ) -> int:
-        fetch = self.fetches[prefix.request_id]
         held_id = self._ledger.hold(blocks)
-        fetch.load = Load(held_id, start, blocks, after_step)
+        fetch = self.fetches.get(prefix.request_id)
+        if fetch is None:  # blocks of another group, right before these, have failed
+            self._num_failed += len(blocks)
+            self._ledger.settle(held_id, list(range(len(blocks))), "others of it have failed")
+            return held_id
+        load = Load(held_id, prefix.group, start, blocks, after_step)
+        fetch.loads.append(load)
         fetch.moved_at = self._clock.now()
-        self._pull(fetch, fetch.load)
+        self._pull(fetch, load)
         return held_id
 
     def _pull(self, fetch: Fetch, load: Load) -> None:
         """Begins to read blocks that are computed."""
+        num_known = fetch.end // self._layout.ratios[load.group]
         first = load.start + load.num_begun
-        end = min(len(fetch.block_ids), load.start + len(load.blocks))
-        if end <= first or fetch.peer_id is None:
+        end = min(num_known, load.start + len(load.blocks))
+        if end <= first or fetch.peer_id is None or fetch.num_blocks is None:
             return
-        block_ids = fetch.block_ids[first:end]
+        if load not in fetch.loads:  # one of another group has just failed
+            return
+        start = self._layout.needed(load.group, fetch.num_blocks).start
+        block_ids = fetch.block_ids[load.group][first - start : end - start]
         if max(block_ids) >= fetch.peer.num_blocks() or min(block_ids) < 0:
             self._fail(fetch, "it named blocks that it does not have")
             return
-        piece = fetch.peer.piece()
-        for start in range(first, end, piece):
-            sources = fetch.block_ids[start : min(start + piece, end)]
+        piece = fetch.peer.piece(load.group)
+        for index in range(0, len(block_ids), piece):
+            sources = block_ids[index : index + piece]
             blocks = load.blocks[load.num_begun : load.num_begun + len(sources)]
             self._ledger.open(
                 partial(self._read_ended, fetch, load),
-                RemoteBlocks(fetch.peer_id, sources),
+                RemoteBlocks(fetch.peer_id, sources, load.group),
                 DeviceBlocks([block.block_id for block in blocks]),
                 blocks,
                 after_step=load.after_step,
@@ -214,14 +231,14 @@ class RemoteKV:
             load.num_open += 1
 
     def _read_ended(self, fetch: Fetch, load: Load, end: TransferEnd | None) -> None:
-        if end is None or fetch.load is not load:
+        if end is None or load not in fetch.loads:
             return  # nobody waits for it any more
         if end.failed:
             self._fail(fetch, f"it could not be read ({end.error})")
             return
         load.num_open -= 1
         fetch.moved_at = self._clock.now()
-        if load.is_read:
+        if fetch.is_read:
             self._ask(fetch)
 
     def save(self, offers: Sequence[CachedBlock]) -> int:
@@ -229,10 +246,10 @@ class RemoteKV:
 
     def _fail(self, fetch: Fetch, reason: str) -> None:
         """Ends a fetch; blocks that have come do not count. `reason` is a clause."""
-        load, address = fetch.load, fetch.source.address
+        num_failed, address = sum(len(load.blocks) for load in fetch.loads), fetch.source.address
         self._close(fetch, reason)
-        if load is not None:
-            self._num_failed += len(load.blocks)
+        if num_failed:
+            self._num_failed += num_failed
             self._complain(address, reason)
         elif not fetch.is_loaded:
             self._give_up(fetch.prefix.request_id, address, reason)
@@ -240,8 +257,8 @@ class RemoteKV:
     def _close(self, fetch: Fetch, reason: str) -> None:
         """Ends the fetch, and its lease if there is still a connection; a load ends with all blocks failed."""
         request_id, peer = fetch.prefix.request_id, fetch.peer
-        load, fetch.load = fetch.load, None
-        if load is not None:
+        loads, fetch.loads = fetch.loads, []
+        for load in loads:
             self._ledger.settle(load.held_id, list(range(len(load.blocks))), reason)
         del self.fetches[request_id]
         self._changed.add(request_id)
@@ -311,7 +328,7 @@ class RemoteKV:
             obstacle = peer.obstacle(fetch.source)
             if obstacle is not None:
                 self._fail(fetch, obstacle)
-            elif fetch.load is not None and not fetch.is_open:
+            elif fetch.loads and not fetch.is_open:
                 self._fail(fetch, "its workers were replaced")
 
     def _remove_workers(self, peer: PrefillPeer) -> None:
@@ -334,8 +351,7 @@ class RemoteKV:
             self._changed.add(fetch.prefix.request_id)
 
     def _apply_blocks(self, fetch: Fetch, message: messages.KVBlocks) -> None:
-        keys, num_known = fetch.prefix.keys, len(fetch.block_ids)
-        end = message.first + len(message.block_ids)
+        keys, num_known, end = fetch.prefix.keys, fetch.end, message.end
         if not 0 <= message.first <= num_known < end <= len(keys):
             return  # known already, or there is a gap: it is asked for again
         if message.key != keys[end - 1]:
@@ -346,16 +362,41 @@ class RemoteKV:
             return
         if not fetch.peer.has(message.peer_id):
             self._greet(fetch.peer)
+        if not self._learn_blocks(fetch, message):
+            self._fail(fetch, "it named other blocks than the prompt has")
+            return
         fetch.peer_id = message.peer_id
-        fetch.block_ids += message.block_ids[num_known - message.first :]
         self._expect(fetch, message.num_blocks)
-        if fetch.load is not None:
-            self._pull(fetch, fetch.load)
+        for load in fetch.loads:
+            self._pull(fetch, load)
+
+    def _learn_blocks(self, fetch: Fetch, message: messages.KVBlocks) -> bool:
+        """Adds what is new in `message`; returns False if it does not go with what the prompt needs."""
+        layout, prefix = self._layout, message.num_blocks
+        if not layout.keeps_all and (
+            message.end > prefix or fetch.num_blocks not in (None, 0, prefix)
+        ):
+            return False
+        prefix = max(prefix, message.end)
+        groups = range(len(layout.groups))
+        known = fetch.block_ids or [[] for _ in groups]
+        parts = [layout.part(group, prefix, message.first, message.end) for group in groups]
+        if list(map(len, message.block_ids)) != list(map(len, parts)):
+            return False
+        for group, (part, block_ids) in enumerate(zip(parts, message.block_ids, strict=True)):
+            new = layout.part(group, prefix, fetch.end, message.end)
+            known[group] += block_ids[len(part) - len(new) :]
+        fetch.block_ids, fetch.end = known, message.end
+        return True
 
     def _expect(self, fetch: Fetch, num_blocks: int) -> None:
         fetch.moved_at = self._clock.now()
-        if fetch.num_blocks is None:
-            fetch.num_blocks = min(max(num_blocks, len(fetch.block_ids)), len(fetch.prefix.keys))
+        if fetch.num_blocks is not None:
+            return
+        num_blocks, num_keys = max(num_blocks, fetch.end), len(fetch.prefix.keys)
+        if num_blocks > num_keys:  # windows behind what is wanted here are not held there
+            num_blocks = num_keys if self._layout.keeps_all else 0
+        fetch.num_blocks = num_blocks
 
     def _apply_token(self, fetch: Fetch, message: messages.KVPrefilled) -> None:
         if fetch.has_token:
@@ -370,15 +411,15 @@ class RemoteKV:
             self._close(fetch, "all has come")
 
     def _apply_check_result(self, fetch: Fetch, *, is_valid: bool) -> None:
-        load = fetch.load
-        if load is None or not load.is_read:
+        if not fetch.is_read:
             return
         if not is_valid:
             self._fail(fetch, "it was not held all the time while it was read")
             return
-        self._num_loaded += len(load.blocks)
-        self._ledger.settle(load.held_id, [])
-        fetch.load = None
+        for load in fetch.loads:
+            self._num_loaded += len(load.blocks)
+            self._ledger.settle(load.held_id, [])
+        fetch.loads = []
         fetch.is_loaded = True
         if fetch.has_token:
             self._close(fetch, "all has come")
@@ -420,7 +461,7 @@ class RemoteKV:
             is_old = now - fetch.moved_at > STALL_S
             if is_old and fetch.is_owed:
                 self._fail(fetch, f"nothing more of it came for {STALL_S:g} s")
-            elif is_old and self._also_holds and fetch.load is None:
+            elif is_old and self._also_holds and not fetch.loads:
                 self._fail(fetch, f"there was no room for it for {STALL_S:g} s")
             elif fetch.moved_at < now - peer.renewal_s:
                 self._ask(fetch)  # the question or its answer may be lost
@@ -457,8 +498,8 @@ class RemoteKV:
         self._added_peers.clear()
         self._removed_peers.clear()
         for fetch in list(self.fetches.values()):
-            if fetch.load is not None:
-                fetch.load = None
+            if fetch.loads:
+                fetch.loads = []
                 self._close(fetch, "the workers were lost")
 
     def drain_peer_changes(self) -> tuple[list[KVPeer], list[str]]:

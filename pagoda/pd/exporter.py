@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import KVSource, TokenLogprobs
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
@@ -34,15 +35,21 @@ class Lease:
 
     request_id: str
     num_blocks: int
-    """Number of blocks of the whole prompt."""
-    blocks: list[Block] = field(default_factory=list)
+    """Number of blocks of the prefix that is handed over."""
+    groups: list[list[Block]]
+    """Blocks that are held, by KV group; the first of each is the first that the prefix needs."""
     keys: list[bytes] = field(default_factory=list)
+    """Keys of the leading blocks of the prefix, which are computed."""
     asker: bytes | None = None
     """Sender of the last subscription, which is told of further blocks."""
     end: int = 0
     """Index up to which the sender wants blocks."""
     prefilled: messages.KVPrefilled | None = None
     """None while the prompt is being computed."""
+
+    def blocks(self) -> list[Block]:
+        """All blocks that are held, group after group."""
+        return [block for blocks in self.groups for block in blocks]
 
 
 class Unwanted(NamedTuple):
@@ -58,6 +65,7 @@ class KVExporter:
         self,
         listener: Listener,
         pool: BlockPool,
+        layout: KVLayout,
         clock: Clock,
         tokens: TransferTokens,
         engine_id: str,
@@ -66,6 +74,7 @@ class KVExporter:
     ) -> None:
         self._listener = listener
         self._pool = pool
+        self._layout = layout
         self._clock = clock
         self._tokens = tokens
         self.engine_id = engine_id
@@ -94,25 +103,28 @@ class KVExporter:
     # ---- what the scheduler says
 
     def open(self, request_id: str, num_blocks: int) -> KVSource:
-        """A request is queued whose prompt fills `num_blocks`. Returns where its KV will be."""
+        """A request is queued, of which a prefix of `num_blocks` is handed over. Returns where its KV will be."""
         transfer_id = self._tokens.new_id(self._listener.address, self.engine_id)
-        self.leases[transfer_id] = Lease(request_id, num_blocks)
+        self.leases[transfer_id] = Lease(request_id, num_blocks, [[] for _ in self._layout.groups])
         return self._source(transfer_id)
 
-    def num_held(self, transfer_id: str) -> int:
-        """Number of leading blocks of its prompt that are held."""
+    def missing(self, transfer_id: str) -> range:
+        """Blocks of the prefix that are not held yet; none if the lease has ended."""
         lease = self.leases.get(transfer_id)
-        return 0 if lease is None else len(lease.blocks)
+        return range(0) if lease is None else range(len(lease.keys), lease.num_blocks)
 
-    def hold(self, transfer_id: str, blocks: Sequence[Block], keys: Sequence[bytes]) -> None:
-        """Further blocks of the prompt are computed."""
+    def hold(
+        self, transfer_id: str, groups: Sequence[Sequence[Block]], keys: Sequence[bytes]
+    ) -> None:
+        """Further blocks of the prefix are computed: their keys, and blocks that they complete by KV group."""
         lease = self.leases.get(transfer_id)
         if lease is None:
             return
-        first = len(lease.blocks)
-        self._pool.share(blocks)
-        self.num_leased_blocks += len(blocks)
-        lease.blocks += blocks
+        first = len(lease.keys)
+        for held, blocks in zip(lease.groups, groups, strict=True):
+            self._pool.share(blocks)
+            self.num_leased_blocks += len(blocks)
+            held += blocks
         lease.keys += keys
         self._send_blocks(transfer_id, lease, first)
 
@@ -146,7 +158,7 @@ class KVExporter:
             self._reclaimable[transfer_id] = None
         else:
             self._listener.send(lease.asker, lease.prefilled)
-        return self._source(transfer_id, lease.blocks)
+        return self._source(transfer_id, lease.blocks())
 
     def drop(self, transfer_id: str, reason: str, *, goes_on: bool = False) -> None:
         """Ends a lease and tells the engine that asked for it; `reason` is a clause.
@@ -166,8 +178,9 @@ class KVExporter:
             return None
         self._ends.pop(transfer_id, None)
         self._reclaimable.pop(transfer_id, None)
-        self._pool.release(lease.blocks)
-        self.num_leased_blocks -= len(lease.blocks)
+        blocks = lease.blocks()
+        self._pool.release(blocks)
+        self.num_leased_blocks -= len(blocks)
         if lease.asker is not None:
             self.num_wanted -= 1
         return lease
@@ -310,9 +323,20 @@ class KVExporter:
         end = min(lease.end, len(lease.keys))
         if lease.asker is None or self.peer is None or end <= first:
             return
-        block_ids = [block.block_id for block in lease.blocks[first:end]]
+        block_ids = []
+        for group, held in enumerate(lease.groups):
+            start = self._layout.needed(group, lease.num_blocks).start
+            part = self._layout.part(group, lease.num_blocks, first, end)
+            blocks = held[part.start - start : part.stop - start]
+            block_ids.append([block.block_id for block in blocks])
         message = messages.KVBlocks(
-            transfer_id, self.peer.peer_id, first, block_ids, lease.keys[end - 1], lease.num_blocks
+            transfer_id,
+            self.peer.peer_id,
+            first,
+            end,
+            block_ids,
+            lease.keys[end - 1],
+            lease.num_blocks,
         )
         self._listener.send(lease.asker, message)
 

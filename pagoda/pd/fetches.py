@@ -21,9 +21,10 @@ known. A worker gives up a transfer that takes too long."""
 
 @dataclass(eq=False)
 class Load:
-    """Blocks that a fetch is filling, from index `start` of the prompt on."""
+    """Blocks of a KV group that a fetch is filling, from index `start` on."""
 
     held_id: int
+    group: int
     start: int
     blocks: Sequence[Block]
     after_step: int
@@ -34,7 +35,7 @@ class Load:
 
     @property
     def is_read(self) -> bool:
-        """All blocks are read. The other engine has yet to say whether it held them all the time."""
+        """True if all blocks are read."""
         return self.num_open == 0 and self.num_begun == len(self.blocks)
 
 
@@ -48,13 +49,15 @@ class Fetch:
     is_token_alone: bool
     """The device had all blocks when the request was queued."""
     moved_at: float
-    block_ids: list[int] = field(default_factory=list)
-    """Ids, in the other engine, of the leading blocks that are known to be computed."""
+    end: int = 0
+    """Leading blocks of the prefix that are known to be computed."""
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Ids of these in the other engine, by KV group, from the first on that is needed behind `num_blocks`."""
     num_blocks: int | None = None
     """Number of the prefix's blocks that will come; None if not known yet."""
     peer_id: str | None = None
     """Id of the workers that have these blocks."""
-    load: Load | None = None
+    loads: list[Load] = field(default_factory=list)
     is_loaded: bool = False
     has_token: bool = False
 
@@ -66,22 +69,27 @@ class Fetch:
     @property
     def is_incomplete(self) -> bool:
         """Blocks or the token, or news of them, have yet to come."""
-        if self.load is not None or not self.has_token:
+        if self.loads or not self.has_token:
             return True
-        return self.num_blocks is None or len(self.block_ids) < self.num_blocks
+        return self.num_blocks is None or self.end < self.num_blocks
+
+    @property
+    def is_read(self) -> bool:
+        """True if all blocks are read. The other engine has yet to say whether it held them all the time."""
+        return bool(self.loads) and all(load.is_read for load in self.loads)
 
     @property
     def is_owed(self) -> bool:
         """True if it is the other engine's turn. Workers limit the duration of reads."""
-        return self.is_incomplete and (self.load is None or self.load.num_open == 0)
+        return self.is_incomplete and not any(load.num_open for load in self.loads)
 
     def question(self) -> messages.DecodeMessage | None:
         """Returns what the other engine has yet to answer; None if nothing."""
         transfer_id = self.source.transfer_id
-        if self.load is not None and self.load.is_read:
+        if self.is_read:
             return messages.KVCheck(transfer_id)
         if self.is_incomplete:
-            return messages.KVSubscribe(transfer_id, len(self.block_ids), len(self.prefix.keys))
+            return messages.KVSubscribe(transfer_id, self.end, len(self.prefix.keys))
         return None
 
 
@@ -114,10 +122,9 @@ class PrefillPeer:
     def num_blocks(self) -> int:
         return min((rank.num_blocks for rank in self.ranks), default=0)
 
-    def piece(self) -> int:
-        """Number of blocks that one transfer reads."""
-        parts = [part for rank in self.ranks for part in rank.parts]
-        block_bytes = sum(part.num_heads * part.head_bytes for part in parts)
+    def piece(self, group: int) -> int:
+        """Number of blocks of a KV group that one transfer reads."""
+        block_bytes = sum(rank.block_bytes(group) for rank in self.ranks)
         return max(1, _PIECE_BYTES // block_bytes) if block_bytes else _PIECE_BLOCKS
 
     def obstacle(self, source: KVSource) -> str | None:

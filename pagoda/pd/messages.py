@@ -23,7 +23,7 @@ from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -34,7 +34,8 @@ class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
 
 
 class KVSubscribe(msgspec.Struct, frozen=True, tag="kv_subscribe"):
-    """Asks for news of a transfer's blocks from index `start` up to `end`. Renews the lease."""
+    """Asks for news of blocks `start` to `end` of a prompt, in the fewest tokens that blocks of any KV group have.
+    Renews the lease."""
 
     transfer_id: str
     start: int
@@ -74,17 +75,19 @@ class KVRefused(msgspec.Struct, frozen=True, tag="kv_refused"):
 
 
 class KVBlocks(msgspec.Struct, frozen=True, tag="kv_blocks"):
-    """Blocks of the prompt, from index `first` on, are computed, full and never written again while held."""
+    """Blocks `first` to `end` of the prompt are computed, full and never written again while held."""
 
     transfer_id: str
     peer_id: str
     first: int
-    block_ids: list[int]
+    end: int
+    block_ids: list[list[int]]
+    """Ids by KV group: of what the prompt's end needs, blocks that these have completed (`KVLayout.part`)."""
     key: bytes
     """Key of the last of these blocks (`pagoda.kv.block_keys`): the receiver checks that the tokens are the
     same."""
     num_blocks: int
-    """Number of blocks of the whole prompt."""
+    """Number of blocks of the prefix that is handed over, on which depends what its end needs."""
 
 
 class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):

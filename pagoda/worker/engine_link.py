@@ -33,7 +33,7 @@ _FAREWELL_MS = 5000
 _PONG_MS = 1000
 """An engine that does not tell its time within this is not asked again: steps are more important."""
 
-Order = StepPlan | TokenMasks | StartTrace | StopTrace | LoadAdapter | UnloadAdapter
+Order = StepPlan | StartTrace | StopTrace | LoadAdapter | UnloadAdapter
 
 
 class EngineLink:
@@ -48,8 +48,12 @@ class EngineLink:
         self._decode = Codec[WorkerOrder](WorkerOrder).decode
         self._next_progress_at = 0.0
         self._is_between_hosts = config.curve is not None
+        self._idle_s = 0.0
+        """Seconds that `receive` has waited since `take_idle`."""
         self._kept: deque[Order] = deque()
-        """Orders that came while the clocks were compared."""
+        """Orders that came while the clocks were compared, or masks were awaited."""
+        self._masks: dict[int, TokenMasks] = {}
+        """Masks that came before a step awaits them, by step."""
 
     def close(self) -> None:
         self._socket.close()
@@ -79,25 +83,51 @@ class EngineLink:
         while True:
             if pollables:
                 sources: list[Any] = [self._socket, *pollables]
+                began = time.monotonic()
                 readable = zmq.zmq_poll([(source, zmq.POLLIN) for source in sources])
+                self._idle_s += time.monotonic() - began
                 if self._socket not in dict(readable):
                     return None
-            order: WorkerOrder = self._decode(self._socket.recv())
-            if not isinstance(order, ClockPong):
+            order = self._order(self._decode(self._receive()))
+            if order is not None:
                 return order
+
+    def _order(self, message: WorkerOrder) -> Order | None:
+        """The message, if it is an order; masks are kept for their steps, and late pongs forgotten."""
+        if isinstance(message, TokenMasks):
+            self._masks[message.step] = message
+        elif not isinstance(message, ClockPong):
+            return message
+        return None
+
+    def _keep(self, message: WorkerOrder) -> None:
+        """Keeps a message that came while another one is awaited."""
+        order = self._order(message)
+        if order is not None:
+            self._kept.append(order)
+
+    def _receive(self) -> bytes:
+        """The next message; waiting for it counts as idle."""
+        if self._socket.get(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator, arg-type]
+            return self._socket.recv()
+        began = time.monotonic()
+        message = self._socket.recv()
+        self._idle_s += time.monotonic() - began
+        return message
+
+    def take_idle(self) -> float:
+        """Seconds that `receive` has waited since this was asked last."""
+        idle, self._idle_s = self._idle_s, 0.0
+        return idle
 
     def await_masks(self, step: int) -> TokenMasks:
         """Waits for the masks of a step; the engine's end ends this process meanwhile."""
-        for order in self._kept:
-            if isinstance(order, TokenMasks) and order.step == step:
-                self._kept.remove(order)
-                return order
-        while True:
-            message: WorkerOrder = self._decode(self._socket.recv())
-            if isinstance(message, TokenMasks) and message.step == step:
-                return message
-            if not isinstance(message, ClockPong):
-                self._kept.append(message)
+        while step not in self._masks:
+            self._keep(self._decode(self._socket.recv()))
+        masks = self._masks[step]
+        # Masks of earlier steps were of slots that have failed.
+        self._masks = {later: found for later, found in self._masks.items() if later > step}
+        return masks
 
     def start_trace(self, tracer: Tracer, session: TraceSession) -> None:
         tracer.start(session)
@@ -117,7 +147,7 @@ class EngineLink:
         while self._socket.poll(_PONG_MS):
             order: WorkerOrder = self._decode(self._socket.recv())
             if not isinstance(order, ClockPong):
-                self._kept.append(order)
+                self._keep(order)
             elif comparison.pong(order.number, order.uid, order.now_ns):
                 return True
         return False

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagoda.messages.worker import SlotStart, StepPlan, TokenMasks
 from pagoda.model.decoder import Decoder
-from pagoda.parallel.collectives import Collectives
+from pagoda.parallel.collectives import ControlGroup
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.sampler import Sampled, Sampler, argmax_tokens, merged
 
@@ -47,11 +47,11 @@ class GroupSampler:
     def __init__(
         self,
         sampler: Sampler,
-        group: Collectives,
+        group: ControlGroup,
         tracer: Tracer,
         await_masks: AwaitMasks,
     ) -> None:
-        """`sampler` and `await_masks` are used on the first rank of the group only."""
+        """`group` carries control messages; `sampler` and `await_masks` are used on its first rank only."""
         self._sampler = sampler
         self._tracer = tracer
         self._group = group
@@ -70,6 +70,16 @@ class GroupSampler:
         self._certain.clear()
         self._masked = frozenset(plan.masked_slots) if self._leads else frozenset()
         self._step = plan.step
+
+    def _known(self, rows: Rows) -> tuple[list[Sampled], Rows]:
+        """Results that need no logits, and the other rows."""
+        if self._masked.isdisjoint(rows) and not self._errors and not self._certain:
+            return [], rows
+        errors = {slot: self._errors[slot] for slot in rows if slot in self._errors}
+        certain = self._take_masks(rows)
+        known = errors.keys() | certain.keys()
+        unknown = {slot: row for slot, row in rows.items() if slot not in known}
+        return [Sampled(errors=errors), Sampled(certain)], unknown
 
     def _take_masks(self, rows: Rows) -> dict[int, int]:
         """Awaits the step's masks if rows need them; returns the tokens of rows that are certain, by slot.
@@ -101,16 +111,13 @@ class GroupSampler:
 
         Sampling again gives the same tokens until `append` adds one to a slot's answer.
         """
-        errors = {slot: self._errors[slot] for slot in rows if slot in self._errors}
-        certain = self._take_masks(rows)
-        parts = [Sampled(errors=errors), Sampled(certain)]
-        known = errors.keys() | certain.keys()
-        modes = self._modes({slot: row for slot, row in rows.items() if slot not in known})
+        parts, unknown = self._known(rows)
+        modes = self._modes(unknown, has_argmax=model.has_argmax)
         likeliest, whole = self._of_first(modes, _MODES)
         if likeliest:
-            tokens, finite = self._computed("argmax", model.argmax, hidden, likeliest)
+            found = self._computed("argmax", model.argmax, hidden, likeliest)
             if self._leads:
-                parts.append(argmax_tokens(list(likeliest), tokens, finite))
+                parts.append(argmax_tokens(likeliest, found))
         if whole:
             logits = self._computed("logits", model.logits, hidden, whole)
             if self._leads:
@@ -118,7 +125,9 @@ class GroupSampler:
                 parts.append(self._sampler.sample(logits, list(whole)))
                 if began:
                     self._tracer.span("sampler", began, {"rows": len(whole)})
-        sampled = merged(parts)
+        sampled = parts[0] if len(parts) == 1 else merged(parts)
+        if self._group.size == 1:
+            return sampled
         drawn = (sampled.token_ids, sampled.errors)
         token_ids, errors = self._of_first(drawn, _DRAWN)
         return Sampled(token_ids, sampled.logprobs, errors)
@@ -127,11 +136,16 @@ class GroupSampler:
         if self._leads:
             self._sampler.append(slot, token_id)
 
-    def _modes(self, rows: Rows) -> tuple[Rows, Rows]:
+    def _modes(self, rows: Rows, *, has_argmax: bool) -> tuple[Rows, Rows]:
         """Slots that need the likeliest token only, and slots that need all logits; unknown to other ranks."""
         if not self._leads:
             return {}, {}
-        logits = {slot: row for slot, row in rows.items() if self._sampler.needs_logits(slot)}
+        if not has_argmax:
+            return {}, rows
+        needs_logits = self._sampler.needs_logits
+        logits = {slot: row for slot, row in rows.items() if needs_logits(slot)}
+        if not logits:
+            return rows, logits
         return {slot: row for slot, row in rows.items() if slot not in logits}, logits
 
     def _of_first(self, value: T, decoder: msgspec.msgpack.Decoder[T]) -> T:

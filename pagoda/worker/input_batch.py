@@ -1,57 +1,176 @@
-"""Tokens and blocks of each request, and the flat input of a step that is made of them."""
+"""Tokens and blocks of each request, and the flat input of a step that is made of them.
+
+A step is prepared while the one before it runs. So what is counted (tokens, blocks) is as it will be once all
+steps before are done, and moves on as soon as a step is prepared; token ids are written and read when the step
+runs: that of a token that the step before samples is found in its slot's row only then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import add, eq, gt
 
 import torch
+from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
 from pagoda.messages.worker import SlotStart, StepPlan
+from pagoda.worker.block_table import BlockTable
 
 
-def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """Bytes of an `InputBatch`: a token id of four bytes per place, a block id of four per block."""
-    max_blocks = -(-max_model_len // block_size)
-    return 4 * max_num_seqs * (max_model_len + 1 + max_blocks)
+def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]) -> int:
+    """Bytes of an `InputBatch`: four per place of a token id, eight per block id and copy of it."""
+    max_blocks = sum(-(-max_model_len // block_size) for block_size in block_sizes)
+    return max_num_seqs * (4 * (max_model_len + 1) + 8 * (1 + MAX_STEPS) * max_blocks)
 
 
+MAX_STEPS = 2
+"""Steps that may be prepared and not done: one that runs, and the next."""
 _NO_ADAPTER = -1
 
 
-@dataclass
-class _Slot:
-    num_tokens: int
-    num_computed_tokens: int
-    num_blocks: int
-    request_id: str
-    adapter: int
-    """Number of the adapter, or `_NO_ADAPTER`."""
+@dataclass(frozen=True)
+class StepTokens:
+    """Tokens that a step computes: `counts[i]` further ones of `slots[i]`."""
+
+    slots: list[int]
+    counts: list[int]
+    samples: list[bool]
+    """True where nothing is left to compute behind the step."""
+    firsts: list[int]
+    """Positions of the slots' first tokens in the step."""
+    batch: TokenBatch
+    """Input of the step; `token_ids` are there once `InputBatch.read` has been called."""
+    places: Tensor
+    """[n] int64, of the token ids in the flat table of all slots."""
+    ends: list[int]
+    """Places of the tokens behind those that are computed, in the same table."""
+    writes: list[tuple[int, Tensor]] = field(default_factory=list)
+    """(place, ids [m] int32) of tokens that the plan brings."""
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of all slots that have K and V behind the step."""
+        return sum(self.firsts) + sum(self.counts)
+
+    def of(self, chosen: Sequence[bool]) -> StepTokens:
+        """The part of the slots that are chosen, whose tokens have been read."""
+        batch = self.batch
+        kept = torch.tensor(chosen)
+        rows = kept.repeat_interleave(batch.query_lens)
+        query_lens = batch.query_lens[kept]
+        return StepTokens(
+            slots=list(compress(self.slots, chosen)),
+            counts=list(compress(self.counts, chosen)),
+            samples=list(compress(self.samples, chosen)),
+            firsts=list(compress(self.firsts, chosen)),
+            batch=TokenBatch(
+                token_ids=batch.token_ids[rows],
+                positions=batch.positions[rows],
+                sequence_ids=torch.arange(len(query_lens)).repeat_interleave(query_lens),
+                query_lens=query_lens,
+                context_lens=batch.context_lens[kept],
+                block_tables=tuple(table[kept] for table in batch.block_tables),
+                adapters=None if batch.adapters is None else batch.adapters[rows],
+                token_types=None if batch.token_types is None else batch.token_types[rows],
+            ),
+            places=self.places[rows],
+            ends=list(compress(self.ends, chosen)),
+        )
+
+
+class _Arrays:
+    """Input of steps that compute one token of each slot: arrays that stay where they are.
+
+    There are `MAX_STEPS` of them, which take turns.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.token_ids = torch.empty(max_num_seqs, dtype=torch.int64)
+        self.positions, self._positions = _shared(max_num_seqs)
+        self.context_lens, self._context_lens = _shared(max_num_seqs)
+        self.places, self._places = _shared(max_num_seqs)
+        self.ones = torch.ones(max_num_seqs, dtype=torch.int64)
+        self.sequence_ids = torch.arange(max_num_seqs)
+
+    def write(self, positions: list[int], context_lens: list[int], places: list[int]) -> None:
+        """Writes the beginnings of arrays, equally many elements of each."""
+        n = len(positions)
+        self._positions[:n] = array("q", positions)
+        self._context_lens[:n] = array("q", context_lens)
+        self._places[:n] = array("q", places)
+
+
+def _shared(size: int) -> tuple[Tensor, array[int]]:
+    """A tensor [size] int64 and an array that is the same memory, which takes lists without a tensor of each."""
+    memory = array("q", bytes(8 * size))
+    return torch.frombuffer(memory, dtype=torch.int64), memory
 
 
 class InputBatch:
-    """Token ids and block tables by slot, in tables that are allocated once.
+    """Token ids, counts and block tables by slot, in tables that are allocated once.
 
     Only what a slot's counts cover is ever read, and a start sets all of them, so nothing of an earlier request in
     the same slot can be seen. A plan that does not fit the slots raises ValueError.
+
+    Steps are prepared in their order, then `read` and written (`write`) in the same order, each before the step
+    after next is prepared.
     """
 
     def __init__(
         self,
         max_num_seqs: int,
         max_model_len: int,
-        block_size: int,
+        block_sizes: Sequence[int],
         adapter_number: Callable[[str], int] | None = None,
     ) -> None:
-        """`adapter_number` finds the number of a loaded adapter by its digest; None where there are none."""
-        self._block_size = block_size
+        """`block_sizes` are those of the KV groups, in tokens.
+
+        `adapter_number` finds the number of a loaded adapter by its digest; None where there are none.
+        """
         self._adapter_number = adapter_number
-        max_blocks = -(-max_model_len // block_size)
         # The last token of a full context is sampled but never computed: one more place for it.
-        self._token_ids = torch.empty((max_num_seqs, max_model_len + 1), dtype=torch.int32)
-        self._block_tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32)
-        self._slots: dict[int, _Slot] = {}
+        self._stride = max_model_len + 1
+        self._token_ids = torch.empty(max_num_seqs * self._stride, dtype=torch.int32)
+        self._view = (ctypes.c_int32 * len(self._token_ids)).from_address(
+            self._token_ids.data_ptr()
+        )
+        """Token ids as memory that takes single ones without a tensor each."""
+        self._tables = [
+            BlockTable(max_num_seqs, max_model_len, block_size, MAX_STEPS)
+            for block_size in block_sizes
+        ]
+        # Counts are lists: a step of a few tokens would take longer in calls of torch than in loops over them.
+        self._num_tokens = [0] * max_num_seqs
+        """Tokens of each slot once all steps before are done."""
+        self._num_computed = [0] * max_num_seqs
+        self._room = [0] * max_num_seqs
+        """Tokens for which each slot has blocks of all groups."""
+        self._adapters = [_NO_ADAPTER] * max_num_seqs
+        self._num_adapted = 0
+        """Slots with an adapter."""
+        self._second_texts = [0] * max_num_seqs
+        """Places of the second of two texts; 0 for none."""
+        self._pairs: set[int] = set()
+        """Slots with two texts."""
+        self._slots: set[int] = set()
+        """Slots in use."""
+        self._writes: list[tuple[int, Tensor]] = []
+        """Writes of token ids for the step that is prepared next."""
+        self._arrays = [_Arrays(max_num_seqs) for _ in range(MAX_STEPS)]
+        self._turn = 0
+        """Arrays and copies of block tables that the next step takes."""
+
+    # ---- what plans say
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens of a block of each KV group, which has a block table for every slot."""
+        return [table.block_size for table in self._tables]
 
     def apply(self, plan: StepPlan) -> None:
         """Frees slots, starts requests and appends blocks, as the plan says."""
@@ -59,29 +178,37 @@ class InputBatch:
             self.free(slot)
         for start in plan.starts:
             self.start(start)
-        for slot, block_ids in plan.new_blocks:
-            self.add_blocks(slot, block_ids)
-
-    def log_fields(self, slot: int) -> dict[str, str]:
-        """Extra fields of a log line about a slot's request."""
-        state = self._slots.get(slot)
-        return {"request_id": "-" if state is None else state.request_id}
+        for new in plan.new_blocks:
+            self.add_blocks(new.slot, new.group, new.block_ids)
 
     def start(self, start: SlotStart) -> None:
         """Puts a request into a slot."""
-        if start.slot in self._slots:
-            raise ValueError(f"Slot {start.slot} is started while it is in use.")
-        if not 0 <= start.slot < self._token_ids.shape[0]:
-            raise ValueError(f"Slot {start.slot} does not exist.")
+        slot = start.slot
+        if slot in self._slots:
+            raise ValueError(f"Slot {slot} is started while it is in use.")
+        if not 0 <= slot < len(self._num_tokens):
+            raise ValueError(f"Slot {slot} does not exist.")
         num_tokens = len(start.token_ids)
-        if num_tokens >= self._token_ids.shape[1]:
-            raise ValueError(f"Slot {start.slot} is started with {num_tokens} tokens, too many.")
-        self._token_ids[start.slot, :num_tokens] = torch.tensor(start.token_ids, dtype=torch.int32)
+        if num_tokens >= self._stride:
+            raise ValueError(f"Slot {slot} is started with {num_tokens} tokens, too many.")
+        if len(start.block_ids) != len(self._tables):
+            raise ValueError(
+                f"Slot {slot} is started with {len(start.block_ids)} block tables, there are "
+                f"{len(self._tables)} KV groups."
+            )
         adapter = self._adapter_of(start)
-        self._slots[start.slot] = _Slot(
-            num_tokens, start.num_computed_tokens, 0, start.request_id, adapter
-        )
-        self.add_blocks(start.slot, start.block_ids)
+        self._slots.add(slot)
+        self._num_tokens[slot] = 0
+        self._num_computed[slot] = start.num_computed_tokens
+        self._adapters[slot] = adapter
+        self._num_adapted += adapter != _NO_ADAPTER
+        self._second_texts[slot] = start.second_text
+        if start.second_text:
+            self._pairs.add(slot)
+        self.append(slot, start.token_ids)
+        for group, block_ids in enumerate(start.block_ids):
+            self._tables[group].clear(slot)
+            self.add_blocks(slot, group, block_ids)
 
     def _adapter_of(self, start: SlotStart) -> int:
         if not start.adapter:
@@ -90,88 +217,142 @@ class InputBatch:
             raise ValueError(f"Slot {start.slot} is started with an adapter, but there are none.")
         return self._adapter_number(start.adapter)
 
-    def add_blocks(self, slot: int, block_ids: list[int]) -> None:
-        """Appends to a slot's block table."""
-        state = self._state(slot)
-        end = state.num_blocks + len(block_ids)
-        if end > self._block_tables.shape[1]:
-            raise ValueError(f"Slot {slot} is given {end} blocks, too many.")
-        new_ids = torch.tensor(block_ids, dtype=torch.int32)
-        self._block_tables[slot, state.num_blocks : end] = new_ids
-        state.num_blocks = end
+    def add_blocks(self, slot: int, group: int, block_ids: list[int]) -> None:
+        """Appends to a slot's block table of a group."""
+        self._check_use(slot)
+        if not self._tables[group].append(slot, block_ids):
+            raise ValueError(f"Slot {slot} is given too many blocks of group {group}.")
+        self._room[slot] = min(table.room[slot] for table in self._tables)
 
     def free(self, slot: int) -> None:
         """Raises ValueError when the slot is not in use."""
-        self._state(slot)
-        del self._slots[slot]
+        self._check_use(slot)
+        self._slots.remove(slot)
+        self._pairs.discard(slot)
+        if self._num_adapted:
+            self._num_adapted -= self._adapters[slot] != _NO_ADAPTER
 
-    def prepare(self, slots: list[int], num_tokens: list[int]) -> TokenBatch:
-        """The next `num_tokens[i]` tokens of each slot."""
-        computed = [self._checked(s, n) for s, n in zip(slots, num_tokens, strict=True)]
-        # In Python: a step of a few tokens would take longer in calls of torch than in these loops.
-        parts = list(zip(slots, computed, num_tokens, strict=True))
-        positions = torch.tensor([i for _, start, n in parts for i in range(start, start + n)])
-        rows = torch.tensor([slot for slot, _, n in parts for _ in range(n)])
-        context_lens = [start + n for _, start, n in parts]
-        max_blocks = -(-max(context_lens) // self._block_size)
-        return TokenBatch(
-            token_ids=self._token_ids[rows, positions].long(),
-            positions=positions,
-            sequence_ids=torch.tensor([i for i, n in enumerate(num_tokens) for _ in range(n)]),
-            query_lens=torch.tensor(num_tokens),
-            context_lens=torch.tensor(context_lens),
-            block_tables=self._block_tables[slots, :max_blocks].long(),
-            adapters=self._adapters(slots, num_tokens),
-        )
-
-    def _adapters(self, slots: list[int], num_tokens: list[int]) -> torch.Tensor | None:
-        """Number of each token's adapter; None if no token has one."""
-        numbers = [self._slots[slot].adapter for slot in slots]
-        if max(numbers) == _NO_ADAPTER:
-            return None
-        return torch.tensor([a for a, n in zip(numbers, num_tokens, strict=True) for _ in range(n)])
-
-    def will_sample(self, slot: int, num_tokens: int) -> bool:
-        """True if computing `num_tokens` more leaves nothing to compute."""
-        state = self._state(slot)
-        return state.num_computed_tokens + num_tokens == state.num_tokens
-
-    def num_computed_tokens(self, slots: list[int]) -> int:
-        return sum(self._state(slot).num_computed_tokens for slot in slots)
-
-    def advance(self, slot: int, num_tokens: int) -> None:
-        """`num_tokens` more have been computed."""
-        self._state(slot).num_computed_tokens += num_tokens
+    def append(self, slot: int, token_ids: list[int]) -> None:
+        """Appends tokens that the plan brings; `read` writes them."""
+        self._check_use(slot)
+        begin = self._num_tokens[slot]
+        if begin + len(token_ids) > self._stride:
+            raise ValueError(f"Slot {slot} is given {begin + len(token_ids)} tokens, too many.")
+        place = slot * self._stride + begin
+        self._writes.append((place, torch.tensor(token_ids, dtype=torch.int32)))
+        self._num_tokens[slot] = begin + len(token_ids)
 
     def append_forced(self, plan: StepPlan) -> None:
         """Appends the tokens that grammars force."""
         for slot, token_ids in plan.forced_tokens:
-            for token_id in token_ids:
-                self.append(slot, token_id)
+            self.append(slot, token_ids)
 
-    def append(self, slot: int, token_id: int) -> None:
-        state = self._state(slot)
-        self._token_ids[slot, state.num_tokens] = token_id
-        state.num_tokens += 1
+    # ---- steps
 
-    def _state(self, slot: int) -> _Slot:
-        try:
-            return self._slots[slot]
-        except KeyError:
-            raise ValueError(f"Slot {slot} is not in use.") from None
+    def prepare(
+        self, slots: list[int], num_tokens: list[int], *, samples: bool = True
+    ) -> StepTokens:
+        """The next `num_tokens[i]` tokens of each slot, which from now on count as computed.
 
-    def _checked(self, slot: int, num_tokens: int) -> int:
-        """The slot's computed tokens, if `num_tokens` more can be computed."""
-        state = self._state(slot)
-        end = state.num_computed_tokens + num_tokens
-        if num_tokens < 1 or end > state.num_tokens:
-            raise ValueError(
-                f"Slot {slot} is to compute {num_tokens} tokens and has "
-                f"{state.num_tokens - state.num_computed_tokens}."
+        With `samples`, a token is counted that each slot samples which has all its tokens computed.
+        """
+        if not self._slots.issuperset(slots):
+            self._refuse(slots, num_tokens)
+        firsts = [self._num_computed[slot] for slot in slots]
+        ends = list(map(add, firsts, num_tokens))
+        known = [self._num_tokens[slot] for slot in slots]
+        room = [self._room[slot] for slot in slots]
+        if min(num_tokens, default=1) < 1 or any(map(gt, ends, known)) or any(map(gt, ends, room)):
+            self._refuse(slots, num_tokens)
+        samples_now = list(map(eq, known, ends))
+        for slot, end in zip(slots, ends, strict=True):
+            self._num_computed[slot] = end
+        if samples:
+            for slot in compress(slots, samples_now):
+                self._num_tokens[slot] += 1
+        writes, self._writes = self._writes, []
+        turn, self._turn = self._turn, (self._turn + 1) % MAX_STEPS
+        longest = max(ends, default=0)
+        tables = tuple(table.of(turn, slots, longest) for table in self._tables)
+        stride = self._stride
+        places = [slot * stride + first for slot, first in zip(slots, firsts, strict=True)]
+        arrays, n = self._arrays[turn], len(slots)
+        if num_tokens.count(1) == n:
+            arrays.write(firsts, ends, places)
+            batch = TokenBatch(
+                arrays.token_ids[:n],
+                arrays.positions[:n],
+                arrays.sequence_ids[:n],
+                arrays.ones[:n],
+                arrays.context_lens[:n],
+                tables,
             )
-        if end > state.num_blocks * self._block_size:
-            raise ValueError(
-                f"Slot {slot} is to hold {end} tokens in {state.num_blocks} blocks of "
-                f"{self._block_size}."
-            )
-        return state.num_computed_tokens
+            token_places = arrays.places[:n]
+        else:
+            query_lens, context_lens = torch.tensor(num_tokens), torch.tensor(ends)
+            sequence_ids = arrays.sequence_ids[:n].repeat_interleave(query_lens)
+            before = (query_lens.cumsum(0) - query_lens)[sequence_ids]
+            offsets = torch.arange(len(sequence_ids)) - before
+            positions = offsets + torch.tensor(firsts)[sequence_ids]
+            token_places = offsets + torch.tensor(places)[sequence_ids]
+            ids = torch.empty_like(token_places)
+            batch = TokenBatch(ids, positions, sequence_ids, query_lens, context_lens, tables)
+        if self._num_adapted:
+            numbers = [self._adapters[slot] for slot in slots]
+            if max(numbers) != _NO_ADAPTER:
+                batch = replace(batch, adapters=torch.tensor(numbers)[batch.sequence_ids])
+        if not self._pairs.isdisjoint(slots):
+            begins = torch.tensor([self._second_texts[slot] for slot in slots])[batch.sequence_ids]
+            types = ((begins > 0) & (batch.positions >= begins)).long()
+            batch = replace(batch, token_types=types)
+        return StepTokens(
+            slots=slots,
+            counts=num_tokens,
+            samples=samples_now,
+            firsts=firsts,
+            batch=batch,
+            places=token_places,
+            ends=list(map(add, places, num_tokens)),
+            writes=writes,
+        )
+
+    def _refuse(self, slots: list[int], num_tokens: list[int]) -> None:
+        """Raises ValueError about the first slot that cannot compute so many tokens."""
+        for slot, count in zip(slots, num_tokens, strict=True):
+            problem = self.misfit(slot, count)
+            if problem:
+                raise ValueError(problem)
+
+    def misfit(self, slot: int, num_tokens: int) -> str:
+        """Sentence that says why a slot cannot compute so many tokens; empty where it can."""
+        if slot not in self._slots:
+            return f"Slot {slot} is not in use."
+        computed = self._num_computed[slot]
+        end, left = computed + num_tokens, self._num_tokens[slot] - computed
+        if not 1 <= num_tokens <= left:
+            return f"Slot {slot} is to compute {num_tokens} tokens and has {left}."
+        for table in self._tables:
+            room = table.room[slot]
+            if end > room:
+                blocks = room // table.block_size
+                return (
+                    f"Slot {slot} is to hold {end} tokens in {blocks} blocks of {table.block_size}."
+                )
+        return ""
+
+    def _check_use(self, slot: int) -> None:
+        if slot not in self._slots:
+            raise ValueError(f"Slot {slot} is not in use.")
+
+    # ---- token ids, when a step runs
+
+    def read(self, tokens: StepTokens) -> None:
+        """Writes the tokens that the step's plan brings, then reads the ids of those that it computes."""
+        for place, token_ids in tokens.writes:
+            self._token_ids[place : place + len(token_ids)] = token_ids
+        tokens.batch.token_ids.copy_(self._token_ids.index_select(0, tokens.places))
+
+    def write(self, places: list[int], token_ids: list[int]) -> None:
+        """Puts sampled tokens behind those that were computed (`StepTokens.ends`)."""
+        for place, token_id in zip(places, token_ids, strict=True):
+            self._view[place] = token_id

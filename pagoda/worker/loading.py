@@ -7,48 +7,58 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, KVCache, new_tensor
+from pagoda.backend.base import Backend
 from pagoda.backend.operation import Operation
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.checkpoints.adapters import AdapterFiles, read_adapter
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
-from pagoda.checkpoints.model_config import LinearSpec, ModelConfig
+from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.weight_formats import DenseFormat, Quantization
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
 from pagoda.messages.adapters import Adapter
+from pagoda.messages.kv_groups import KVGroup, KVKind, full_group, layer_groups
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.adapters import Adapters, adapter_bytes
 from pagoda.model.calibration import CalibratedWeights, calibrate
-from pagoda.model.decoder import Decoder
+from pagoda.model.decoder import Decoder, LayerCache
 from pagoda.model.gguf_weights import GgufWeights
 from pagoda.model.gptq import LoadedGrids
 from pagoda.model.loader import WeightLoader
 from pagoda.model.quantization import QUANTIZATIONS, QuantizationOnLoad, quantization_on_load
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
-from pagoda.model.sharding import Shard, check_quantized_parts, shard_of, whole_part
+from pagoda.model.sharding import (
+    Shard,
+    check_quantized_parts,
+    least_block_size,
+    shard_of,
+    whole_part,
+)
 from pagoda.model.weights import DequantizedWeights, DummyWeights, WeightSource, open_checkpoint
-from pagoda.parallel.collectives import Alone, Collectives
+from pagoda.parallel.collectives import Alone, HostGroup
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.backends import choose_backend
+from pagoda.worker.backends import DevicesOf, choose_backend
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
-from pagoda.worker.kv.memory import SharedKVMemory, shares_kv
+from pagoda.worker.kv.memory import KVAllocation, shares_kv
+from pagoda.worker.kv.store import KVStore
 from pagoda.worker.memory import (
     check_arena,
     choose_num_blocks,
     left_for_kv_cache,
     sampling_bytes,
+    tokens_held,
 )
 from pagoda.worker.progress import loading_weights
 from pagoda.worker.prompt_outputs import ROWS_AT_A_TIME, PromptReader
@@ -61,6 +71,14 @@ _TENSORS_PER_LAYER = 4
 _log = logging.getLogger("pagoda.worker")
 
 
+class LayerPlace(NamedTuple):
+    """The KV of a layer: that of its group, in the blocks of the group."""
+
+    group: int
+    place: int
+    """Number of the layer in the group; layers of several groups with one place share its tensors."""
+
+
 @dataclass(frozen=True)
 class WorkerPlan:
     """Plan of what a worker will load, made before it takes any memory."""
@@ -70,7 +88,7 @@ class WorkerPlan:
     quantization: Quantization | None
     dtype_name: str
     kv_dtype_name: str
-    block_size: int
+    kv_groups: tuple[KVGroup, ...]
     max_model_len: int
     num_blocks: int
     """Blocks of the largest KV cache that fits into memory."""
@@ -91,58 +109,100 @@ class WorkerPlan:
         return own + sum(adapter_bytes(files, self.shard, self.dtype) for files in self.adapters)
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block, in the group where they are fewest."""
+        return min(group.block_size for group in self.kv_groups)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        shard, head = self.shard, self.shard.config.head_dim * self.kv_dtype.itemsize
+        """Bytes that a token takes in all layers of the shard that see it."""
+        layers = (self.shard.config.layers[layer] for layer in self.shard.layers)
+        return sum(layer.state is None for layer in layers) * self._layer_bytes
+
+    @property
+    def layer_places(self) -> list[LayerPlace]:
+        """Place of each of the shard's layers."""
+        found: dict[int, LayerPlace] = {}
+        for number, group in enumerate(self.kv_groups):
+            held = [layer for layer in group.layers if layer in self.shard.layers]
+            passing = group.kind is KVKind.STEP  # each layer writes what it reads
+            places = [0] * len(held) if passing else range(len(held))
+            found |= {layer: LayerPlace(number, at) for at, layer in zip(places, held, strict=True)}
+        return [found[layer] for layer in self.shard.layers]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block of the pool: that of the group with the most layers on this stage."""
+        return max(map(self._bytes_in_block, self.kv_groups))
+
+    def _bytes_in_block(self, group: KVGroup) -> int:
+        held = len(set(group.layers).intersection(self.shard.layers))
+        if group.kind is KVKind.STEP:
+            held = min(held, 1)
+        return held * self.block_size * self._layer_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
+        """Bytes of a token's K and V in one layer."""
+        head = self.shard.config.head_dim * self.kv_dtype.itemsize
         if self.kv_dtype == torch.int8:
             head += torch.float32.itemsize  # its scale
-        return 2 * len(shard.layers) * shard.num_kv_heads * head
+        return 2 * self.shard.num_kv_heads * head
 
     @property
     def sampling_bytes(self) -> int:
         """Bytes that sampling takes at most, on each rank of the last stage: all of them gather logits."""
-        if not self.shard.is_last:
+        if not (self.shard.is_last and self.shard.config.gives_logits):
             return 0
         vocab_size, ranks = self.shard.config.vocab_size, self.config.parallel.tensor_parallel_size
         rows = max(self.config.max_num_seqs, ROWS_AT_A_TIME)
         return sampling_bytes(rows, vocab_size, ranks, torch.get_num_threads())
 
 
-def plan_worker(config: WorkerConfig) -> WorkerPlan:
+def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
     """Reads the model's configuration and looks at the machine.
+
+    With `keeps_all`, layers keep what lies behind their windows.
     Raises ConfigError: the model, the machine or a flag does not allow it."""
     torch.set_num_threads(config.num_threads or available_cores())
-    backend, _ = choose_backend(config.backend)
+    backend, _ = choose_backend(config.backend, devices_of=_devices_of(config))
     capabilities = backend.capabilities
     shape = load_model_config(config.model, config.load_format)
     dtype_name = _dtype(config.dtype, shape.dtype, capabilities)
     quantization = _quantization(config, shape, capabilities)
     check_quantized_parts(shape, quantization, config.parallel)
     _check_max_num_seqs(config.max_num_seqs, capabilities)
+    max_model_len = _max_model_len(config.max_model_len, shape, capabilities)
+    shape = replace(shape, max_position_embeddings=max_model_len)
+    kv_dtype_name = _kv_cache_dtype(config.kv_cache_dtype, dtype_name, capabilities)
+    block_size = _block_size(config, shape, kv_dtype_name, capabilities)
     plan = WorkerPlan(
         config=config,
         shard=shard_of(shape, config.parallel, config.place),
         quantization=quantization,
         dtype_name=dtype_name,
-        kv_dtype_name=_kv_cache_dtype(config.kv_cache_dtype, dtype_name, capabilities),
-        block_size=_block_size(config.block_size, capabilities),
-        max_model_len=_max_model_len(config.max_model_len, shape, capabilities),
+        kv_dtype_name=kv_dtype_name,
+        kv_groups=_kv_groups(shape, block_size, capabilities, keeps_all=keeps_all),
+        max_model_len=max_model_len,
         num_blocks=0,
         adapters=tuple(_adapter_files(adapter, shape, config) for adapter in config.adapters),
     )
-    bytes_per_block = plan.block_size * plan.kv_bytes_per_token
+    bytes_per_block = plan.bytes_per_block
     check_arena(config, bytes_per_block)
     on_host = config.host_memory_bytes or available_memory_bytes()
     left = left_for_kv_cache(
         config,
         weight_bytes=plan.weight_bytes,
-        batch_bytes=input_batch_bytes(config.max_num_seqs, plan.max_model_len, plan.block_size),
+        batch_bytes=input_batch_bytes(
+            config.max_num_seqs, plan.max_model_len, [it.block_size for it in plan.kv_groups]
+        ),
         sampling_bytes=plan.sampling_bytes,
         max_model_len=plan.max_model_len,
         available_bytes=on_host // config.workers_on_host,
     )
     num_blocks = choose_num_blocks(
         config,
-        block_size=plan.block_size,
+        groups=plan.kv_groups,
         bytes_per_block=bytes_per_block,
         max_model_len=plan.max_model_len,
         available_bytes=left,
@@ -183,12 +243,10 @@ class AdapterLoader:
 class LoadedWorker(NamedTuple):
     runner: Runner | StageRunner
     ready: WorkerReady
-    caches: Sequence[KVCache]
+    kv: KVStore
     description: Mapping[str, Mapping[str, object]]
     """Figures of the model for traces; see `_description`."""
     adapters: AdapterLoader
-    shared: SharedKVMemory | None = None
-    """Memory that the caches' tensors lie in, if other processes may map them."""
 
     def describe(self, tracer: Tracer) -> None:
         """Writes the description to the current fragment; does nothing while tracing is off."""
@@ -200,7 +258,7 @@ def load_runner(
     plan: WorkerPlan,
     tracer: Tracer,
     num_blocks: int | None = None,
-    group: Collectives | None = None,
+    group: HostGroup | None = None,
     on_progress: Callable[[], None] = lambda: None,
     await_masks: AwaitMasks = no_masks,
 ) -> LoadedWorker:
@@ -212,12 +270,15 @@ def load_runner(
     config, shard = plan.config, plan.shard
     num_blocks = num_blocks or plan.num_blocks
     group = group or Alone()
-    backend, backend_summary = choose_backend(config.backend, group)
-    shared = None
-    if shares_kv(config):
-        num_bytes = num_blocks * plan.block_size * plan.kv_bytes_per_token
-        shared = SharedKVMemory(num_bytes, _TENSORS_PER_LAYER * len(shard.layers))
+    backend, backend_summary = choose_backend(config.backend, group, _devices_of(config))
     began = tracer.e2e()
+    places = plan.layer_places
+    num_places = 1 + max(place for _, place in places)
+    allocation = KVAllocation(
+        num_blocks * plan.bytes_per_block,
+        _TENSORS_PER_LAYER * num_places,
+        shared=shares_kv(config),
+    )
     caches = [
         backend.allocate_kv_cache(
             num_blocks,
@@ -226,9 +287,9 @@ def load_runner(
             shard.config.head_dim,
             plan.dtype,
             plan.kv_dtype,
-            new_tensor if shared is None else shared.new_tensor,
+            allocation.new_tensor,
         )
-        for _ in shard.layers
+        for _ in range(num_places)
     ]
     tracer.span("allocate kv cache", began)
     with (
@@ -241,7 +302,15 @@ def load_runner(
         if on_load is not None and config.calibration_windows:
             source, on_load = _calibrated(plan, on_load, source, backend, on_progress), None
         loader = WeightLoader(shard, backend, source, on_load, plan.dtype, tracer, on_loaded)
-        model = Decoder(loader, backend, caches, has_adapters=config.has_adapters)
+        model = Decoder(
+            loader,
+            backend,
+            [
+                LayerCache(group, caches[place], plan.kv_groups[group].block_size)
+                for group, place in places
+            ],
+            has_adapters=config.has_adapters,
+        )
     if model.adapters is not None:
         for files in plan.adapters:
             model.adapters.load(files)
@@ -254,12 +323,13 @@ def load_runner(
         vocab_size=shard.config.vocab_size,
         summary=_summary(plan, num_blocks, backend_summary),
         arithmetic=backend.arithmetic,
+        kv_groups=plan.kv_groups,
     )
     description = _description(plan, model.operations)
     batch = InputBatch(
         config.max_num_seqs,
         plan.max_model_len,
-        plan.block_size,
+        [group.block_size for group in plan.kv_groups],
         None if model.adapters is None else model.adapters.number,
     )
     runner: Runner | StageRunner
@@ -267,13 +337,20 @@ def load_runner(
         sampler = GroupSampler(
             Sampler(shard.config.vocab_size, backend.sample), group, tracer, await_masks
         )
-        alone = shard.is_first and group.size == 1
-        prompts = PromptReader(backend.score, leads=group.rank == 0)
+        # States move on as they are computed: a part of a step cannot be computed a second time.
+        has_states = any(layer.state is not None for layer in shard.config.layers)
+        alone = shard.is_first and group.size == 1 and not has_states
+        classifier = shard.config.classifier
+        prompts = PromptReader(
+            backend.score,
+            leads=group.rank == 0,
+            scores_first=classifier is not None and classifier.first_token,
+        )
         runner = Runner(model, batch, sampler, prompts, tracer, alone=alone)
     else:
         runner = StageRunner(model, batch, tracer)
     adapters = AdapterLoader(plan, model.adapters)
-    return LoadedWorker(runner, ready, caches, description, adapters, shared)
+    return LoadedWorker(runner, ready, KVStore(caches, allocation), description, adapters)
 
 
 def _calibrated(
@@ -355,15 +432,15 @@ def _description(
 
 def _summary(plan: WorkerPlan, num_blocks: int, backend: str) -> str:
     quantization = "" if plan.quantization is None else f"{plan.quantization.summary}, "
-    num_cached = num_blocks * plan.block_size
+    num_cached = tokens_held(plan.kv_groups, num_blocks)
     return (
         f"{backend}, {plan.dtype_name}, {quantization}{format_bytes(plan.weight_bytes)} weights, "
-        f"{format_bytes(num_cached * plan.kv_bytes_per_token)} {plan.kv_dtype_name} KV cache "
+        f"{format_bytes(num_blocks * plan.bytes_per_block)} {plan.kv_dtype_name} KV cache "
         f"for {num_cached} tokens"
     )
 
 
-def _adapter_files(adapter: Adapter, shape: ModelConfig, config: WorkerConfig) -> AdapterFiles:
+def _adapter_files(adapter: Adapter, shape: ModelSpec, config: WorkerConfig) -> AdapterFiles:
     """Raises ConfigError: the adapter does not fit the model, or is another one by now."""
     files = read_adapter(Path(adapter.path), shape, max_rank=config.max_lora_rank)
     if files.digest != adapter.digest:
@@ -371,6 +448,10 @@ def _adapter_files(adapter: Adapter, shape: ModelConfig, config: WorkerConfig) -
             f"the files of the adapter {adapter.name} in {adapter.path} have changed; load it under another name."
         )
     return files
+
+
+def _devices_of(config: WorkerConfig) -> DevicesOf:
+    return partial(config.parallel.devices_of, config.place)
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -384,11 +465,42 @@ def _check_choice(flag: str, wanted: object, known: Sequence[object], where: str
         raise ConfigError(f"{flag} must be one of {listed}{where}, got {wanted!r}.")
 
 
-def _block_size(wanted: int | None, capabilities: Capabilities) -> int:
-    sizes = capabilities.block_sizes
+def _block_size(
+    config: WorkerConfig, shape: ModelSpec, kv_dtype_name: str, capabilities: Capabilities
+) -> int:
+    """Tokens of a block, whose memory has room for the state of a layer that keeps one."""
+    wanted, sizes = config.block_size, capabilities.block_sizes
+    least = least_block_size(shape, _torch_dtype(kv_dtype_name).itemsize)
     if wanted is not None:
-        _check_choice("--block-size", wanted, sorted(sizes))
-    return wanted or sizes[0]
+        if wanted not in sizes:
+            *some, last = sorted(sizes)
+            listed = ", ".join(map(str, some[:9])) + (" ... " if len(some) > 9 else ", ")
+            raise ConfigError(f"--block-size must be one of {listed}{last}, got {wanted}.")
+        if wanted < least:
+            raise ConfigError(
+                f"--block-size must be at least {least} for {config.model}, so that a block has room for the "
+                f"state of a layer, got {wanted}."
+            )
+        return wanted
+    fitting = [size for size in sizes if size >= least]
+    if not fitting:
+        raise ConfigError(
+            f"{config.model} keeps states as large as {least} tokens of KV, but blocks have at most {max(sizes)}."
+        )
+    return fitting[0]
+
+
+def _kv_groups(
+    shape: ModelSpec, block_size: int, capabilities: Capabilities, *, keeps_all: bool
+) -> tuple[KVGroup, ...]:
+    """The groups of the whole model's layers, the same on all ranks."""
+    kinds = [(KVKind(layer.kv_kind), layer.attention.reach) for layer in shape.layers]
+    has_states = any(layer.state is not None for layer in shape.layers)
+    if keeps_all and not has_states and shape.encoder is None:
+        return (full_group(shape.num_layers, block_size),)
+    if keeps_all and shape.encoder is None:
+        kinds = [(kind if kind is KVKind.STATE else KVKind.FULL, 0) for kind, _ in kinds]
+    return layer_groups(kinds, block_size, capabilities.window_multiple)
 
 
 def _dtype(wanted: str, stored: str, capabilities: Capabilities) -> str:
@@ -401,7 +513,7 @@ def _dtype(wanted: str, stored: str, capabilities: Capabilities) -> str:
 
 
 def _quantization(
-    config: WorkerConfig, shape: ModelConfig, capabilities: Capabilities
+    config: WorkerConfig, shape: ModelSpec, capabilities: Capabilities
 ) -> Quantization | None:
     """The checkpoint's own, or the one that is asked for."""
     wanted = config.quantization
@@ -438,7 +550,7 @@ def _kv_cache_dtype(wanted: str, dtype: str, capabilities: Capabilities) -> str:
     return chosen
 
 
-def _max_model_len(wanted: int | None, shape: ModelConfig, capabilities: Capabilities) -> int:
+def _max_model_len(wanted: int | None, shape: ModelSpec, capabilities: Capabilities) -> int:
     longest = min(shape.max_position_embeddings, capabilities.max_model_len)
     if wanted is None:
         return longest
@@ -464,9 +576,10 @@ def _weights(plan: WorkerPlan) -> Iterator[WeightSource]:
     elif config.load_format != "auto":
         raise ConfigError(f"--load-format must be auto or dummy, got {config.load_format!r}.")
     elif is_gguf(path):
-        yield GgufWeights(read_gguf(path), plan.shard.config)
+        yield GgufWeights(read_gguf(path))
     else:
         with open_checkpoint(path) as checkpoint:
+            checkpoint.refuse_unread(plan.shard.config)
             stored = plan.shard.config.quantization
             if isinstance(stored, CheckpointQuantization):
                 yield QuantizedCheckpoint(checkpoint, stored)

@@ -10,7 +10,9 @@ import gc
 import logging
 import os
 import sys
+import time
 import warnings
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from pagoda.worker.kv.transfer_link import TransferThread
     from pagoda.worker.loading import LoadedWorker
     from pagoda.worker.rendezvous import Rendezvous
-    from pagoda.worker.stages import StageOutput
+    from pagoda.worker.runner import Ticket
+    from pagoda.worker.stages import StageOutput, StageState
 
 _log = logging.getLogger("pagoda.worker")
 
@@ -91,14 +94,23 @@ def main() -> NoReturn:
 
 def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
     ending = TraceEnding(tracer)
+    steps = _Steps(worker, engine, tracer)
     while True:
-        order = engine.receive(ending.pollables)
+        order = None
+        if steps.has_room:
+            order = engine.receive([*ending.pollables, *steps.pollables])
         problems = ending.take()
         if problems is not None:
             engine.send(TraceStopped(problems))
+        if isinstance(order, StepPlan):
+            steps.submit(order)
+            continue
+        if order is None and steps:
+            steps.finish()
+            continue
+        while steps:
+            steps.finish()
         match order:
-            case StepPlan() as plan:
-                _step(worker, engine, plan, tracer)
             case StartTrace(session=session):
                 ending.forget()
                 engine.start_trace(tracer, session)
@@ -120,30 +132,89 @@ def _load_adapter(loaded: LoadedWorker, order: LoadAdapter) -> AdapterLoaded:
     return AdapterLoaded(digest)
 
 
-def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -> None:
-    began = tracer.e2e()
-    before, runner = None, worker.loaded.runner
-    if worker.rendezvous is not None and worker.rendezvous.source is not None:
-        before = worker.rendezvous.source.receive(plan)
-        if began:
-            tracer.span("await stage", began)
-    output = runner.step(plan, before)
-    if worker.transfers is not None:
-        worker.transfers.jobs.step_done(plan.step)
-    if isinstance(output, StepResult):
-        if worker.answers:
-            engine.send(output)
-    elif worker.target is not None:
-        worker.target.send(plan.step, output)
-    worker.populator.use(plan)
-    if began:
-        batch = {
-            "step": plan.step,
-            "tokens": sum(plan.num_tokens),
-            "seqs": len(plan.slots),
-            "context_tokens": runner.batch.num_computed_tokens(plan.slots),
-        }
-        tracer.span("step", began, batch)
+class _Steps:
+    """Steps under way, the oldest first.
+
+    A rank that awaits hidden states of the stage before prepares steps meanwhile. Where nothing is awaited, a step
+    is computed as soon as it is prepared: this thread is the first of those that compute it.
+    """
+
+    def __init__(self, worker: _Worker, engine: EngineLink, tracer: Tracer) -> None:
+        from pagoda.worker.input_batch import MAX_STEPS
+
+        self._worker = worker
+        self._engine = engine
+        self._tracer = tracer
+        self._source = None if worker.rendezvous is None else worker.rendezvous.source
+        self._max_steps = MAX_STEPS
+        self._tickets: deque[Ticket[StepResult] | Ticket[StageState]] = deque()
+        self._idle_s = 0.0
+        """Seconds that were spent waiting for the stage before, since the last result."""
+        self._began = self._ready = 0
+        """Times at which the oldest step began, and was prepared with none before it, on the tracer's clock."""
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._tickets) < self._max_steps
+
+    @property
+    def pollables(self) -> list[object]:
+        """Socket that becomes readable once the oldest step can be computed."""
+        return [self._source.socket] if self._source is not None and self._tickets else []
+
+    def submit(self, plan: StepPlan) -> None:
+        """Prepares a step, and computes it if nothing is awaited before.
+
+        Raises what the runner raises, behind the results of all steps before."""
+        is_only, began = not self._tickets, self._tracer.e2e()
+        try:
+            ticket = self._worker.loaded.runner.submit(plan)
+        except Exception:
+            while self._tickets:
+                self.finish()
+            raise
+        self._tickets.append(ticket)
+        if is_only:
+            self._began, self._ready = began, self._tracer.e2e()
+        if self._source is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Computes the oldest step and hands its result over."""
+        worker, tracer = self._worker, self._tracer
+        ticket = self._tickets[0]
+        plan, before = ticket.plan, None
+        if self._source is not None:
+            began = time.monotonic()
+            before = self._source.receive(plan)
+            self._idle_s += time.monotonic() - began
+            if self._ready:
+                tracer.span("await stage", self._ready)
+        output = ticket.result(before)
+        if worker.transfers is not None:
+            worker.transfers.jobs.step_done(plan.step)
+        if isinstance(output, StepResult):
+            if worker.answers:
+                idle, self._idle_s = self._idle_s + self._engine.take_idle(), 0.0
+                if idle:
+                    output = msgspec.structs.replace(output, idle_time_s=idle)
+                self._engine.send(output)
+        elif worker.target is not None:
+            worker.target.send(plan.step, output)
+        self._tickets.popleft()
+        worker.populator.use(plan)
+        if self._began:
+            batch = {
+                "step": plan.step,
+                "tokens": sum(plan.num_tokens),
+                "seqs": len(plan.slots),
+                "context_tokens": ticket.num_context_tokens,
+            }
+            tracer.span("step", self._began, batch)
+        self._began = self._ready = tracer.e2e()
 
 
 def _start(
@@ -182,8 +253,9 @@ def _load(
     from pagoda.worker.loading import load_runner, plan_worker
 
     def populator(loaded: LoadedWorker) -> KVPopulator:
+        block_sizes = [group.block_size for group in loaded.ready.kv_groups]
         with free_threads(cores):
-            return KVPopulator(loaded.caches, loaded.ready.block_size, config.workers_on_host)
+            return KVPopulator(loaded.kv, block_sizes, config.workers_on_host)
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
@@ -220,7 +292,7 @@ def _load(
         if config.kv_handoff is not None:
             handoff = KVHandoff(config.kv_handoff, plan, loaded)
             worker.ready = handoff.described(worker.ready)
-        spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
+        spans = TransferSpans(tracer, plan.bytes_per_block, handoff.group_bytes if handoff else ())
         open_transfers = partial(TransferWorker, tiers, handoff)
         worker.transfers = TransferThread(context, address, config, open_transfers, spans)
     return worker

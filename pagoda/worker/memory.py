@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import format_bytes
+from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.worker.kv.memory import slot_bytes
 
@@ -56,6 +59,20 @@ def left_for_kv_cache(
     return left - config.kv_host_bytes
 
 
+def tokens_held(groups: Sequence[KVGroup], num_blocks: int) -> int:
+    """Tokens of the longest sequence that blocks hold, computed a few at a time."""
+    low, high = 0, num_blocks * max(group.block_size for group in groups)
+    if not any(group.keeps_all for group in groups):
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(group.most_blocks(0, middle, LEAST_RUN) for group in groups) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def check_arena(config: WorkerConfig, bytes_per_block: int) -> None:
     """Raises ConfigError if the arena in host memory is to be there, but would not hold one block."""
     wanted = slot_bytes(bytes_per_block)
@@ -66,10 +83,14 @@ def check_arena(config: WorkerConfig, bytes_per_block: int) -> None:
         )
 
 
+LEAST_RUN = 512
+"""Tokens of one request that the KV cache lets be computed at once, at least, besides what windows see."""
+
+
 def choose_num_blocks(
     config: WorkerConfig,
     *,
-    block_size: int,
+    groups: Sequence[KVGroup],
     bytes_per_block: int,
     max_model_len: int,
     available_bytes: int,
@@ -82,25 +103,27 @@ def choose_num_blocks(
     Raises ConfigError if the cache could not hold one sequence of `max_model_len` tokens or does not fit into
     `available_bytes`.
     """
-    blocks_per_sequence = -(-max_model_len // block_size)
+    most = sum(group.most_blocks(0, max_model_len, max_model_len) for group in groups)
+    blocks_per_sequence = sum(group.most_blocks(0, max_model_len, LEAST_RUN) for group in groups)
     if config.num_blocks is not None:
         num_blocks, flag = config.num_blocks, "--num-kv-blocks"
     else:
         budget = config.kv_cache_memory_bytes
         if budget is None:
             budget = int(available_bytes * config.memory_utilization)
-        num_blocks = min(budget // bytes_per_block, config.max_num_seqs * blocks_per_sequence)
+        num_blocks = min(budget // bytes_per_block, config.max_num_seqs * most)
         flag = "--kv-cache-memory-bytes"
+    num_tokens = tokens_held(groups, num_blocks)
     size, available = format_bytes(num_blocks * bytes_per_block), format_bytes(available_bytes)
     if num_blocks < blocks_per_sequence:
         raise ConfigError(
-            f"the KV cache would hold {num_blocks * block_size} tokens ({size} of {available} free memory), "
+            f"the KV cache would hold {num_tokens} tokens ({size} of {available} free memory), "
             f"but one sequence may have {max_model_len} "
             f"({format_bytes(blocks_per_sequence * bytes_per_block)}); raise {flag} or lower --max-model-len."
         )
     if num_blocks * bytes_per_block > available_bytes:
         raise ConfigError(
-            f"the KV cache would take {size} for {num_blocks * block_size} tokens, but the weights leave only "
+            f"the KV cache would take {size} for {num_tokens} tokens, but the weights leave only "
             f"{available} of memory free; lower {flag}."
         )
     return num_blocks

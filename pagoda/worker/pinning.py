@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.devices import device_number, num_cpu_devices
+from pagoda.devices import HOST_KIND, num_cpu_devices
 from pagoda.ipc.machine import available_cores
 from pagoda.messages.worker_config import WorkerConfig
 
@@ -42,9 +42,11 @@ def bind(config: WorkerConfig) -> tuple[WorkerConfig, set[int]]:
     # Counted now: a process that is bound sees its own cores only.
     num_threads = config.num_threads or max(1, available_cores() // config.workers_on_host)
     cores = os.sched_getaffinity(0)
-    if config.parallel.devices or (config.pin_threads and config.workers_on_host > 1):
+    devices = config.parallel.devices_of(config.place)
+    is_named = len(config.parallel.devices) > 0 and devices.kind == HOST_KIND
+    if is_named or (config.pin_threads and config.workers_on_host > 1):
         count = num_cpu_devices(len(cores), config.workers_on_host, config.num_threads)
-        cores = part_of_cores(cores, device_number(config.parallel.device_of(config.place)), count)
+        cores = part_of_cores(cores, devices.numbers[0] % count, count)
         os.sched_setaffinity(0, cores)
     if config.pin_threads:
         _pin_threads(places(cores))

@@ -81,9 +81,11 @@ class _Prompt:
 class PromptReader:
     """One rank's part in it. All ranks of the last stage compute logits together, the first reads them."""
 
-    def __init__(self, score: ScoreRows, *, leads: bool = True) -> None:
+    def __init__(self, score: ScoreRows, *, leads: bool = True, scores_first: bool = False) -> None:
+        """`scores_first`: a head that scores texts looks at their first token, else at their last."""
         self._score = score
         self._leads = leads
+        self._scored_as = Pooling.FIRST if scores_first else Pooling.LAST
         self._prompts: dict[int, _Prompt] = {}
         self._without_answer: set[int] = set()
 
@@ -102,12 +104,15 @@ class PromptReader:
         """False for a request that ends with its prompt."""
         return slot not in self._without_answer
 
+    @property
+    def has_prompts(self) -> bool:
+        """True if anything is to be reported of a prompt that is being computed."""
+        return len(self._prompts) > 0
+
     def chunks(self, parts: Iterable[tuple[int, int, int, int]]) -> list[_Chunk]:
         """Rows that are wanted of slots that compute `count` tokens from position `first` on.
 
         `parts` are (slot, first, count, row of the first token)."""
-        if not self._prompts:
-            return []
         wanted = []
         for slot, first, count, start in parts:
             prompt = self._prompts.get(slot)
@@ -118,9 +123,14 @@ class PromptReader:
             scored = range(min(max(first + 1, prompt.num_scored), end), end)
             pooled = range(0)
             is_last = first + count == prompt.num_tokens
-            if prompt.pooling is Pooling.MEAN:
+            pooling = self._scored_as if prompt.pooling is Pooling.SCORE else prompt.pooling
+            if pooling is Pooling.MEAN:
                 pooled = range(start, start + count)
-            elif prompt.pooling is Pooling.LAST and is_last:
+            elif (
+                pooling is Pooling.FIRST and first == 0
+            ):  # of an encoder, which takes prompts whole
+                pooled = range(start, start + 1)
+            elif pooling is Pooling.LAST and is_last:
                 pooled = range(start + count - 1, start + count)
             if scored or pooled:
                 wanted.append(_Chunk(slot, first, start, scored, pooled, is_last))
@@ -137,7 +147,10 @@ class PromptReader:
                 rows = [places[row] for row in chunk.scoring_rows()]
                 outputs.logprobs[chunk.slot] = self._logprobs(model, hidden, rows, chunk, prompt)
             if chunk.pooled:
-                self._pool(hidden[[places[row] for row in chunk.pooled]], chunk, prompt, outputs)
+                pooled = hidden[[places[row] for row in chunk.pooled]]
+                if prompt.pooling is Pooling.SCORE:
+                    pooled = model.scores(pooled)
+                self._pool(pooled, chunk, prompt, outputs)
         return outputs
 
     def _logprobs(

@@ -17,6 +17,7 @@ import msgspec
 
 from pagoda.errors import ConfigError
 from pagoda.messages.jobs import Closeness, QualityConfig, QualityResult
+from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 from pagoda.messages.worker_config import WorkerConfig
@@ -49,11 +50,11 @@ class Scorer:
         config = msgspec.structs.replace(
             config, max_num_seqs=1, max_model_len=context_len, memory_utilization=_KV_SHARE
         )
-        loaded = load_runner(plan_worker(config), Tracer("quality"))
+        loaded = load_runner(plan_worker(config, keeps_all=True), Tracer("quality"))
         self.ready = loaded.ready
         self._model: Decoder[Any, Any] = loaded.runner.model
         self._batch: InputBatch = loaded.runner.batch
-        self._block_ids = list(range(loaded.ready.num_blocks))
+        self._block_ids = _block_ids(loaded.ready.kv_groups, context_len)
 
     def hidden_states(self, window: Sequence[int]) -> Iterator[Tensor]:
         """Hidden states [n, hidden] of the window's tokens, chunk by chunk."""
@@ -62,13 +63,29 @@ class Scorer:
         done = 0
         while done < len(window):
             count = min(TOKENS_AT_ONCE, len(window) - done)
-            yield self._model.forward(self._batch.prepare([0], [count]), None)
-            self._batch.advance(0, count)
+            tokens = self._batch.prepare([0], [count])
+            self._batch.read(tokens)
+            yield self._model.forward(self._model.plan(tokens.batch), None)
             done += count
         self._batch.free(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
+
+
+def _block_ids(groups: Sequence[KVGroup], num_tokens: int) -> list[list[int]]:
+    """Blocks of one sequence by group; a state takes one alone, in which it moves on."""
+    tables: list[list[int]] = []
+    used = 0
+    for group in groups:
+        count = group.num_blocks_for(num_tokens)
+        if group.keeps_all:
+            tables.append(list(range(used, used + count)))
+            used += count
+        else:
+            tables.append([used] * count)
+            used += 1
+    return tables
 
 
 @dataclass

@@ -26,7 +26,7 @@ from pagoda.worker import job
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagoda.checkpoints.model_config import LinearSpec
+    from pagoda.checkpoints.model_spec import LinearSpec
     from pagoda.model.gptq import StoredGrids
 
 CONFIG_FILE = "config.json"
@@ -70,6 +70,13 @@ def quantize(config: QuantizeConfig, on_progress: job.OnProgress) -> QuantizeRes
         )
     scheme = Scheme.of(config.format, config.group_size, shape)
     linears = {f"{linear.name}.weight": linear for linear in quantized_linears(shape)}
+    for linear in linears.values():
+        if linear.rows is not None or (linear.head_order and config.calibration_windows):
+            way = "holds several layers in one tensor" if linear.rows else "rotates neighbours"
+            raise ConfigError(
+                f"{source} {way} ({linear.stored.tensor}), which `pagoda quantize` does not take so; serve it "
+                "with --quantization int8 or int4."
+            )
     with open_checkpoint(source) as checkpoint:
         names = checkpoint.names()
         for name in linears:

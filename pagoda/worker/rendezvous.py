@@ -1,6 +1,7 @@
 """Rendezvous of the ranks of one replica: each says hello, and connects to the addresses of the others.
 
-The tensor-parallel ranks of a stage form a group: over shared memory on one host, else over the network.
+The tensor-parallel ranks of a stage form a group: over shared memory on one host, else over the network. It
+carries control messages, and data of backends that compute in host memory; others open collectives of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.curve import start_authenticator
 from pagoda.messages.worker import WorkerHello, WorkerPeers
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.collectives import Collectives
+from pagoda.parallel.collectives import HostGroup
 from pagoda.parallel.config import RankPlace
 from pagoda.parallel.distributed import DistributedCollectives, GroupStore
 from pagoda.worker.stages import StageInput, StageOutput
@@ -71,7 +72,7 @@ class Rendezvous:
             num_blocks=num_blocks,
         )
 
-    def form_group(self, peers: WorkerPeers) -> Collectives | None:
+    def form_group(self, peers: WorkerPeers) -> HostGroup | None:
         """The tensor-parallel ranks of this stage, for which it waits; None where there is one only.
 
         Raises ConfigError if this process cannot open memory that another of its host offers, ConnectionError if
@@ -113,7 +114,7 @@ def _shared_memory(size: int) -> SharedMemory | None:
         return None
 
 
-def join_group(rank: int, members: Sequence[WorkerHello], bind_host: str) -> Collectives:
+def join_group(rank: int, members: Sequence[WorkerHello], bind_host: str) -> HostGroup:
     """Joins the group of the ranks that said `members`, of which this is number `rank`, and waits for all.
 
     They decide alike: by what rank 0 offers, and by whether all are on one host.

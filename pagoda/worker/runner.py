@@ -1,30 +1,98 @@
-"""Executes step plans on a loaded model, or on one rank's part of it."""
+"""Executes step plans on a loaded model, or on one rank's part of it.
+
+`submit` prepares a step, and `Ticket.result` computes it: the next step may be submitted before this one is
+computed. What is counted (`InputBatch`) moves on when a step is submitted; what is remembered of requests (what
+they said, prompts, failures) when it is computed. Steps are computed in the order in which they came. One thread
+does all of it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
-from functools import reduce
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from itertools import accumulate
 from operator import add
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from pagoda.messages.worker import StepPlan, StepResult
-from pagoda.model.decoder import Decoder
+from pagoda.model.decoder import Decoder, PlannedBatch
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
-from pagoda.worker.input_batch import InputBatch
+from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
 from pagoda.worker.sampler import NOT_FINITE, Sampled, merged
 from pagoda.worker.stages import StageState
-from pagoda.worker.step_clock import StepClock
+from pagoda.worker.step_clock import StepClock, StepTimes
 
 T = TypeVar("T")
+OutputT = TypeVar("OutputT", StepResult, StageState)
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A step as far as it can be prepared while others run."""
+
+    plan: StepPlan
+    tokens: StepTokens
+    planned: PlannedBatch[Any] | None
+    """None where there are no tokens, or where it could not be made: running it finds out whose fault that is."""
+    times: StepTimes
+    errors: dict[int, str] = field(default_factory=dict)
+    """Errors of slots that are left out."""
+
+
+class Ticket(Generic[OutputT]):
+    """A step that was submitted."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        tokens: StepTokens,
+        compute: Callable[[StageState | None], OutputT],
+    ) -> None:
+        self.plan = plan
+        self._tokens = tokens
+        self._compute: Callable[[StageState | None], OutputT] = compute
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the step's slots that have K and V behind it."""
+        return self._tokens.num_context_tokens
+
+    def result(self, before: StageState | None = None) -> OutputT:
+        """Computes the step behind all that were submitted before it; `before` comes from the stage before this
+        one, if there is one. Raises RuntimeError: it is not the next one."""
+        output: OutputT = self._compute(before)
+        return output
+
+
+class _Steps:
+    """Steps under way: `MAX_STEPS` at most, each computed once and in its turn."""
+
+    def __init__(self) -> None:
+        self._under_way: list[int] = []
+
+    def check_room(self, step: int) -> None:
+        """Raises RuntimeError: too many steps are under way."""
+        if len(self._under_way) >= MAX_STEPS:
+            raise RuntimeError(f"{MAX_STEPS} steps are under way; step {step} came too early.")
+
+    def submitted(self, step: int) -> None:
+        self._under_way.append(step)
+
+    def begin(self, step: int) -> None:
+        if not self._under_way or self._under_way[0] != step:
+            raise RuntimeError(f"Step {step} is not the next one to be computed.")
+
+    def end(self) -> None:
+        del self._under_way[0]
 
 
 class StageRunner:
@@ -33,30 +101,56 @@ class StageRunner:
     def __init__(self, model: Decoder[Any, Any], batch: InputBatch, tracer: Tracer) -> None:
         self.model = model
         self.batch = batch
+        self._steps = _Steps()
         self._clock = StepClock(tracer)
+        self._tracer = tracer
 
-    @torch.inference_mode()
-    def step(self, plan: StepPlan, before: StageState | None = None) -> StageState:
-        """Executes a plan for the next stage; `before` comes from the stage before, if there is one."""
-        self._clock.start()
+    def submit(self, plan: StepPlan) -> Ticket[StageState]:
+        """Prepares a step for the next stage. Raises ValueError: the plan does not fit the slots."""
+        self._steps.check_room(plan.step)
+        began = self._tracer.clock_ns()
         batch = self.batch
         batch.apply(plan)
         for slot, token_id in plan.new_tokens:
-            batch.append(slot, token_id)
+            batch.append(slot, [token_id])
         batch.append_forced(plan)
-        tokens = batch.prepare(plan.slots, plan.num_tokens)
+        tokens = batch.prepare(plan.slots, plan.num_tokens, samples=False)
+        planned = self.model.plan(tokens.batch)
+        times = _prepared(self._tracer, began)
+        self._steps.submitted(plan.step)
+        return Ticket(plan, tokens, partial(self._result, plan.step, tokens, planned, times))
+
+    @torch.inference_mode()
+    def _result(
+        self,
+        step: int,
+        tokens: StepTokens,
+        planned: PlannedBatch[Any],
+        prepared: StepTimes,
+        before: StageState | None,
+    ) -> StageState:
+        self._steps.begin(step)
+        self._clock.start()
+        self.batch.read(tokens)
         self._clock.ended("prepare")
-        computed = self.model.forward(tokens, None if before is None else before.hidden)
-        for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
-            batch.advance(slot, count)
+        computed = self.model.forward(planned, None if before is None else before.hidden)
         expert_tokens = self.model.take_expert_tokens()
         self._clock.ended("forward")
-        times = self._clock.times
+        self._steps.end()
+        times = self._clock.times.behind(prepared)
         if before is None:
             return StageState(computed, expert_tokens, times)
         return StageState(
             computed, _sum(before.expert_tokens, expert_tokens), times.behind(before.times)
         )
+
+
+def _prepared(tracer: Tracer, began: int) -> StepTimes:
+    """Times of a step that was prepared since `began`, on the tracer's clock."""
+    now = tracer.clock_ns()
+    if tracer.e2e():
+        tracer.span("prepare", began, ended=now)
+    return StepTimes(prepare=(now - began) / 1e9)
 
 
 def _sum(one: list[int], other: list[int]) -> list[int]:
@@ -81,42 +175,82 @@ class Runner:
         self.batch = batch
         self._sampler = sampler
         self._prompts = prompts
+        self._steps = _Steps()
         self._clock = StepClock(tracer)
+        self._tracer = tracer
         self._alone = alone
+        self._request_ids: dict[int, str] = {}
         self.failed: dict[int, str] = {}
-        """Slots whose request has failed, until the engine frees them."""
+        """Slots whose request has failed, until the engine frees them, as of the last step that was computed."""
+
+    def submit(self, plan: StepPlan) -> Ticket[StepResult]:
+        """Prepares a step. Alone, a slot that does not fit its part of the plan fails alone.
+
+        Raises ValueError: the plan does not fit the slots.
+        """
+        self._steps.check_room(plan.step)
+        began = self._tracer.clock_ns()
+        self.batch.apply(plan)
+        self.batch.append_forced(plan)
+        errors: dict[int, str] = {}
+        try:
+            tokens = self.batch.prepare(plan.slots, plan.num_tokens)
+        except ValueError:
+            if not self._alone:
+                raise
+            _log.exception("step %d does not fit its slots", plan.step)
+            parts = list(zip(plan.slots, plan.num_tokens, strict=True))
+            errors = {slot: BROKE_A_STEP for slot, n in parts if self.batch.misfit(slot, n)}
+            fitting = {slot: n for slot, n in parts if slot not in errors}
+            tokens = self.batch.prepare(list(fitting), list(fitting.values()))
+        planned = None
+        try:
+            planned = self.model.plan(tokens.batch) if tokens.slots else None
+        except Exception:
+            if not self._alone:
+                raise
+            _log.exception("step %d could not be prepared", plan.step)
+        times = _prepared(self._tracer, began)
+        self._steps.submitted(plan.step)
+        ready = _Ready(plan, tokens, planned, times, errors)
+        return Ticket(plan, tokens, partial(self._result, ready))
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, before: StageState | None = None) -> StepResult:
-        """Executes a plan; `before` comes from the stage before this one, if there is one.
-
-        Alone, a request that cannot be computed fails alone. One rank of several cannot know how far the others
-        got: there, what goes wrong ends the worker, and the engine finds out whose fault it is.
-        """
+    def _result(self, ready: _Ready, before: StageState | None) -> StepResult:
+        """Alone, a request that cannot be computed fails alone. One rank of several cannot know how far the others
+        got: there, what goes wrong ends the worker, and the engine finds out whose fault it is."""
+        plan, tokens = ready.plan, ready.tokens
+        self._steps.begin(plan.step)
         self._clock.start()
         self._apply(plan)
         self._sampler.begin(plan)
-        counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
-        errors = {slot: self.failed[slot] for slot in counts if slot in self.failed}
-        hidden = None if before is None else _without(errors.keys(), plan, before.hidden)
-        counts = {slot: count for slot, count in counts.items() if slot not in errors}
+        self.batch.read(tokens)
+        self.failed |= ready.errors
+        errors = {slot: self.failed[slot] for slot in plan.slots if slot in self.failed}
+        hidden, planned = None if before is None else before.hidden, ready.planned
+        if not errors.keys().isdisjoint(tokens.slots):
+            chosen = [slot not in errors for slot in tokens.slots]
+            if hidden is not None:
+                hidden = hidden[torch.tensor(chosen).repeat_interleave(torch.tensor(tokens.counts))]
+            tokens, planned = tokens.of(chosen), None
         compute = self._compute_isolated if self._alone else self._compute
-        sampled, expert_tokens = compute(counts, hidden)
+        sampled, expert_tokens = compute(tokens, planned, hidden)
         for slot, error in sampled.errors.items():
-            _log.error("failed in step %d: %s", plan.step, error, extra=self.batch.log_fields(slot))
+            _log.error("failed in step %d: %s", plan.step, error, extra=self._log_fields(slot))
         self.failed |= sampled.errors
-        self._advance({s: n for s, n in counts.items() if s not in self.failed}, sampled)
+        self._remember(tokens, sampled)
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
         self._clock.ended("sample")
-        times = self._clock.times
+        self._steps.end()
+        times = self._clock.times.behind(ready.times)
         if before is not None:
             expert_tokens = _sum(before.expert_tokens, expert_tokens)
             times = times.behind(before.times)
         return StepResult(
             step=plan.step,
             slots=drawn,
-            token_ids=[sampled.token_ids[slot] for slot in drawn],
-            logprobs=sampled.logprobs,
+            token_ids=[[sampled.token_ids[slot]] for slot in drawn],
+            logprobs={slot: [one] for slot, one in sampled.logprobs.items()},
             prompt_logprobs=_finite(sampled.prompts.logprobs),
             embeddings=_finite(sampled.prompts.embeddings),
             errors=errors | sampled.errors | _errors(sampled.prompts),
@@ -128,21 +262,24 @@ class Runner:
         )
 
     def _apply(self, plan: StepPlan) -> None:
-        self.batch.apply(plan)
         for slot in plan.freed_slots:
             self._sampler.free(slot)
             self._prompts.free(slot)
             self.failed.pop(slot, None)
         for start in plan.starts:
+            self._request_ids[start.slot] = start.request_id
             self._sampler.start(start)
             self._prompts.start(start)
-        self.batch.append_forced(plan)
         for slot, token_ids in plan.forced_tokens:
             for token_id in token_ids:
                 self._sampler.append(slot, token_id)
 
+    def _log_fields(self, slot: int) -> dict[str, str]:
+        """Extra fields of a log line about a slot's request."""
+        return {"request_id": self._request_ids.get(slot, "-")}
+
     def _compute_isolated(
-        self, counts: dict[int, int], hidden: Tensor | None
+        self, tokens: StepTokens, planned: PlannedBatch[Any] | None, hidden: Tensor | None
     ) -> tuple[Sampled, list[int]]:
         """Computes all slots together, or one by one if that raises, to find out whose fault it is.
 
@@ -150,41 +287,46 @@ class Runner:
         nothing is remembered until the whole step is done.
         """
         try:
-            return self._compute(counts, hidden)
+            return self._compute(tokens, planned, hidden)
         except Exception:
             # What the attempt gave to experts before it raised does not count.
             none = [0] * len(self.model.take_expert_tokens())
-            if len(counts) == 1:
-                (slot,) = counts
-                _log.exception("computing this request raised", extra=self.batch.log_fields(slot))
+            if len(tokens.slots) == 1:
+                (slot,) = tokens.slots
+                _log.exception("computing this request raised", extra=self._log_fields(slot))
                 return Sampled(errors={slot: BROKE_A_STEP}), none
-            _log.exception("computing %d requests together raised", len(counts))
-        parts = [self._compute_isolated({slot: count}, hidden) for slot, count in counts.items()]
+            _log.exception("computing %d requests together raised", len(tokens.slots))
+        single = [tokens.of([slot == one for slot in tokens.slots]) for one in tokens.slots]
+        parts = [self._compute_isolated(part, None, hidden) for part in single]
         return merged(sampled for sampled, _ in parts), reduce(
-            _sum, (tokens for _, tokens in parts)
+            _sum, (counts for _, counts in parts)
         )
 
-    def _compute(self, counts: dict[int, int], hidden: Tensor | None) -> tuple[Sampled, list[int]]:
+    def _compute(
+        self, tokens: StepTokens, planned: PlannedBatch[Any] | None, hidden: Tensor | None
+    ) -> tuple[Sampled, list[int]]:
         """Computes the slots together; returns their results and the tokens that went to each expert."""
-        if not counts:
+        if not tokens.slots:
             self._clock.ended("prepare")
             return Sampled(), self.model.take_expert_tokens()
-        batch = self.batch
-        tokens = batch.prepare(list(counts), list(counts.values()))
-        self._clock.ended("prepare")
-        ends = accumulate(counts.values())
-        parts = [(*part, end) for part, end in zip(counts.items(), ends, strict=True)]
+        if planned is None:
+            planned = self.model.plan(tokens.batch)
+        ends = list(accumulate(tokens.counts))
         samples = self._prompts.samples
         last = {
-            slot: end - 1 for slot, n, end in parts if batch.will_sample(slot, n) and samples(slot)
+            slot: end - 1
+            for slot, end, is_last in zip(tokens.slots, ends, tokens.samples, strict=True)
+            if is_last and samples(slot)
         }
-        chunks = self._prompts.chunks(
-            (slot, batch.num_computed_tokens([slot]), n, end - n) for slot, n, end in parts
-        )
+        chunks = []
+        if self._prompts.has_prompts:
+            parts = zip(tokens.slots, tokens.firsts, tokens.counts, ends, strict=True)
+            chunks = self._prompts.chunks((slot, at, n, end - n) for slot, at, n, end in parts)
         wanted = [*last.values()]
         if chunks:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
-        hidden = self.model.forward(tokens, hidden, wanted)
+        self._clock.ended("prepare")
+        hidden = self.model.forward(planned, hidden, wanted)
         self._clock.ended("forward")
         rows = {slot: row for row, slot in enumerate(last)}
         sampled = self._sampler.sample(self.model, hidden, rows) if rows else Sampled()
@@ -193,13 +335,13 @@ class Runner:
             sampled.prompts.update(self._prompts.read(self.model, hidden, places, chunks))
         return sampled, self.model.take_expert_tokens()
 
-    def _advance(self, counts: dict[int, int], sampled: Sampled) -> None:
+    def _remember(self, tokens: StepTokens, sampled: Sampled) -> None:
         """Remembers what the step computed and drew."""
         self._prompts.advance(sampled.prompts)
-        for slot, count in counts.items():
-            self.batch.advance(slot, count)
-        for slot, token_id in sampled.token_ids.items():
-            self.batch.append(slot, token_id)
+        places = dict(zip(tokens.slots, tokens.ends, strict=True))
+        drawn = sampled.token_ids
+        self.batch.write([places[slot] for slot in drawn], list(drawn.values()))
+        for slot, token_id in drawn.items():
             self._sampler.append(slot, token_id)
 
 
@@ -211,11 +353,3 @@ def _errors(prompts: PromptOutputs) -> dict[int, str]:
     """The engine ends these requests; until then all ranks go on alike."""
     both = (*prompts.logprobs.items(), *prompts.embeddings.items())
     return {slot: NOT_FINITE for slot, value in both if value is None}
-
-
-def _without(slots: Set[int], plan: StepPlan, hidden: Tensor) -> Tensor:
-    """The rows of the plan's other slots."""
-    if not slots:
-        return hidden
-    kept = torch.tensor([slot not in slots for slot in plan.slots])
-    return hidden[kept.repeat_interleave(torch.tensor(plan.num_tokens))]

@@ -54,11 +54,11 @@ def merged(parts: Iterable[Sampled]) -> Sampled:
     return whole
 
 
-def argmax_tokens(slots: list[int], tokens: Tensor, finite: Tensor) -> Sampled:
-    """Result of argmax sampling: the tokens [slots], or errors where `finite` [slots] is false."""
+def argmax_tokens(slots: Iterable[int], found: Tensor) -> Sampled:
+    """Result of argmax sampling from `found` [slots, 3] int64, as `Decoder.argmax` gives it."""
     sampled = Sampled()
-    for slot, token, ok in zip(slots, tokens.tolist(), finite.tolist(), strict=True):
-        if ok:
+    for slot, (token, _, is_finite) in zip(slots, found.tolist(), strict=True):
+        if is_finite:
             sampled.token_ids[slot] = token
         else:
             sampled.errors[slot] = NOT_FINITE

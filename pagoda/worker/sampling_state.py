@@ -27,6 +27,12 @@ class SamplingState:
             bias_ids=array("q", bias),
             biases=array("f", bias.values()),
         )
+        self._always_needs_logits = (
+            not sampling.greedy
+            or sampling.logprobs is not None
+            or self._rules.allowed is not None
+            or len(bias) > 0
+        )
         self._mask: Tensor | None = None
         """Tokens that the grammar allows at the next position; None without one."""
         self._num_output_tokens = len(output)
@@ -45,8 +51,12 @@ class SamplingState:
 
     def needs_logits(self) -> bool:
         """False if the next token is the likeliest one, whatever was said, and nothing is reported of it."""
-        sampling = self._rules.sampling
-        return not sampling.greedy or sampling.logprobs is not None or self.row().changes_logits
+        return (
+            self._always_needs_logits
+            or self._mask is not None
+            or len(self._seen) > 0
+            or self._holds_back_stops()
+        )
 
     def row(self) -> SamplingRow:
         """The state as it is now, which `append` changes."""

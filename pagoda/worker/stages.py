@@ -47,17 +47,17 @@ class StageInput:
     ) -> None:
         """Binds `address`, whose port may be `*`. With `keys`, `context` must have an authenticator."""
         self._hidden_size = hidden_size
-        self._socket = context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self.socket = context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
-            encrypt_server(self._socket, keys)
-        self._socket.bind(address)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            encrypt_server(self.socket, keys)
+        self.socket.bind(address)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self, plan: StepPlan) -> StageState:
         """Waits for what the stage before computed of the plan's tokens.
         Raises ValueError: what comes is not of this step; the stages disagree."""
-        step, elements, rest = self._socket.recv_multipart(copy=False)
+        step, elements, rest = self.socket.recv_multipart(copy=False)
         number = int.from_bytes(step.bytes, "little")
         if number != plan.step:
             raise ValueError(f"Hidden states of step {number} came for step {plan.step}.")
@@ -85,8 +85,8 @@ class StageOutput:
         self._socket.connect(address)
 
     def send(self, step: int, state: StageState) -> None:
-        """Copies the hidden states: the next step may overwrite them before they are on the wire."""
-        contiguous = state.hidden.contiguous()
+        """Copies the hidden states to the host: the next step may overwrite them before they are on the wire."""
+        contiguous = state.hidden.cpu().contiguous()
         elements = (ctypes.c_char * contiguous.nbytes).from_address(contiguous.data_ptr())
         rest = msgspec.msgpack.encode((state.expert_tokens, state.times))
         self._socket.send_multipart([step.to_bytes(_STEP_BYTES, "little"), elements, rest])

@@ -30,7 +30,7 @@ class StepClock:
     """Measures the phases of a step, each of which begins where the one before it ended."""
 
     def __init__(self, tracer: Tracer) -> None:
-        """Spans of `prepare` and `sample` go to the tracer; a model knows more of its forward pass."""
+        """Spans of `sample` go to the tracer; a model knows more of its forward pass."""
         self._tracer = tracer
         self._is_traced = False
         self._at = 0
@@ -45,7 +45,7 @@ class StepClock:
         """All that was done since the last call was of this phase. A phase that comes again adds up."""
         now = self._tracer.clock_ns()
         self._ns[phase] += now - self._at
-        if self._is_traced and phase != "forward":
+        if self._is_traced and phase == "sample":
             self._tracer.span(phase, self._at, ended=now)
         self._at = now
 

@@ -242,3 +242,15 @@ async def test_bad_bodies_name_the_field(serve_api, body: dict[str, Any], param:
     assert (answer.status, answer.error()["param"]) == (400, param)
     assert answer.error()["type"] == "invalid_request_error"
     assert api.endpoint.requests == []
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
+async def test_what_is_no_text_is_refused_with_what_works(serve_api, kind: str) -> None:
+    api = await serve_api(text=QWEN)
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,"}}]
+    answer = await api.chat(messages=[{"role": "user", "content": parts}])
+    assert answer.status == 400
+    assert answer.error()["message"] == (
+        f"messages[0].content[1].type: {kind!r} is not supported: this server reads text only; "
+        "send parts of type 'text'."
+    )

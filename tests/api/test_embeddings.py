@@ -160,6 +160,8 @@ async def test_labels_are_scored_behind_items(api, item_first: bool) -> None:
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
         ("/v1/embeddings", {"input": "a", "pooling": "cls"}, "pooling"),
+        ("/v1/embeddings", {"input": "a", "pooling": "score"}, "pooling"),
+        ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
         ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2[1]"),
         ("/v1/rerank", {"query": "", "documents": ["b"]}, "query"),

@@ -63,7 +63,7 @@ def full_report(api: Any) -> None:
         num_free_blocks=6,
         num_awaiting_kv=4,
         tiers=TIERS,
-        steps=StepTotals(15, 5, counts, [3, 1], 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
+        steps=StepTotals(15, 5, counts, [3, 1], 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0),
         expert_tokens=[4, 9],
         expert_rank_tokens=[4, 9],
         processes=(ProcessMemory("engine dp0", 11, 2**20),),
@@ -116,7 +116,7 @@ async def test_what_replicas_report(api) -> None:
     buckets = {labels["le"]: count for labels, count in series(text, "pagoda_step_tokens_bucket")}
     assert [buckets[bound] for bound in ("1.0", "8.0", "16.0", "+Inf")] == [3, 3, 4, 4]
     phases = series(text, "pagoda_step_phase_seconds_total")
-    assert [seconds for _, seconds in phases] == [1, 2, 3, 4, 5, 6, 7]
+    assert [seconds for _, seconds in phases] == [1, 2, 3, 4, 5, 6, 7, 8]
     own = value(text, "pagoda_process_resident_memory_bytes", process="frontend", replica="")
     assert own > 2**20
 

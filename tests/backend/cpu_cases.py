@@ -11,11 +11,14 @@ import torch
 from block_weights import make_blocks, whole_rows
 from hypothesis import settings
 from hypothesis import strategies as st
+from single_operations import SingleOperations
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.host import rotary_table
+from pagoda.backend.reference.attention import rotated
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.checkpoints.gguf.config import BLOCKS
@@ -31,7 +34,7 @@ needs_kernels = pytest.mark.skipif(
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.int8: 5e-3}
-REFERENCE = ReferenceBackend()
+REFERENCE = SingleOperations(ReferenceBackend())
 BACKENDS = ("reference", *SETS)
 
 sets = st.sampled_from(SETS or [""])
@@ -43,7 +46,11 @@ examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 def backend_of(name: str) -> Any:
     """One of `BACKENDS`."""
-    return REFERENCE if name == "reference" else CpuBackend(name)
+    return REFERENCE if name == "reference" else kernels(name)
+
+
+def kernels(instruction_set: str) -> SingleOperations:
+    return SingleOperations(CpuBackend(instruction_set))
 
 
 def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,7 +76,7 @@ def token_batch(spans: list[tuple[int, int, list[int]]]) -> TokenBatch:
         sequence_ids=torch.repeat_interleave(counts),
         query_lens=counts,
         context_lens=torch.tensor([done + count for done, count, _ in spans]),
-        block_tables=torch.tensor([b + [0] * (width - len(b)) for _, _, b in spans]),
+        block_tables=(torch.tensor([b + [0] * (width - len(b)) for _, _, b in spans]),),
     )
 
 
@@ -136,8 +143,8 @@ class Sequences:
         batch = token_batch([(done, n, self.blocks[i]) for i, done, n in shares])
         qkv = torch.cat([self.qkv[i][done : done + n] for i, done, n in shares])
         plan = ops.attention_metadata(batch, shape.heads, cache)
-        table = ops.rotary_table(batch.positions, self.frequencies, 1.0)
-        queries = ops.rotate_and_cache(qkv, cache, plan, table, self.norms)
+        rotary = (batch.positions, self.frequencies, self.norms, shape.heads)
+        queries = ops.rotate_and_cache(qkv, cache, plan, *rotary)
         scale = shape.head_dim**-0.5
         out = ops.attention(queries, cache, plan, scale=scale, window=shape.window)
         return list(out.split([n for _, _, n in shares]))
@@ -147,10 +154,10 @@ class Sequences:
         shape, n = self.shape, self.lengths[index]
         sizes = [shape.heads, shape.kv_heads, shape.kv_heads]
         q, k, v = self.qkv[index].view(n, -1, shape.head_dim).split(sizes, dim=1)
-        table = REFERENCE.rotary_table(torch.arange(n), self.frequencies, 1.0)
+        table = rotary_table(torch.arange(n), self.frequencies, scale=1.0)
         group = shape.heads // shape.kv_heads
-        keys = REFERENCE.rotary(k, table).repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", REFERENCE.rotary(q, table), keys)
+        keys = rotated(k, table).repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", rotated(q, table), keys)
         distance = torch.arange(n)[:, None] - torch.arange(n)
         hidden = (distance < 0) | (distance >= (shape.window or n))
         weights = (scores * shape.head_dim**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)

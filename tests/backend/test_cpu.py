@@ -17,6 +17,7 @@ from cpu_cases import (
     dtypes,
     examples,
     grouped,
+    kernels,
     make_weight,
     needs_kernels,
     quantized,
@@ -28,10 +29,11 @@ from cpu_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from single_operations import SingleOperations
 from torch import Tensor
 
 from pagoda.backend.cpu import native
-from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
+from pagoda.backend.cpu.backend import MAX_INT8_INPUTS
 from pagoda.backend.cpu.native import load_native
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8, rounded_rows
 from pagoda.backend.weights import (
@@ -64,7 +66,7 @@ def test_linear(
     x = random_tensor(rows, inputs + gap, seed=seed)[:, gap:]
     weight = random_tensor(outputs, inputs, seed=seed + 1, dtype=dtype)
     bias = random_tensor(outputs, seed=seed + 2, dtype=dtype) if biased else None
-    ops = CpuBackend(name)
+    ops = kernels(name)
     prepared = ops.prepare_linear([DenseWeight(weight)], bias, dtype)
     actual = ops.linear(x, prepared)
     rounded = x.bfloat16() if dtype == torch.bfloat16 else x
@@ -79,7 +81,7 @@ def test_linear(
 @pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
 def test_rows_that_no_cache_holds_have_the_bits_of_single_ones(name: str, kind: str) -> None:
     torch.set_num_threads(2)
-    ops, x = CpuBackend(name), random_tensor(300, 4096)
+    ops, x = kernels(name), random_tensor(300, 4096)
     values = random_tensor(300, 4096, seed=1, dtype=torch.bfloat16)
     prepared = ops.prepare_linear([quantized(ops, kind, values)], None, torch.bfloat16)
     whole = ops.linear(x, prepared)
@@ -90,7 +92,7 @@ def test_rows_that_no_cache_holds_have_the_bits_of_single_ones(name: str, kind: 
 @given(sets, seeds, st.integers(1, 40), st.integers(1, 300))
 @examples
 def test_rows(name: str, seed: int, rows: int, width: int) -> None:
-    ops = CpuBackend(name)
+    ops = kernels(name)
     x, delta = (random_tensor(rows, width, seed=seed + i) for i in range(2))
     weight = random_tensor(width, seed=seed + 2)
     assert_close(ops.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6), 4)
@@ -111,7 +113,7 @@ def test_gates_at_the_ends_of_the_range(name: str) -> None:
     gate = torch.tensor([[-1e30, -200.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 200.0, 1e30, torch.nan]])
     gate_up = torch.cat((gate, torch.ones_like(gate)), dim=1)
     expected = torch.nn.functional.silu(gate)
-    actual = CpuBackend(name).silu_and_mul(gate_up)
+    actual = kernels(name).silu_and_mul(gate_up)
     torch.testing.assert_close(actual, expected, equal_nan=True, atol=1e-6, rtol=1e-6)
 
 
@@ -120,11 +122,11 @@ def test_gates_at_the_ends_of_the_range(name: str) -> None:
 
 @pytest.mark.parametrize("name", SETS)
 def test_what_does_not_fit_is_refused(name: str) -> None:
-    ops = CpuBackend(name)
+    ops = kernels(name)
     weight = ops.prepare_linear([DenseWeight(torch.zeros(8, 4))], None, torch.float32)
     with pytest.raises(ValueError, match="3 do not fit a weight of 4 inputs"):
         ops.linear(torch.zeros(2, 3), weight)
-    with pytest.raises(ValueError, match=r"torch.bfloat16, but torch.float32"):
+    with pytest.raises(ValueError, match=r"x0 is torch.bfloat16, but torch.float32 is needed"):
         ops.linear(torch.zeros(2, 4, dtype=torch.bfloat16), weight)
     with pytest.raises(IndexError, match="not from 0 to 7"):
         ops.embedding(torch.tensor([8]), weight)
@@ -132,7 +134,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         ops.allocate_kv_cache(1, 16, 1, 7, torch.float32)
     cache = ops.allocate_kv_cache(1, 16, 1, 8, torch.float32)
     plan = ops.attention_metadata(token_batch([(0, 2, [0])]), 1, cache)
-    with pytest.raises(ValueError, match="3 tokens do not fit a plan of 2"):
+    with pytest.raises(ValueError, match="3 tokens do not fit metadata of 2"):
         ops.attention(torch.zeros(3, 1, 8), cache, plan, scale=1.0, window=None)
 
 
@@ -145,7 +147,7 @@ def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"PAGODA_CPU_ISA must be one of avx2.*, got 'mmx'"):
         native.choose_instruction_set()
     with pytest.raises(ValueError, match="this CPU has no mmx"):
-        CpuBackend("mmx")
+        kernels("mmx")
 
 
 def _rows(rows: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -208,7 +210,11 @@ def _exact_blocks(x: Tensor, weight: BlockWeight) -> tuple[Tensor, Tensor]:
 
 
 def _check(
-    ops: CpuBackend, x: Tensor, parts: list[LinearWeight], bias: Tensor | None, dtype: torch.dtype
+    ops: SingleOperations,
+    x: Tensor,
+    parts: list[LinearWeight],
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> None:
     prepared = ops.prepare_linear(parts, bias, dtype)
     actual = ops.linear(x, prepared)
@@ -242,7 +248,7 @@ def test_one_format(
         inputs = (1 + inputs % 5) * held_as.group_size
     x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
     bias = torch.randn(outputs).to(dtype) if biased else None
-    _check(CpuBackend(name), x, [make_weight(held_as, outputs, inputs, seed)], bias, dtype)
+    _check(kernels(name), x, [make_weight(held_as, outputs, inputs, seed)], bias, dtype)
 
 
 @given(
@@ -266,18 +272,18 @@ def test_blocks(
     x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
     bias = torch.randn(outputs).to(dtype) if biased else None
     weight = make_blocks(held_as, outputs, inputs, seed)
-    _check(CpuBackend(name), x, [weight], bias, dtype)
+    _check(kernels(name), x, [weight], bias, dtype)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_take_their_own_bits(kind: str) -> None:
-    """Panels are as large as reckoned, and at most a 25th larger than the file."""
+    """Panels are as large as reckoned, and at most a 16th larger than the file."""
     outputs, inputs, held_as = 96, 512, BLOCKS[kind]
     weight = make_blocks(held_as, outputs, inputs, 1)
-    (segment,) = CpuBackend(SETS[-1]).prepare_linear([weight], None, torch.float32).segments
+    (segment,) = kernels(SETS[-1]).prepare_linear([weight], None, torch.float32).segments
     assert segment.num_bytes == format_bytes(held_as, outputs, inputs, 2)
     stored = next(block for block in BLOCK_TYPES.values() if block.name == kind)
-    assert segment.num_bytes <= outputs * inputs // stored.weights * stored.num_bytes * 1.04
+    assert segment.num_bytes <= outputs * inputs // stored.weights * stored.num_bytes * 1.06
 
 
 def test_blocks_that_kernels_do_not_know_are_refused() -> None:
@@ -290,7 +296,9 @@ def test_blocks_that_kernels_do_not_know_are_refused() -> None:
         (4, 32, 48, True, True, False),
         (4, 32, 256, False, True, False),
         (5, 32, 256, True, False, False),
-        (3, 16, 256, True, False, True),
+        (3, 16, 256, True, False, 1),
+        (4, 32, 256, True, False, 2),
+        (4, 32, 32, False, False, 3),
     ):
         with pytest.raises(ValueError, match="there are no such blocks"):
             shapes.in_blocks(32, 256, bits, group, block, integers, minima, codebook, False)
@@ -306,11 +314,11 @@ def test_parts_of_any_formats_and_sizes(
 ) -> None:
     weights = [make_weight(held_as, outputs, 256, seed) for held_as, outputs in parts]
     bias = torch.randn(sum(outputs for _, outputs in parts)) if biased else None
-    _check(CpuBackend(name), _rows(rows, 256, seed, torch.float32), weights, bias, torch.float32)
+    _check(kernels(name), _rows(rows, 256, seed, torch.float32), weights, bias, torch.float32)
 
 
 def test_parts_of_one_format_become_one_map() -> None:
-    ops = CpuBackend(SETS[-1])
+    ops = kernels(SETS[-1])
     held_as = Format(4, 32, False, True)
     for part in (DENSE, INT8, held_as, Format(4, 128, True)):
         parts = [make_weight(part, outputs, 128, 1) for outputs in (33, 7)]
@@ -330,7 +338,7 @@ def test_instruction_sets_agree_in_every_bit(held_as: Format | BlockFormat, rows
     x, weight = _rows(rows, 256, 3, torch.float32), make(held_as, 100, 256, 4)
     first, *others = (
         ops.linear(x, ops.prepare_linear([weight], None, torch.float32))
-        for ops in map(CpuBackend, SETS)
+        for ops in map(kernels, SETS)
     )
     for other in others:
         assert torch.equal(other, first)
@@ -341,7 +349,7 @@ def test_instruction_sets_agree_in_every_bit(held_as: Format | BlockFormat, rows
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_largest_sums_fit(name: str) -> None:
-    ops = CpuBackend(name)
+    ops = kernels(name)
     inputs = MAX_INT8_INPUTS
     codes = torch.full((2, inputs), 127, dtype=torch.int8)
     codes[1] = -127
@@ -374,7 +382,7 @@ def test_int8_products_of_rows_with_outliers_are_those_of_the_specification(
     )
     actual, expected = (
         ops.linear(x, ops.prepare_linear([weight], None, torch.float32))
-        for ops in (CpuBackend(name), REFERENCE)
+        for ops in (kernels(name), REFERENCE)
     )
     assert torch.equal(actual, expected)
 
@@ -404,7 +412,7 @@ def test_rounding_is_that_of_the_specification(
 ) -> None:
     values = _dense(kind, outputs, inputs, seed, dtype)
     for symmetric in (True, False):
-        actual = CpuBackend(name).quantize_int8(values, symmetric=symmetric)
+        actual = kernels(name).quantize_int8(values, symmetric=symmetric)
         expected = quantize_int8(values, symmetric=symmetric)
         assert torch.equal(actual.scales, expected.scales)
         assert torch.equal(actual.values, expected.values)
@@ -413,7 +421,7 @@ def test_rounding_is_that_of_the_specification(
         else:
             assert torch.equal(actual.zero_points, expected.zero_points)
     values = _dense(kind, outputs, (1 + inputs % 4) * group_size, seed, dtype)
-    in_groups = CpuBackend(name).quantize_int4(values, group_size)
+    in_groups = kernels(name).quantize_int4(values, group_size)
     wanted = quantize_int4(values, group_size)
     assert torch.equal(in_groups.scales, wanted.scales)
     assert torch.equal(in_groups.codes, wanted.codes)
@@ -424,7 +432,7 @@ def test_rounding_is_that_of_the_specification(
 def test_rounding_what_is_not_finite_leaves_a_trace(name: str, bad: float) -> None:
     values = torch.ones(2, 64)
     values[1, 40] = bad
-    ops = CpuBackend(name)
+    ops = kernels(name)
     for symmetric in (True, False):
         rounded = ops.quantize_int8(values, symmetric=symmetric)
         assert rounded.scales.isfinite().tolist() == [True, False]
@@ -441,7 +449,7 @@ def test_argmax_is_the_first_of_the_highest_outputs(
     seed: int,
 ) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
-    ops = CpuBackend(name)
+    ops = kernels(name)
     values = _dense("normal", outputs, 64, seed, dtype)
     x = _dense("ties" if rounded else "normal", rows, 64, seed + 1, dtype).float()
     if rounded:  # many outputs are equal
@@ -450,7 +458,7 @@ def test_argmax_is_the_first_of_the_highest_outputs(
     if rows > 2:
         x[1, 3], x[2, 5] = float("nan"), float("inf")
     expected = ops.linear(x, prepared)
-    columns, values, finite = ops.argmax(x, prepared)
+    columns, values, finite = ops.linear_argmax(x, prepared)
     assert torch.equal(finite, expected.isfinite().all(dim=1))
     assert torch.equal(columns[finite], expected.argmax(dim=1)[finite])
     assert torch.equal(values[finite], expected.amax(dim=1)[finite])

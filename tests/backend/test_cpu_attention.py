@@ -12,6 +12,7 @@ from cpu_cases import (
     Shape,
     assert_close,
     dtypes,
+    kernels,
     needs_kernels,
     random_tensor,
     seeds,
@@ -21,9 +22,9 @@ from cpu_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from single_operations import SingleOperations
 
 from pagoda.backend.base import KVCache
-from pagoda.backend.cpu.backend import CpuBackend
 
 KV_DTYPES = [*DTYPES, torch.int8]
 
@@ -37,7 +38,7 @@ shapes = st.builds(
     st.integers(1, 16),
     st.integers(1, 3),
     st.integers(1, 40) | st.sampled_from([32, 48, 64]),
-    st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128]),
+    st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 384]),
     st.none() | st.integers(1, 200),
     st.booleans(),
     dtypes,
@@ -54,7 +55,7 @@ def test_attention(
     name: str, shape: Shape, lengths: list[int], num_threads: int, seed: int, longest: int
 ) -> None:
     torch.set_num_threads(num_threads)
-    sequences, ops = Sequences(shape, lengths, seed), CpuBackend(name)
+    sequences, ops = Sequences(shape, lengths, seed), kernels(name)
     whole = sequences.attend(ops, sequences.cache(ops), sequences.everything())
     expected = sequences.attend(REFERENCE, sequences.cache(REFERENCE), sequences.everything())
     for actual, wanted in zip(whole, expected, strict=True):
@@ -80,7 +81,7 @@ def test_long_contexts_are_split_without_a_trace(
 ) -> None:
     """A lone token's context is shared out among threads; in a large step it is not."""
     shape = Shape(4, 2, 32, 16, window, True, dtype, kv_dtype)
-    sequences, ops = Sequences(shape, [1700, 1024, 513, 40], 3), CpuBackend(name)
+    sequences, ops = Sequences(shape, [1700, 1024, 513, 40], 3), kernels(name)
     torch.set_num_threads(1)
     whole = sequences.attend(ops, sequences.cache(ops), sequences.everything())
     expected = sequences.attend(REFERENCE, sequences.cache(REFERENCE), sequences.everything())
@@ -104,7 +105,7 @@ def test_a_broken_sequence_breaks_no_other(
 ) -> None:
     """A scale that is not a number makes no element a number, so the fault shows."""
     shape = Shape(4, 2, 32, block_size, None, False, dtype, kv_dtype)
-    sequences, ops = Sequences(shape, [40, 21], 5), CpuBackend(name)
+    sequences, ops = Sequences(shape, [40, 21], 5), kernels(name)
     whole = sequences.attend(ops, sequences.cache(ops), sequences.everything())
     for column in (0, 4 * 32 + 3, 6 * 32 + 3):  # of a query, a key, a value
         kept = sequences.qkv[0][7, column].clone()
@@ -123,7 +124,7 @@ def test_int8_caches_hold_what_the_reference_caches(
 ) -> None:
     """Some elements may be rounded the other way, as rotation does not end in the same last bit."""
     shape = Shape(2, 2, 32, block_size, None, False, dtype, torch.int8)
-    sequences, ops = Sequences(shape, [37], 6), CpuBackend(name)
+    sequences, ops = Sequences(shape, [37], 6), kernels(name)
     sequences.qkv[0][3] = 0  # has no scale
     own, expected = sequences.cache(ops), sequences.cache(REFERENCE)
     for one, cache in ((ops, own), (REFERENCE, expected)):
@@ -172,7 +173,7 @@ def test_sequences_that_share_blocks_get_what_they_get_alone(
     dtype: torch.dtype, int8: bool, num_threads: int,
     drawn: tuple[list[int], list[tuple[int, int, int, int, int]]], decoding: int, seed: int,
 ) -> None:  # fmt: skip
-    ops, scale = CpuBackend(name), 64 // block_size or 1
+    ops, scale = kernels(name), 64 // block_size or 1
     ids = iter(torch.randperm(4096, generator=torch.Generator().manual_seed(seed)).tolist())
     prompts = [[next(ids) for _ in range(count * scale)] for count in drawn[0]]
     spans = []
@@ -201,7 +202,7 @@ def test_sequences_that_share_blocks_get_what_they_get_alone(
 
 
 def random_cache(
-    ops: CpuBackend, num_blocks: int, block_size: int, kv_heads: int, head_dim: int,
+    ops: SingleOperations, num_blocks: int, block_size: int, kv_heads: int, head_dim: int,
     dtype: torch.dtype, int8: bool, seed: int,
 ) -> KVCache:  # fmt: skip
     kv_dtype = torch.int8 if int8 else dtype
@@ -231,8 +232,8 @@ def random_cache(
     ],
 )
 def test_a_shared_prefix_is_read_once(contexts: list[int], shared: int, read: int) -> None:
-    ops, size = CpuBackend(SETS[-1]), 4
-    cache = ops.allocate_kv_cache(8, size, 2, 8, torch.float32)
+    ops, size = kernels(SETS[-1]), 4
+    cache = ops.allocate_kv_cache(20000, size, 2, 8, torch.float32)
     ids, prompt = iter(range(1000, 20000)), list(range(shared // size))
     spans = [
         (context - 1, 1, [*prompt, *(next(ids) for _ in range(-(-context // size) - len(prompt)))])
@@ -244,8 +245,8 @@ def test_a_shared_prefix_is_read_once(contexts: list[int], shared: int, read: in
 
 @needs_kernels
 def test_tokens_behind_a_window_are_not_read() -> None:
-    ops = CpuBackend(SETS[-1])
-    cache = ops.allocate_kv_cache(8, 16, 2, 8, torch.float32)
+    ops = kernels(SETS[-1])
+    cache = ops.allocate_kv_cache(200, 16, 2, 8, torch.float32)
     plan = ops.attention_metadata(token_batch([(2000, 1, list(range(200)))]), 4, cache)
     assert plan.native.num_tokens_read(2**40) == 2001
     # Key tiles are read from their beginning.

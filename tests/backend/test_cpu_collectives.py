@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -22,16 +22,17 @@ from cpu_cases import (
     seeds,
     sets,
     threads,
-    token_batch,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.backend.base import Operations, StepInput, ValueT
+from pagoda.backend.base import StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
+from pagoda.backend.cpu.weights import AttentionMetadata
+from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.parallel.distributed import DistributedCollectives, GroupStore
@@ -167,41 +168,48 @@ HIDDEN, INNER, VOCAB = 64, 96, 50
 class _Part:
     """One rank's part of an embedding and of a map there and back, with a sum behind each."""
 
-    def __init__(self, ops: CpuBackend, dtype: torch.dtype) -> None:
+    def __init__(self, ops: CpuBackend | ReferenceBackend, dtype: torch.dtype) -> None:
         size, rank = ops.group.size, ops.group.rank
         table = random_tensor(VOCAB, HIDDEN, seed=1, dtype=dtype).chunk(size)
         up = random_tensor(INNER, HIDDEN, seed=2, dtype=dtype).chunk(size)
         down = random_tensor(HIDDEN, INNER, seed=3, dtype=dtype).chunk(size, dim=1)
         self.first_id = sum(map(len, table[:rank]))
+        self.sizes = [len(part) for part in up]
         self.table, self.up, self.down = (
             ops.prepare_linear([DenseWeight(parts[rank].contiguous())], None, dtype)
             for parts in (table, up, down)
         )
 
-    def __call__(
-        self,
-        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
-        step: StepInput[ValueT, AttentionMetadata],
-    ) -> ValueT:
-        x = ops.all_reduce(ops.embedding(step.token_ids, self.table, self.first_id, VOCAB))
-        return ops.all_reduce(ops.linear(ops.linear(x, self.up), self.down))
+    def graph(self, group: Collectives) -> Graph:
+        """Results `out`, and `gathered` and `argmax` of the map in the middle."""
+        ops = GraphBuilder(group)
+        table = ops.embedding(ops.input("token_ids"), self.table, self.first_id, VOCAB)
+        x = ops.all_reduce(table)
+        inner = ops.linear(x, self.up)
+        ops.result("gathered", ops.all_gather(inner, self.sizes))
+        first = sum(self.sizes[: group.rank])
+        ops.result("argmax", ops.all_gather_argmax(ops.linear_argmax(x, self.up, first)))
+        ops.result("out", ops.all_reduce(ops.linear(inner, self.down)))
+        return ops.build()
 
 
-def _step(ops: CpuBackend, num_tokens: int) -> StepInput[Tensor, AttentionMetadata]:
-    batch = token_batch([(0, num_tokens, list(range(-(-num_tokens // 16))))])
-    plan = ops.attention_metadata(batch, 1, ops.allocate_kv_cache(1, 16, 1, 2, torch.float32))
-    table = (torch.zeros(num_tokens, 1), torch.zeros(num_tokens, 1))
-    return StepInput(torch.arange(num_tokens) % VOCAB, table, plan)
+def _step(num_tokens: int) -> StepInput[AttentionMetadata]:
+    return StepInput({"token_ids": torch.arange(num_tokens) % VOCAB})
 
 
 def _outputs(
-    group: Collectives, name: str, dtype: torch.dtype, nums: list[int], num_threads: int
+    group: Collectives,
+    name: str,
+    dtype: torch.dtype,
+    nums: list[int],
+    num_threads: int,
+    results: Sequence[str] = ("out",),
 ) -> list[Tensor]:
     """Results of a rank's compiled part, for steps of so many tokens."""
     torch.set_num_threads(num_threads)
-    ops = CpuBackend(name, group)
-    compiled = ops.compile(_Part(ops, dtype))
-    return [compiled(_step(ops, num_tokens)) for num_tokens in nums]
+    ops = ReferenceBackend(group) if name == "reference" else CpuBackend(name, group)
+    compiled = ops.compile(_Part(ops, dtype).graph(group))
+    return [out for num_tokens in nums for out in compiled(_step(num_tokens), results)]
 
 
 @given(
@@ -226,12 +234,52 @@ def test_programs_of_all_ranks_add_up_to_the_whole(
         assert all(torch.equal(_bits(rank[i]), _bits(ranks[0][i])) for rank in ranks)
 
 
+@pytest.mark.parametrize("name", ["reference", *SETS])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_columns_of_all_ranks_and_their_argmax(name: str, size: int) -> None:
+    """Shares of several sizes; every rank gets what one alone has."""
+
+    def work(group: Collectives) -> list[Tensor]:
+        return _outputs(group, name, torch.float32, [1, 30], 2, ["gathered", "argmax"])
+
+    whole = work(Alone())
+    for results in _in_group(size, work):
+        for found, expected in zip(results, whole, strict=True):
+            if found.dtype == torch.float32:
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            else:
+                assert torch.equal(found[:, [0, 2]], expected[:, [0, 2]])
+
+
+class _Deserted:
+    """A group whose other ranks are gone."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise ConnectionError(f"rank 1 is gone, {len(x)} rows were here")
+
+    all_gather = all_reduce
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        raise ConnectionError(f"rank 1 is gone, {payload!r} was here")
+
+
+@pytest.mark.parametrize("result", ["out", "argmax", "gathered"])
+def test_what_a_group_raises_ends_the_step(result: str) -> None:
+    ops = CpuBackend(SETS[-1], _Deserted())
+    compiled = ops.compile(_Part(ops, torch.float32).graph(ops.group))
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="rank 1 is gone"):
+            compiled(_step(40), [result])
+
+
 def test_a_program_keeps_the_group_it_meets() -> None:
     def work(path: str, rank: int) -> Tensor:
         ops = CpuBackend(SETS[-1], SharedMemoryCollectives(path, rank, 2))
-        compiled, step = ops.compile(_Part(ops, torch.float32)), _step(ops, 3)
+        compiled = ops.compile(_Part(ops, torch.float32).graph(ops.group))
         del ops
-        return compiled(step)
+        return compiled(_step(3), ["out"])[0]
 
     with _memory(2) as path:
         one, other = _together(2, partial(work, path))
@@ -239,14 +287,17 @@ def test_a_program_keeps_the_group_it_meets() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_operations_one_by_one_over_gloo_give_the_bits_of_programs(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("results", [["out"], ["argmax", "gathered", "out"]])
+def test_programs_over_gloo_give_the_bits_of_those_that_share_memory(
+    dtype: torch.dtype, results: list[str]
+) -> None:
     size, nums = 3, [1, 40, 700]
     store = GroupStore("127.0.0.1")
 
     def over_gloo(rank: int) -> list[Tensor]:
         group = DistributedCollectives(store.address, rank, size, "127.0.0.1")
-        return _outputs(group, SETS[-1], dtype, nums, 1)
+        return _outputs(group, SETS[-1], dtype, nums, 1, results)
 
-    recorded = _in_group(size, lambda group: _outputs(group, SETS[-1], dtype, nums, 1))
+    recorded = _in_group(size, lambda group: _outputs(group, SETS[-1], dtype, nums, 1, results))
     for there, here in zip(_together(size, over_gloo), recorded, strict=True):
         assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(there, here, strict=True))

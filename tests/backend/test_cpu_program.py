@@ -1,4 +1,4 @@
-"""A compiled forward pass gives the bits of its operations one after the other."""
+"""A graph gives the bits of its operations, each computed as a graph of its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from cpu_cases import SETS, needs_kernels, quantized, random_tensor, sets, threads, token_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from single_operations import SingleOperations, one_by_one
 from torch import Tensor
 
-from pagoda.backend.base import HeadNorms, KVCache, Operations, StepInput, ValueT
+from pagoda.backend.base import HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
+from pagoda.backend.graph import Graph, GraphBuilder
 from pagoda.telemetry.tracer import Tracer
 
 pytestmark = needs_kernels
@@ -53,22 +55,29 @@ class _Layer:
         head_norm = random_tensor(HEAD_DIM, seed=7)
         self.head_norms = HeadNorms(head_norm, head_norm, 1e-6)
 
-    def __call__(
-        self,
-        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
-        step: StepInput[ValueT, AttentionMetadata],
-    ) -> ValueT:
-        x = ops.embedding(step.token_ids, self.embedding)
+    def graph(self) -> Graph:
+        ops = GraphBuilder(self.ops.group)
+        metadata, frequencies = ops.metadata(), torch.linspace(1, 0.01, HEAD_DIM // 2)
+        x = ops.embedding(ops.input("token_ids"), self.embedding)
+        table = ops.rotary_table(ops.input("positions"), frequencies, 1.0)
         qkv = ops.linear(ops.rms_norm(x, self.norm, 1e-6), self.qkv)
         queries = ops.rotate_and_cache(
-            qkv, self.cache, step.plan, step.rotary_table, self.head_norms
+            qkv, metadata, table, self.cache, self.head_norms, num_heads=HEADS, head_dim=HEAD_DIM
         )
-        attended = ops.attention(queries, self.cache, step.plan, scale=0.2, window=None)
-        if self.selects and step.rows is not None:
-            attended, x = ops.select_rows(attended, step.rows), ops.select_rows(x, step.rows)
-        x, h = ops.add_rms_norm(x, ops.linear(attended, self.out), self.norm, 1e-6)
-        mixed = ops.linear(ops.gated_linear(h, self.gate_up), self.down)
-        return ops.add_rms_norm(x, mixed, self.norm, 1e-6)[1]
+        attended = ops.attention(
+            queries, metadata, self.cache, head_dim=HEAD_DIM, scale=0.2, window=None
+        )
+        if self.selects:
+            rows = ops.input("rows")
+            attended, x = ops.select_rows(attended, rows), ops.select_rows(x, rows)
+        x = ops.add(x, ops.linear(attended, self.out))
+        h = ops.rms_norm(x, self.norm, 1e-6)
+        x = ops.add(x, ops.linear(ops.silu_and_mul(ops.linear(h, self.gate_up)), self.down))
+        h = ops.rms_norm(x, self.norm, 1e-6)
+        ops.result("out", h)
+        ops.result("logits", ops.linear(h, self.embedding))
+        ops.result("argmax", ops.linear_argmax(h, self.embedding))
+        return ops.build()
 
 
 @dataclasses.dataclass
@@ -77,15 +86,13 @@ class _Stage:
 
     layer: _Layer
 
-    def __call__(
-        self,
-        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
-        step: StepInput[ValueT, AttentionMetadata],
-    ) -> ValueT:
-        assert step.hidden is not None
-        x = ops.add(step.hidden, ops.rms_norm(step.hidden, self.layer.norm, 1e-6))
-        mixed = ops.linear(ops.gated_linear(x, self.layer.gate_up), self.layer.down)
-        return ops.add(step.hidden, mixed)
+    def graph(self) -> Graph:
+        ops = GraphBuilder(self.layer.ops.group)
+        hidden = ops.input("hidden", HIDDEN)
+        x = ops.add(hidden, ops.rms_norm(hidden, self.layer.norm, 1e-6))
+        inner = ops.silu_and_mul(ops.linear(x, self.layer.gate_up))
+        ops.result("out", ops.add(hidden, ops.linear(inner, self.layer.down)))
+        return ops.build()
 
 
 def _layer(name: str, kind: str, kv_dtype: torch.dtype) -> _Layer:
@@ -97,15 +104,15 @@ def _layer(name: str, kind: str, kv_dtype: torch.dtype) -> _Layer:
 
 
 def _step(
-    ops: CpuBackend, cache: KVCache, lengths: list[int], token_ids: list[int]
-) -> StepInput[Tensor, AttentionMetadata]:
+    ops: CpuBackend, cache: KVCache, lengths: list[int], token_ids: list[int], **more: Tensor
+) -> StepInput[AttentionMetadata]:
     batch = token_batch([(0, n, list(range(3 * i, 3 * i + 3))) for i, n in enumerate(lengths)])
-    frequencies = torch.linspace(1, 0.01, HEAD_DIM // 2)
-    return StepInput(
-        torch.tensor(token_ids),
-        ops.rotary_table(batch.positions, frequencies, 1.0),
-        ops.attention_metadata(batch, HEADS, cache),
-    )
+    tensors = {"token_ids": torch.tensor(token_ids), "positions": batch.positions}
+    return StepInput(tensors | more, {0: ops.attention_metadata(batch, HEADS, cache)})
+
+
+def _with(step: StepInput[AttentionMetadata], **tensors: Tensor) -> StepInput[AttentionMetadata]:
+    return dataclasses.replace(step, tensors={**step.tensors, **tensors})
 
 
 @given(
@@ -121,17 +128,18 @@ def test_a_program_gives_the_bits_of_its_operations(
 ) -> None:  # fmt: skip
     torch.set_num_threads(num_threads)
     layer = _layer(name, kind, kv_dtype)
-    compiled = layer.ops.compile(layer)
+    graph = layer.graph()
+    compiled = layer.ops.compile(graph)
     for lengths in steps:  # larger and smaller ones in turn use the same memory
         ids = st.lists(st.integers(0, VOCAB - 1), min_size=sum(lengths), max_size=sum(lengths))
         step = _step(layer.ops, layer.cache, lengths, data.draw(ids))
-        expected = layer(layer.ops, step)
-        assert torch.equal(compiled(step), expected)
+        expected = one_by_one(layer.ops, graph, step)
+        assert torch.equal(compiled(step, ["out"])[0], expected)
         began = time.perf_counter_ns()
-        timed, times = compiled.traced(step, Tracer("worker"))
+        (timed,), times = compiled.traced(step, ["out"], Tracer("worker"))
         elapsed = time.perf_counter_ns() - began
         assert torch.equal(timed, expected)
-        assert len(times) == len(compiled.operations)
+        assert len(times) == len(compiled.operations(["out"]))
         assert all(each > 0 for each in times)
         assert sum(times) <= elapsed
 
@@ -147,46 +155,51 @@ def test_only_wanted_rows_go_on(
     """In any order, and maybe none; with the bits that they have among all rows."""
     torch.set_num_threads(num_threads)
     layer = _layer(name, kind, DTYPE)
-    selecting = dataclasses.replace(layer, selects=True)
-    compiled = layer.ops.compile(selecting)
-    assert [each.kind for each in compiled.operations].count("select") == 2
+    graph = dataclasses.replace(layer, selects=True).graph()
+    compiled = layer.ops.compile(graph)
+    assert [each.kind for each in compiled.operations(["out"])].count("select") == 2
     step = _step(layer.ops, layer.cache, lengths, [i % VOCAB for i in range(sum(lengths))])
-    whole = layer(layer.ops, step)
+    (whole,) = layer.ops.compile(layer.graph())(step, ["out"])
     for _ in range(2):
         rows = data.draw(st.lists(st.integers(0, sum(lengths) - 1), unique=True))
-        wanted = dataclasses.replace(step, rows=torch.tensor(rows, dtype=torch.int64))
+        wanted = _with(step, rows=torch.tensor(rows, dtype=torch.int64))
         expected = whole[rows] if rows else whole[:0]
-        assert torch.equal(compiled(wanted), expected)
-        assert torch.equal(selecting(layer.ops, wanted), expected)
+        assert torch.equal(compiled(wanted, ["out"])[0], expected)
+        assert torch.equal(one_by_one(layer.ops, graph, wanted), expected)
+
+
+@pytest.mark.parametrize("selects", [True, False])
+@pytest.mark.parametrize("name", SETS)
+def test_results_together_apart_and_from_one_that_is_given(name: str, selects: bool) -> None:
+    layer = dataclasses.replace(_layer(name, "dense", DTYPE), selects=selects)
+    compiled = layer.ops.compile(layer.graph())
+    step = _step(layer.ops, layer.cache, [30, 3], [i % VOCAB for i in range(33)])
+    if selects:
+        step = _with(step, rows=torch.tensor([32, 0, 5]))
+    out, logits, found = compiled(step, ["out", "logits", "argmax"])
+    assert torch.equal(logits.argmax(1), found[:, 0])
+    assert torch.equal(logits.amax(1).view(torch.int32).long(), found[:, 1])
+    for result, expected in (("out", out), ("logits", logits), ("argmax", found)):
+        assert torch.equal(compiled(step, [result])[0], expected)
+    assert len(compiled.operations(["out"])) + 1 == len(compiled.operations(["logits"]))
+    for rows in ([2, 0], [1], []):
+        given: StepInput[AttentionMetadata] = StepInput({"out": out[rows]})
+        some_logits, some_found = compiled(given, ["logits", "argmax"])
+        assert torch.equal(some_logits, logits[rows])
+        assert torch.equal(some_found, found[rows])
 
 
 def test_rows_must_be_of_the_step() -> None:
-    layer = _layer(SETS[-1], "dense", DTYPE)
-    compiled = layer.ops.compile(dataclasses.replace(layer, selects=True))
+    layer = dataclasses.replace(_layer(SETS[-1], "dense", DTYPE), selects=True)
+    compiled = layer.ops.compile(layer.graph())
     step = _step(layer.ops, layer.cache, [3], [1, 2, 3])
-    with pytest.raises(ValueError, match="needs their numbers"):
-        compiled(step)
+    with pytest.raises(ValueError, match="A step of this graph needs rows"):
+        compiled(step, ["out"])
     for rows in ([3], [-1]):
         with pytest.raises(IndexError, match="not one of the step's 3"):
-            compiled(dataclasses.replace(step, rows=torch.tensor(rows)))
+            compiled(_with(step, rows=torch.tensor(rows)), ["out"])
     with pytest.raises(IndexError, match="More rows are wanted"):
-        compiled(dataclasses.replace(step, rows=torch.tensor([0, 1, 2, 0])))
-
-
-@dataclasses.dataclass
-class _Gated:
-    """A gated map of embedded tokens."""
-
-    layer: _Layer
-
-    def __call__(
-        self,
-        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
-        step: StepInput[ValueT, AttentionMetadata],
-    ) -> ValueT:
-        return ops.gated_linear(
-            ops.embedding(step.token_ids, self.layer.embedding), self.layer.gate_up
-        )
+        compiled(_with(step, rows=torch.tensor([0, 1, 2, 0])), ["out"])
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -194,23 +207,26 @@ class _Gated:
 @pytest.mark.parametrize("inner", [INNER, INNER + 16])
 def test_a_gated_map_of_many_rows(name: str, kind: str, inner: int) -> None:
     layer = _layer(name, kind, DTYPE)
-    layer.gate_up = _linear(layer.ops, kind, 2 * inner, HIDDEN, 4)
-    cache = layer.ops.allocate_kv_cache(40, 16, KV_HEADS, HEAD_DIM, DTYPE)
-    batch = token_batch([(0, 300, list(range(19)))])
-    plan = layer.ops.attention_metadata(batch, HEADS, cache)
-    table = layer.ops.rotary_table(batch.positions, torch.ones(HEAD_DIM // 2), 1.0)
-    step = StepInput(torch.arange(300) % VOCAB, table, plan)
-    gated = _Gated(layer)
+    weight = _linear(layer.ops, kind, 2 * inner, HIDDEN, 4)
+    ops = GraphBuilder(layer.ops.group)
+    x = ops.embedding(ops.input("token_ids"), layer.embedding)
+    ops.result("out", ops.silu_and_mul(ops.linear(x, weight)))
+    graph, step = (
+        ops.build(),
+        StepInput[AttentionMetadata]({"token_ids": torch.arange(300) % VOCAB}),
+    )
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        assert torch.equal(layer.ops.compile(gated)(step), gated(layer.ops, step))
+        (gated,) = layer.ops.compile(graph)(step, ["out"])
+        assert torch.equal(gated, one_by_one(layer.ops, graph, step))
 
 
 def test_operations_are_told_by_their_weights() -> None:
     layer = _layer(SETS[-1], "dense", DTYPE)
     names = {id(layer.qkv): "layers.7.qkv", id(layer.embedding): "embedding"}
-    operations = layer.ops.compile(layer, None, names).operations
+    operations = layer.ops.compile(layer.graph(), names).operations(["out"])
     assert [(each.name, each.kind) for each in operations] == [
+        ("rotary", "rotary"),
         ("embedding", "embedding"),
         ("norm", "norm"),
         ("layers.7.qkv", "linear"),
@@ -232,7 +248,9 @@ def test_operations_are_told_by_their_weights() -> None:
 
 def test_each_part_of_a_mixed_map_is_an_operation() -> None:
     layer = _layer(SETS[-1], "mixed", DTYPE)
-    operations = layer.ops.compile(layer, None, {id(layer.gate_up): "gate_up"}).operations
+    operations = layer.ops.compile(layer.graph(), {id(layer.gate_up): "gate_up"}).operations(
+        ["out"]
+    )
     dense, int4 = (each for each in operations if each.name == "gate_up")
     assert dense.weight_bytes == 2 * INNER * HIDDEN
     assert int4.weight_bytes == INNER * HIDDEN // 2 + INNER * HIDDEN // 32 * 2
@@ -250,48 +268,31 @@ def test_a_program_starts_from_hidden_states(
     name: str, kind: str, lengths: list[int], seed: int
 ) -> None:
     layer = _layer(name, kind, DTYPE)
-    stage = _Stage(layer)
+    graph = _Stage(layer).graph()
     hidden = random_tensor(sum(lengths), HIDDEN, seed=seed)
     before = hidden.clone()
     # Nobody looks at the ids of tokens that were embedded elsewhere.
-    step = _step(layer.ops, layer.cache, lengths, [-1] * len(hidden))
-    step = dataclasses.replace(step, hidden=hidden)
-    result = layer.ops.compile(stage, HIDDEN)(step)
-    assert torch.equal(result, stage(layer.ops, step))
+    step = _step(layer.ops, layer.cache, lengths, [-1] * len(hidden), hidden=hidden)
+    (result,) = layer.ops.compile(graph)(step, ["out"])
+    assert torch.equal(result, one_by_one(layer.ops, graph, step))
     assert torch.equal(hidden, before)
 
 
 @pytest.mark.parametrize(
     ("hidden", "message"),
     [
-        (None, "without hidden states"),
+        (None, "A step of this graph needs hidden"),
         (torch.zeros(3, HIDDEN, dtype=DTYPE), r"torch\.bfloat16, but torch\.float32 is needed"),
-        (torch.zeros(3, HIDDEN + 1), r"Rows of 65"),
-        (torch.zeros(2, HIDDEN), "Hidden states of 2 tokens do not fit 3"),
+        (torch.zeros(3, HIDDEN + 1), "Rows of hidden are of 65, not 64"),
+        (torch.zeros(2, 2, HIDDEN), "Rows of hidden are of 128, not 64"),
     ],
 )
 def test_hidden_states_that_do_not_fit_are_refused(hidden: Tensor | None, message: str) -> None:
     layer = _layer(SETS[-1], "dense", DTYPE)
-    compiled = layer.ops.compile(_Stage(layer), HIDDEN)
+    compiled = layer.ops.compile(_Stage(layer).graph())
     step = _step(layer.ops, layer.cache, [3], [0, 1, 2])
     with pytest.raises(ValueError, match=message):
-        compiled(dataclasses.replace(step, hidden=hidden))
-
-
-@dataclasses.dataclass
-class _Rows:
-    """Rows of a part of an embedding table."""
-
-    weight: PackedLinear
-    first_id: int
-    vocab_size: int | None
-
-    def __call__(
-        self,
-        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
-        step: StepInput[ValueT, AttentionMetadata],
-    ) -> ValueT:
-        return ops.embedding(step.token_ids, self.weight, self.first_id, self.vocab_size)
+        compiled(step if hidden is None else _with(step, hidden=hidden), ["out"])
 
 
 @pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
@@ -299,41 +300,35 @@ class _Rows:
 def test_parts_of_an_embedding_table_add_up_to_it(name: str, kind: str) -> None:
     layer = _layer(name, kind, DTYPE)
     ids = list(range(VOCAB))
-    step = _step(layer.ops, layer.cache, [25, VOCAB - 25], ids)
-    whole = layer.ops.embedding(step.token_ids, layer.embedding)
+    ops, token_ids = SingleOperations(layer.ops), torch.tensor(ids)
+    whole = ops.embedding(token_ids, layer.embedding)
     values = random_tensor(VOCAB, HIDDEN, seed=1, dtype=DTYPE) * HIDDEN**-0.5
     total = torch.zeros_like(whole)
     for part in torch.tensor(ids).split(17):
-        packed = layer.ops.prepare_linear([quantized(layer.ops, kind, values[part])], None, DTYPE)
-        rows = _Rows(packed, int(part[0]), VOCAB)
-        recorded = layer.ops.compile(rows)(step)
-        assert torch.equal(recorded, rows(layer.ops, step))
-        assert torch.equal(recorded[part], whole[part])
-        total += recorded
+        packed = ops.prepare_linear([quantized(ops, kind, values[part])], None, DTYPE)
+        rows = ops.embedding(token_ids, packed, int(part[0]), VOCAB)
+        assert torch.equal(rows[part], whole[part])
+        total += rows
     assert torch.equal(total, whole)
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB])
 def test_the_whole_table_says_which_tokens_exist(token_id: int) -> None:
     layer = _layer(SETS[-1], "dense", DTYPE)
-    step = _step(layer.ops, layer.cache, [2], [0, token_id])
+    ops = SingleOperations(layer.ops)
     for vocab_size, first_id in ((VOCAB, 20), (None, 0)):
-        rows = _Rows(layer.embedding, first_id, vocab_size)
-        for compute in (layer.ops.compile(rows), lambda step, rows=rows: rows(layer.ops, step)):
-            with pytest.raises(IndexError, match="A token id is not from 0 to 49"):
-                compute(step)
+        with pytest.raises(IndexError, match="A token id is not from 0 to 49"):
+            ops.embedding(torch.tensor([0, token_id]), layer.embedding, first_id, vocab_size)
 
 
-def test_a_step_that_does_not_fit_its_plan_is_refused() -> None:
+def test_a_step_that_does_not_fit_its_metadata_is_refused() -> None:
     layer = _layer(SETS[-1], "dense", DTYPE)
+    compiled = layer.ops.compile(layer.graph())
     step = _step(layer.ops, layer.cache, [3], [0, 1, 2])
-    longer = dataclasses.replace(step, token_ids=torch.tensor([0, 1, 2, 3]))
-    with pytest.raises(ValueError, match="4 tokens do not fit the plan"):
-        layer.ops.compile(layer)(longer)
-
-
-def test_weights_that_do_not_fit_are_refused_while_recording() -> None:
-    layer = _layer(SETS[-1], "dense", DTYPE)
-    layer.down = layer.out
-    with pytest.raises(ValueError, match="Rows of 96 do not fit a weight of 128"):
-        layer.ops.compile(layer)
+    four = torch.tensor([0, 1, 2, 3])
+    with pytest.raises(ValueError, match="4 tokens do not fit metadata of 3"):
+        compiled(_with(step, token_ids=four, positions=four), ["out"])
+    with pytest.raises(ValueError, match="of 3 rows does not fit inputs of 4"):
+        compiled(_with(step, token_ids=four), ["out"])
+    with pytest.raises(ValueError, match="needs metadata of group 0"):
+        compiled(StepInput(step.tensors), ["out"])

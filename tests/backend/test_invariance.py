@@ -20,6 +20,9 @@ from cpu_cases import (
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
+from pagoda.backend.host import rotary_table
+from pagoda.backend.reference.attention import rotated, write_kv
+from pagoda.backend.reference.rows import rms_norm
 from pagoda.backend.weights import DenseWeight, LinearWeight, weight_shape
 
 BLOCK_SIZE = 16
@@ -77,18 +80,17 @@ def test_token_operations(width: int) -> None:
     frequencies = random_tensor(width // 2, seed=4).abs()
 
     def rotate(rows: Tensor) -> Tensor:
-        table = ops.rotary_table((rows[:, 0] * 1000).long().abs(), frequencies, 1.0)
-        return ops.rotary(rows[:, None, :].expand(-1, 3, -1), table).flatten(1)
+        table = rotary_table((rows[:, 0] * 1000).long().abs(), frequencies, scale=1.0)
+        return rotated(rows[:, None, :].expand(-1, 3, -1), table).flatten(1)
 
     assert_row_independent(rotate, x)
 
 
 @pytest.mark.parametrize("width", [64, 130])
 def test_head_norms_of_a_slice(width: int) -> None:
-    ops = REFERENCE
     weight = random_tensor(width, seed=3)
     assert_row_independent(
-        lambda x: ops.rms_norm(x.view(-1, 6, width)[:, :4], weight, 1e-6).flatten(1),
+        lambda x: rms_norm(x.view(-1, 6, width)[:, :4], weight, eps=1e-6).flatten(1),
         random_tensor(48, 6 * width),
     )
 
@@ -118,6 +120,6 @@ def test_cache_is_laid_out_by_block_and_head() -> None:
     batch = token_batch([(BLOCK_SIZE + 1, 1, [3, 1])])
     plan = ops.attention_metadata(batch, 4, cache)
     keys = random_tensor(1, 2, 8).bfloat16().float()
-    ops.write_kv(cache, keys, -keys, plan)
+    write_kv(cache, keys, -keys, plan)
     assert torch.equal(cache.keys[1, :, 1].float(), keys[0])
     assert torch.equal(cache.values[1, :, 1].float(), -keys[0])

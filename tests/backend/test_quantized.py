@@ -128,7 +128,7 @@ def test_the_highest_output_comes_with_its_value(ops: Any, kind: str) -> None:
     x = random_tensor(5, weight_shape(WEIGHTS[kind])[1])
     x[3, 3] = torch.nan
     outputs = ops.linear(x, prepared)
-    columns, values, finite = ops.argmax(x, prepared)
+    columns, values, finite = ops.linear_argmax(x, prepared)
     assert finite.tolist() == [True, True, True, False, True]
     assert torch.equal(columns[finite], outputs.argmax(1)[finite])
     assert torch.equal(values[finite], outputs.amax(1)[finite])

@@ -10,6 +10,7 @@ import pytest
 from gguf import GGUFWriter
 from gguf_files import add_values, finish
 
+from pagoda.checkpoints.families import GGUF_FAMILIES
 from pagoda.checkpoints.gguf.config import config_values
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.errors import ConfigError
@@ -52,7 +53,7 @@ def test_what_is_absent_has_its_usual_value(tmp_path: Path) -> None:
         "head_dim": 16,
         "rms_norm_eps": pytest.approx(1e-5),
         "rope_theta": 10_000.0,
-        "rope_scaling": None,
+        "rope_scaling": {"rope_type": "default"},
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
@@ -61,7 +62,7 @@ def test_what_is_absent_has_its_usual_value(tmp_path: Path) -> None:
 
 def test_rotary_scalings(tmp_path: Path) -> None:
     prefix = "llama.rope.scaling"
-    assert values(tmp_path, {f"{prefix}.type": "none"})["rope_scaling"] is None
+    assert values(tmp_path, {f"{prefix}.type": "none"})["rope_scaling"] == {"rope_type": "default"}
     linear = {"rope_type": "linear", "factor": 4.0}
     asked = {f"{prefix}.type": "linear", f"{prefix}.factor": 4.0}
     assert values(tmp_path, asked)["rope_scaling"] == linear
@@ -85,8 +86,8 @@ def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"general.architecture": "gemma3"},
-            "general.architecture must be one of llama, qwen2, qwen3, got 'gemma3'.",
+            {"general.architecture": "mamba"},
+            f"general.architecture must be one of {', '.join(GGUF_FAMILIES)}, got 'mamba'.",
         ),
         ({"llama.block_count": None}, "lacks llama.block_count, a positive integer."),
         ({"llama.block_count": 9}, "block_count must not be more than the 2 tensors, got 9."),
@@ -99,7 +100,7 @@ def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
         ({"llama.attention.key_length": 15}, "key_length must be even, got 15."),
         ({"llama.attention.value_length": 8}, "value_length must be the key length 16, got 8."),
         ({"llama.rope.dimension_count": 8}, "dimension_count must be the key length 16, got 8."),
-        ({"llama.expert_count": 8}, "expert_count is for models that Pagoda does not run, got 8."),
+        ({"llama.logit_scale": 8.0}, "logit_scale is not supported in models of llama, got 8.0."),
         ({"llama.rope.freq_base": float("nan")}, "freq_base must be a positive number, got nan."),
         (
             {"llama.rope.scaling.type": "longrope"},
@@ -135,3 +136,39 @@ def test_windows_of_other_architectures_and_missing_tables(tmp_path: Path) -> No
         values(tmp_path, asked)
     with pytest.raises(ConfigError, match=r"lacks the tensor token_embd\.weight\."):
         values(tmp_path, {}, table=())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "neutral"),
+    [
+        ("attention.causal", False, True),
+        ("attention.max_alibi_bias", 8.0, 0.0),
+        ("attention.output_scale", 0.5, 1.0),
+        ("attention.shared_kv_layers", 1, 0),
+        ("attention.sliding_window_pattern", 2, 0),
+        ("router_logit_softcapping", 30.0, 0.0),
+        ("swiglu_clamp_exp", [7.0, 7.0], [0.0, 0.0]),
+        ("embedding_length_per_layer_input", 256, 0),
+        ("full_attention_interval", 4, 0),
+        ("rope.scaling.alpha", 1000.0, 1.0),
+        ("logit_scale", 0.5, 1.0),
+        ("something.new", "yes", None),
+    ],
+)
+def test_keys_that_a_family_does_not_read(
+    key: str, value: object, neutral: object, tmp_path: Path
+) -> None:
+    usual = values(tmp_path, {})
+    assert values(tmp_path, {f"llama.{key}": neutral}) == usual
+    with pytest.raises(ConfigError, match=rf"m\.gguf: llama\.{key} is not supported"):
+        values(tmp_path, {f"llama.{key}": value})
+
+
+def test_windows_by_their_pattern(tmp_path: Path) -> None:
+    path = tmp_path
+    given = {name.replace("llama.", "gemma3."): value for name, value in KEYS.items()}
+    given["general.architecture"] = "gemma3"
+    taken = dict.fromkeys(name for name in KEYS if name.startswith("llama."))
+    for pattern, said in ((2, {"sliding_window_pattern": 2}), (None, {})):
+        found = values(path, {**taken, **given, "gemma3.attention.sliding_window_pattern": pattern})
+        assert found.items() >= said.items()

@@ -6,7 +6,7 @@ import pytest
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import Fp8Scheme
-from pagoda.checkpoints.model_config import LinearSpec, Role
+from pagoda.checkpoints.model_spec import LinearSpec, Role
 from pagoda.checkpoints.quantization_config import (
     CheckpointQuantization,
     GroupScheme,
@@ -144,7 +144,7 @@ def test_larger_groups_are_held_as_several() -> None:
 
 SUPPORTED = (
     "must be one that Pagoda reads, compressed-tensors (fp8, int8 weights and inputs, or packed int4 and int8 "
-    "weights), fp8, awq (4 bits) and gptq (4 and 8 bits)"
+    "weights), fp8, awq (4 bits), gptq (4 and 8 bits) and mxfp4"
 )
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -9,15 +11,19 @@ import pytest
 from gguf_files import finish
 
 from pagoda.checkpoints.config_json import parse_model_config
+from pagoda.checkpoints.gguf.config import gguf_model_config
 from pagoda.checkpoints.gguf.reader import read_gguf
-from pagoda.checkpoints.model_config import ModelConfig
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import machine_facts
+from pagoda.cli.doctor import doctor
 from pagoda.cli.machine_facts import measure_read_bandwidth
-from pagoda.cli.weight_traffic import gguf_traffic, stored_traffic, weight_traffic
+from pagoda.cli.model_report import model_facts
+from pagoda.cli.weight_traffic import weight_traffic
 
 
-def config(name: str, **changes: object) -> ModelConfig:
+def config(name: str, **changes: object) -> ModelSpec:
     return parse_model_config({**PRESETS[name], **changes}, source="config")
 
 
@@ -39,17 +45,82 @@ def test_weight_traffic_of_experts_is_that_of_one_token() -> None:
     assert round(weight_traffic(config("mixtral-8x7b"), "auto").num_bytes / 2e9) == 13
 
 
-def test_weight_traffic_of_quantized_weights(tmp_path: Path) -> None:
+def test_weight_traffic_of_quantized_weights() -> None:
     head = 151_936 * 1024
     int8 = weight_traffic(config("qwen3-0.6b"), "auto", "int8")
     assert (int8.num_bytes, int8.dtype) == (pytest.approx(596e6, rel=0.001), "int8")
     int4 = weight_traffic(config("qwen3-0.6b"), "auto", "int4")
     assert int4.num_bytes - head == pytest.approx((int8.num_bytes - head) * 4.5 / 8, rel=1e-6)
-    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
-    (tmp_path / "b.safetensors").write_bytes(bytes(2**20))
-    apart = config("qwen3-0.6b", tie_word_embeddings=False, vocab_size=2)
-    assert stored_traffic(apart, tmp_path).num_bytes == 1000 + 2**20 - 2 * 1024 * 2
-    assert stored_traffic(config("qwen3-0.6b"), tmp_path).num_bytes == 1000 + 2**20
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    stored = weight_traffic(config("qwen3-0.6b", quantization_config=gptq), "auto")
+    layers = int8.num_bytes - head
+    assert stored.num_bytes == layers * (4 + 16 / 128) / 8 + 2 * head
+    assert stored.dtype == "gptq int4 weights (groups of 128)"
+
+
+def test_windows_give_kv_back() -> None:
+    windowed = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131_072,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    said = dict(model_facts(config("qwen3-4b", **windowed), "auto"))["KV cache"]
+    assert said.startswith("136 KiB a token in 16 bits, about half in int8; ")
+    assert " at 32,768 tokens, 0.17 of it" in said
+    full = dict(model_facts(config("qwen3-4b"), "auto"))["KV cache"]
+    assert full.endswith("a token in 16 bits, about half in int8")
+
+
+def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor("pagoda-tiny", threads=1) == 0
+    said = capsys.readouterr().out
+    for words in ("family", "KV cache", "context", "pagoda-tiny can be served with "):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"architectures": ["Qwen3VisionForCausalLM"]},
+            "architecture 'Qwen3VisionForCausalLM' is not supported; the nearest that is supported is Qwen3",
+        ),
+        ({"n_routed_experts": 8}, "n_routed_experts is not supported; it must be absent or 0"),
+        (
+            {"attention_multiplier": 2},
+            "attention_multiplier is not supported; it must be absent or",
+        ),
+        ({"num_hidden_layers": 99}, "lacks the tensor model.layers."),
+        ({"vocab_size": 10**9}, " are free; split it over several hosts"),
+    ],
+)
+def test_models_that_cannot_be_served(
+    changes: dict[str, object], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = resolve_model(None).directory
+    assert source is not None
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    values = json.loads((source / "config.json").read_bytes())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    assert doctor(str(tmp_path), threads=1) == 1
+    said = capsys.readouterr().out
+    assert f"{tmp_path} cannot be served: " in said
+    assert sentence in said
+
+
+def test_a_gguf_file_that_lacks_a_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.gguf"
+    _write_gguf(path, ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down"))
+    assert doctor(str(path), threads=1) == 1
+    assert "m.gguf lacks the tensor blk.0.ffn_up.weight, which" in capsys.readouterr().out
 
 
 def test_cpuinfo_of_both_families() -> None:
@@ -101,7 +172,18 @@ def test_bandwidth_is_measured_on_buffers_beyond_the_caches() -> None:
 
 
 def test_weight_traffic_of_a_gguf_file(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    layer = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    _write_gguf(tmp_path / "m.gguf", layer)
+    spec = gguf_model_config(read_gguf(tmp_path / "m.gguf"))
+    traffic = weight_traffic(spec, "auto")
+    assert traffic.dtype == "GGUF Q4_0 weights"
+    assert traffic.num_bytes == 100 * 64 * 4.5 / 8 + len(layer) * 64 * 64 * 2
+    assert weight_traffic(spec, "float32").num_bytes == traffic.num_bytes + len(layer) * 64 * 64 * 2
+
+
+def _write_gguf(path: Path, layer: Sequence[str]) -> None:
+    """A Llama of one layer, whose matrices are those named."""
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(64)
     writer.add_block_count(1)
@@ -112,11 +194,22 @@ def test_weight_traffic_of_a_gguf_file(tmp_path: Path) -> None:
     for name in ("token_embd", "output"):
         packed = gguf.quantize(np.ones((100, 64), dtype=np.float32), q4)
         writer.add_tensor(f"{name}.weight", packed, raw_dtype=q4)
-    writer.add_tensor("blk.0.ffn_up.weight", np.ones((64, 64), dtype=np.float32))
+    for name in layer:
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones((64, 64), dtype=np.float32))
     writer.add_tensor("output_norm.weight", np.ones(64, dtype=np.float32))
     finish(writer)
-    file = read_gguf(tmp_path / "m.gguf")
-    traffic = gguf_traffic(file, "auto")
-    assert traffic.dtype == "Q4_0"
-    assert traffic.num_bytes == 100 * 64 * 4.5 / 8 + 64 * 64 * 2
-    assert gguf_traffic(file, "float32").num_bytes == traffic.num_bytes + 64 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "gives"),
+    [
+        ("BertModel", "vectors of texts (POST /v1/embeddings), of which"),
+        ("BertForSequenceClassification", "scores of pairs of texts (POST /v1/rerank, /v1/score)"),
+    ],
+)
+def test_what_an_encoder_gives(architecture: str, gives: str) -> None:
+    shape = {"architectures": [architecture], "hidden_act": "gelu", "num_labels": 1}
+    said = dict(model_facts(config("qwen3-0.6b", **shape), "auto"))
+    assert said["gives"].startswith(gives)
+    assert said["KV cache"].startswith("none is kept: ")
+    assert "28 with attention both ways" in said["layers"]

@@ -109,7 +109,10 @@ MISTAKES = [
         "--kv-disk-path does not go with --executor ray",
     ),
     ("serve nowhere --tp 2 --devices cpu:0,cpu:0", "--devices names cpu:0 more than once"),
-    ("serve --tp 2 --devices cuda:1,cuda:0", "--devices names cuda:1, but no backend"),
+    (
+        "serve --tp 2 --devices cuda:1,cuda:0",
+        "--devices names cuda:1, but the cpu backend does not compute there",
+    ),
     ("serve --port 70000", "--port"),
     ("serve --load-format dummy gpt-7", "qwen3-0.6b"),
     ("serve --join=h:1", "--join needs --cluster-key-file"),

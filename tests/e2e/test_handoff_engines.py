@@ -11,68 +11,36 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any
 
-import msgspec
-import psutil
 import pytest
 import pytest_asyncio
+from handoff_engines import (
+    BLOCK_SIZE,
+    Answer,
+    ask_all,
+    engine_config,
+    engine_pid,
+    fetched,
+    pod_of,
+    until_free,
+    worker_pid,
+)
 
 import pagoda
-from pagoda.engine.config import EngineConfig
-from pagoda.frontend.endpoint import Endpoint, ReplicaState
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.engine_options import (
-    EngineOptions,
-    ExecutorOptions,
-    HandoffOptions,
-    ParallelOptions,
-)
 from pagoda.frontend.model_text import load_model_text
-from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.replica import Replica
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs
-from pagoda.messages.load import TierLoad
+from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
-BLOCK_SIZE = 16
-LEASE_S = 5.0
-MIN_TOKENS = 2 * BLOCK_SIZE
 LONG_SKILLS = ("recall_40", "recall_100", "multi_turn", "tool_call")
-
-
-def engine_config(
-    key: Path, role: Literal["prefill", "decode"], transports: str, tp: int, pp: int, **options: Any
-) -> EngineConfig:
-    """A model replica of this role; `options` are fields of `EngineOptions`."""
-    parallel = ParallelOptions(tensor_parallel_size=tp, pipeline_parallel_size=pp)
-    given = {"dtype": "float32", "threads": 1, "block_size": BLOCK_SIZE, "num_kv_blocks": 4096}
-    engine = EngineOptions(**(given | options))
-    executor = ExecutorOptions()
-    flags = HandoffOptions(role=role, kv_transports=transports, kv_lease=LEASE_S)
-    handoff = flags.config(cluster_key_file=key, advertise="127.0.0.1", num_replicas=1)
-    files = executor.resolve(engine, None, parallel)
-    return executor.engine_config(engine, files.model, parallel, handoff)
-
-
-@asynccontextmanager
-async def pod_of(engines: Sequence[Replica]) -> AsyncIterator[PrefillDecodeRouter]:
-    """A pod over engines that have started, and go on."""
-    pod = PrefillDecodeRouter(POLICIES["round-robin"], MIN_TOKENS)
-    for engine in engines:
-        pod.add(engine)
-    try:
-        yield pod
-    finally:
-        for engine in engines:
-            pod.remove(engine)
-        await pod.close()
 
 
 # ---- requests
@@ -113,37 +81,6 @@ def requests(count: int, max_tokens: int = 32) -> list[GenerateRequest]:
     return made
 
 
-class Answer(NamedTuple):
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    logprobs: list[TokenLogprobs]
-
-
-async def ask(endpoint: Endpoint, request: GenerateRequest) -> Answer:
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-    async with aclosing(endpoint.generate(request)) as chunks:  # type: ignore[type-var]
-        async for chunk in chunks:
-            assert chunk.error is None, chunk.error
-            token_ids += chunk.token_ids
-            logprobs += chunk.logprobs or ()
-            if chunk.finish_reason is not None:
-                return Answer(token_ids, chunk.finish_reason, chunk.stop_reason, logprobs)
-    raise AssertionError("The stream has no end.")
-
-
-async def ask_all(
-    endpoint: Endpoint, asked: Sequence[GenerateRequest], salt: str | None = None
-) -> list[Answer]:
-    """All at once. Requests find cached what requests of the same salt have left."""
-    salted = [
-        msgspec.structs.replace(r, request_id=f"{r.request_id}-{salt}", cache_salt=salt)
-        for r in asked
-    ]
-    return list(await asyncio.gather(*(ask(endpoint, request) for request in salted)))
-
-
 def rounded(answers: Sequence[Answer]) -> list[object]:
     """For engines that add up in another order."""
     return [
@@ -156,26 +93,6 @@ def rounded(answers: Sequence[Answer]) -> list[object]:
         )
         for answer in answers
     ]
-
-
-# ---- what is left
-
-
-async def fetched(engine: Replica) -> TierLoad:
-    """What came from other engines, so far."""
-    return (await engine.load()).tiers[-1]
-
-
-async def until_free(engines: Sequence[Replica]) -> None:
-    """Returns when none of them runs or holds anything, with every block free."""
-    for engine in engines:
-        while True:
-            load = await engine.load()
-            busy = load.num_running + load.num_waiting + load.num_awaiting_kv + load.num_leases
-            if not busy and load.num_free_blocks == load.num_blocks:
-                assert load.num_leased_blocks == 0
-                break
-            await asyncio.sleep(0.01)
 
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -201,7 +118,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
     key.write_bytes(os.urandom(16).hex().encode())
     started: Engines = {}
     for name, fields in ENGINES.items():
-        config = engine_config(key, **{"transports": "shm,tcp", "tp": 1, "pp": 1} | fields)
+        config = engine_config(key, **fields)
         started[name] = EngineClient(config).replica
     try:
         names = list(started)
@@ -273,17 +190,6 @@ async def test_other_kinds_of_kv_and_many_at_a_time(
         assert await ask_all(pod.dispatcher, asked, f"{count}") == expected
     assert (await fetched(members[1])).num_loaded > before.num_loaded
     await until_free(members)
-
-
-def engine_pid(engine: Replica) -> int:
-    pid = cast(EngineClient, engine.transport).engine_pid
-    assert pid is not None
-    return pid
-
-
-def worker_pid(engine: Replica) -> int:
-    [worker] = psutil.Process(engine_pid(engine)).children()
-    return worker.pid
 
 
 @pytest.mark.parametrize(

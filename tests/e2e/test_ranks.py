@@ -17,7 +17,7 @@ from pagoda.engine.core import EngineCore
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import Launcher, LocalLauncher, LocalWorkers
 from pagoda.ipc.clock import MonotonicClock
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import GenerateRequest, Grammar
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -32,6 +32,7 @@ REQUESTS = [
         sampling=SamplingParams(
             temperature=index % 2 / 2, seed=index, max_tokens=MAX_TOKENS, ignore_eos=True
         ),
+        grammar=Grammar("regex", "[a-z ]{1,1000}") if index % 4 == 3 else None,
     )
     for index in range(8)
 ]

@@ -33,6 +33,7 @@ from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.tiers import build_tiers
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import HostSlots, KVDirectory, Transfer
@@ -105,6 +106,7 @@ class Harness:
         handoff: HandoffConfig | None = None,
         links: HandoffLinks | None = None,
         neighbours: SimNeighbours | None = None,
+        kv_groups: tuple[KVGroup, ...] = (),
         kv_host_slots: int = 0,
         kv_tiers: KVTiersConfig | None = None,
         fails: bool = False,
@@ -126,6 +128,7 @@ class Harness:
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
             per_transferred_block_s=0.002,
+            kv_groups=kv_groups,
             kv_host_slots=kv_host_slots,
             kv_directories=directories,
         )
@@ -213,12 +216,14 @@ class Harness:
         batch = KVEventBatch(self.clock.now(), self.core.drain_kv_events(), 0)
         self.cached.apply(msgspec.msgpack.encode(batch))
         if self.core.ready is not None:
-            assert self.cached.keys == self.scheduler.kv.pool.keys()
-            report = self.core.load()
-            assert report.num_blocks_stored - report.num_blocks_removed == len(self.cached.keys)
+            pool, report = self.scheduler.kv.pool, self.core.load()
+            assert self.cached.keys == set(pool.keys())
+            assert report.num_blocks_stored - report.num_blocks_removed == pool.num_cached
             for tier in report.tiers:
                 if tier.name == "host":
-                    assert tier.num_blocks == len(self.cached.host_keys)
+                    (host,) = self.hooks.near_pools
+                    assert self.cached.host_keys == set(host.keys())
+                    assert tier.num_blocks == host.num_cached
                     assert tier.num_stored - tier.num_removed == tier.num_blocks
 
     def record(self, chunks: list[TokenChunk]) -> None:
@@ -297,8 +302,8 @@ def check_books(scheduler: Scheduler) -> None:
         held.update(block.block_id for blocks in several for block in blocks)
     if exporter is not None:
         leases = exporter.leases.values()
-        held.update(block.block_id for lease in leases for block in lease.blocks)
-        assert exporter.num_leased_blocks == sum(len(lease.blocks) for lease in leases)
+        held.update(block.block_id for lease in leases for block in lease.blocks())
+        assert exporter.num_leased_blocks == sum(len(lease.blocks()) for lease in leases)
         assert exporter.num_wanted == sum(lease.asker is not None for lease in leases)
     pool = scheduler.kv.pool
     pool.check()
@@ -344,9 +349,15 @@ def check_sums(scheduler: Scheduler) -> None:
     assert scheduler.places.reserved.num_seqs == len(holders)
     assert scheduler.places.reserved.num_blocks == sum(it.reserved_blocks for it in holders)
     for request in requests:
-        missing = scheduler.kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
-        is_awaiting = request.state is RequestState.AWAITING_KV
-        assert request.reserved_blocks == (0 if is_awaiting else max(0, missing) + 1)
+        missing = scheduler.kv.num_missing(
+            request.table, request.num_tokens, request.num_computed_tokens
+        )
+        if request.state is RequestState.AWAITING_KV:
+            assert request.reserved_blocks == 0
+        elif scheduler.kv.keeps_all:
+            assert request.reserved_blocks == missing + 1
+        else:  # reckoned when blocks change, of which there is one more in each group
+            assert request.reserved_blocks >= missing
     pending = sum(request.num_tokens - request.num_computed_tokens for request in requests)
     assert scheduler.places.num_pending_tokens == pending
     assert len(scheduler.running) == len(in_state(scheduler, RequestState.RUNNING))

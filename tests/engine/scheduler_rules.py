@@ -48,7 +48,9 @@ class SchedulerRules(RuleBasedStateMachine):
 
     def start_the_worker(self) -> None:
         self.worker = SimWorker(
-            SimConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE),
+            SimConfig(
+                block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE, kv_groups=self.scheduler.kv.groups
+            ),
             check_kv=True,
             num_stages=self.scheduler.limits.num_stages,
             disk=self.disk_objects,

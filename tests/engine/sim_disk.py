@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from pagoda.executor.sim import Cells
 from pagoda.ipc.clock import Clock
+from pagoda.kv.connector import OtherKeys
 from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
@@ -96,10 +97,12 @@ class SimScanner:
             news += [ObjectsFound(directory, used_at), *list_fan_outs(directory, used_at, now)]
         return [*news, ScanEnded(0.0)]
 
-    def probe(self, probe: Probe, keys: Sequence[bytes]) -> None:
+    def probe(self, probe: Probe, keys: Sequence[bytes], others: OtherKeys | None = None) -> None:
         def answer() -> list[News]:
-            there = itertools.takewhile(self.disk[OWN].__contains__, keys)
-            return [ProbeAnswer(probe, list(there))]
+            there = list(itertools.takewhile(self.disk[OWN].__contains__, keys))
+            if others is not None:
+                there += filter(self.disk[OWN].__contains__, others(len(there)))
+            return [ProbeAnswer(probe, there)]
 
         self.probed.append(probe.request_id)
         self.later(answer)

@@ -73,12 +73,18 @@ def test_the_time_of_a_step_is_divided_among_its_phases() -> None:
     clock.advance_to(103.0)
     steps.submitted(StepPlan(0, [0, 1, 2], [5, 1, 1]), began=101.0, planned=102.5)
     clock.advance_to(106.5)
-    times = {"prepare_time_s": 0.25, "forward_time_s": 0.5, "sample_time_s": 0.125}
+    times = {
+        "prepare_time_s": 0.25,
+        "forward_time_s": 0.5,
+        "sample_time_s": 0.125,
+        "idle_time_s": 2.5,
+    }
     steps.finished(StepResult(0, [], [], step_time_s=1.0, **times), taken=106.0)
     totals = steps.totals()
     assert (totals.schedule_s, totals.submit_s) == (1.5, 0.5)
     assert (totals.wait_s, totals.update_s) == (2.0, 0.5)
     assert (totals.prepare_s, totals.forward_s, totals.sample_s) == (0.25, 0.5, 0.125)
+    assert totals.idle_s == 2.5
     assert (totals.num_tokens, totals.num_sequences) == (7, 3)
 
 

@@ -27,7 +27,7 @@ def plan_of(scheduler: Scheduler) -> StepPlan:
 
 
 def answer(plan: StepPlan, sampling_slots: list[int], token_id: int = 7) -> StepResult:
-    return StepResult(plan.step, sampling_slots, [token_id] * len(sampling_slots))
+    return StepResult(plan.step, sampling_slots, [[token_id]] * len(sampling_slots))
 
 
 def test_a_pool_that_cannot_hold_one_sequence_is_refused() -> None:
@@ -324,11 +324,25 @@ def test_an_error_in_one_slot_fails_that_request_alone() -> None:
     scheduler.add(make_request("b", [4, 5, 6]))
     plan = plan_of(scheduler)
     bad, good = plan.slots
-    chunks = scheduler.update(StepResult(plan.step, [good], [9], errors={bad: "NaN"}))
+    chunks = scheduler.update(StepResult(plan.step, [good], [[9]], errors={bad: "NaN"}))
     assert [(c.request_id, c.finish_reason, c.error) for c in chunks] == [
         ("a", FinishReason.ERROR, "NaN"),
         ("b", None, None),
     ]
+
+
+def test_several_tokens_of_a_step_end_with_the_answer() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=3))
+    scheduler.add(make_request("b", [4, 5, 6], max_tokens=9))
+    plan = plan_of(scheduler)
+    chunks = scheduler.update(StepResult(plan.step, plan.slots, [[7, 8, 9, 10], [11, 12]]))
+    assert [(c.request_id, c.token_ids, c.finish_reason) for c in chunks] == [
+        ("a", [7, 8, 9], FinishReason.LENGTH),
+        ("b", [11, 12], None),
+    ]
+    with pytest.raises(RuntimeError, match="lacks slot"):
+        scheduler.update(StepResult((plan := plan_of(scheduler)).step, plan.slots, [[]]))
 
 
 @pytest.mark.parametrize("deadly_chunk", [0, 1, 2])

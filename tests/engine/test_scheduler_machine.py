@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from group_models import NAMES, grouped
 from harness import VOCAB_SIZE, check_sums
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -28,6 +29,7 @@ class SchedulerMachine(SchedulerRules):
         multiple=st.sampled_from([1, 4]),
         mixed=st.booleans(),
         num_stages=st.sampled_from([1, 1, 2, 3]),
+        model=st.sampled_from(["full", *NAMES]),
     )
     def build(
         self,
@@ -37,8 +39,11 @@ class SchedulerMachine(SchedulerRules):
         multiple: int,
         mixed: bool,
         num_stages: int,
+        model: str,
     ) -> None:
-        num_blocks = MAX_MODEL_LEN // BLOCK_SIZE + extra_blocks
+        groups = grouped(model, BLOCK_SIZE)
+        least = sum(group.most_blocks(0, MAX_MODEL_LEN, multiple) for group in groups)
+        num_blocks = least + extra_blocks
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -49,7 +54,9 @@ class SchedulerMachine(SchedulerRules):
         )
         self.events = CacheRecorder()
         self.cached = CacheView()
-        kv = KVManager(num_blocks, BLOCK_SIZE, recorder=self.events)
+        kv = KVManager(
+            num_blocks, BLOCK_SIZE, groups=groups, run_tokens=2 * budget, recorder=self.events
+        )
         self.begin(Scheduler(limits, kv, VirtualClock()))
 
     @rule(
@@ -122,13 +129,15 @@ class SchedulerMachine(SchedulerRules):
         scheduler = self.scheduler
         scheduler.kv.pool.check()
         self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.drain(), 0)))
-        assert self.cached.keys == scheduler.kv.pool.keys()
+        assert self.cached.keys == set(scheduler.kv.pool.keys())
         check_sums(scheduler)
         held: dict[int, int] = {}
         for request in scheduler.requests.values():
             assert request.num_computed_tokens <= request.num_tokens <= MAX_MODEL_LEN
             assert request.num_pending_samples <= (4 if scheduler.limits.num_stages == 1 else 1)
-            assert request.num_scheduled_tokens <= len(request.table.blocks) * BLOCK_SIZE
+            assert scheduler.kv.has_room_for(request.table, request.num_scheduled_tokens)
+            for group, table in zip(scheduler.kv.groups, request.table.groups, strict=True):
+                assert table.first <= group.first_block(request.num_computed_tokens)
             for block in request.table.blocks:
                 held[block.block_id] = held.get(block.block_id, 0) + 1
                 assert block.ref_count >= held[block.block_id]

@@ -10,6 +10,8 @@ import random
 from collections import Counter
 
 import pytest
+from group_models import NAMES
+from group_models import grouped as model_groups
 from harness import VOCAB_SIZE, Harness, check_books, expected_tokens, in_state
 from mortal_executor import POISON, MortalExecutor, random_request
 from sim_disk import SimDisk
@@ -127,7 +129,7 @@ class FaultyExecutor(MortalExecutor):
 class Life:
     """One seed's engines, and the faults that they met."""
 
-    def __init__(self, seed: int, *, host: bool, disk: bool) -> None:
+    def __init__(self, seed: int, *, host: bool, disk: bool, grouped: bool = False) -> None:
         self.met: Counter[str] = Counter()
         rng = self._rng = random.Random(seed)
         self._death_rate = rng.choice([0.0, 0.0, 1.0 if host or disk else 2.0])
@@ -137,6 +139,7 @@ class Life:
         ]
         self._disk = SimDisk(self._housekeeping_delay) if disk else None
         self._has_host, self._has_tiers = host, host or disk
+        self._is_grouped = grouped
         self._requests: dict[str, GenerateRequest] = {}
         self._aborted: set[str] = set()
         self.harnesses: list[Harness] = []
@@ -152,6 +155,9 @@ class Life:
         faults = FaultyTransfers(rng, self.met)
         block_size = rng.choice([1, 4, 8])
         needed = -(-self._max_model_len // block_size)
+        groups = model_groups(rng.choice(NAMES), block_size) if self._is_grouped else ()
+        if groups:
+            needed = sum(group.most_blocks(0, self._max_model_len, 1) for group in groups)
 
         def wrap(inner: SimExecutor, clock: VirtualClock) -> FaultyExecutor:
             executor = FaultyExecutor(inner, clock, rng, self._death_rate)
@@ -168,6 +174,7 @@ class Life:
             prefix_caching=self._has_tiers or rng.random() < 0.8,
             num_stages=rng.choice([1, 1, 1, 2] if self._has_tiers else [1, 1, 2, 3]),
             wrap=wrap,
+            kv_groups=groups,
             kv_host_slots=rng.choice([2, needed, 4 * needed]) if self._has_host else 0,
             disk=self._disk,
             kv_tiers=KVTiersConfig(
@@ -278,10 +285,10 @@ class Life:
                 assert self._death_rate or POISON in request.prompt_token_ids
 
 
-def live_all(first: int, *, host: bool, disk: bool) -> None:
+def live_all(first: int, *, host: bool, disk: bool, grouped: bool = False) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
         try:
-            Life(seed, host=host, disk=disk)
+            Life(seed, host=host, disk=disk, grouped=grouped)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__} {error}") from error
 
@@ -291,16 +298,21 @@ def seeds(count: int) -> range:
     return range(FIRST_SEED, FIRST_SEED + count, SEEDS_PER_TEST)
 
 
-def events_of(num_seeds: int, *, host: bool, disk: bool) -> Counter[str]:
+def events_of(num_seeds: int, *, host: bool, disk: bool, grouped: bool = False) -> Counter[str]:
     met: Counter[str] = Counter()
     for seed in range(num_seeds):
-        met += Life(seed, host=host, disk=disk).met
+        met += Life(seed, host=host, disk=disk, grouped=grouped).met
     return met
 
 
 @pytest.mark.parametrize("first", seeds(1000))
 def test_no_tiers(first: int) -> None:
     live_all(first, host=False, disk=False)
+
+
+@pytest.mark.parametrize("first", seeds(1000))
+def test_several_kv_groups(first: int) -> None:
+    live_all(first, host=False, disk=False, grouped=True)
 
 
 @pytest.mark.parametrize("first", seeds(500))
@@ -320,6 +332,12 @@ def test_both(first: int) -> None:
 
 def test_seeds_without_tiers_meet_what_can_go_wrong() -> None:
     met = events_of(60, host=False, disk=False)
+    wanted = {"preempted", "prefix hits", "worker lost", "poisoned"}
+    assert {event for event in wanted if not met[event]} == set()
+
+
+def test_seeds_of_several_kv_groups_meet_what_can_go_wrong() -> None:
+    met = events_of(60, host=False, disk=False, grouped=True)
     wanted = {"preempted", "prefix hits", "worker lost", "poisoned"}
     assert {event for event in wanted if not met[event]} == set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from group_models import NAMES, grouped
 from harness import VOCAB_SIZE, assert_nothing_under_way, check_books
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -38,6 +39,7 @@ class TiersMachine(SchedulerRules):
         min_touches=st.integers(1, 2),
         fails=st.booleans(),
         num_stages=st.sampled_from([1, 1, 2]),
+        model=st.sampled_from(["full", *NAMES]),
     )
     def build(
         self,
@@ -49,8 +51,11 @@ class TiersMachine(SchedulerRules):
         min_touches: int,
         fails: bool,
         num_stages: int,
+        model: str,
     ) -> None:
-        num_blocks = MAX_MODEL_LEN // BLOCK_SIZE + extra_blocks
+        groups = grouped(model, BLOCK_SIZE)
+        least = sum(group.most_blocks(0, MAX_MODEL_LEN, BLOCK_SIZE) for group in groups)
+        num_blocks = least + extra_blocks
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -68,11 +73,12 @@ class TiersMachine(SchedulerRules):
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
             summary="",
+            kv_groups=groups,
             kv_host_slots=host_slots,
             kv_directories=(KVDirectory("/nowhere", 1),),
         )
         config = KVTiersConfig(disk_bytes=disk_bytes, disk_min_touches=min_touches)
-        kv = KVManager(num_blocks, BLOCK_SIZE)
+        kv = KVManager(num_blocks, BLOCK_SIZE, groups=groups, run_tokens=2 * budget)
         tiers = build_tiers(
             config,
             self.ready,

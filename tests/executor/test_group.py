@@ -141,7 +141,7 @@ def test_one_rank_answers_for_all(make_executor: MakeExecutor) -> None:
     executor.submit(PLAN)
     first = next_event(executor)
     assert isinstance(first, StepResult)
-    executor.submit(StepPlan(1, [0], [1], new_tokens=[(0, first.token_ids[0])]))
+    executor.submit(StepPlan(1, [0], [1], new_tokens=[(0, first.token_ids[0][0])]))
     second = next_event(executor)
     assert isinstance(second, StepResult)
     assert (first.step, second.step) == (0, 1)

@@ -20,7 +20,7 @@ from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 
 def start(slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> SlotStart:
     return SlotStart(
-        slot, tokens, len(tokens), computed, blocks, SamplingParams(seed=3, logprobs=1)
+        slot, tokens, len(tokens), computed, [blocks], SamplingParams(seed=3, logprobs=1)
     )
 
 
@@ -41,7 +41,7 @@ def test_steps_take_the_time_of_the_cost_model_one_after_another() -> None:
     assert isinstance(first, StepResult)
     assert isinstance(second, StepResult)
     assert (first.step_time_s, second.step_time_s) == (3.0, 1.5)
-    assert first.logprobs[0].top_token_ids == first.token_ids
+    assert first.logprobs[0][0].top_token_ids == first.token_ids[0]
 
 
 def test_stages_work_one_behind_the_other() -> None:
@@ -63,8 +63,8 @@ def test_stages_that_do_not_sample_must_be_told() -> None:
     with pytest.raises(ValueError, match="that the first stage does not know"):
         worker.execute(StepPlan(1, [0], [1]), 0.0)
     with pytest.raises(ValueError, match="was not what the last stage sampled"):
-        worker.execute(StepPlan(1, [0], [1], new_tokens=[(0, first.token_ids[0] + 1)]), 0.0)
-    worker.execute(StepPlan(1, [0], [1], new_tokens=[(0, first.token_ids[0])]), 0.0)
+        worker.execute(StepPlan(1, [0], [1], new_tokens=[(0, first.token_ids[0][0] + 1)]), 0.0)
+    worker.execute(StepPlan(1, [0], [1], new_tokens=[(0, first.token_ids[0][0])]), 0.0)
 
 
 def test_reading_another_sequences_kv_is_noticed() -> None:

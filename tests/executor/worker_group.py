@@ -17,7 +17,7 @@ from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.parallel.config import ParallelConfig
 
 PLAN = StepPlan(
-    0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [0], SamplingParams(seed=1, max_tokens=4))]
+    0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [[0]], SamplingParams(seed=1, max_tokens=4))]
 )
 PAIR = ParallelConfig(tensor_parallel_size=2)
 SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)

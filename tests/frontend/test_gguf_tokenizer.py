@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,25 @@ def _begin_with(backend: Backend, token: str) -> None:
     )
 
 
-BYTE_LEVEL = {"qwen2": qwen2, "llama-bpe": llama3, "gpt-2": gpt2, "smollm": smollm}
+def cut_as(pattern: str) -> Callable[[], Backend]:
+    return lambda: train_byte_level(cut(pattern), ignore_merges=False)
+
+
+GPT4O_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+"""Patterns in tokenizer.json of gpt-oss and of Seed-OSS."""
+BYTE_LEVEL = {
+    **{"qwen2": qwen2, "llama-bpe": llama3, "gpt-2": gpt2, "smollm": smollm},
+    **{"command-r": smollm, "exaone4": gpt2, "glm4": cut_as(LLAMA3_PATTERN)},
+    **{"gpt-4o": cut_as(GPT4O_PATTERN), "seed-coder": cut_as(SEED_PATTERN)},
+}
 
 
 @pytest.fixture(scope="module", params=BYTE_LEVEL)
@@ -358,7 +376,7 @@ LETTERS = {"tokens": ["a", "b", "ab"], "merges": ["a b"], "pre": "gpt-2", "model
         ({"token_type": [1, 1]}, "has 3 tokens, but tokenizer.ggml.token_type has 2 values."),
         ({"bos_token_id": 3}, "bos_token_id must be below 3, the number of tokens, got 3."),
         ({"add_bos_token": 1, "bos_token_id": 1}, "add_bos_token must be true or false, got 1."),
-        ({"pre": "unheard-of"}, "pre must be one of default, gpt-2, qwen2, "),
+        ({"pre": "unheard-of"}, "pre must be one of default, gpt-2, "),
         ({"model": "llama", "merges": None}, "lacks tokenizer.ggml.scores, a list of numbers."),
         (
             {"model": "llama", "merges": None, "scores": [0.5]},

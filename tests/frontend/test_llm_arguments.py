@@ -86,7 +86,7 @@ def test_parallel_sizes_are_arguments() -> None:
 def test_devices_are_a_list_or_its_spelling(devices: Any) -> None:
     _, engine, _ = configure("qwen3-0.6b", {**DUMMY, "tp": 2, "devices": devices})
     parallel = engine.worker.parallel
-    assert [parallel.device_of(place) for place in parallel.places(0)] == ["cpu:1", "cpu:0"]
+    assert [str(parallel.devices_of(place)) for place in parallel.places(0)] == ["cpu:1", "cpu:0"]
     assert engine.worker.workers_on_host == 2
     assert engine.worker.host_memory_bytes
 

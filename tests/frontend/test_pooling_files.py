@@ -68,7 +68,13 @@ def test_without_files_the_last_token_is_taken_and_normalised(tmp_path: Path) ->
     ("kinds", "pooling", "message"),
     [
         (["Transformer", "Dense"], None, "modules.json.*Dense"),
-        (["Pooling"], {"pooling_mode_cls_token": True}, "config.json.*cls_token"),
+        (["Pooling"], {"pooling_mode_max_tokens": True}, "config.json.*max_tokens"),
+        (["Pooling"], {"pooling_mode_cls_token": True}, "only encoders are pooled so"),
+        (
+            ["Pooling"],
+            {"pooling_mode_mean_tokens": True, "include_prompt": False},
+            "leaves prompts out",
+        ),
         (
             ["Pooling"],
             {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True},
@@ -82,4 +88,66 @@ def test_what_is_not_supported_is_named(
 ) -> None:
     _save(tmp_path, kinds, pooling)
     with pytest.raises(ConfigError, match=message):
+        read_pooling(tmp_path)
+
+
+def _config(directory: Path, architecture: str, **fields: Any) -> None:
+    shape = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values = {**shape, "intermediate_size": 8, "architectures": [architecture], **fields}
+    (directory / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("BertModel", PoolingDefaults(Pooling.FIRST, task="embed", generates=False, encodes=True)),
+        (
+            "XLMRobertaForSequenceClassification",
+            PoolingDefaults(Pooling.SCORE, task="score", generates=False, encodes=True),
+        ),
+        (
+            "Qwen3ForSequenceClassification",
+            PoolingDefaults(Pooling.SCORE, task="score", generates=False),
+        ),
+        ("Qwen3ForCausalLM", PoolingDefaults()),
+        ("Qwen3Model", PoolingDefaults()),
+        ("Unheard", PoolingDefaults()),
+    ],
+)
+def test_architectures_say_what_a_model_gives(
+    tmp_path: Path, architecture: str, expected: PoolingDefaults
+) -> None:
+    _config(tmp_path, architecture, num_labels=1, max_position_embeddings=64)
+    assert read_pooling(tmp_path) == expected
+
+
+def test_the_first_token_of_an_encoder_is_pooled(tmp_path: Path) -> None:
+    _config(tmp_path, "BertModel")
+    _save(tmp_path, ["Transformer", "Pooling"], {"pooling_mode_cls_token": True})
+    found = read_pooling(tmp_path)
+    assert (found.pooling, found.normalize) == (Pooling.FIRST, False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+        {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+    ],
+)
+def test_scores_that_stay_as_they_are(tmp_path: Path, fields: dict[str, Any]) -> None:
+    _config(tmp_path, "BertForSequenceClassification", num_labels=1, **fields)
+    assert not read_pooling(tmp_path).sigmoid
+
+
+def test_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "config_sentence_transformers.json"
+    prompts = {"query": "Instruct: find\nQuery:", "document": ""}
+    path.write_text(json.dumps({"prompts": prompts, "default_prompt_name": None}))
+    found = read_pooling(tmp_path)
+    assert [found.prompt(name) for name in ("query", "document", None)] == [*prompts.values(), ""]
+    path.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "query"}))
+    assert read_pooling(tmp_path).prompt(None) == prompts["query"]
+    path.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "other"}))
+    with pytest.raises(ConfigError, match="has no prompt of its default_prompt_name 'other'"):
         read_pooling(tmp_path)

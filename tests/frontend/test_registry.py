@@ -256,8 +256,10 @@ class FakeRouter(Closing):
     async def answer(self, *answers: JoinAnswer) -> None:
         """Sends all of them, and then that the host is welcome."""
         sender, _ = await self.socket.recv_multipart()
+        # The host, which shares this loop, reads nothing before all are sent.
+        at_once = zmq.Socket.shadow(self.socket)
         for answer in (*answers, JoinAnswer(ttl_s=0.2)):
-            await self.socket.send_multipart([sender, msgspec.msgpack.encode(answer)])
+            at_once.send_multipart([sender, msgspec.msgpack.encode(answer)])
 
     async def close(self) -> None:
         await self.membership.close()

@@ -9,6 +9,7 @@ import pytest
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.block_keys import group_key
 from pagoda.kv.disk_policy import AdmissionFilter, WriteBackoff, check_quota
 
 
@@ -84,6 +85,24 @@ def test_little_that_is_shared_does_not_draw_much_after_it() -> None:
         parents = [key(1), *own[:-1]]
         written = [counter.touch(one, parent) for one, parent in zip(own, parents, strict=True)]
         assert written == [True] * 2 + [False] * 48
+
+
+def test_a_block_of_another_group_is_worth_as_much_as_that_of_group_0() -> None:
+    counter = AdmissionFilter(2)
+    chain(counter, range(3))
+    tail = [group_key(key(number), 1) for number in range(6)]
+    assert not counter.touch(tail[2], tail[1], 1)
+    assert not counter.touch(tail[2], tail[1], 1)
+    chain(counter, range(6))
+    assert [counter.touch(one, None, 1) for one in tail[2:]] == [True] * 4
+    chain(counter, range(9))
+    assert not counter.touch(group_key(key(11), 1), None, 1)
+
+
+def test_groups_that_group_0_is_not_offered_with_count_by_themselves() -> None:
+    counter = AdmissionFilter(2)
+    answers = [counter.touch(group_key(key(1), group), None, group) for group in (1, 2, 3, 1, 2)]
+    assert answers == [False, False, False, True, True]
 
 
 # ---- pauses

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagoda.kv.block_keys import block_key, prefix_keys, root_key
+from pagoda.kv.block_pool import Block
 from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheRecorder
 from pagoda.kv.manager import BlockTable, KVManager
 
@@ -20,18 +21,22 @@ def filled(kv: KVManager, token_ids: list[int], salt: str | None = None) -> Bloc
     return table
 
 
+def found(kv: KVManager, token_ids: list[int], salt: str | None = None) -> list[Block]:
+    return list(kv.find_prefix(kv.new_table(salt), token_ids).blocks())
+
+
 def test_salts_separate_tenants() -> None:
     kv = KVManager(16, 4)
     table = filled(kv, list(range(9)), "tenant-a")
-    assert kv.find_prefix(kv.new_table("tenant-b"), list(range(9))) == []
-    assert kv.find_prefix(kv.new_table(), list(range(9))) == []
-    assert kv.find_prefix(kv.new_table("tenant-a"), list(range(9))) == table.blocks[:2]
+    assert found(kv, list(range(9)), "tenant-b") == []
+    assert found(kv, list(range(9))) == []
+    assert found(kv, list(range(9)), "tenant-a") == table.blocks[:2]
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
     kv = KVManager(16, 4, prefix_caching=False)
     filled(kv, list(range(9)))
-    assert kv.find_prefix(kv.new_table(), list(range(9))) == []
+    assert found(kv, list(range(9))) == []
 
 
 def test_growing_fails_whole_when_blocks_run_out() -> None:
@@ -55,7 +60,7 @@ def test_hits_are_exactly_the_common_whole_blocks(first: list[int], second: list
             break
         common += 1
     expected = min(common // 4, max(0, len(second) - 1) // 4)
-    assert kv.find_prefix(kv.new_table(), second) == table.blocks[:expected]
+    assert found(kv, second) == table.blocks[:expected]
 
 
 def test_keys_are_those_of_blocks_that_may_be_found() -> None:
@@ -124,11 +129,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from(SALTS))
     def start(self, tokens: list[int], salt: str | None) -> None:
         table = self.kv.new_table(salt)
-        hits = self.kv.find_prefix(table, tokens)
-        for index, block in enumerate(hits):
+        hit = self.kv.find_prefix(table, tokens)
+        for index, block in enumerate(hit.blocks()):
             assert self.contents[block.block_id] == tokens[: (index + 1) * 4]
-        self.kv.adopt(table, hits)
-        self.live.append((table, tokens, [len(hits) * 4]))
+        self.kv.adopt(table, hit)
+        self.live.append((table, tokens, [hit.num_blocks * 4]))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(1, 9))

@@ -11,14 +11,8 @@ from scripted_tier import ScriptedTier
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.tiered_connector import (
-    LOAD_TIMEOUT_S,
-    LoadEnd,
-    PendingLookup,
-    Segment,
-    TieredKVConnector,
-    TierMatch,
-)
+from pagoda.kv.group_lookup import PendingLookup, Segment
+from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, LoadEnd, TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer
 
@@ -58,7 +52,7 @@ class Stack:
             if it.start < end
         ]
         self.blocks = self.pool.allocate(count)
-        self.stack.load(TierMatch(prefix, start, segments), self.blocks)
+        self.stack.load(TierMatch(prefix, start, end, segments), self.blocks)
         return self.stack.drain_transfers()
 
     def end(self, transfer: Transfer, failed: list[int] | None = None, error: str = "") -> None:

@@ -54,6 +54,6 @@ def test_scalings_equal_transformers(scaling: dict[str, Any], theta: float) -> N
         },
         source="config.json",
     )
-    frequencies, scale = rotary_frequencies(config)
+    frequencies, scale = rotary_frequencies(config.rotary["default"], 0)
     torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
     assert scale == pytest.approx(expected_scale)

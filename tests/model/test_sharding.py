@@ -23,7 +23,7 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.gguf.config import BLOCKS
-from pagoda.checkpoints.model_config import LinearSpec, ModelConfig, Role
+from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec, Role
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
 from pagoda.checkpoints.weight_formats import DenseFormat, Quantization, WeightFormat
@@ -43,11 +43,11 @@ from pagoda.parallel.config import ParallelConfig, channel_share
 LAYER = LinearSpec("a.b", 48, 256, Role.MLP_IN)
 
 
-def model(**changes: Any) -> ModelConfig:
+def model(**changes: Any) -> ModelSpec:
     return parse_model_config(PRESETS["qwen3-0.6b"] | changes, source="test")
 
 
-def shards(config: ModelConfig, tp: int, pp: int = 1) -> list[Shard]:
+def shards(config: ModelSpec, tp: int, pp: int = 1) -> list[Shard]:
     parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
     return [shard_of(config, parallel, place) for place in parallel.places(0)]
 
@@ -113,7 +113,7 @@ def test_bytes_of_all_ranks_add_up() -> None:
     config = model()
     norms = 28 * (2 * 1024 + 2 * 128) + 1024
     together = sum(shard.weight_bytes(None, 2) for shard in shards(config, 4))
-    assert together == whole(config).weight_bytes(None, 2) + 3 * 2 * norms
+    assert together == whole(config).weight_bytes(None, 2) + 3 * 4 * norms
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -141,7 +141,7 @@ def test_ranks_share_the_bytes_of_experts(expert_parallel: bool) -> None:
     assert whole(model()).expert_bytes(None, 2) == 0
 
 
-def _cost(config: ModelConfig, layers: range) -> int:
+def _cost(config: ModelSpec, layers: range) -> int:
     head = config.head.outputs * config.head.inputs if layers.stop == config.num_layers else 0
     return head + sum(config.weights_per_token(layer) for layer in layers)
 

@@ -15,6 +15,7 @@ from pagoda.engine.config import HandoffConfig
 from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
+from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.connector import RemoteKV
@@ -38,7 +39,8 @@ def make_exporter(num_blocks: int) -> tuple[KVExporter, SimListener, BlockPool, 
     clock, pool = VirtualClock(), BlockPool(num_blocks)
     listener = SimNetwork(clock).listener("tcp://p:1")
     tokens = TransferTokens(NO_KEYS)
-    return KVExporter(listener, pool, clock, tokens, "e", LEASE_S), listener, pool, clock
+    exporter = KVExporter(listener, pool, KVLayout(4), clock, tokens, "e", LEASE_S)
+    return exporter, listener, pool, clock
 
 
 class Engine(Harness):
@@ -244,7 +246,7 @@ def assert_consistent(remote: RemoteKV) -> None:
     assert len(of_peers) == len(remote.fetches)
     for fetch in of_peers:
         assert remote.fetches[fetch.prefix.request_id] is fetch
-        assert len(fetch.block_ids) <= len(fetch.prefix.keys)
+        assert fetch.end <= len(fetch.prefix.keys)
 
 
 # ---- a prompt, and where requests stand

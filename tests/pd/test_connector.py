@@ -13,6 +13,7 @@ from pagoda.ipc.clock import VirtualClock
 from pagoda.ipc.curve import keys_of
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
+from pagoda.kv.layout import KVLayout
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.transfers import (
@@ -68,8 +69,8 @@ def welcome(number: int = 1, engine_id: str = "e", num_blocks: int = 64) -> KVWe
 
 
 def blocks(first: int, block_ids: list[int], num_blocks: int = 8, peer_id: str = "e-1") -> KVBlocks:
-    key = KEYS[min(first + len(block_ids), len(KEYS)) - 1]
-    return KVBlocks(T, peer_id, first, block_ids, key, num_blocks)
+    end = first + len(block_ids)
+    return KVBlocks(T, peer_id, first, end, [block_ids], KEYS[min(end, len(KEYS)) - 1], num_blocks)
 
 
 def prefilled(token_id: int = 7, num_blocks: int = 8) -> KVPrefilled:
@@ -87,7 +88,7 @@ class Rig:
         self.inbox: list[tuple[str, PrefillMessage | PeerLost]] = []
         self.hung_up: list[str] = []
         self.remote = RemoteKV(
-            self, self.ledger, self.clock, tokens=TOKENS, engine_id="own", fails=fails
+            self, self.ledger, KVLayout(4), self.clock, tokens=TOKENS, engine_id="own", fails=fails
         )
         self.remote.workers_ready(READY)
 
@@ -215,8 +216,8 @@ def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
         blocks(4, [5, 6]),
         blocks(-1, [1, 2, 3, 4]),
         blocks(2, []),
-        KVBlocks(T, "e-1", 0, list(range(9)), KEYS[7], 9),
-        KVBlocks("unknown", "e-1", 2, [7], KEYS[2], 8),
+        KVBlocks(T, "e-1", 0, 9, [list(range(9))], KEYS[7], 9),
+        KVBlocks("unknown", "e-1", 2, 3, [[7]], KEYS[2], 8),
         KVCheckResult(T, is_valid=True),
         KVCheckResult(T, is_valid=False),
         KVCheckResult("unknown", is_valid=False),
@@ -258,7 +259,7 @@ def test_a_token_of_the_vocabulary_arrives_once(
         (welcome(2), "its workers were replaced"),
         (welcome(1, "other"), "another engine is there now"),
         (blocks(2, [1], peer_id="e-2"), "its workers were replaced"),
-        (KVBlocks(T, "e-1", 2, [1], KEYS[5], 8), "it is of other tokens than the request's"),
+        (KVBlocks(T, "e-1", 2, 3, [[1]], KEYS[5], 8), "it is of other tokens than the request's"),
         (blocks(2, [64]), "it named blocks that it does not have"),
         (blocks(2, [2**40]), "it named blocks that it does not have"),
         (blocks(2, [-1]), "it named blocks that it does not have"),

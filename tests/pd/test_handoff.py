@@ -132,7 +132,7 @@ def test_the_last_chunk_of_prefill_names_the_blocks() -> None:
     last = pair.prefill.finished["r"].kv_source
     assert last is not None
     assert msgspec.structs.replace(last, block_ids=()) == source
-    leased = pair.prefill.exporter.leases[source.transfer_id].blocks
+    leased = pair.prefill.exporter.leases[source.transfer_id].blocks()
     assert last.block_ids == tuple(block.block_id for block in leased)
     assert len(last.block_ids) == len(PROMPT) // 4
     load = pair.prefill.core.load()
@@ -197,7 +197,7 @@ def test_a_whole_prompt_that_has_no_room_does_not_stay_for_ever() -> None:
     source = pair.submit(request)
     fetch = pair.decode.remote.fetches["r"]
     pair.run_until(lambda: fetch.has_token and not fetch.is_incomplete)
-    assert fetch.load is None
+    assert not fetch.loads
     pair.clock.advance_to(pair.clock.now() + STALL_S + 1)
     pair.decode.remote.step()
     assert "r" not in pair.decode.remote.fetches

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from group_models import NAMES, grouped
 from harness import VOCAB_SIZE, expected_tokens
 from mortal_executor import POISON, MortalExecutor, random_request
 from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
@@ -65,6 +66,7 @@ class Life:
         rng = self._rng = random.Random(seed)
         self._max_model_len = rng.choice([24, 48, 64])
         self._block_size = rng.choice([1, 4, 8])
+        self._groups = grouped(rng.choice(["full", "full", *NAMES]), self._block_size)
         self._fails = rng.random() < 0.15
         self._slow = rng.choice([0.0, 0.0, 0.2])
         self._is_late = rng.random() < 0.5
@@ -102,7 +104,8 @@ class Life:
 
     def _random_options(self, role: Role) -> dict[str, Any]:
         rng = self._rng
-        needed = -(-self._max_model_len // self._block_size)
+        most_tokens = rng.choice([7, 16, 64])
+        needed = sum(it.most_blocks(0, self._max_model_len, most_tokens) for it in self._groups)
         death_rate = rng.choice([0.0, 0.0, 0.5])
 
         def wrap(inner: SimExecutor, clock: VirtualClock) -> MortalExecutor:
@@ -113,7 +116,8 @@ class Life:
             "block_size": self._block_size,
             "max_model_len": self._max_model_len,
             "max_num_seqs": rng.choice([1, 2, 8]),
-            "max_num_batched_tokens": rng.choice([7, 16, 64]),
+            "max_num_batched_tokens": most_tokens,
+            "kv_groups": self._groups,
             "num_stages": rng.choice([1, 1, 1, 2]),
             "wrap": wrap,
         }
@@ -221,8 +225,7 @@ class Life:
             elif request.state is RequestState.AWAITING_KV:
                 state = "unanswered"
             elif request.state is RequestState.LOADING:
-                load = None if fetch is None else fetch.load
-                state = "checking" if load is not None and load.is_read else "loading"
+                state = "checking" if fetch is not None and fetch.is_read else "loading"
             else:
                 state = "in line" if fetch is None else "in line, asked for"
             states[request_id] = state

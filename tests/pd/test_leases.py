@@ -54,7 +54,7 @@ class Leases(RuleBasedStateMachine):
         blocks = [block for block in dict.fromkeys(others) if block not in mine][:count]
         if not shared:
             blocks = self.pool.allocate(min(count, self.pool.num_available))
-        self.exporter.hold(transfer_id, blocks, [b"key"] * len(blocks))
+        self.exporter.hold(transfer_id, [blocks], [b"key"] * len(blocks))
         if not shared:
             self.pool.release(blocks)
         mine.extend(blocks)
@@ -116,7 +116,7 @@ class Leases(RuleBasedStateMachine):
     @invariant()
     def leases_are_those_of_the_model(self) -> None:
         leases: dict[str, Lease] = self.exporter.leases
-        assert {it: lease.blocks for it, lease in leases.items()} == self.held
+        assert {it: lease.blocks() for it, lease in leases.items()} == self.held
         assert self.exporter.num_leased_blocks == sum(map(len, self.held.values()))
         assert self.exporter.num_wanted == sum(it.asker is not None for it in leases.values())
         assert self.exporter.num_expired == self.num_expired
@@ -137,7 +137,7 @@ def exports(count: int) -> Callable[[], None]:
     def live() -> None:
         sources = [exporter.open(str(number), 1) for number in range(count)]
         for source, block in zip(sources, blocks, strict=True):
-            exporter.hold(source.transfer_id, [block], [b"key"])
+            exporter.hold(source.transfer_id, [[block]], [b"key"])
         for source in sources[: count // 2]:
             listener.inbox.put((b"asker", KVSubscribe(source.transfer_id, 0, 1)), 0.0)
         exporter.step()

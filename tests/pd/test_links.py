@@ -105,7 +105,7 @@ def test_both_sides_speak(listener: Listener, peers: Peers) -> None:
     peers.send(listener.address, KVHello(digest="d"))
     ((who, message),) = asked(listener)
     assert message == KVHello(digest="d")
-    blocks = KVBlocks("t", "e-1", 0, list(range(10_000)), b"k" * 32, 10_000)
+    blocks = KVBlocks("t", "e-1", 0, 10_000, [list(range(10_000))], b"k" * 32, 10_000)
     listener.send(who, WELCOME)
     listener.send(who, blocks)
     assert heard(peers, 2) == [(listener.address, WELCOME), (listener.address, blocks)]

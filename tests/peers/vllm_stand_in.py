@@ -293,7 +293,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
     },
     "tests.conftest": {"LocalAssetServer": Absent("LocalAssetServer")},
     "vllm": {"__version__": _version()},
-    "vllm.config": {"ModelConfig": _ModelConfig},
+    "vllm.config": {"ModelSpec": _ModelConfig},
     "vllm.config.utils": {"getattr_iter": _getattr_iter},
     "vllm.v1.engine.detokenizer": {"check_stop_strings": _check_stop_strings},
     "vllm.version": {"__version__": _version(), "_prev_minor_version": _version},

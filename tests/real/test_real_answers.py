@@ -109,7 +109,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(
     assert worst < 1e-4
 
 
-@pytest.mark.parametrize("pooling", Pooling)
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
 def test_vectors_of_texts_are_those_of_transformers(
     llm: LLM, oracle: Oracle, pooling: Pooling
 ) -> None:

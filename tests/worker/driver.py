@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerReady
+from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
@@ -32,8 +32,12 @@ def load(directory: Path | str, **options: Any) -> Runner:
     return runner
 
 
+class Submitted(Protocol):
+    def result(self) -> StepResult: ...
+
+
 class Steps(Protocol):
-    def step(self, plan: StepPlan) -> StepResult: ...
+    def submit(self, plan: StepPlan) -> Submitted: ...
 
 
 class Driver:
@@ -46,7 +50,8 @@ class Driver:
         self.tokens: dict[int, list[int]] = {}
         self.num_prompt_tokens: dict[int, int] = {}
         self.computed: dict[int, int] = {}
-        self.blocks: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[list[int]]] = {}
+        """Block table of each KV group, by slot."""
         self._pool = deque(range(num_blocks - 1, -1, -1))
         self._starts: list[SlotStart] = []
         self._freed: list[int] = []
@@ -60,28 +65,39 @@ class Driver:
         *,
         output: list[int] | None = None,
         eos_token_ids: tuple[int, ...] = (),
+        num_computed: int = 0,
     ) -> None:
+        """KV of `num_computed` tokens is to be in the slot's blocks before the next step."""
         self.tokens[slot] = prompt + list(output or [])
         self.num_prompt_tokens[slot] = len(prompt)
-        self.computed[slot] = 0
-        num_blocks = -(-len(self.tokens[slot]) // self.block_size)
-        self.blocks[slot] = [self._pool.popleft() for _ in range(num_blocks)]
+        self.computed[slot] = num_computed
+        count = len(self.tokens[slot])
+        self.blocks[slot] = [self.take(-(-count // size)) for size in self._block_sizes()]
         self._starts.append(
             SlotStart(
                 slot=slot,
                 token_ids=list(self.tokens[slot]),
                 num_prompt_tokens=len(prompt),
-                num_computed_tokens=0,
-                block_ids=list(self.blocks[slot]),
+                num_computed_tokens=num_computed,
+                block_ids=[list(table) for table in self.blocks[slot]],
                 sampling=sampling,
                 eos_token_ids=eos_token_ids,
                 request_id=f"request-{slot}",
             )
         )
 
+    def take(self, count: int) -> list[int]:
+        return [self._pool.popleft() for _ in range(count)]
+
+    def _block_sizes(self) -> list[int]:
+        """Tokens of a block of each KV group."""
+        runner = self.runner
+        return runner.batch.block_sizes if isinstance(runner, Runner) else [self.block_size]
+
     def free(self, slot: int) -> None:
         self._freed.append(slot)
-        self._pool.extend(self.blocks.pop(slot))
+        for table in self.blocks.pop(slot):
+            self._pool.extend(table)
         del self.tokens[slot], self.computed[slot]
 
     def output(self, slot: int) -> list[int]:
@@ -91,21 +107,24 @@ class Driver:
         """Computes `shares[slot]` tokens of each slot."""
         new_blocks = []
         for slot, count in shares.items():
-            needed = -(-(self.computed[slot] + count) // self.block_size)
-            new = [self._pool.popleft() for _ in range(needed - len(self.blocks[slot]))]
-            if new:
-                self.blocks[slot] += new
-                new_blocks.append((slot, new))
+            for group, (table, size) in enumerate(
+                zip(self.blocks[slot], self._block_sizes(), strict=True)
+            ):
+                needed = -(-(self.computed[slot] + count) // size)
+                new = self.take(needed - len(table))
+                if new:
+                    table += new
+                    new_blocks.append(NewBlocks(slot, group, new))
         plan = StepPlan(
             self._step, list(shares), list(shares.values()), self._starts, new_blocks, self._freed
         )
         self._starts, self._freed = [], []
         self._step += 1
-        result = self.runner.step(plan)
+        result = self.runner.submit(plan).result()
         for slot, count in shares.items():
             self.computed[slot] += count
-        for slot, token_id in zip(result.slots, result.token_ids, strict=True):
-            self.tokens[slot].append(token_id)
+        for slot, token_ids in zip(result.slots, result.token_ids, strict=True):
+            self.tokens[slot] += token_ids
         self.results.append(result)
         return result
 
@@ -132,7 +151,7 @@ def answer_differences(runner: Runner, model: Any) -> Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + driver.output(0)])).logits[0]
     expected = logits.log_softmax(-1)[len(prompt) - 1 :]
-    tops = [result.logprobs[0] for result in driver.results]
+    tops = [result.logprobs[0][0] for result in driver.results]
     ours = torch.tensor([top.top_logprobs for top in tops])
     theirs = expected[:-1].gather(1, torch.tensor([top.top_token_ids for top in tops]))
     return (ours - theirs).abs()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,54 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 from gguf_files import finish
+from safetensors.torch import load_file
 
-ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+ARCHITECTURES = {
+    "Llama": "llama",
+    "Mistral": "llama",
+    "Mixtral": "llama",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3moe",
+    "Phi3": "phi3",
+    "SeedOss": "seed_oss",
+    "SmolLM3": "smollm3",
+    "Gemma2": "gemma2",
+    "Gemma3": "gemma3",
+    "Qwen2Moe": "qwen2moe",
+    "Granite": "granite",
+    "GraniteMoe": "granitemoe",
+    "GraniteMoeShared": "granitemoe",
+    "GraniteMoeHybrid": "granitemoe",
+    "Glm4Moe": "glm4moe",
+    "Olmo2": "olmo2",
+    "Olmo3": "olmo2",
+    "Olmoe": "olmoe",
+    "StableLm": "stablelm",
+    "Cohere": "command-r",
+    "Cohere2": "cohere2",
+    "Lfm2": "lfm2",
+    "GptOss": "gpt-oss",
+    "Llama4": "llama4",
+    "Ministral3": "mistral3",
+    "Glm4": "glm4",
+    "Exaone4": "exaone4",
+}
+_ENUM = {"granitemoe": "GRANITE_MOE", "glm4moe": "GLM4_MOE"}
+"""Architectures whose names in the package are not just their own in capitals."""
+_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")
+"""Architectures whose heads are brought into the order that ggml rotates; some have it in checkpoints already."""
+_WINDOWED = (
+    "mistral",
+    "mixtral",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "olmo3",
+    "cohere2",
+    "gpt_oss",
+    "exaone4",
+)
 HALVES: dict[Kind, tuple[int, ...]] = {
     Kind.Q2_K: (80, 82),
     Kind.Q3_K: (108,),
@@ -36,28 +85,115 @@ def save_gguf(
     """Returns the weights as they are in the file, by their names there, dequantized by the `gguf` package."""
     config = model.config
     architecture = ARCHITECTURES[type(model).__name__.removesuffix("ForCausalLM")]
+    is_dense = getattr(config, "num_local_experts", None) == 0
+    if architecture == "granitemoe" and is_dense:
+        architecture = "granite"
     writer = GGUFWriter(path, architecture)
     _add_shape(writer, config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 99)
+    known_as = _ENUM.get(architecture, architecture.upper().replace("-", "_"))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[known_as], 99)
     stored = {}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.float()
-        if architecture == "llama" and ".q_proj." in name:
+    for name, values in _published(model, path.parent).items():
+        if architecture in _PERMUTED and ".q_proj." in name:
             values = _neighbours(values, config.num_attention_heads)
-        if architecture == "llama" and ".k_proj." in name:
+        if architecture in _PERMUTED and ".k_proj." in name:
             values = _neighbours(values, config.num_key_value_heads)
-        short = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        if values.dim() > 1:  # as the converter squeezes all
+            values = values.squeeze()
+        if is_dense:
+            name = name.replace("shared_experts.", "").replace(
+                "shared_mlp.output_linear", "mlp.down_proj"
+            )
+        if name.endswith(".sinks"):
+            name += ".weight"
+        short = names.get_name(
+            name.replace("_correction_bias", "_correction.bias"), try_suffixes=(".weight", ".bias")
+        )
         assert short is not None, name
-        kind = choose(short) if values.dim() == 2 else Kind.F32
+        kind = choose(short) if values.dim() > 1 else Kind.F32
         data = quantized(values.numpy(), kind)
         writer.add_tensor(short, data, raw_dtype=kind)
         stored[short] = gguf.dequantize(data, kind).reshape(values.shape)
     if (factors := _frequency_factors(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)
+    if _rope(config)["rope_type"] == "longrope":
+        for kind in ("long", "short"):
+            factors = np.array(_rope(config)[f"{kind}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+    for layer in range(_num_extra(config)):
+        name = f"blk.{config.num_hidden_layers + layer}.nextn.eh_proj.weight"
+        writer.add_tensor(name, np.zeros((4, 8), dtype=np.float32))
     finish(writer)
     return stored
+
+
+def _num_extra(config: Any) -> int:
+    """Layers that predict several tokens at once."""
+    return getattr(config, "num_nextn_predict_layers", None) or 0
+
+
+def _published(model: transformers.PreTrainedModel, scratch: Path) -> dict[str, torch.Tensor]:
+    """Tensors by their names in a checkpoint; those of experts as one, as the converter merges them."""
+    with tempfile.TemporaryDirectory(dir=scratch) as directory:
+        model.save_pretrained(directory)
+        tensors = load_file(Path(directory) / "model.safetensors")
+    merged: dict[str, torch.Tensor | list[torch.Tensor]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: _numbers(item[0])):
+        found = re.fullmatch(r"(.+\.experts)\.\d+(\..+)", name)
+        if found is None:
+            merged[name] = tensor.float()
+        else:
+            joined = (
+                found[1]
+                .replace("model.layers", "layers")
+                .replace("block_sparse_moe", "feed_forward")
+            )
+            name = f"{joined if 'feed_forward' in joined else found[1]}{found[2]}"
+            merged.setdefault(name, []).append(tensor.float())
+    published: dict[str, torch.Tensor] = {}
+    for name, tensor in merged.items():
+        values = torch.stack(tensor) if isinstance(tensor, list) else tensor
+        published |= _split(name, values)
+    return published
+
+
+_JOINED = {
+    "block_sparse_moe.input_linear": "mlp.experts.{}_proj",
+    "shared_mlp.input_linear": "mlp.shared_experts.{}_proj",
+}
+"""Tensors of Granite that hold gates, and ups behind them, with names that the package knows for each."""
+
+
+def _split(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    if re.search(r"\.experts\.(gate_up|down)_proj(_bias)?$", name):
+        return _experts_apart(name, values)
+    for joined, apart in _JOINED.items():
+        if joined in name:
+            halves = zip(("gate", "up"), values.chunk(2, dim=-2), strict=True)
+            return {name.replace(joined, apart.format(part)): half for part, half in halves}
+    return {name: values}
+
+
+def _experts_apart(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors of gpt-oss and Llama 4, with inputs behind and gates apart from ups."""
+    stem, _, end = name.rpartition(".")
+    takes_turns = "mlp" in stem
+    behind = "bias" if end.endswith("_bias") else "weight"
+    if behind == "weight":
+        values = values.transpose(-1, -2)
+    rows = -1 if behind == "bias" else -2
+    if end.startswith("down"):
+        return {f"{stem}.down_proj.{behind}": values}
+    half = values.shape[rows] // 2
+    turns = values.unflatten(rows, (half, 2) if takes_turns else (2, half))
+    gate, up = turns.unbind(rows if takes_turns else rows - 1)
+    return {f"{stem}.gate_proj.{behind}": gate, f"{stem}.up_proj.{behind}": up}
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def quantized(values: np.ndarray, kind: Kind) -> np.ndarray:
@@ -71,7 +207,7 @@ def quantized(values: np.ndarray, kind: Kind) -> np.ndarray:
     for at in HALVES[kind]:
         halves = rng.uniform(1e-4, 5e-4, num_blocks).astype(np.float16)
         blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
-    return blocks.reshape(values.shape[0], -1)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def _neighbours(values: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -80,32 +216,99 @@ def _neighbours(values: torch.Tensor, num_heads: int) -> torch.Tensor:
     return heads.transpose(1, 2).reshape(values.shape)
 
 
+def _rope(config: Any) -> dict[str, Any]:
+    """The rotary table, of two that of layers that see all."""
+    rope: dict[str, Any] = config.rope_parameters
+    return rope.get("full_attention", rope)
+
+
+def _inner_size(config: Any) -> int:
+    """Inner channels of a dense MLP."""
+    size: int = config.intermediate_size
+    if config.model_type == "lfm2" and config.block_auto_adjust_ff_dim:
+        size = int(config.block_ffn_dim_multiplier * int(2 * size / 3))
+        size = -(-size // config.block_multiple_of) * config.block_multiple_of
+    return size
+
+
 def _add_shape(writer: GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
+    rope = _rope(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers + _num_extra(config))
+    writer.add_feed_forward_length(_inner_size(config))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if config.model_type == "lfm2":
+        heads = {"full_attention": config.num_key_value_heads, "conv": 0}
+        writer.add_head_count_kv([heads[kind] for kind in config.layer_types])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    elif config.model_type == "granitemoehybrid":
+        writer.add_head_count_kv([config.num_key_value_heads] * config.num_hidden_layers)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    rms_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None)
+    if rms_eps is not None:
+        writer.add_layer_norm_rms_eps(rms_eps)
+    else:
+        writer.add_layer_norm_eps(config.layer_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
+    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if (inner := getattr(config, "moe_intermediate_size", None)) is not None:
+        writer.add_expert_feed_forward_length(inner)
+    if config.model_type in ("llama4_text", "gpt_oss"):
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "llama4_text":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config.model_type == "mistral" and config.sliding_window:
+    if config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        lengthened = config.max_position_embeddings / rope["original_max_position_embeddings"]
+        root = 1 + math.log(lengthened) / math.log(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(math.sqrt(root))
+    if config.model_type in _WINDOWED and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type in ("olmo3", "exaone4") and config.sliding_window:
+        writer.add_sliding_window_pattern([kind[0] == "s" for kind in config.layer_types])
+    for name, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
+        ("use_parallel_residual", writer.add_parallel_residual),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("n_shared_experts", writer.add_expert_shared_count),
+        ("first_k_dense_replace", writer.add_leading_dense_block_count),
+        ("routed_scaling_factor", writer.add_expert_weights_scale),
+        ("num_nextn_predict_layers", writer.add_nextn_predict_layers),
+    ):
+        if getattr(config, name, None) is not None:
+            add(getattr(config, name))
 
 
 def _frequency_factors(config: Any) -> np.ndarray | None:
     """Divisors of each frequency in Llama 3.1."""
-    rope = config.rope_parameters
+    rope = _rope(config)
     if rope["rope_type"] != "llama3":
         return None
     frequencies = rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2) / config.head_dim)

@@ -22,6 +22,7 @@ from pagoda.engine.vocabulary import TokenTexts
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest, TokenChunk
+from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, TokenMasks
@@ -34,6 +35,10 @@ from pagoda.worker.stages import StageState
 
 CONTEXT = 96
 """Tokens of the longest sequence of `engine`."""
+
+
+def _run(runner: Any, plan: StepPlan, before: StageState | None) -> Any:
+    return runner.submit(plan).result(before)
 
 
 class InProcessExecutor:
@@ -100,10 +105,10 @@ class InProcessExecutor:
     def _step(self, plan: StepPlan) -> None:
         states: list[StageState | None] = [None] * len(self.stages[0])
         for stage in self.stages[:-1]:
-            computed = self._pool.map(StageRunner.step, stage, repeat(plan), states)
+            computed = self._pool.map(_run, stage, repeat(plan), states)
             states = [replace(state, hidden=state.hidden.clone()) for state in computed]
         last = self.stages[-1]
-        results = list(self._pool.map(Runner.step, last, repeat(plan), states))
+        results = list(self._pool.map(_run, last, repeat(plan), states))
         for result in results:
             assert (result.slots, result.token_ids) == (results[0].slots, results[0].token_ids)
         self._events.append(results[0])
@@ -175,7 +180,9 @@ class InProcessEngine:
 
     def chunks(self, requests: Sequence[GenerateRequest]) -> Iterator[TokenChunk]:
         for request in requests:
-            self._core.add(request)
+            refused = self._core.add(request)
+            if isinstance(refused, list) and any(chunk.error is not None for chunk in refused):
+                raise RuntimeError(refused[0].error)
         running = {request.request_id for request in requests}
         while running:
             for chunk in self._core.step():
@@ -187,6 +194,16 @@ class InProcessEngine:
 
     def load(self) -> LoadReport:
         return self._core.load()
+
+    @property
+    def gives_back(self) -> bool:
+        """True if some layers have a window, so that requests hold little of what is behind it."""
+        return not all(group.keeps_all for group in self.kv_groups)
+
+    @property
+    def kv_groups(self) -> Sequence[KVGroup]:
+        assert self._core.scheduler is not None
+        return self._core.scheduler.kv.groups
 
 
 def engine(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,8 @@ from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import Jobs
-from pagoda.worker.kv.memory import KVMemory, SharedKVMemory, shares_kv
+from pagoda.worker.kv.memory import KVAllocation, shares_kv
+from pagoda.worker.kv.store import KVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
 from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
 
@@ -45,13 +46,26 @@ class Rank:
     caches: list[KVCache]
     handoff: KVHandoff
 
-    def tensors(self) -> list[tuple[int, str, Tensor]]:
-        """Layer, kind and bytes [blocks, heads, ...] of each."""
+    def tensors(self) -> list[tuple[dict[int, int], str, Tensor]]:
+        """Layers by KV group, kind and bytes [blocks, heads, ...] of each."""
+        layers: list[dict[int, int]] = [{} for _ in self.caches]
+        for layer, (group, place) in zip(
+            self.plan.shard.layers, self.plan.layer_places, strict=True
+        ):
+            layers[place][group] = layer
         return [
-            (layer, kind, tensor.view(torch.uint8))
-            for layer, cache in zip(self.plan.shard.layers, self.caches, strict=True)
+            (at_place, kind, tensor.view(torch.uint8))
+            for at_place, cache in zip(layers, self.caches, strict=True)
             for kind, tensor in cache.tensors.items()
         ]
+
+    def fill(self) -> None:
+        """Blocks are of the KV groups in turn."""
+        num_groups = len(self.plan.kv_groups)
+        for layers, kind, tensor in self.tensors():
+            tensor.zero_()
+            for group, layer in layers.items():
+                tensor[group::num_groups] = self.whole(layer, kind, tensor)[group::num_groups]
 
     def whole(self, layer: int, kind: str, like: Tensor) -> Tensor:
         """KV of these blocks, of this rank's heads."""
@@ -90,7 +104,7 @@ class Engine:
         self._ended = threading.Semaphore(0)
         self.jobs = [Jobs(self._ended.release) for _ in self.ranks]
         self.workers = [
-            TransferWorker(KVTiers(KVMemory(rank.caches), None, None), rank.handoff, jobs)
+            TransferWorker(KVTiers(KVStore(rank.caches), None, None), rank.handoff, jobs)
             for rank, jobs in zip(self.ranks, self.jobs, strict=True)
         ]
         self._next_id = 0
@@ -123,8 +137,9 @@ class Engine:
         targets: Sequence[int],
         peer_id: str = "prefill-1",
         after_step: int = -1,
+        group: int = 0,
     ) -> int:
-        remote, local = RemoteBlocks(peer_id, list(sources)), DeviceBlocks(list(targets))
+        remote, local = RemoteBlocks(peer_id, list(sources), group), DeviceBlocks(list(targets))
         transfer = Transfer(self._next_id, 3, remote, local, after_step)
         self._next_id += 1
         for worker in self.workers:
@@ -145,8 +160,10 @@ class Engine:
     def has_ended(self) -> bool:
         return self._ended.acquire(blocking=False)
 
-    def read(self, sources: Sequence[int], targets: Sequence[int]) -> list[TransferEnd]:
-        transfer_id = self.begin(sources, targets)
+    def read(
+        self, sources: Sequence[int], targets: Sequence[int], group: int = 0
+    ) -> list[TransferEnd]:
+        transfer_id = self.begin(sources, targets, group=group)
         return self.wait()[transfer_id]
 
     def read_and_check(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -155,12 +172,18 @@ class Engine:
 
     def check(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """The targets hold what the sources do, byte for byte, and no other block has changed."""
+        self.check_groups({0: (sources, targets)})
+
+    def check_groups(self, read: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> None:
+        """As `check`, of what was read of each KV group."""
         for rank in self.ranks:
-            for layer, kind, tensor in rank.tensors():
+            for layers, kind, tensor in rank.tensors():
                 expected = torch.zeros_like(tensor)
-                if targets:
-                    expected[list(targets)] = rank.whole(layer, kind, tensor)[list(sources)]
-                assert torch.equal(tensor, expected), (rank.plan.config.place, layer, kind)
+                for group, (sources, targets) in read.items():
+                    if targets and group in layers:
+                        whole = rank.whole(layers[group], kind, tensor)
+                        expected[list(targets)] = whole[list(sources)]
+                assert torch.equal(tensor, expected), (rank.plan.config.place, layers, kind)
 
     def close_exports(self) -> None:
         for rank in self.ranks:
@@ -174,22 +197,22 @@ class Engine:
 def _make_rank(config: WorkerConfig, role: Role) -> Rank:
     plan = plan_worker(config)
     backend, _ = choose_backend(config.backend)
-    num_bytes = NUM_BLOCKS * plan.block_size * plan.kv_bytes_per_token
-    shared = SharedKVMemory(num_bytes, 4 * len(plan.shard.layers)) if shares_kv(config) else None
-    new = () if shared is None else (shared.new_tensor,)
+    allocation = KVAllocation(
+        NUM_BLOCKS * plan.bytes_per_block, 4 * len(plan.shard.layers), shared=shares_kv(config)
+    )
     shape = NUM_BLOCKS, plan.block_size, plan.shard.num_kv_heads, plan.shard.config.head_dim
     caches = [
-        backend.allocate_kv_cache(*shape, plan.dtype, plan.kv_dtype, *new)
-        for _ in plan.shard.layers
+        backend.allocate_kv_cache(*shape, plan.dtype, plan.kv_dtype, allocation.new_tensor)
+        for _ in range(1 + max(place for _, place in plan.layer_places))
     ]
     handoff = KVHandoff(
-        config.kv_handoff, plan, LoadedWorker(None, READY, caches, None, None, shared)
+        config.kv_handoff, plan, LoadedWorker(None, READY, KVStore(caches, allocation), None, None)
     )  # type: ignore[arg-type]
     rank = Rank(plan, caches, handoff)
-    for layer, kind, tensor in rank.tensors():
-        if role.holds_kv:
-            tensor.copy_(rank.whole(layer, kind, tensor))
-        else:
+    if role.holds_kv:
+        rank.fill()
+    else:
+        for _, _, tensor in rank.tensors():
             tensor.zero_()
     return rank
 

@@ -46,7 +46,7 @@ class Replica:
 
     def answer(self, prompt: list[int], blocks: list[int], num_cached: int = 0) -> TokenLogprobs:
         """Computes the tokens behind those cached in the first blocks; the distribution of the next one."""
-        start = SlotStart(0, prompt, len(prompt), num_cached, blocks, SAMPLING)
+        start = SlotStart(0, prompt, len(prompt), num_cached, [blocks], SAMPLING)
         plan = StepPlan(
             self.num_steps,
             [0],
@@ -59,7 +59,7 @@ class Replica:
         result = next_event(self.executor)
         assert isinstance(result, StepResult)
         assert not result.errors
-        return result.logprobs[0]
+        return result.logprobs[0][0]
 
     def copy(
         self, source: TransferPlace, target: TransferPlace, after_step: int = -1

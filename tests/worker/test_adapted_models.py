@@ -206,7 +206,7 @@ def _steps(runner: Runner, chosen: list[int], adapters: list[str], chunk: int) -
             prompts[slot],
             len(prompts[slot]),
             0,
-            list(range(4 * slot, 4 * slot + 4)),
+            [list(range(4 * slot, 4 * slot + 4))],
             sampling,
             adapter=adapters[slot],
         )
@@ -217,15 +217,15 @@ def _steps(runner: Runner, chosen: list[int], adapters: list[str], chunk: int) -
     while any(len(drawn[slot]) < 4 for slot in chosen):
         active = [slot for slot in chosen if len(drawn[slot]) < 4]
         shares = [min(chunk, len(prompts[s]) + len(drawn[s]) - computed[s]) for s in active]
-        result = runner.step(StepPlan(step, active, shares, starts if step == 0 else []))
+        result = runner.submit(StepPlan(step, active, shares, starts if step == 0 else [])).result()
         assert isinstance(result, StepResult)
         assert not result.errors
         for slot, share in zip(active, shares, strict=True):
             computed[slot] += share
         for slot in result.slots:
-            drawn[slot].append(result.logprobs[slot])
+            drawn[slot] += result.logprobs[slot]
         step += 1
-    runner.step(StepPlan(step, [], [], freed_slots=chosen))
+    runner.submit(StepPlan(step, [], [], freed_slots=chosen)).result()
     return drawn
 
 

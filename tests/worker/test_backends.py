@@ -45,7 +45,9 @@ def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch, backend
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--backend must be one of auto, cpu, reference, got 'x'"):
+    with pytest.raises(
+        ConfigError, match=r"--backend must be one of auto, cpu, reference.*, got 'x'"
+    ):
         choose_backend("x")
 
 
@@ -53,4 +55,13 @@ def test_the_line_that_doctor_prints() -> None:
     command = [sys.executable, "-m", "pagoda.worker.backends"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     line = choose_backend("auto")[1]
-    assert done.stdout.startswith(line[: line.index(", ")])
+    assert done.stdout.splitlines()[-1].startswith(line[: line.index(", ")])
+
+
+def test_every_backend_that_is_installed_has_a_line() -> None:
+    command = [sys.executable, "-m", "pagoda.worker.backends"]
+    *lines, _ = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert lines[1].startswith("reference: reference on cpu, ")
+    assert lines[0].startswith("cpu: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import family_models
 import pytest
 import torch
 from driver import Driver, load
@@ -49,6 +50,14 @@ def _kl(reference: Path, model: Path, **options: Any) -> float:
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "mixtral", "qwen3-moe"])
 def test_int4_is_closer_by_a_text(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
+    plain = _kl(tmp_path, tmp_path, quantization="int4")
+    calibrated = _kl(tmp_path, tmp_path, quantization="int4", calibration_windows=_windows())
+    assert calibrated < 0.95 * plain
+
+
+def test_a_model_with_states_is_closer_by_a_text(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "block_multiple_of": 128}
+    family_models.make_model("lfm2", **sizes).save_pretrained(tmp_path)
     plain = _kl(tmp_path, tmp_path, quantization="int4")
     calibrated = _kl(tmp_path, tmp_path, quantization="int4", calibration_windows=_windows())
     assert calibrated < 0.95 * plain

@@ -84,8 +84,48 @@ def test_masks_are_found_among_later_orders(ends: tuple[EngineSide, EngineLink])
     engine.say(TokenMasks(5, {}, {0: 7}))
     assert link.await_masks(4) == TokenMasks(4, {0: b"\x01"})
     assert link.await_masks(5) == TokenMasks(5, {}, {0: 7})
-    assert link.receive() == TokenMasks(3)
     assert link.receive() == plan
+
+
+def test_masks_that_come_while_a_stage_is_awaited_are_kept(
+    ends: tuple[EngineSide, EngineLink],
+) -> None:
+    engine, link = ends
+    link.send(ClockPing(0))
+    engine.hear()
+    bell = os.eventfd(0)
+    try:
+        engine.say(TokenMasks(5, {0: b"\x01"}))
+        engine.say(StepPlan(6, [0], [1]))
+        assert isinstance(link.receive([bell]), StepPlan)
+        os.eventfd_write(bell, 1)
+        assert link.receive([bell]) is None
+        assert link.await_masks(5) == TokenMasks(5, {0: b"\x01"})
+    finally:
+        os.close(bell)
+
+
+def test_only_waiting_for_an_order_is_idle(
+    ends: tuple[EngineSide, EngineLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, link = ends
+    link.send(ClockPing(2))
+    engine.hear()
+    times = iter((10.0, 13.0))
+
+    def clock() -> float:
+        now = next(times)
+        if now == 10.0:  # the link has nothing to do, and begins to wait
+            engine.say(StopTrace())
+        return now
+
+    monkeypatch.setattr(engine_link.time, "monotonic", clock)
+    assert isinstance(link.receive(), StopTrace)
+    assert link.take_idle() == 3.0
+    engine.say(StopTrace())
+    assert link._socket.poll()
+    assert isinstance(link.receive(), StopTrace)
+    assert link.take_idle() == 0.0
 
 
 def test_what_is_readable_beside_the_engine_wakes(ends: tuple[EngineSide, EngineLink]) -> None:

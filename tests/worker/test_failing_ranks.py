@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -29,7 +29,16 @@ POISON = VOCAB - 1
 """A token whose embedding is NaN; the last of several ranks has it."""
 SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=10_000)
 IMPOSSIBLE = SamplingParams(seed=0, allowed_token_ids=(5000,))
+_T = TypeVar("_T")
 TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+@dataclass(frozen=True)
+class _Done:
+    done: StepResult
+
+    def result(self) -> StepResult:
+        return self.done
 
 
 @dataclass
@@ -44,13 +53,13 @@ class _Ranks:
     def last(self) -> list[Runner]:
         return [rank for rank in self.executor.stages[-1] if isinstance(rank, Runner)]
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> _Done:
         appended = [(s, token) for s, token in self.drawn.items() if s not in plan.freed_slots]
         self.executor.submit(msgspec.structs.replace(plan, new_tokens=appended))
         (result,) = self.executor.poll()
         assert isinstance(result, StepResult)
-        self.drawn = dict(zip(result.slots, result.token_ids, strict=True))
-        return result
+        self.drawn = {s: t for s, (t,) in zip(result.slots, result.token_ids, strict=True)}
+        return _Done(result)
 
 
 @pytest.fixture(scope="module")
@@ -153,26 +162,15 @@ def test_a_failed_slot_in_a_plan_takes_no_rows_of_others(
     assert all(not r.errors for r in driver.results[1:])
 
 
-class _PoisonedHead:
-    """A backend whose part of the logits is NaN in some rows."""
+def _poisoned(compute: Callable[[Tensor], _T], row: int) -> Callable[[Tensor], _T]:
+    """What a head computes where a row of this rank's hidden states is NaN."""
 
-    def __init__(self, backend: Any, greedy: int, other: int) -> None:
-        """Poisons row `greedy` of the argmax, and row `other` of the logits."""
-        self._backend, self._greedy, self._other = backend, greedy, other
+    def computed(hidden: Tensor) -> _T:
+        hidden = hidden.clone()
+        hidden[row] = torch.nan
+        return compute(hidden)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def linear(self, x: Tensor, weight: Any) -> Tensor:
-        out: Tensor = self._backend.linear(x, weight)
-        out[self._other, 3] = torch.nan
-        return out
-
-    def argmax(self, x: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, values, finite = self._backend.argmax(x, weight)
-        finite[self._greedy] = False
-        values[self._greedy] = torch.nan
-        return tokens, values, finite
+    return computed
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -182,10 +180,10 @@ def test_nan_in_the_share_of_one_rank(ranks: MakeRanks, rank: int, pp: int) -> N
     several = ranks(2, pp)
     driver = _driver(several, SAMPLED)
     model: Any = several.last[rank].model
-    sound = model.backend
-    model.backend = _PoisonedHead(sound, 1, 0)
-    result = driver.step({0: 3, 1: 9, 2: 5, 3: 17})
-    model.backend = sound
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "argmax", _poisoned(model.argmax, 1))
+        patch.setattr(model, "logits", _poisoned(model.logits, 0))
+        result = driver.step({0: 3, 1: 9, 2: 5, 3: 17})
     assert (result.slots, result.errors) == ([0, 3], {1: NOT_FINITE, 2: NOT_FINITE})
     driver.free(1)
     driver.free(2)

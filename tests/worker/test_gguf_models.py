@@ -23,7 +23,7 @@ from gguf_files import finish
 from gguf_models import save_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model, save_model
+from tiny_models import FAMILIES, continuation, make_model, save_model
 
 from pagoda.backend.weights import (
     BlockWeight,
@@ -33,18 +33,18 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.gguf.config import gguf_model_config, held_as
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES, read_gguf
-from pagoda.checkpoints.model_config import LinearSpec, Role
+from pagoda.checkpoints.model_spec import LinearSpec, Role
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.ggml_blocks import linear_weight
 from pagoda.model.gguf_weights import GgufWeights
 
-IN_GGUF = [name for name in FAMILIES if name not in ("qwen2-windowed", *WITH_EXPERTS)]
-"""A GGUF file cannot say that only some layers have windows; experts are not read from one."""
+IN_GGUF = [name for name in FAMILIES if "windowed" not in name and name != "qwen3-moe-mixed"]
+"""A GGUF file cannot say that only some layers have windows or experts."""
 
 TYPES = (
     *(Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q5_0, Kind.Q5_1, Kind.Q5_K),
-    *(Kind.Q8_0, Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS),
+    *(Kind.Q8_0, Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4),
 )
 
 # ---- weights
@@ -52,7 +52,7 @@ TYPES = (
 
 def _weights(path: Path) -> GgufWeights:
     file = read_gguf(path)
-    return GgufWeights(file, gguf_model_config(file))
+    return GgufWeights(file)
 
 
 def _save_layers(path: Path, kind: Kind) -> dict[str, np.ndarray]:
@@ -97,9 +97,10 @@ def test_rows_of_queries_and_keys_are_put_back(kind: Kind, name: str, tmp_path: 
     if name != "v":
         neighbours = expected.reshape(-1, 32, 2, 256)
         expected = neighbours.transpose(0, 2, 1, 3).reshape(expected.shape)
-    out = torch.empty(expected.shape)
-    _weights(path).read_into(f"blk.0.attn_{name}.weight", out)
-    np.testing.assert_array_equal(out.numpy(), expected)
+    config = gguf_model_config(read_gguf(path))
+    linear = dict(zip("qkv", config.attention_linears(0)[:3], strict=True))[name]
+    weight = _weights(path).linear(linear, torch.float32)
+    np.testing.assert_array_equal(dequantize(weight).numpy(), expected)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
@@ -107,6 +108,8 @@ def test_blocks_of_any_bytes_are_those_of_the_package(kind: Kind) -> None:
     """All scales and minima that finite halves allow, the smallest too."""
     _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(kind).integers(0, 256, (64, num_bytes), dtype=np.uint8)
+    if kind is Kind.MXFP4:  # float16 holds these scales
+        blocks[:, 0] = 104 + blocks[:, 0] % 40
     with np.errstate(invalid="ignore"):
         expected = gguf.dequantize(blocks, kind)
     finite = np.isfinite(expected).all(axis=1)
@@ -125,10 +128,10 @@ def test_the_config_is_that_of_the_directory(family: str, tmp_path: Path) -> Non
         gguf_model_config(read_gguf(tmp_path / "m.gguf")),
         read_model_config(tmp_path),
     )
-    assert config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
-    file_says = {"names": config.names, "dtype": "bfloat16", "rms_norm_eps": config.rms_norm_eps}
+    assert config.norm.eps == pytest.approx(expected.norm.eps)
+    file_says = {"names": config.names, "dtype": "bfloat16", "norm": config.norm}
     if family == "llama3-rope":  # a tensor of factors instead of a scaling
-        file_says["rope_scaling"] = config.rope_scaling
+        file_says["rotary"] = config.rotary
     assert config == replace(expected, **file_says)
 
 
@@ -282,6 +285,34 @@ def test_tensors_that_do_not_fit_are_one_sentence(
     assert text.endswith(message)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("output.bias", "output_norm.bias", "blk.0.attn_norm.bias", "blk.0.attn_q_norm.bias"),
+        *("blk.0.ffn_gate_inp.bias", "blk.9.attn_norm.weight", "blk.1.shortconv.conv.bias"),
+    ],
+)
+def test_biases_that_nothing_would_add(name: str, tmp_path: Path) -> None:
+    text = _refused(tmp_path, **{name: np.ones(64, dtype=np.float32)})
+    assert f"has a tensor {name!r}, which is in no model" in text
+
+
+def test_biases_of_every_layer_count(tmp_path: Path) -> None:
+    """The first layer has biases of queries, keys and values."""
+
+    def change(name: str, data: np.ndarray) -> np.ndarray | None:
+        return None if name.startswith("blk.0.attn_") and name.endswith(".bias") else data
+
+    whole = tmp_path / "whole.gguf"
+    assert "attn_v.bias" in _refused(
+        tmp_path, lambda name, data: None if name == "blk.1.attn_v.bias" else data
+    )
+    path = tmp_path / "first.gguf"
+    _copy(whole, GGUFWriter(path, "llama"), change, {})
+    flags = [layer.attention.qkv_bias for layer in gguf_model_config(read_gguf(path)).layers]
+    assert flags == [False, True]
+
+
 def test_tensors_that_no_model_has(tmp_path: Path) -> None:
     text = _refused(tmp_path, **{"blk.0.attn_sinks.weight": np.zeros(9, dtype=np.float32)})
     assert "has a tensor 'blk.0.attn_sinks.weight', which is in no model" in text
@@ -307,3 +338,17 @@ def test_flipped_bytes_are_refused_or_loaded(
     flipped.write_bytes(data)
     with contextlib.suppress(ConfigError):
         load(flipped, dtype="float32", max_model_len=1, num_blocks=8)
+
+
+def test_weights_of_experts_are_renormalized_as_files_say(tmp_path: Path) -> None:
+    save_gguf(make_model("qwen3-moe"), tmp_path / "whole.gguf")
+    for said in (True, False):
+        path = tmp_path / f"{said}.gguf"
+        writer = GGUFWriter(path, "qwen3moe")
+        writer.add_bool("qwen3moe.expert_weights_norm", said)
+        _copy(tmp_path / "whole.gguf", writer)
+    gguf_model_config(read_gguf(tmp_path / "True.gguf"))
+    with pytest.raises(
+        ConfigError, match=r"qwen3moe\.expert_weights_norm is not supported; .* true"
+    ):
+        gguf_model_config(read_gguf(tmp_path / "False.gguf"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from family_models import make_model as make_family
 from kv_ranks import NUM_BLOCKS, Engine, topology
 from tiny_models import make_model, save_model
 
@@ -40,6 +41,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("two")
     save_model("qwen3", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("windows")
+    make_family("gemma3").save_pretrained(directory)
     return directory
 
 
@@ -101,6 +109,32 @@ def test_any_topology_reads_any_other(
 ) -> None:
     _, engine = both(make, model, prefill, decode, transports=(transport,))
     engine.read_and_check(SOURCES, TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (topology(), topology()),
+        (topology(tp=2), topology(pp=2)),
+        (topology(pp=3), topology(tp=2)),
+        (topology(pp=2), topology(tp=2, pp=3)),
+    ],
+    ids=names,
+)
+def test_layers_of_several_groups_share_memory(
+    make: MakeEngine, windows: Path, prefill: ParallelConfig, decode: ParallelConfig
+) -> None:
+    """Layers of some groups are on other stages there than here, and some ranks have none of a group."""
+    _, engine = both(make, windows, prefill, decode, max_model_len=32)
+    num_groups = len(engine.ranks[0].plan.kv_groups)
+    assert num_groups == 6
+    read = {group: ([group + 6], [5 - group]) for group in range(num_groups)}
+    read[2] = ([2, 8], [9, 3])
+    ids = [engine.begin(*blocks, group=group) for group, blocks in read.items()]
+    ends = engine.wait(len(read))
+    assert sorted(ends) == ids
+    assert all(not end.failed for several in ends.values() for end in several)
+    engine.check_groups(read)
 
 
 @pytest.mark.parametrize(

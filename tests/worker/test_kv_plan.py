@@ -13,7 +13,6 @@ from pagoda.worker.kv.plan import (
     OwnPart,
     PlanError,
     Run,
-    block_bytes,
     find_runs,
     make_spans,
     plan_slices,
@@ -33,7 +32,15 @@ def make_rank(layers: range, heads: range, *, filled: bool) -> Memory:
     memory: Memory = []
     for layer in layers:
         for kind, head_bytes in HEAD_BYTES.items():
-            part = KVPart(layer, kind, heads.start, len(heads), head_bytes)
+            part = KVPart(
+                layer,
+                kind,
+                heads.start,
+                len(heads),
+                head_bytes,
+                region=len(memory),
+                stride=len(heads) * head_bytes,
+            )
             data = b"".join(
                 content(layer, kind, block, head) if filled else bytes(head_bytes)
                 for block in range(NUM_BLOCKS)
@@ -93,16 +100,16 @@ def test_every_rank_gets_what_it_needs(
                 index, at = divmod(span.target, 10_000)
                 own[index][1][at : at + span.num_bytes] = memory[span.offset :][: span.num_bytes]
                 read += span.num_bytes
-        assert read == len(pairs) * sum(block_bytes(part) for part, _ in own), "nothing twice"
+        assert read == len(pairs) * sum(part.num_bytes for part, _ in own), "nothing twice"
         for part, memory in own:
-            size = block_bytes(part)
+            size = part.num_bytes
             for there, here in pairs:
                 wanted = [content(part.layer, part.kind, there, head) for head in heads]
                 assert memory[here * size : (here + 1) * size] == b"".join(wanted)
 
 
 def test_blocks_that_follow_one_another_are_one_span() -> None:
-    parts = [OwnPart(KVPart(0, "keys", 0, 2, 6), 1000, 8)]
+    parts = [OwnPart(KVPart(0, "keys", 0, 2, 6, stride=12), 1000, 8)]
     peer = KVPeer(
         peer_id="p", ranks=(KVRank(parts=(parts[0].part,), num_blocks=8, descriptors={}),)
     )
@@ -114,10 +121,16 @@ def test_blocks_that_follow_one_another_are_one_span() -> None:
 
 def test_ranks_that_have_the_same_heads_share_the_work() -> None:
     """Four ranks here, two of which have each head; there two ranks have all of them."""
-    whole = KVRank(parts=(KVPart(0, "keys", 0, 2, 6),), num_blocks=8, descriptors={})
+    whole = KVRank(parts=(KVPart(0, "keys", 0, 2, 6, stride=12),), num_blocks=8, descriptors={})
     peer = KVPeer(peer_id="p", ranks=(whole, whole))
     chosen = [
-        next(iter(plan_slices([OwnPart(KVPart(0, "keys", rank // 2, 1, 6), 0, 8)], rank, peer)))
+        next(
+            iter(
+                plan_slices(
+                    [OwnPart(KVPart(0, "keys", rank // 2, 1, 6, stride=6), 0, 8)], rank, peer
+                )
+            )
+        )
         for rank in range(4)
     ]
     assert sorted(chosen) == [0, 0, 1, 1]
@@ -139,14 +152,14 @@ def test_runs_are_as_long_as_they_can_be() -> None:
 @pytest.mark.parametrize(
     ("theirs", "clause"),
     [
-        (KVPart(0, "keys", 0, 1, 6), "it has no keys of head 1 of layer 0"),
-        (KVPart(1, "keys", 0, 2, 6), "it has no keys of head 0 of layer 0"),
-        (KVPart(0, "values", 0, 2, 6), "it has no keys of head 0 of layer 0"),
-        (KVPart(0, "keys", 0, 2, 8), "8 bytes per block, here they have 6"),
+        (KVPart(0, "keys", 0, 1, 6, stride=6), "it has no keys of head 1 of layer 0"),
+        (KVPart(1, "keys", 0, 2, 6, stride=12), "it has no keys of head 0 of layer 0"),
+        (KVPart(0, "values", 0, 2, 6, stride=12), "it has no keys of head 0 of layer 0"),
+        (KVPart(0, "keys", 0, 2, 8, stride=16), "8 bytes per block, here they have 6"),
     ],
 )
 def test_kv_that_does_not_fit(theirs: KVPart, clause: str) -> None:
     rank = KVRank(parts=(theirs,), num_blocks=8, descriptors={})
-    parts = [OwnPart(KVPart(0, "keys", 0, 2, 6), 0, 8)]
+    parts = [OwnPart(KVPart(0, "keys", 0, 2, 6, stride=12), 0, 8)]
     with pytest.raises(PlanError, match=clause):
         plan_slices(parts, 0, KVPeer(peer_id="p", ranks=(rank,)))

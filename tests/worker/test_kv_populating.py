@@ -13,9 +13,10 @@ from pagoda.backend.base import KVCache
 from pagoda.backend.cpu.native import load_native
 from pagoda.devices import BackendUnavailableError
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import SlotStart, StepPlan
+from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
 from pagoda.worker.kv import populating
 from pagoda.worker.kv.populating import KVPopulator
+from pagoda.worker.kv.store import KVStore
 
 PAGE = mmap.PAGESIZE
 NUM_BLOCKS, BLOCK_SIZE = 32, 16
@@ -35,8 +36,11 @@ class Cache:
 
     def __init__(self, layers: int = 2) -> None:
         self.maps = [self._map() for _ in range(2 * layers)]
-        tensors = [torch.frombuffer(m, dtype=torch.uint8).view(NUM_BLOCKS, -1) for m in self.maps]
+        tensors = [
+            torch.frombuffer(m, dtype=torch.uint8).view(NUM_BLOCKS, 1, -1) for m in self.maps
+        ]
         self.caches = [KVCache(*tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
+        self.store = KVStore(self.caches)
 
     def _map(self) -> mmap.mmap:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -65,14 +69,14 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _plan(*block_ids: int, new: tuple[int, ...] = ()) -> StepPlan:
-    start = SlotStart(0, [1], 1, 0, list(block_ids), SamplingParams())
-    return StepPlan(0, [0], [1], [start], [(0, list(new))] if new else [])
+    start = SlotStart(0, [1], 1, 0, [list(block_ids)], SamplingParams())
+    return StepPlan(0, [0], [1], [start], [NewBlocks(0, 0, list(new))] if new else [])
 
 
 @pytest.mark.usefixtures("ahead")
 def test_blocks_are_ready_before_they_are_used() -> None:
     cache = Cache()
-    populator = KVPopulator(cache.caches, BLOCK_SIZE, available_bytes=lambda: 2**40)
+    populator = KVPopulator(cache.store, [BLOCK_SIZE], available_bytes=lambda: 2**40)
     assert cache.present() == [0, 0, 0, 0]
     populator.keep_ready_behind(-1)
     populator.wait()
@@ -91,10 +95,21 @@ def test_blocks_are_ready_before_they_are_used() -> None:
 
 
 @pytest.mark.usefixtures("ahead")
+def test_as_many_blocks_are_ready_as_the_tokens_take_in_all_groups() -> None:
+    cache = Cache()
+    populator = KVPopulator(
+        cache.store, [BLOCK_SIZE, BLOCK_SIZE, 4 * BLOCK_SIZE], available_bytes=lambda: 2**40
+    )
+    populator.keep_ready_behind(-1)
+    populator.wait()
+    assert cache.present() == [3 * (8 + 8 + 2)] * 4
+
+
+@pytest.mark.usefixtures("ahead")
 def test_a_cache_that_no_longer_fits_into_memory_is_left_alone() -> None:
     cache = Cache()
     free = 2 * 4 * NUM_BLOCKS * BLOCK_BYTES
-    populator = KVPopulator(cache.caches, BLOCK_SIZE, 2, available_bytes=lambda: free)
+    populator = KVPopulator(cache.store, [BLOCK_SIZE], 2, available_bytes=lambda: free)
     free -= 1
     populator.keep_ready_behind(-1)
     populator.wait()
@@ -120,7 +135,7 @@ def test_contents_stay_whoever_writes_meanwhile() -> None:
     counting = threading.Thread(target=count)
     counting.start()
     populators = [
-        KVPopulator(cache.caches, BLOCK_SIZE, available_bytes=lambda: 2**40) for _ in range(20)
+        KVPopulator(cache.store, [BLOCK_SIZE], available_bytes=lambda: 2**40) for _ in range(20)
     ]
     for populator in populators:
         populator.keep_ready_behind(NUM_BLOCKS)
@@ -133,7 +148,7 @@ def test_contents_stay_whoever_writes_meanwhile() -> None:
 def test_a_populator_that_goes_away_stops() -> None:
     cache = Cache()
     names = Path("/proc/self/task")
-    populator = KVPopulator(cache.caches, BLOCK_SIZE, available_bytes=lambda: 2**40)
+    populator = KVPopulator(cache.store, [BLOCK_SIZE], available_bytes=lambda: 2**40)
     populator.keep_ready_behind(-1)
     populator.wait()
 

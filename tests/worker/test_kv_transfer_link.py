@@ -96,7 +96,7 @@ def engine(keys: CurveKeys | None) -> Iterator[Engine]:
 def link(engine: Engine, keys: CurveKeys | None) -> Iterator[TransferThread]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     config = WorkerConfig(model="m", parallel=PARALLEL, place=RankPlace(tp=1), curve=keys)
-    spans = TransferSpans(Tracer("worker"), 1)
+    spans = TransferSpans(Tracer("worker"), 1, (1,))
     link = TransferThread(context, engine.address, config, Half, spans)
     yield link
     link.close()
@@ -141,7 +141,7 @@ class _Trace:
         ticks = itertools.count(1000, 1000)
         self._directory = directory
         self.tracer = Tracer("worker", clock_ns=lambda: next(ticks))
-        self.spans = TransferSpans(self.tracer, 100)
+        self.spans = TransferSpans(self.tracer, 100, (60, 40))
 
     def start(self) -> None:
         session = TraceSession(level=TraceLevel.E2E, directory=str(self._directory), run="run")
@@ -167,7 +167,7 @@ def test_each_transfer_is_a_span(tmp_path: Path) -> None:
     spans = [e for e in events if e.get("ph") == "X"]
     assert [(span["tid"], span["args"]) for span in spans] == [
         (rows[0], {"blocks": 2, "source": "device", "target": "host", "bytes": 200}),
-        (rows[0], {"blocks": 1, "source": "remote", "target": "device", "bytes": 100, "failed": 1}),
+        (rows[0], {"blocks": 1, "source": "remote", "target": "device", "bytes": 60, "failed": 1}),
         (rows[1], {"blocks": 1, "source": "disk", "target": "device", "bytes": 100}),
     ]
     first, second, beside = ((span["ts"], span["ts"] + span["dur"]) for span in spans)

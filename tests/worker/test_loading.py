@@ -8,17 +8,22 @@ import msgspec
 import pytest
 import torch
 from driver import Driver, load_config
+from family_models import make_model
+from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, save_model
 
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.errors import ConfigError
+from pagoda.messages.kv_groups import full_group
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.sharding import whole
+from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.loading import plan_worker
 from pagoda.worker.memory import choose_num_blocks, left_for_kv_cache, sampling_bytes
 
 CONFIG = WorkerConfig(model="", max_num_seqs=4)
 SIZES: dict[str, Any] = {
-    "block_size": 16,
+    "groups": [full_group(1, 16)],
     "bytes_per_block": 1024,
     "max_model_len": 100,
     "available_bytes": 100 * 1024,
@@ -118,7 +123,18 @@ def test_the_arena_holds_a_block_at_least(tmp_path: Path) -> None:
 def test_parameters_are_counted_without_loading_them(family: str, tmp_path: Path) -> None:
     model = save_model(family, tmp_path)
     expected = sum(parameter.numel() for parameter in model.parameters())
-    assert whole(read_model_config(tmp_path)).weight_bytes(None, 1) == expected
+    assert whole(read_model_config(tmp_path)).weight_bytes(None, 4) == 4 * expected
+
+
+def test_vectors_are_counted_in_float32_and_with_biases_of_experts(tmp_path: Path) -> None:
+    model = make_model("gpt-oss")
+    model.save_pretrained(tmp_path)
+    parameters = [*model.named_parameters()]
+    vectors = sum(each.numel() for name, each in parameters if each.ndim == 1 or "bias" in name)
+    everything = sum(each.numel() for _, each in parameters)
+    held = whole(read_model_config(tmp_path))
+    assert held.weight_bytes(None, 4) == 4 * everything
+    assert held.weight_bytes(None, 2) == 2 * (everything - vectors) + 4 * vectors
 
 
 def test_a_model_larger_than_memory_is_refused_unread(
@@ -148,7 +164,10 @@ def _load(directory: Path, **changes: Any) -> None:
         ),
         ({"load_format": "gguf"}, "--load-format must be auto or dummy, got 'gguf'."),
         ({"max_num_seqs": 10**9}, "--max-num-seqs must be from 1 to 4096, got 1000000000."),
-        ({"block_size": 24}, "--block-size must be one of 1, 2, 4, 8, 16, 32, 64, 128, got 24."),
+        (
+            {"block_size": 24},
+            "--block-size must be one of 1, 2, 4, 8, 16, 32, 64, 128, 256 ... 4096, got 24.",
+        ),
         ({"max_model_len": 513}, "--max-model-len must be from 1 to the model's own 512, got 513."),
         ({"max_model_len": 0}, "--max-model-len must be from 1 to the model's own 512, got 0."),
     ],
@@ -196,3 +215,46 @@ def test_the_checkpoint_says_the_dtype(tmp_path: Path) -> None:
     assert "bfloat16" in load_config(config)[1].summary
     wider = msgspec.structs.replace(config, dtype="float32")
     assert "float32" in load_config(wider)[1].summary
+
+
+def test_blocks_have_as_many_tokens_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    """Engines of different numbers of ranks hand blocks over; beyond KV heads only states are cut."""
+    make_model("lfm2", num_attention_heads=16, conv_L_cache=9).save_pretrained(tmp_path)
+    sizes = set()
+    for ranks in (1, 2, 4):
+        parallel = ParallelConfig(tensor_parallel_size=ranks)
+        config = WorkerConfig(
+            model=str(tmp_path), dtype="bfloat16", num_blocks=64, max_model_len=64
+        )
+        plan = plan_worker(msgspec.structs.replace(config, parallel=parallel))
+        sizes.add(plan.block_size)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("self_attn.q_norm.weight", "input_layernorm.bias", "mlp.experts.0.up_proj.weight"),
+        *("self_attn.q_proj.qweight_2", "mlp.gate.e_score_correction_bias"),
+    ],
+)
+def test_tensors_of_layers_that_nothing_is_computed_with(name: str, tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    path, name = tmp_path / "model.safetensors", f"model.layers.1.{name}"
+    tensors = load_file(path)
+    harmless = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "model.layers.0.post_attention_layernorm.bias": torch.zeros(64),
+        "model.layers.2.mlp.experts.0.up_proj.weight": torch.ones(4, 4),
+        "vision_tower.layers.0.weight": torch.ones(4),
+    }
+    layers = len(read_model_config(tmp_path).layers)
+    harmless = {key.replace(".2.", f".{layers}."): value for key, value in harmless.items()}
+    save_file(tensors | harmless, path, metadata={"format": "pt"})
+    _load(tmp_path)
+    save_file(tensors | {name: torch.ones(64)}, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as caught:
+        _load(tmp_path)
+    assert str(caught.value) == (
+        f"{path}: tensor {name} has no place in the LlamaForCausalLM that config.json calls for."
+    )

@@ -66,16 +66,18 @@ def test_prefix_cached(oracle: Oracle, start: Open) -> None:
 
 
 def test_preempted(oracle: Oracle, start: Open) -> None:
+    num_groups = len(start().kv_groups)
     for prefix_caching in (False, True):
         engine = start(
             block_size=4,
-            num_blocks=-(-CONTEXT // 4) + 3,
+            num_blocks=num_groups * -(-CONTEXT // 4) + 3,
             max_num_batched_tokens=64,
             enable_prefix_caching=prefix_caching,
         )
         assert engine.answer(oracle.requests) == oracle.expected
         load = engine.load()
-        assert load.num_preemptions > 0
+        # What lies behind windows may be enough for all.
+        assert load.num_preemptions > 0 or engine.gives_back
         assert (load.num_prefix_hit_tokens > 0) is prefix_caching
 
 

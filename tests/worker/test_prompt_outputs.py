@@ -17,6 +17,7 @@ import transformers
 from in_process import InProcessEngine, engine
 from tiny_models import FAMILIES, make_model
 
+from pagoda.frontend.pooling_files import read_pooling
 from pagoda.messages.frontend import GenerateRequest, Pooling, TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -185,7 +186,7 @@ def test_positions_that_the_sender_has_are_not_scored_again(small: Model, backen
     assert all(chunk.prompt_logprobs is None for chunk in started.chunks([done]))
 
 
-@pytest.mark.parametrize("pooling", Pooling)
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_num_batched_tokens": 7, "block_size": 4}, {"tp": 2, "pp": 2}],
@@ -211,6 +212,28 @@ def test_pooled_prompts(
             torch.testing.assert_close(torch.tensor(vector), expected, atol=1e-4, rtol=1e-4)
     has_hits = started.load().num_prefix_hit_tokens > 0
     assert has_hits is (pooling is Pooling.LAST)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_shard_size": "60KB"}], ids=["one file", "shards"])
+def test_files_of_an_embedding_model_may_lack_an_untied_head(
+    sizes: dict[str, str], tmp_path: Path
+) -> None:
+    """As Qwen3-Embedding-8B is published."""
+    decoder = make_model("qwen3-yarn").model
+    decoder.save_pretrained(tmp_path, **sizes)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said |= {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    modules = [{"type": "sentence_transformers.models.Transformer", "path": ""}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert not read_pooling(tmp_path).generates
+    request = _requests(max_tokens=0, pooling=Pooling.LAST)[3]
+    *_, chunk = engine(tmp_path, "auto", pp=2).chunks([request])
+    with torch.no_grad():
+        states = decoder(torch.tensor([request.prompt_token_ids])).last_hidden_state[0]
+    assert chunk.embedding is not None
+    vector = torch.tensor(array("f", chunk.embedding))
+    torch.testing.assert_close(vector, states[-1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])

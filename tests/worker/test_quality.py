@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import family_models
 import msgspec
 import pytest
 import torch
@@ -134,3 +135,18 @@ def test_models_of_other_vocabularies_do_not_compare(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"a vocabulary of 256 tokens and .* one of 320;"):
         compare(broken, lambda *_: None)
+
+
+def test_a_model_with_states_has_the_perplexity_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window is longer than two blocks of states, and is computed in many steps."""
+    monkeypatch.setattr("pagoda.worker.quality.TOKENS_AT_ONCE", 7)
+    oracle = family_models.make_model("lfm2")
+    oracle.save_pretrained(tmp_path)
+    config = msgspec.structs.replace(_config(tmp_path, _text(149)), context_len=150)
+    with torch.no_grad():
+        logits = oracle(torch.tensor([[1, *_text(149)]])).logits[0, :-1].log_softmax(-1)
+    loss = -logits.gather(1, torch.tensor(_text(149))[:, None]).mean().item()
+    found = compare(config, lambda *_: None).overall
+    assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-4)

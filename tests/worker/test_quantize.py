@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from driver import Driver, load
+from family_models import make_model as make_other_model
 from gguf_models import save_gguf
 from tiny_models import make_model, save_model
 
@@ -165,3 +166,11 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     for name in FORMATS:
         with pytest.raises(ConfigError, match=r"up_proj\.weight holds numbers that are infinite"):
             _quantize(tmp_path / "dense", tmp_path / name, format=name)
+
+
+def test_layers_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    make_other_model("phi3").save_pretrained(tmp_path / "dense")
+    with pytest.raises(
+        ConfigError, match=r"in one tensor \(model\.layers\.0\.self_attn\.qkv_proj\)"
+    ):
+        _quantize(tmp_path / "dense", tmp_path / "out", format="w8a16")

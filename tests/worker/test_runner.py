@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from driver import Driver, load
+from family_models import make_model
 from tiny_models import save_model
 from torch import Tensor
 
@@ -36,6 +37,15 @@ def _expected(directory: Path, count: int) -> list[list[int]]:
     driver = _started(load(directory))
     driver.run([0, 1, 2], count)
     return [driver.output(slot) for slot in range(3)]
+
+
+def test_a_step_of_a_model_with_states_is_not_computed_again_in_parts(tmp_path: Path) -> None:
+    """Its states may have moved on: the worker ends, and the engine finds out whose fault it is."""
+    make_model("lfm2").save_pretrained(tmp_path)
+    driver = _started(load(tmp_path))
+    driver.start(3, [320])  # not in the vocabulary: the embedding raises
+    with pytest.raises(IndexError, match="token id"):
+        driver.step({0: 3, 3: 1, 1: 4, 2: 2})
 
 
 def test_a_request_that_raises_fails_alone(
@@ -68,7 +78,7 @@ def test_what_is_computed_twice_is_remembered_and_counted_once(
 ) -> None:
     save_model("qwen3-moe", tmp_path)
 
-    def answers() -> list[tuple[list[int], list[int]]]:
+    def answers() -> list[tuple[list[list[int]], list[int]]]:
         driver = Driver(load(tmp_path))
         for slot, prompt in enumerate(PROMPTS):
             options = {"temperature": 1.5, "seed": slot, "frequency_penalty": 0.5}
@@ -93,7 +103,7 @@ def test_what_is_computed_twice_is_remembered_and_counted_once(
 def test_what_a_nan_request_left_in_the_cache_harms_nobody(directory: Path) -> None:
     expected = _expected(directory, 4)
     runner = load(directory)
-    for cache in runner.model.caches:
+    for _, cache, *_ in runner.model.caches:
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
     driver = _started(runner)
@@ -126,9 +136,9 @@ def test_min_tokens_reaches_the_sampler_with_eos(directory: Path) -> None:
 
 def test_a_plan_for_an_unknown_slot_is_an_error(directory: Path) -> None:
     runner = load(directory)
-    assert list(runner.step(StepPlan(0, [5], [1])).errors) == [5]
+    assert list(runner.submit(StepPlan(0, [5], [1])).result().errors) == [5]
     with pytest.raises(ValueError, match="Slot 5 is not in use"):
-        runner.step(StepPlan(1, [], [], freed_slots=[5]))
+        runner.submit(StepPlan(1, [], [], freed_slots=[5]))
 
 
 def test_the_whole_context_can_be_used(directory: Path) -> None:

@@ -29,7 +29,7 @@ def _start(
     **params: Any,
 ) -> SlotStart:
     sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 1000} | params)
-    return SlotStart(slot, [*prompt, *output], len(prompt), 0, [], sampling, eos)
+    return SlotStart(slot, [*prompt, *output], len(prompt), 0, [[]], sampling, eos)
 
 
 def _sample(logits: Tensor, *starts: SlotStart) -> Sampled:

@@ -27,6 +27,7 @@ from tiny_models import FAMILIES, WITH_EXPERTS, make_model
 from torch import Tensor
 
 from pagoda.checkpoints.config_json import read_model_config
+from pagoda.checkpoints.model_spec import ExpertsSpec
 from pagoda.errors import ConfigError
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
@@ -66,9 +67,10 @@ def test_experts_shared_out_whole(oracle: Oracle, backend: str, tp: int, pp: int
     load = split.load()
     assert config.experts is not None
     num_tokens = sum(len(request.prompt_token_ids) + LENGTH - 1 for request in oracle.requests)
-    passes = len(config.experts.layers) * config.experts.experts_per_token
+    sparse = [isinstance(layer.mlp, ExpertsSpec) for layer in config.layers]
+    passes = sum(sparse) * config.experts.experts_per_token
     least = num_tokens * passes
-    if config.num_layers - 1 in config.experts.layers:
+    if sparse[-1]:
         # To the experts of the last layer go those tokens only that the next ones are sampled from.
         unwanted = num_tokens - LENGTH * len(oracle.requests)
         least -= unwanted * config.experts.experts_per_token

@@ -107,7 +107,7 @@ def test_answers_plans_that_run_ahead(tmp_path: Path, backend: str, start: Start
 
     os.kill(worker.child.pid, signal.SIGINT)  # Ctrl-C in the terminal is for the parent to handle
     prompt = [random.Random(0).randrange(320) for _ in range(20)]
-    slot = SlotStart(3, prompt, len(prompt), 0, [5, 2], SAMPLING)
+    slot = SlotStart(3, prompt, len(prompt), 0, [[5, 2]], SAMPLING)
     worker.send(StepPlan(0, [3], [15], [slot]))
     worker.send(StepPlan(1, [3], [5]))
     for step in range(2, 10):  # each counts on a token that has not been seen
@@ -115,7 +115,7 @@ def test_answers_plans_that_run_ahead(tmp_path: Path, backend: str, start: Start
     results = [worker.receive() for _ in range(10)]
     assert all(isinstance(result, StepResult) for result in results)
     assert [result.step for result in results if isinstance(result, StepResult)] == list(range(10))
-    tokens = [t for result in results if isinstance(result, StepResult) for t in result.token_ids]
+    tokens = [t for r in results if isinstance(r, StepResult) for (t,) in r.token_ids]
     assert tokens == continuation(model, prompt, 9)
 
 
@@ -124,7 +124,7 @@ def test_a_broken_request_is_logged_with_its_traceback(
 ) -> None:
     worker = start()
     worker.ready()
-    result = worker.step(StepPlan(0, [0], [1], [SlotStart(0, [10**6], 1, 0, [0], SAMPLING)]))
+    result = worker.step(StepPlan(0, [0], [1], [SlotStart(0, [10**6], 1, 0, [[0]], SAMPLING)]))
     assert result.errors == {0: "this request broke a step; the server's log says why"}
     log = capfd.readouterr().err
     assert "ERROR   pagoda.worker.runner" in log
@@ -145,7 +145,7 @@ def test_a_plan_that_does_not_fit_ends_the_worker_behind_its_last_result(
 ) -> None:
     worker = start()
     worker.ready()
-    worker.send(StepPlan(0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [0], SAMPLING)]))
+    worker.send(StepPlan(0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [[0]], SAMPLING)]))
     worker.send(StepPlan(1, [], [], freed_slots=[7]))
     result = worker.receive()
     assert isinstance(result, StepResult)
@@ -159,7 +159,7 @@ def test_a_plan_that_does_not_fit_ends_the_worker_behind_its_last_result(
 def _run_a_large_step(worker: _Worker) -> None:
     """Large enough that all threads take part."""
     prompt = [token % 300 for token in range(512)]
-    start = SlotStart(0, prompt, 512, 0, list(range(512 // 16)), SAMPLING)
+    start = SlotStart(0, prompt, 512, 0, [list(range(512 // 16))], SAMPLING)
     assert not worker.step(StepPlan(0, [0], [512], [start])).errors
 
 

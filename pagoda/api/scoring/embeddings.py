@@ -21,6 +21,7 @@ from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
 from pagoda.errors import refuse
 from pagoda.frontend.embeddings import Embedding, EmbeddingOptions, embed
+from pagoda.frontend.pair_scores import PairScore
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.frontend import Pooling
 from pagoda.messages.sampling_params import TokenId
@@ -36,7 +37,7 @@ class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     model: str | None = None
     user: str | None = None
-    pooling: Pooling | None = None
+    pooling: Literal["last", "mean", "cls"] | None = None
     """Pooling other than the model's own."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
@@ -44,14 +45,19 @@ class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
     def options(
-        self, *, normalize: bool | None = None, dimensions: int | None = None
+        self,
+        *,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
     ) -> EmbeddingOptions:
         if self.truncate_prompt_tokens == 0:
             refuse("truncate_prompt_tokens", "must be at least 1, or -1 for the whole context")
         return EmbeddingOptions(
-            pooling=self.pooling,
+            pooling=None if self.pooling is None else Pooling(self.pooling),
             normalize=normalize,
             dimensions=dimensions,
+            prompt_name=prompt_name,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             add_special_tokens=self.add_special_tokens is not False,
             priority=self.priority or 0,
@@ -65,6 +71,8 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, forbid_unknown_
     dimensions: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     """Leading elements of each vector that are wanted, normalised anew."""
     normalize: bool | None = None
+    prompt_name: Annotated[str, Meta(max_length=256)] | None = None
+    """Name of the beginning that the model's authors gave texts of a kind, such as `query`."""
     embed_dtype: Annotated[Any, ("float32", "auto")] = None
     endianness: Annotated[Any, ("native", "little")] = None
 
@@ -94,7 +102,9 @@ async def _answer(
     found = await embed(
         generator,
         inputs_of(body.input),
-        body.options(normalize=body.normalize, dimensions=body.dimensions),
+        body.options(
+            normalize=body.normalize, dimensions=body.dimensions, prompt_name=body.prompt_name
+        ),
         client_request=caller.client_request,
     )
     encode = _base64 if body.encoding_format == "base64" else _floats
@@ -149,7 +159,7 @@ def envelope(service: Service, generator: TextGenerator, id_prefix: str) -> dict
     }
 
 
-def usage(found: Sequence[Embedding]) -> dict[str, Any]:
+def usage(found: Sequence[Embedding | PairScore]) -> dict[str, Any]:
     num_tokens = sum(one.num_tokens for one in found)
     cached = sum(one.num_cached_tokens for one in found)
     return {

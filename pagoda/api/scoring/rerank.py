@@ -1,6 +1,6 @@
 """`POST /v1/score` as vLLM has it, and `POST /v1/rerank` as Jina, Cohere and vLLM do.
 
-A decoder scores two texts by the cosine of their vectors.
+A model that scores pairs of texts does so; any other scores two texts by the cosine of their vectors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import MAX_INPUTS, PoolingFields, envelope, usage
 from pagoda.errors import refuse
 from pagoda.frontend.embeddings import Embedding, embed, names_of, products
+from pagoda.frontend.pair_scores import PairScore, TextPair, score_pairs
 from pagoda.frontend.text_generator import TextGenerator
 
 Texts = str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
@@ -64,12 +65,21 @@ async def score(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(ScoreRequest)
     (left, right), names = _pairs(body)
     generator = context.service.admit(body.model)
-    found = await _embed(context, generator, body, [*left, *right], names)
-    ones, others = found[: len(left)], found[len(left) :]
-    if len(ones) == 1:
-        ones = ones * len(others)
-    pairs = zip(ones, others, strict=True)
-    scores = await products((one.vector, other.vector) for one, other in pairs)
+    found: Sequence[Embedding | PairScore]
+    if generator.text.pooling.task == "score":
+        of_left, of_right = names[: len(left)], names[len(left) :]
+        if len(left) == 1:
+            left, of_left = left * len(right), of_left * len(right)
+        columns = zip(left, right, of_left, of_right, strict=True)
+        found = scored = await _score(context, generator, body, [TextPair(*it) for it in columns])
+        scores = [one.value for one in scored]
+    else:
+        found = embedded = await _embed(context, generator, body, [*left, *right], names)
+        ones, others = embedded[: len(left)], embedded[len(left) :]
+        if len(ones) == 1:
+            ones = ones * len(others)
+        pairs = zip(ones, others, strict=True)
+        scores = await products((one.vector, other.vector) for one, other in pairs)
     data = [
         {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
     ]
@@ -117,8 +127,18 @@ async def rerank(context: RequestContext) -> web.StreamResponse:
     generator = context.service.admit(body.model)
     param = "documents" if body.texts is None else "texts"
     names = ["query", *names_of(param, len(texts))]
-    query, *documents = found = await _embed(context, generator, body, [body.query, *texts], names)
-    scores = await products((query.vector, document.vector) for document in documents)
+    found: Sequence[Embedding | PairScore]
+    if generator.text.pooling.task == "score":
+        pairs = [
+            TextPair(body.query, text, "query", name)
+            for text, name in zip(texts, names[1:], strict=True)
+        ]
+        found = scored = await _score(context, generator, body, pairs, raw=body.raw_scores is True)
+        scores = [one.value for one in scored]
+    else:
+        found = embedded = await _embed(context, generator, body, [body.query, *texts], names)
+        query, *documents = embedded
+        scores = await products((query.vector, document.vector) for document in documents)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     best = order[: body.top_n or None]
     if body.texts is not None:
@@ -155,6 +175,21 @@ def _ranked(
     """A document in the words of Text Embeddings Inference."""
     ranked: dict[str, Any] = {"index": index, "score": scores[index]}
     return {**ranked, "text": texts[index]} if with_text else ranked
+
+
+async def _score(
+    context: RequestContext,
+    generator: TextGenerator,
+    body: PoolingFields,
+    pairs: Sequence[TextPair],
+    *,
+    raw: bool = False,
+) -> list[PairScore]:
+    if body.pooling is not None:
+        refuse("pooling", "is for models that give vectors; this one has a head that scores pairs")
+    return await score_pairs(
+        generator, pairs, body.options(), raw=raw, client_request=context.client_request
+    )
 
 
 async def _embed(

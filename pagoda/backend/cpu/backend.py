@@ -18,19 +18,17 @@ from pagoda.backend.base import (
     UNNAMED,
     Compiled,
     Experts,
-    ForwardPass,
-    HeadNorms,
     KVCache,
+    StateCache,
     TokenBatch,
 )
-from pagoda.backend.cpu.collectives import SharedMemoryCollectives
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
-from pagoda.backend.cpu.program import CompiledForward
+from pagoda.backend.cpu.program import CompiledGraph
 from pagoda.backend.cpu.sampling import add_row, sampled_row
 from pagoda.backend.cpu.weights import (
     DTYPES,
+    GATES,
     KV_DTYPES,
-    UNLIMITED,
     AttentionMetadata,
     PackedLinear,
     Segment,
@@ -39,7 +37,8 @@ from pagoda.backend.cpu.weights import (
     check_experts,
     packed_low_rank,
 )
-from pagoda.backend.host import DirectForward, HostBackend, check_token_ids
+from pagoda.backend.graph import Graph
+from pagoda.backend.host import HostBackend, check_token_ids
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow, ScoredRows, check_logits
@@ -54,9 +53,10 @@ from pagoda.backend.weights import (
     weight_format,
     weight_shape,
 )
-from pagoda.checkpoints.weight_formats import BlockFormat
+from pagoda.checkpoints.weight_formats import CODEBOOKS, BlockFormat
+from pagoda.devices import DeviceSet
 from pagoda.errors import ConfigError
-from pagoda.parallel.collectives import Collectives
+from pagoda.parallel.collectives import Collectives, HostGroup
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
@@ -65,8 +65,8 @@ MAX_INT8_INPUTS = 65536
 """A sum of this many products of 8-bit codes still fits 32 bits."""
 
 
-def open_backend(group: Collectives | None) -> CpuBackend:
-    """The backend with this CPU's best instruction set."""
+def open_backend(devices: DeviceSet, group: HostGroup) -> CpuBackend:  # noqa: ARG001
+    """The backend with this CPU's best instruction set; the worker is bound to its cores already."""
     return CpuBackend(choose_instruction_set(), group)
 
 
@@ -81,13 +81,11 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         """
         super().__init__(f"cpu ({instruction_set})", group)
         self._native = load_native()
-        self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
+        self.kernels: _native.Kernels = self._native.Kernels(instruction_set)
         self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
             WeakKeyDictionary()
         )
         self._known_maps: WeakKeyDictionary[LowRankMaps, _native.LowRankMaps] = WeakKeyDictionary()
-        self.panel_outputs = self._native.PANEL_OUTPUTS
-        """Outputs of a panel of packed weights."""
         self._adapter_memory: dict[int, WeightMemory] = {}
         self._memory = WeightMemory(self._native.advise_large_pages)
 
@@ -107,8 +105,8 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
                 f"the cpu backend takes even head sizes up to {self._native.MAX_HEAD_DIM}, "
                 f"not {head_dim}; --backend reference takes any."
             )
-        p = self._kernels.key_pair(DTYPES[dtype], KV_DTYPES[kv_dtype])
-        q = self._kernels.value_pair(DTYPES[dtype], KV_DTYPES[kv_dtype], block_size)
+        p = self.kernels.key_pair(DTYPES[dtype], KV_DTYPES[kv_dtype])
+        q = self.kernels.value_pair(DTYPES[dtype], KV_DTYPES[kv_dtype], block_size)
         return (head_dim // p, block_size, p), (block_size // q, head_dim, q)
 
     # ---- token by token
@@ -120,7 +118,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         scales = torch.empty(outputs)
         zero_points = None if symmetric else torch.empty(outputs, dtype=torch.int32)
         results = (codes.data_ptr(), scales.data_ptr(), address(zero_points))
-        self._kernels.quantize_int8(dtype, outputs, inputs, values.data_ptr(), *results)
+        self.kernels.quantize_int8(dtype, outputs, inputs, values.data_ptr(), *results)
         return Int8Weight(codes, scales, zero_points)
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
@@ -128,7 +126,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         outputs, inputs = values.shape
         codes = torch.empty((outputs, inputs), dtype=torch.uint8)
         scales = torch.empty((outputs, inputs // group_size), dtype=torch.float16)
-        self._kernels.quantize_int4(
+        self.kernels.quantize_int4(
             dtype,
             outputs,
             inputs,
@@ -165,7 +163,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             number = DTYPES[dtype]
             weight = _join(parts, "values").to(dtype)
             panels = self._memory.take(self._native.packed_bytes(number, outputs, inputs))
-            self._kernels.pack_weight(number, outputs, inputs, weight.data_ptr(), panels.data_ptr())
+            self.kernels.pack_weight(number, outputs, inputs, weight.data_ptr(), panels.data_ptr())
             return Segment(panels, bias, outputs, (number, outputs, inputs))
         if isinstance(first, BlockWeight):
             return self._pack_blocks(first.held_as, parts, bias)
@@ -204,7 +202,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             held.block_size,
             held.integer_scales,
             held.minima,
-            held.codebook,
+            CODEBOOKS.index(held.codebook),
             held.whole_rows,
         )
         tensors = [
@@ -214,49 +212,6 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         panels = self._memory.take(shape.bytes)
         self._native.pack_blocks(shape, *map(address, tensors), panels.data_ptr())
         return Segment(panels, bias, outputs, shape)
-
-    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        x = self._fitting(x, weight)
-        out = torch.empty((len(x), weight.outputs))
-        first = 0
-        for segment in weight.segments:
-            part = out[:, first:]
-            multiply = segment.bind(self._kernels.linear, self._kernels.quantized_linear)
-            to = (part.data_ptr(), part.stride(0))
-            multiply(address(segment.bias), x.data_ptr(), x.stride(0), len(x), *to)
-            first += segment.outputs
-        return out
-
-    def _fitting(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        """x as rows that kernels can read."""
-        x = _checked(x).flatten(1)
-        if x.shape[1] != weight.inputs:
-            raise ValueError(f"Rows of {x.shape[1]} do not fit a weight of {weight.inputs} inputs.")
-        return x if x.stride(1) == 1 else x.contiguous()
-
-    def embedding(
-        self,
-        token_ids: Tensor,
-        weight: PackedLinear,
-        first_id: int = 0,
-        vocab_size: int | None = None,
-    ) -> Tensor:
-        check_token_ids(token_ids, first_id + weight.outputs if vocab_size is None else vocab_size)
-        ids, (segment,) = token_ids.contiguous(), weight.segments
-        out = torch.empty((len(ids), weight.inputs))
-        look_up = segment.bind(self._kernels.embedding, self._kernels.quantized_embedding)
-        look_up(first_id, ids.data_ptr(), len(ids), out.data_ptr())
-        return out
-
-    def argmax(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor, Tensor]:
-        x = self._fitting(x, weight)
-        columns = torch.empty(len(x), dtype=torch.int64)
-        values, finite = torch.empty(len(x)), torch.empty(len(x), dtype=torch.bool)
-        (segment,) = weight.segments
-        find = segment.bind(self._kernels.linear_argmax, self._kernels.quantized_argmax)
-        results = (columns.data_ptr(), values.data_ptr(), finite.data_ptr())
-        find(address(segment.bias), x.data_ptr(), x.stride(0), len(x), *results)
-        return columns, values, finite
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
         check_logits(logits, rows)
@@ -270,7 +225,7 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         numbers = torch.empty((len(rows), 3 + most), dtype=torch.int64)
         logprobs = torch.empty((len(rows), 1 + most))
         reports = (most, numbers.data_ptr(), logprobs.data_ptr())
-        self._kernels.sample(batch, logits.data_ptr(), logits.stride(0), vocab_size, *reports)
+        self.kernels.sample(batch, logits.data_ptr(), logits.stride(0), vocab_size, *reports)
         return [
             sampled_row(row, found, values, vocab_size)
             for row, found, values in zip(rows, numbers.tolist(), logprobs.tolist(), strict=True)
@@ -288,36 +243,9 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         logprobs = torch.empty((rows, 1 + num_top))
         sizes = (rows, logits.stride(0), vocab_size, num_top)
         reports = (numbers.data_ptr(), logprobs.data_ptr())
-        self._kernels.score(ids.data_ptr(), logits.data_ptr(), *sizes, *reports)
+        self.kernels.score(ids.data_ptr(), logits.data_ptr(), *sizes, *reports)
         finite = bool((numbers[:, 0] == int(Outcome.DRAWN)).all())
         return ScoredRows(finite, numbers[:, 2], numbers[:, 3:], logprobs)
-
-    def add(self, x: Tensor, delta: Tensor) -> Tensor:
-        x, delta = _checked(x).contiguous(), _checked(delta).contiguous()
-        out, width = torch.empty_like(x), x.shape[-1]
-        rows = x.numel() // width
-        self._kernels.add(x.data_ptr(), delta.data_ptr(), rows, width, out.data_ptr())
-        return out
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._rms_norm(x, None, weight, eps)[1]
-
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._rms_norm(x, _checked(delta).contiguous(), weight, eps)
-
-    def _rms_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """x, or x + delta, and its norm."""
-        x, weight = _checked(x).contiguous(), _checked(weight)
-        total = x if delta is None else torch.empty_like(x)
-        out, width = torch.empty_like(x), x.shape[-1]
-        norm = (weight.data_ptr(), eps, x.numel() // width, width)
-        sums = 0 if delta is None else total.data_ptr()
-        self._kernels.add_rms_norm(x.data_ptr(), address(delta), *norm, sums, out.data_ptr())
-        return total, out
 
     def set_low_rank(
         self, maps: LowRankMaps, adapter: int, parts: Sequence[LowRank | None]
@@ -349,15 +277,6 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._adapter_memory.pop(adapter, None)
         maps.parts.pop(adapter, None)
 
-    def add_low_rank(self, out: Tensor, x: Tensor, maps: LowRankMaps, adapters: Tensor) -> Tensor:
-        x, adapters = _checked(x).flatten(1), adapters.contiguous()
-        if x.shape != (len(adapters), maps.inputs) or out.shape != (len(x), sum(maps.outputs)):
-            raise ValueError(f"Rows of {x.shape[1]} and {out.shape[1]} do not fit the maps.")
-        x = x if x.stride(1) == 1 else x.contiguous()
-        rows = (adapters.data_ptr(), x.data_ptr(), x.stride(0), len(x))
-        self._kernels.add_low_rank(self.native_maps(maps), *rows, out.data_ptr(), out.stride(0))
-        return out
-
     def native_maps(self, maps: LowRankMaps) -> _native.LowRankMaps:
         native = self._known_maps.get(maps)
         if native is None:
@@ -365,80 +284,79 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             native = self._known_maps[maps] = self._native.LowRankMaps(*shape)
         return native
 
-    def gated_linear(
-        self,
-        x: Tensor,
-        weight: PackedLinear,
-        maps: LowRankMaps | None = None,
-        adapters: Tensor | None = None,
-    ) -> Tensor:
-        both = self.linear(x, weight)
-        if maps is not None and adapters is not None:
-            both = self.add_low_rank(both, x, maps, adapters)
-        return self.silu_and_mul(both)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate_up = _checked(gate_up).contiguous()
-        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty((num_tokens, width))
-        self._kernels.silu_and_mul(gate_up.data_ptr(), num_tokens, width, out.data_ptr())
-        return out
-
-    def experts(self, x: Tensor, logits: Tensor, experts: Experts[PackedLinear]) -> Tensor:
-        x, logits = self._fitting(x, experts.gate[0]), _checked(logits)
-        if logits.shape != (len(x), experts.routing.num_experts):
-            raise ValueError(f"Logits of {list(logits.shape)} are not of {len(x)} tokens.")
-        logits, out = logits.contiguous(), x.new_empty(x.shape)
-        self._kernels.experts(
-            self.native_experts(experts),
-            x.data_ptr(),
-            x.stride(0),
-            logits.data_ptr(),
-            len(x),
-            out.data_ptr(),
-        )
-        return out
-
     def native_experts(self, experts: Experts[PackedLinear]) -> _native.Experts:
         known = self._known_experts.get(experts)
         if known is not None:
             return known
         check_experts(experts, self._native.MAX_EXPERTS)
-        routing = experts.routing
+        routing, activation = experts.routing, experts.activation
         native: _native.Experts = self._native.Experts(
-            self._kernels,
+            self.kernels,
             experts.gate[0].inputs,
-            routing.num_experts,
-            routing.experts_per_token,
-            routing.renormalize,
+            self._native.ExpertRouting(
+                routing.num_experts,
+                routing.experts_per_token,
+                routing.renormalize,
+                routing.scores == "sigmoid",
+                routing.num_groups,
+                routing.groups_per_token,
+                routing.group_score == "best_two",
+                routing.scaling_factor,
+                routing.weighs_inputs,
+            ),
+            address(experts.correction),
+            GATES[activation.kind],
+            activation.alpha,
+            activation.limit,
             experts.first,
             experts.counts.data_ptr(),
         )
         for maps in zip(experts.gate, experts.up, experts.down, strict=True):
-            native.add(*map(self._native_linear, maps))
+            gate, up, down = (
+                (self._native_linear(part.segments[0]), address(part.segments[0].bias))
+                for part in maps
+            )
+            native.add(*gate, *up, *down)
         self._known_experts[experts] = native
         return native
 
-    def _native_linear(self, weight: PackedLinear) -> _native.PackedLinear:
-        (segment,) = weight.segments
-        kind = self._native.PackedLinear
-        native: _native.PackedLinear = segment.bind(kind.dense, kind.quantized)()
+    def native_layer(self, weight: PackedLinear) -> _native.LinearLayer:
+        layer: _native.LinearLayer = self._native.LinearLayer()
+        for segment in weight.segments:
+            bias_bytes = 0 if segment.bias is None else segment.bias.nbytes
+            layer.add(self._native_linear(segment), address(segment.bias), bias_bytes)
+        return layer
+
+    def _native_linear(self, segment: Segment) -> _native.PackedLinear:
+        kind, panels = self._native.PackedLinear, segment.panels.data_ptr()
+        native: _native.PackedLinear = (
+            kind.dense(*segment.shape, panels)
+            if isinstance(segment.shape, tuple)
+            else kind.quantized(segment.shape, panels, address(segment.act_order))
+        )
         return native
 
     # ---- attention
 
     def attention_metadata(
-        self, batch: TokenBatch, num_heads: int, cache: KVCache
+        self, batch: TokenBatch, num_heads: int, cache: KVCache | StateCache, group: int = 0
     ) -> AttentionMetadata:
-        _, num_kv_heads, block_pairs, head_dim, pair = cache.values.shape
+        if isinstance(cache, StateCache):
+            num_heads = num_kv_heads = head_dim = 1
+            num_blocks, block_size = len(cache.memory.keys), cache.block_size
+        else:
+            num_blocks, num_kv_heads, block_pairs, head_dim, pair = cache.values.shape
+            block_size = block_pairs * pair
         query_lens, context_lens, block_tables = (
-            part.contiguous() for part in (batch.query_lens, batch.context_lens, batch.block_tables)
+            part.contiguous()
+            for part in (batch.query_lens, batch.context_lens, batch.block_tables[group])
         )
         native = self._native.AttentionMetadata(
             num_heads,
             num_kv_heads,
             head_dim,
-            block_pairs * pair,
+            block_size,
+            num_blocks,
             len(query_lens),
             query_lens.data_ptr(),
             context_lens.data_ptr(),
@@ -449,76 +367,36 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     def native_cache(self, cache: KVCache) -> _native.Cache:
         tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+        num_blocks, num_kv_heads, parts, block_size, pair = cache.keys.shape
         native: _native.Cache = self._native.Cache(
-            KV_DTYPES[cache.keys.dtype], cache.keys.shape[4], *map(address, tensors)
+            KV_DTYPES[cache.keys.dtype],
+            pair,
+            *map(address, tensors),
+            num_blocks,
+            num_kv_heads,
+            block_size,
+            parts * pair,
         )
         return native
 
-    def rotate_and_cache(
-        self,
-        qkv: Tensor,
-        cache: KVCache,
-        plan: AttentionMetadata,
-        table: tuple[Tensor, Tensor],
-        norms: HeadNorms | None,
-    ) -> Tensor:
-        qkv = _checked(qkv).contiguous()
-        self._check_tokens(qkv, plan)
-        cosines, sines = (part.contiguous() for part in table)
-        queries = qkv.new_empty((len(qkv), plan.num_heads, plan.head_dim))
-        self._kernels.rotate_and_cache(
-            plan.native,
-            self.native_cache(cache),
-            qkv.data_ptr(),
-            _checked(norms.queries).data_ptr() if norms else 0,
-            _checked(norms.keys).data_ptr() if norms else 0,
-            norms.eps if norms else 0.0,
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            queries.data_ptr(),
+    def native_states(self, cache: StateCache) -> _native.StateCache:
+        first, second = cache.halves()
+        native: _native.StateCache = self._native.StateCache(
+            first[:, cache.offset :].data_ptr(),
+            first.stride(0),
+            second[:, cache.offset :].data_ptr(),
+            second.stride(0),
+            cache.units,
+            cache.floats,
+            len(first),
+            cache.block_size,
         )
-        return queries
-
-    def attention(
-        self,
-        queries: Tensor,
-        cache: KVCache,
-        plan: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        queries = _checked(queries).contiguous()
-        self._check_tokens(queries, plan)
-        out = torch.empty_like(queries)
-        self._kernels.attention(
-            plan.native,
-            self.native_cache(cache),
-            queries.data_ptr(),
-            scale,
-            UNLIMITED if window is None else window,
-            out.data_ptr(),
-        )
-        return out
+        return native
 
     # ---- all at once
 
-    def compile(
-        self,
-        forward: ForwardPass[PackedLinear, AttentionMetadata],
-        hidden: int | None = None,
-        names: WeightNames = UNNAMED,
-    ) -> Compiled[AttentionMetadata]:
-        # Only what shares memory can be met in the middle of a native call.
-        native = self.group.native if isinstance(self.group, SharedMemoryCollectives) else None
-        if native is None and self.group.size > 1:
-            return DirectForward(self, forward, names)
-        program = self._native.Program(self._kernels)
-        return CompiledForward(self, program, native, forward, hidden, names)
-
-    def _check_tokens(self, x: Tensor, plan: AttentionMetadata) -> None:
-        if len(x) != plan.native.num_tokens:
-            raise ValueError(f"{len(x)} tokens do not fit a plan of {plan.native.num_tokens}.")
+    def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[AttentionMetadata]:
+        return CompiledGraph(self, graph, self._native.Program, names)
 
 
 def _checked(x: Tensor) -> Tensor:

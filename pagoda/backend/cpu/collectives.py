@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.weights import DTYPES
-from pagoda.parallel.collectives import Broadcasting
+from pagoda.parallel.collectives import Broadcasting, check_on_host
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
@@ -73,11 +73,13 @@ class SharedMemoryCollectives(Broadcasting):
             os.close(descriptor)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        check_on_host(x)
         x = x.contiguous()
         self.native.all_reduce(self._kernels, DTYPES[x.dtype], x.data_ptr(), x.numel())
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
+        check_on_host(x)
         x = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
         self.native.all_gather(x.data_ptr(), x.nbytes, out.data_ptr())

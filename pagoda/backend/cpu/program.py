@@ -1,368 +1,254 @@
-"""A forward pass of the cpu backend as one native call; see csrc/program.h."""
+"""A graph of the cpu backend as one native call; see csrc/lowering.h and csrc/program.h."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
-from pagoda.backend.cpu.weights import UNLIMITED, AttentionMetadata, PackedLinear, address
+from pagoda.backend.base import Experts, KVCache, NeededInputs, StateCache, StepInput
+from pagoda.backend.cpu.collectives import SharedMemoryCollectives
+from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear, address
+from pagoda.backend.graph import Attribute, Graph, Node, Value, group_of
+from pagoda.backend.host import position_scale, rotary_table
 from pagoda.backend.low_rank import LowRankMaps
-from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
+from pagoda.backend.operation import Operation, OperationNamer, WeightNames
+from pagoda.backend.operations import OPERATIONS
+from pagoda.parallel.collectives import Collectives
 from pagoda.telemetry.tracer import Tracer
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
     from pagoda.backend.cpu.backend import CpuBackend
 
+_BEFORE: Mapping[str, Callable[..., Any]] = {
+    "rotary_table": rotary_table,
+    "position_scale": position_scale,
+}
+"""Operations on the step's inputs that are computed before the native call."""
+_ITEM_BYTES = {"float32": 4, "int64": 8, "metadata": 0}
+
 
 @dataclass(frozen=True)
-class Value:
-    """Stands for the activations that an operation will compute, a row of float32 for each token."""
+class _Schedule:
+    """Operations of steps that want some results and bring some along."""
 
-    index: int
-    width: int
-
-
-_TOKEN_IDS = Value(-1, 1)
-_COSINES = Value(-2, 0)
-_SINES = Value(-3, 0)
-_ROWS = Value(-4, 1)
-_ADAPTERS = Value(-5, 1)
-_ALWAYS, _PLAIN, _ADAPTED = range(3)
-"""Steps in which an operation is computed: all, those without adapters, those with some."""
+    number: int
+    """Number of the native program's schedule."""
+    inputs: NeededInputs
+    results: tuple[tuple[str, Value, torch.dtype], ...]
+    """Name, value and dtype of each result that is wanted."""
+    before: tuple[Node, ...]
+    operations: tuple[Operation, ...]
 
 
-class _Recorder:
-    """Takes operations down instead of computing them."""
-
+class CompiledGraph:
     def __init__(
-        self,
-        ops: CpuBackend,
-        program: _native.Program,
-        group: _native.Collectives | None,
-        names: WeightNames,
+        self, backend: CpuBackend, graph: Graph, program: type[_native.Program], names: WeightNames
     ) -> None:
-        self._ops = ops
-        self._program = program
-        self._group = group
-        self._namer = OperationNamer(names)
-        self.operations: list[Operation] = []
-        """One for each of the program's."""
-        self.kept: list[object] = []
-        """Objects that the program has only addresses of."""
-        self.selects = False
-        """True where the result has the rows of `StepInput.rows` only."""
-
-    def input(self, width: int) -> Value:
-        return Value(self._program.input(width), width)
-
-    def linear(self, x: Value, weight: PackedLinear) -> Value:
-        out = self._value(weight.outputs)
-        self._multiply(x, weight, out)
-        return out
-
-    def _multiply(self, x: Value, weight: PackedLinear, out: Value, *, counts: bool = True) -> None:
-        """Records a product; one in place of another operation, in other steps, `counts` no weights again."""
-        _expect(x, weight.inputs)
-        self.kept.append(weight)
-        column = 0
-        for segment in weight.segments:
-            multiply = segment.bind(
-                self._program.linear, self._program.quantized_linear, x.index, out.index, column
-            )
-            multiply(address(segment.bias))
-            flops = 2 * segment.outputs * weight.inputs
-            self._note("linear", weight, *((segment.num_bytes, flops) if counts else ()))
-            column += segment.outputs
-
-    def embedding(
-        self,
-        token_ids: Value,
-        weight: PackedLinear,
-        first_id: int = 0,
-        vocab_size: int | None = None,
-    ) -> Value:
-        if token_ids != _TOKEN_IDS:
-            raise ValueError("Rows are looked up by the token ids of the step only.")
-        (segment,) = weight.segments
-        self.kept.append(weight)
-        out = self._value(weight.inputs)
-        look_up = segment.bind(
-            self._program.embedding, self._program.quantized_embedding, out.index
+        """Lowers the graph to a native program. Operations are named after `names`."""
+        self._graph = graph
+        self._names = names
+        self._schedules: dict[tuple[tuple[str, ...], tuple[str, ...]], _Schedule] = {}
+        self._native_nodes = [i for i, node in enumerate(graph.nodes) if node.op not in _BEFORE]
+        self._tensors = [
+            (name, value.index) for name, value in graph.inputs.items() if value.dtype != "metadata"
+        ]
+        metadata = {
+            group_of(name): value.index
+            for name, value in graph.inputs.items()
+            if value.dtype == "metadata"
+        }
+        self._groups = [*metadata]
+        computed = [v for node in graph.nodes if node.op in _BEFORE for v in node.outputs]
+        self._inputs = [*(index for _, index in self._tensors), *computed]
+        # The program has no more than their addresses.
+        self._kept = [_handle(backend, weight) for weight in graph.weights]
+        nodes = [graph.nodes[i] for i in self._native_nodes]
+        self._program = program(
+            backend.kernels,
+            [(value.width, _ITEM_BYTES[value.dtype], value.selected) for value in graph.values],
+            [*self._inputs, *metadata.values()],
+            [value.index for value in graph.results.values()],
+            graph.inputs["rows"].index if "rows" in graph.inputs else -1,
+            graph.inputs["adapters"].index if "adapters" in graph.inputs else -1,
+            [
+                (node.op, [*node.inputs], [*node.outputs], [*node.weights], _numbers(node))
+                for node in nodes
+            ],
+            self._kept,
         )
-        look_up(first_id, first_id + weight.outputs if vocab_size is None else vocab_size)
-        self._note("embedding", weight)
-        return out
 
-    def all_reduce(self, x: Value) -> Value:
-        if self._group is not None:
-            self._program.all_reduce(x.index, self._group)
-            self._note("all_reduce")
-            self.kept.append(self._group)
-        return x
+    def operations(self, results: Sequence[str]) -> Sequence[Operation]:
+        return self._schedule(results, ()).operations
 
-    def add_low_rank(self, out: Value, x: Value, maps: LowRankMaps, adapters: Value) -> Value:
-        if adapters != _ADAPTERS:
-            raise ValueError("Rows have the adapters of the step only.")
-        _expect(x, maps.inputs)
-        _expect(out, sum(maps.outputs))
-        native = self._ops.native_maps(maps)
-        self.kept += (maps, native)
-        self._program.record_when(_ADAPTED)
-        self._program.add_low_rank(x.index, out.index, native)
-        self._program.record_when(_ALWAYS)
-        self._note("low_rank")
-        return out
-
-    def select_rows(self, x: Value, rows: Value) -> Value:
-        if rows != _ROWS:
-            raise ValueError("Rows are selected by those of the step only.")
-        if x == _ADAPTERS:
-            return x  # the program knows which rows are selected
-        index = self._program.select_rows(x.index)
-        self.selects = True
-        self._note("select")
-        return Value(index, x.width)
-
-    def add(self, x: Value, delta: Value) -> Value:
-        _expect(delta, x.width)
-        index = self._program.add(x.index, delta.index)
-        self._note("add")
-        return Value(index, x.width)
-
-    def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
-        _expect(x, len(weight))
-        index = self._program.rms_norm(x.index, self._keep(weight), eps)
-        self._note("norm", weight, weight.nbytes)
-        return Value(index, x.width)
-
-    def add_rms_norm(
-        self, x: Value, delta: Value, weight: Tensor, eps: float
-    ) -> tuple[Value, Value]:
-        _expect(x, len(weight))
-        _expect(delta, len(weight))
-        total, out = self._program.add_rms_norm(x.index, delta.index, self._keep(weight), eps)
-        self._note("norm", weight, weight.nbytes)
-        return Value(total, x.width), Value(out, x.width)
-
-    def gated_linear(
-        self,
-        x: Value,
-        weight: PackedLinear,
-        maps: LowRankMaps | None = None,
-        adapters: Value | None = None,
-    ) -> Value:
-        is_fused = len(weight.segments) == 1 and not weight.outputs % (2 * self._ops.panel_outputs)
-        if not is_fused:
-            both = self.linear(x, weight)
-            if maps is not None and adapters is not None:
-                self.add_low_rank(both, x, maps, adapters)
-            index = self._program.silu_and_mul(both.index)
-            self._note("activation")
-            return Value(index, both.width // 2)
-        if maps is None or adapters is None:
-            return self._fused_gates(x, weight)
-        # In one where no token has an adapter, else in three.
-        self._program.record_when(_PLAIN)
-        out = self._fused_gates(x, weight)
-        self._program.record_when(_ADAPTED)
-        both = self._value(weight.outputs)
-        self._multiply(x, weight, both, counts=False)
-        self.add_low_rank(both, x, maps, adapters)
-        self._program.record_when(_ADAPTED)
-        self._program.silu_and_mul_to(both.index, out.index)
-        self._note("activation")
-        self._program.record_when(_ALWAYS)
-        return out
-
-    def _fused_gates(self, x: Value, weight: PackedLinear) -> Value:
-        _expect(x, weight.inputs)
-        self.kept.append(weight)
-        (segment,) = weight.segments
-        out = self._value(weight.outputs // 2)
-        multiply = segment.bind(
-            self._program.gated_linear, self._program.quantized_gated_linear, x.index, out.index
-        )
-        multiply(address(segment.bias))
-        self._note("linear", weight, segment.num_bytes, 2 * weight.outputs * weight.inputs)
-        return out
-
-    def experts(self, x: Value, logits: Value, experts: Experts[PackedLinear]) -> Value:
-        _expect(x, experts.gate[0].inputs)
-        _expect(logits, experts.routing.num_experts)
-        self.kept.append(experts)
-        index = self._program.experts(x.index, logits.index, self._ops.native_experts(experts))
-        maps = [m for part in (experts.gate, experts.up, experts.down) for m in part]
-        flops = sum(2 * m.outputs * m.inputs for m in maps) * experts.routing.experts_per_token
-        num_bytes = sum(segment.num_bytes for m in maps for segment in m.segments)
-        self._note("experts", None, num_bytes, flops // experts.routing.num_experts)
-        return Value(index, x.width)
-
-    def rotate_and_cache(
-        self,
-        qkv: Value,
-        cache: KVCache,
-        plan: AttentionMetadata,  # noqa: ARG002 - it comes with every step
-        table: tuple[Value, Value],
-        norms: HeadNorms | None,
-    ) -> Value:
-        if table != (_COSINES, _SINES):
-            raise ValueError("The rotary table of the step is the only one.")
-        _, num_kv_heads, _, head_dim, _ = cache.values.shape
-        width = qkv.width - 2 * num_kv_heads * head_dim
-        index = self._program.rotate_and_cache(
-            qkv.index,
-            self._native_cache(cache),
-            width,
-            self._keep(norms.queries) if norms else 0,
-            self._keep(norms.keys) if norms else 0,
-            norms.eps if norms else 0.0,
-        )
-        norm_bytes = norms.queries.nbytes + norms.keys.nbytes if norms else 0
-        self._note("rotary", None, norm_bytes)
-        return Value(index, width)
-
-    def attention(
-        self,
-        queries: Value,
-        cache: KVCache,
-        plan: AttentionMetadata,  # noqa: ARG002 - it comes with every step
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Value:
-        index = self._program.attention(
-            queries.index, self._native_cache(cache), scale, UNLIMITED if window is None else window
-        )
-        self._note("attention")
-        return Value(index, queries.width)
-
-    def _note(
-        self, kind: Kind, weight: object = None, weight_bytes: int = 0, flops_per_token: int = 0
-    ) -> None:
-        """Describes the operation that was recorded last."""
-        name = self._namer.name(kind, weight)
-        self.operations.append(Operation(name, kind, weight_bytes, flops_per_token))
-
-    def _value(self, width: int) -> Value:
-        return Value(self._program.value(width), width)
-
-    def _native_cache(self, cache: KVCache) -> _native.Cache:
-        self.kept.append(cache)
-        return self._ops.native_cache(cache)
-
-    def _keep(self, tensor: Tensor) -> int:
-        """The address of a tensor that must stay where it is."""
-        if not tensor.is_contiguous() or tensor.dtype != torch.float32:
-            raise ValueError("Weights of norms must be contiguous float32.")
-        self.kept.append(tensor)
-        return tensor.data_ptr()
-
-
-def _expect(x: Value, width: int) -> None:
-    if x.width != width:
-        raise ValueError(f"Rows of {x.width} do not fit a weight of {width} inputs.")
-
-
-def _checked_adapters(adapters: Tensor | None, num_tokens: int) -> Tensor | None:
-    """Numbers of the tokens' adapters as the program reads them."""
-    if adapters is None:
-        return None
-    if adapters.dtype != torch.int64 or len(adapters) != num_tokens:
-        raise ValueError(f"{num_tokens} tokens need as many numbers of adapters, of torch.int64.")
-    return adapters.contiguous()
-
-
-class CompiledForward:
-    def __init__(
-        self,
-        ops: CpuBackend,
-        program: _native.Program,
-        group: _native.Collectives | None,
-        forward: ForwardPass[PackedLinear, AttentionMetadata],
-        hidden: int | None,
-        names: WeightNames,
-    ) -> None:
-        """Records `forward` of a rank of the group, or alone, in the empty `program`.
-
-        `hidden` and `names` are as in `Backend.compile`.
-        """
-        self._program = program
-        recorder = _Recorder(ops, program, group, names)
-        self._hidden = None if hidden is None else recorder.input(hidden)
-        no_plan = cast("AttentionMetadata", None)
-        step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden, _ROWS, _ADAPTERS)
-        self._result = forward(recorder, step)
-        self._kept = recorder.kept
-        program.finish(self._result.index)
-        self._selects = recorder.selects
-        self.operations: Sequence[Operation] = recorder.operations
-        self._times = torch.empty(program.size, dtype=torch.int64)
-
-    def __call__(self, step: StepInput[Tensor, AttentionMetadata]) -> Tensor:
-        return self._run(step, None)
+    def __call__(
+        self, step: StepInput[AttentionMetadata], results: Sequence[str]
+    ) -> tuple[Tensor, ...]:
+        return self._run(step, results, None)
 
     def traced(
         self,
-        step: StepInput[Tensor, AttentionMetadata],
+        step: StepInput[AttentionMetadata],
+        results: Sequence[str],
         tracer: Tracer,  # noqa: ARG002 - the program keeps the time
-    ) -> tuple[Tensor, Sequence[int]]:
-        out = self._run(step, self._times)
-        times: list[int] = self._times.tolist()
-        return out, times
+    ) -> tuple[tuple[Tensor, ...], Sequence[int]]:
+        times: list[int] = []
+        return self._run(step, results, times), times
 
-    def _run(self, step: StepInput[Tensor, AttentionMetadata], times: Tensor | None) -> Tensor:
-        num_tokens = len(step.token_ids)
-        cosines, sines = (part.contiguous() for part in step.rotary_table)
-        if num_tokens != step.plan.native.num_tokens or len(cosines) != num_tokens:
-            raise ValueError(f"{num_tokens} tokens do not fit the plan or the rotary table.")
-        token_ids = step.token_ids.contiguous()
-        hidden = self._checked_hidden(step.hidden, num_tokens)
-        rows = self._checked_rows(step.rows)
-        adapters = _checked_adapters(step.adapters, num_tokens)
-        num_results = num_tokens if rows is None else len(rows)
-        out = torch.empty((num_results, self._result.width))
-        self._program.run(
-            num_tokens,
-            step.plan.native,
-            token_ids.data_ptr(),
-            address(hidden),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            address(rows),
-            0 if rows is None else num_results,
-            address(adapters),
-            out.data_ptr(),
-            address(times),
+    def _run(
+        self, step: StepInput[AttentionMetadata], results: Sequence[str], times: list[int] | None
+    ) -> tuple[Tensor, ...]:
+        """The results; `times` gets the nanoseconds of each operation."""
+        graph = self._graph
+        given = step.given(graph)
+        schedule = self._schedule(results, given)
+        num_tokens, num_rows = schedule.inputs.check(step)
+        for group in schedule.inputs.groups:
+            planned = step.metadata[group].native.num_tokens
+            if num_tokens != planned:
+                raise ValueError(f"{num_tokens} tokens do not fit metadata of {planned}.")
+        values: dict[int, Tensor] = {}
+        for name, index in self._tensors:
+            tensor = step.tensors.get(name)
+            if tensor is not None:
+                values[index] = tensor.contiguous()
+        for node in schedule.before:
+            began = time.perf_counter_ns()
+            self._compute_before(node, values)
+            if times is not None:
+                times.append(time.perf_counter_ns() - began)
+        known = {name: step.tensors[name].contiguous() for name in given}
+        for name, value, dtype in schedule.results:
+            computed = values.get(value.index)
+            if computed is None:
+                rows = num_rows if value.selected else num_tokens
+                computed = torch.empty((rows, value.width), dtype=dtype)
+            known[name] = computed
+        native_times = (
+            None
+            if times is None
+            else torch.zeros(len(schedule.operations) - len(schedule.before), dtype=torch.int64)
         )
-        return out
+        self._program.run(
+            schedule.number,
+            num_tokens,
+            num_rows,
+            [address(values.get(index)) for index in self._inputs],
+            [step.metadata[g].native if g in step.metadata else None for g in self._groups],
+            [address(known.get(name)) for name in graph.results],
+            address(native_times),
+        )
+        if times is not None and native_times is not None:
+            times += native_times.tolist()
+        return tuple(known[name] for name in results)
 
-    def _checked_rows(self, rows: Tensor | None) -> Tensor | None:
-        """Numbers of the wanted rows as the program reads them; None where it gives all rows."""
-        if not self._selects:
-            return None
-        if rows is None or rows.dtype != torch.int64:
-            raise ValueError(
-                "A step of a pass that selects rows needs their numbers, of torch.int64."
-            )
-        return rows.contiguous()
+    def _compute_before(self, node: Node, values: dict[int, Tensor]) -> None:
+        """Computes a node before the native call."""
+        inputs = [values[value] for value in node.inputs]
+        weights: list[Any] = [self._graph.weights[weight] for weight in node.weights]
+        attributes: dict[str, Any] = {**node.attributes}
+        computed: Any = _BEFORE[node.op](*inputs, *weights, **attributes)
+        outputs = computed if len(node.outputs) > 1 else (computed,)
+        for value, out in zip(node.outputs, outputs, strict=True):
+            values[value] = out.contiguous()
 
-    def _checked_hidden(self, hidden: Tensor | None, num_tokens: int) -> Tensor | None:
-        """Hidden states as the program reads them."""
-        if self._hidden is None:
-            return None
-        if hidden is None:
-            raise ValueError(
-                "A step without hidden states does not fit a stage that starts from them."
-            )
-        if hidden.dtype != torch.float32:
-            raise ValueError(f"Hidden states are {hidden.dtype}, but torch.float32 is needed.")
-        _expect(Value(-1, hidden.shape[1]), self._hidden.width)
-        if len(hidden) != num_tokens:
-            raise ValueError(f"Hidden states of {len(hidden)} tokens do not fit {num_tokens}.")
-        return hidden.contiguous()
+    def _schedule(self, results: Sequence[str], given: Sequence[str]) -> _Schedule:
+        key = (tuple(results), tuple(given))
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            schedule = self._schedules[key] = self._new_schedule(*key)
+        return schedule
+
+    def _new_schedule(self, results: tuple[str, ...], given: tuple[str, ...]) -> _Schedule:
+        graph, needed = self._graph, self._graph.needed(results, given)
+        place = {node: i for i, node in enumerate(self._native_nodes)}
+        external = [graph.results[name].index for name in (*results, *given)]
+        number = self._program.schedule([place[i] for i in needed if i in place], external)
+        before = [i for i in needed if i not in place]
+        wanted = [(name, graph.results[name]) for name in results]
+        namer = OperationNamer(self._names)
+        noted = [(node, 0, 0) for node in before]
+        noted += [
+            (self._native_nodes[node], num_bytes, flops)
+            for node, num_bytes, flops in self._program.operations(number)
+        ]
+        operations = [self._operation(namer, *note) for note in noted]
+        return _Schedule(
+            number,
+            NeededInputs(graph, needed, given),
+            tuple((name, value, getattr(torch, value.dtype)) for name, value in wanted),
+            tuple(graph.nodes[i] for i in before),
+            tuple(operations),
+        )
+
+    def _operation(
+        self, namer: OperationNamer, index: int, weight_bytes: int, flops: int
+    ) -> Operation:
+        node = self._graph.nodes[index]
+        kind = OPERATIONS[node.op].kind
+        weight = self._graph.weights[node.weights[0]] if node.weights else None
+        return Operation(namer.name(kind, weight), kind, weight_bytes, flops)
+
+
+class _GroupMemory:
+    """A group of ranks without memory in common, as a native program calls it."""
+
+    def __init__(self, group: Collectives) -> None:
+        self.size = group.size
+        self._group = group
+
+    def all_reduce(self, rows: int, n: int, d: int) -> None:
+        """Makes the floats [n, d] at an address the sum of those of all ranks."""
+        own = _floats(rows, n * d).view(n, d)
+        total = self._group.all_reduce(own)
+        if total is not own:
+            own.copy_(total)
+
+    def all_gather(self, x: int, num_bytes: int, out: int) -> None:
+        """Copies the bytes of all ranks to `out`, one behind the other."""
+        gathered = self._group.all_gather(_bytes(x, num_bytes))
+        _bytes(out, num_bytes * self.size).copy_(gathered.flatten())
+
+
+def _floats(where: int, count: int) -> Tensor:
+    return _bytes(where, 4 * count).view(torch.float32)
+
+
+def _bytes(where: int, count: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(where), dtype=torch.uint8)
+
+
+def _numbers(node: Node) -> list[float]:
+    """Attributes in the order of the operation's; 0 for None."""
+    numbers: list[float] = []
+    for name in OPERATIONS[node.op].attributes:
+        value: Attribute = node.attributes[name]
+        numbers += value if isinstance(value, tuple) else [0 if value is None else value]
+    return [float(number) for number in numbers]
+
+
+def _handle(backend: CpuBackend, weight: object) -> object:
+    """Object or address that a native program takes for a weight of the graph."""
+    if isinstance(weight, PackedLinear):
+        return backend.native_layer(weight)
+    if isinstance(weight, Experts):
+        return backend.native_experts(weight)
+    if isinstance(weight, LowRankMaps):
+        return backend.native_maps(weight)
+    if isinstance(weight, KVCache):
+        return backend.native_cache(weight)
+    if isinstance(weight, StateCache):
+        return backend.native_states(weight)
+    if isinstance(weight, SharedMemoryCollectives):
+        return weight.native
+    if not isinstance(weight, Tensor):
+        return _GroupMemory(weight)  # type: ignore[arg-type]
+    if not weight.is_contiguous() or weight.dtype != torch.float32:
+        raise ValueError("Vectors must be contiguous float32.")
+    return weight.data_ptr()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,12 +15,10 @@ from pagoda.backend.low_rank import LowRank, LowRankPart
 if TYPE_CHECKING:
     from pagoda.backend import _native
 
-T = TypeVar("T")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The numbers that kernels know them by."""
 KV_DTYPES = {**DTYPES, torch.int8: 3}
-UNLIMITED = 2**62
-"""A window that no context is longer than."""
+GATES = {"silu": 0, "swiglu_oai": 1}
 _LARGE_PAGE = 2**21
 _CHUNK = 2**27
 _ALIGNMENT = 64
@@ -44,15 +41,6 @@ class Segment:
     @property
     def num_bytes(self) -> int:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    def bind(
-        self, dense: Callable[..., T], quantized: Callable[..., T], *first: int
-    ) -> Callable[..., T]:
-        """The kernel for this format, with its first arguments: `first`, and the weight."""
-        panels = self.panels.data_ptr()
-        if isinstance(self.shape, tuple):
-            return partial(dense, *first, *self.shape, panels)
-        return partial(quantized, *first, self.shape, panels, address(self.act_order))
 
 
 @dataclass(frozen=True)
@@ -91,10 +79,8 @@ def check_experts(experts: Experts[PackedLinear], limit: int) -> None:
     """Raises ValueError where kernels cannot compute these experts."""
     routing, held = experts.routing, len(experts.gate)
     hidden, inner = experts.gate[0].inputs, experts.gate[0].outputs
-    if not 1 <= routing.experts_per_token <= routing.num_experts <= limit:
-        raise ValueError(
-            f"{routing.experts_per_token} of {routing.num_experts} experts are no choice."
-        )
+    if routing.num_experts > limit:
+        raise ValueError(f"At most {limit} experts, not {routing.num_experts}.")
     if not 0 <= experts.first <= routing.num_experts - held:
         raise ValueError(f"There are no {held} experts from {experts.first} on.")
     for maps, outputs, inputs in (
@@ -104,9 +90,15 @@ def check_experts(experts: Experts[PackedLinear], limit: int) -> None:
     ):
         if len(maps) != held or any((m.outputs, m.inputs) != (outputs, inputs) for m in maps):
             raise ValueError("Experts must be of one shape.")
-        if any(len(m.segments) > 1 or m.segments[0].bias is not None for m in maps):
-            raise ValueError("The maps of experts are of one part and without bias.")
-    counts = experts.counts
+        if any(len(m.segments) > 1 for m in maps):
+            raise ValueError("The maps of experts are of one part.")
+    counts, correction = experts.counts, experts.correction
+    if correction is not None and (
+        correction.dtype != torch.float32
+        or correction.shape != (routing.num_experts,)
+        or not correction.is_contiguous()
+    ):
+        raise ValueError(f"A correction must be {routing.num_experts} of float32.")
     if counts.dtype != torch.int64 or counts.shape != (routing.num_experts,):
         raise ValueError(f"Counts must be {routing.num_experts} of int64.")
 

@@ -12,12 +12,15 @@ import math
 import torch
 from torch import Tensor
 
+from pagoda.backend.host import check_token_ids
 from pagoda.backend.sampling import (
     LOWEST_POWER,
     WEIGHT_BITS,
     Outcome,
     SampledRow,
     SamplingRow,
+    ScoredRows,
+    check_logits,
 )
 from pagoda.messages.frontend import TokenLogprobs
 
@@ -29,6 +32,25 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+
+
+def score_rows(logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
+    check_logits(logits, token_ids)
+    check_token_ids(token_ids, logits.shape[1])
+    num_top = min(num_top, logits.shape[1])
+    finite = bool(logits.isfinite().all())
+    entries = [
+        token_logprobs(own, token_id, num_top)
+        for own, token_id in zip(logits, token_ids.tolist(), strict=True)
+        if finite
+    ]
+    shape = (len(entries), num_top)
+    return ScoredRows(
+        finite,
+        torch.tensor([entry.rank for entry in entries], dtype=torch.int64),
+        torch.tensor([entry.top_token_ids for entry in entries]).long().reshape(shape),
+        torch.tensor([[entry.logprob, *entry.top_logprobs] for entry in entries]),
+    )
 
 
 def sample_row(logits: Tensor, row: SamplingRow) -> SampledRow:

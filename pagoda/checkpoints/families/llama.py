@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_config import Family, GgufFormat, ModelConfig
+from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS
 
 
-def _adapt(config: ModelConfig, fields: Fields) -> ModelConfig:
-    return replace(config, mlp_bias=fields.flag("mlp_bias", False))
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    mlp = MlpSpec(fields.positive("intermediate_size"), fields.flag("mlp_bias", False))
+    return spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
 
 
 LLAMA = Family(
     "LlamaForCausalLM",
+    "Llama 2 and 3, SmolLM2, TinyLlama, Yi, Falcon 3, DeepSeek-R1 distillations",
     _adapt,
-    gguf=GgufFormat("llama", rotates_neighbours=True),
+    gguf=GgufFormat("llama", names=GGUF_NEIGHBOURS),
+    model_types=frozenset({"llama"}),
     own_keys=frozenset({"mlp_bias"}),
 )

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from pagoda.checkpoints.families.shared import with_attention
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_config import Family, GgufFormat, ModelConfig
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS
 
 
-def _adapt(config: ModelConfig, fields: Fields) -> ModelConfig:
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     # An absent field means 4096 (the first Mistral), an explicit null means none.
     if fields.values.get("sliding_window", 4096) is None:
-        return config
+        return spec
     window = fields.positive("sliding_window", 4096)
-    return replace(config, sliding_windows=(window,) * config.num_layers)
+    return with_attention(spec, (window,) * spec.num_layers)
 
 
+_WINDOW = "attention.sliding_window"
 MISTRAL = Family(
     "MistralForCausalLM",
+    "Mistral 7B, Nemo, Small 3",
     _adapt,
-    gguf=GgufFormat("llama", windowed=True, rotates_neighbours=True),
+    gguf=GgufFormat(
+        "llama",
+        keys={_WINDOW: "sliding_window"},
+        required=frozenset({_WINDOW}),
+        names=GGUF_NEIGHBOURS,
+    ),
+    model_types=frozenset({"mistral"}),
 )

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from pagoda.checkpoints.families.shared import expert_counts
+from pagoda.checkpoints.families.shared import expert_counts, with_attention, with_experts
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_config import ExpertsConfig, Family, ModelConfig, TensorNames
+from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 
 
-def _adapt(config: ModelConfig, fields: Fields) -> ModelConfig:
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     has_window = fields.values.get("sliding_window") is not None
     window = fields.positive("sliding_window") if has_window else None
     num_experts, per_token = expert_counts(fields, "num_local_experts", (8, 2))
-    return replace(
-        config,
-        sliding_windows=(window,) * config.num_layers,
-        experts=ExpertsConfig(
-            num_experts,
-            per_token,
-            intermediate_size=config.intermediate_size,
-            renormalize=True,
-            layers=frozenset(range(config.num_layers)),
-        ),
-    )
+    inner = fields.positive("intermediate_size")
+    experts = ExpertsSpec(num_experts, per_token, inner, renormalize=True)
+    windowed = with_attention(spec, (window,) * spec.num_layers)
+    return with_experts(windowed, experts, range(spec.num_layers))
 
 
 MIXTRAL = Family(
     "MixtralForCausalLM",
+    "Mixtral 8x7B, 8x22B",
     _adapt,
     names=TensorNames(
         router="block_sparse_moe.gate",
-        experts="block_sparse_moe.experts",
-        expert_gate="w1",
-        expert_up="w3",
-        expert_down="w2",
+        expert_gate="block_sparse_moe.experts.{expert}.w1",
+        expert_up="block_sparse_moe.experts.{expert}.w3",
+        expert_down="block_sparse_moe.experts.{expert}.w2",
+    ),
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    own_keys=frozenset({"num_local_experts"}),
+    gguf=GgufFormat(
+        "llama",
+        keys={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "attention.sliding_window": "sliding_window",
+        },
+        required=frozenset({"expert_count"}),
+        names=GGUF_NEIGHBOURS,
     ),
 )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from pagoda.checkpoints.families.shared import layer_windows
+from pagoda.checkpoints.families.shared import layer_windows, with_attention
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_config import Family, GgufFormat, ModelConfig
+from pagoda.checkpoints.model_spec import ModelSpec
 
 
-def _adapt(config: ModelConfig, fields: Fields) -> ModelConfig:
-    windows = layer_windows(fields, config.num_layers)
-    return replace(config, qk_norm=True, sliding_windows=windows)
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    return with_attention(spec, layer_windows(fields, spec.num_layers), qk_norm="head")
 
 
-QWEN3 = Family("Qwen3ForCausalLM", _adapt, gguf=GgufFormat("qwen3"), default_head_dim=128)
+QWEN3 = Family(
+    "Qwen3ForCausalLM",
+    "Qwen3, text of Qwen3-VL",
+    _adapt,
+    gguf=GgufFormat("qwen3"),
+    defaults={"head_dim": 128},
+    model_types=frozenset({"qwen3", "qwen3_vl_text"}),
+)

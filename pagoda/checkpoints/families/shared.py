@@ -1,12 +1,43 @@
-"""Experts and sliding windows, as several families spell them."""
+"""Experts, sliding windows, rotary tables and norms, as several families spell them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import (
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+)
+from pagoda.checkpoints.pooling_spec import ClassifierSpec
+from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
 
 MAX_EXPERTS = 1024
 """Experts of a layer that kernels have room for."""
 _KINDS = ("full_attention", "sliding_attention")
+
+
+def with_attention(
+    spec: ModelSpec, windows: Sequence[int | None] | None = None, **changes: Any
+) -> ModelSpec:
+    """The model with a window for each layer, and other values of all its `AttentionSpec`s."""
+    windows = (None,) * spec.num_layers if windows is None else windows
+    return spec.with_layers(
+        lambda index, layer: replace(
+            layer, attention=replace(layer.attention, window=windows[index], **changes)
+        )
+    )
+
+
+def with_experts(spec: ModelSpec, experts: ExpertsSpec, layers: Collection[int]) -> ModelSpec:
+    """The model with experts in some layers instead of one MLP."""
+    return spec.with_layers(
+        lambda index, layer: replace(layer, mlp=experts) if index in layers else layer
+    )
 
 
 def expert_counts(fields: Fields, name: str, defaults: tuple[int, int]) -> tuple[int, int]:
@@ -20,19 +51,149 @@ def expert_counts(fields: Fields, name: str, defaults: tuple[int, int]) -> tuple
     return num_experts, per_token
 
 
+def sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    """Every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = fields.values.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(
+        not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers
+        for layer in dense
+    ):
+        fields.refuse("mlp_only_layers", f"must be a list of layers from 0 to {num_layers - 1}")
+    return frozenset(range(step - 1, num_layers, step)) - frozenset(dense)
+
+
 def layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Window of each layer: by `layer_types`, or of the layers from `max_window_layers` on."""
     if not fields.flag("use_sliding_window", False):
         return (None,) * num_layers
+    if fields.values.get("layer_types") is not None:
+        return typed_windows(fields, num_layers, [])
     window = fields.positive("sliding_window", 4096)
+    num_full = fields.count("max_window_layers", 28)
+    return tuple(None if layer < num_full else window for layer in range(num_layers))
+
+
+def typed_windows(
+    fields: Fields, num_layers: int, usual: Sequence[str], usual_window: int = 4096
+) -> tuple[int | None, ...]:
+    """Window of each layer by `layer_types`, which are the `usual` ones where the file is silent."""
+    kinds = layer_kinds(fields, num_layers, _KINDS, usual)
+    if "sliding_attention" not in kinds:
+        return (None,) * num_layers
+    window = fields.positive("sliding_window", usual_window)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def layer_kinds(
+    fields: Fields, num_layers: int, known: Sequence[str], usual: Sequence[str]
+) -> Sequence[str]:
+    """Kind of each layer by `layer_types`, one that is `known`; the `usual` ones where the file is silent."""
     kinds = fields.values.get("layer_types")
-    if kinds is None:
-        num_full = fields.positive("max_window_layers", 28)
-        return tuple(None if layer < num_full else window for layer in range(num_layers))
+    kinds = usual if kinds is None else kinds
     if (
         not isinstance(kinds, list)
         or len(kinds) != num_layers
-        or any(k not in _KINDS for k in kinds)
+        or any(kind not in known for kind in kinds)
     ):
-        fields.refuse("layer_types", f"must be a list of {num_layers} of {', '.join(_KINDS)}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        fields.refuse("layer_types", f"must be a list of {num_layers} of {', '.join(known)}")
+    return kinds
+
+
+def every_nth_full(
+    fields: Fields, num_layers: int, every: int, usual_window: int = 4096
+) -> tuple[int | None, ...]:
+    """Window of each layer: all but each `sliding_window_pattern`-th, by default `every`-th, have one."""
+    if fields.values.get("sliding_window", 4096) is None:
+        return (None,) * num_layers
+    if fields.values.get("layer_types") is None:
+        every = fields.positive("sliding_window_pattern", every)
+    usual = [_KINDS[(layer + 1) % every != 0] for layer in range(num_layers)]
+    return typed_windows(fields, num_layers, usual, usual_window)
+
+
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+
+
+def gguf_windows(fields: Fields) -> Mapping[str, object]:
+    """Kinds of layers, of which files say whether each has a window, or that every so manyth has none."""
+    flags = fields.values.get(WINDOW_PATTERN)
+    if flags is None:
+        return {}
+    if not isinstance(flags, list):
+        return {"sliding_window_pattern": fields.positive(WINDOW_PATTERN)}
+    return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in flags]}
+
+
+def with_local_rotary(spec: ModelSpec, fields: Fields, theta: float) -> ModelSpec:
+    """The model whose layers with a window have a rotary table of their own, by default one that is not scaled."""
+    own = rope_of_kind(fields, "sliding_attention")
+    table = (
+        RotarySpec(spec.head_dim, theta) if own is None else parse_rope(own, spec.head_dim, None)
+    )
+
+    def change(_: int, layer: LayerSpec) -> LayerSpec:
+        if layer.attention.window is None:
+            return layer
+        return replace(layer, attention=replace(layer.attention, rotary="local"))
+
+    return replace(spec.with_layers(change), rotary={**spec.rotary, "local": table})
+
+
+def with_layer_norm(spec: ModelSpec, fields: Fields, *, bias: bool) -> ModelSpec:
+    """The model with layer norms."""
+    norm = NormSpec(fields.number("layer_norm_eps", 1e-5), "layer", bias)
+    return replace(spec, norm=norm)
+
+
+def score_head(spec: ModelSpec, fields: Fields, out: str, dense: str | None = None) -> ModelSpec:
+    """The model with a head that scores texts; sentence-transformers says whether scores become shares of one.
+
+    An encoder's head looks at the first token and has biases, that of a decoder at the last, and has none.
+    """
+    labels = fields.values.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else fields.positive("num_labels", 2)
+    if count != 1:
+        name = "id2label" if isinstance(labels, dict) else "num_labels"
+        fields.refuse(
+            name, f"says that the head has {count} labels; Pagoda runs heads that give one score"
+        )
+    said = fields.table("sentence_transformers")
+    name = said.text("activation_fn", "") if said is not None else ""
+    name = name or fields.text("sbert_ce_default_activation_function", "Sigmoid")
+    kind = name.rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        fields.refuse("sentence_transformers", "must name the activation Sigmoid or Identity")
+    encodes = spec.encoder is not None
+    return replace(
+        spec,
+        tie_word_embeddings=True,
+        classifier=ClassifierSpec(
+            out, dense, bias=encodes, first_token=encodes, sigmoid=kind == "Sigmoid"
+        ),
+    )
+
+
+def unrotated_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """True of every `no_rope_layer_interval`-th layer, or of those whose place in `no_rope_layers` is 0."""
+    name = "no_rope_layers"
+    if not fields.values.get(name):
+        interval = fields.positive("no_rope_layer_interval", 4)
+        return [(layer + 1) % interval == 0 for layer in range(num_layers)]
+    flags = fields.integers(name)
+    if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        fields.refuse(name, f"must be a list of {num_layers} numbers, each 0 or 1")
+    return [not flag for flag in flags]
+
+
+def without_rotation(spec: ModelSpec, layers: Sequence[bool]) -> ModelSpec:
+    """The model in which positions are not told in those layers whose flag is True."""
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        if not layers[index]:
+            return layer
+        return replace(layer, attention=replace(layer.attention, rotary="none"))
+
+    still = RotarySpec(dim=0, theta=1.0)
+    return replace(spec.with_layers(change), rotary={**spec.rotary, "none": still})

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pagoda.checkpoints.config_json import parse_model_config
+from pagoda.checkpoints.contents import unread_tensors
 from pagoda.checkpoints.families import GGUF_FAMILIES
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
-from pagoda.checkpoints.model_config import GGUF_NAMES, LinearSpec, ModelConfig
-from pagoda.checkpoints.rope import FrequencyFactors
+from pagoda.checkpoints.model_spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
+from pagoda.checkpoints.tensor_names import GGUF_NAMES
 from pagoda.checkpoints.weight_formats import (
+    IQ4_CODEBOOK,
+    MXFP4,
     BlockFormat,
     DenseFormat,
     WeightFormat,
@@ -31,8 +36,9 @@ BLOCKS = {
     "Q4_1": BlockFormat(4, 32, 32, integer_scales=False, minima=True),
     "Q5_0": BlockFormat(5, 32, 32, integer_scales=False, minima=False),
     "Q5_1": BlockFormat(5, 32, 32, integer_scales=False, minima=True),
-    "IQ4_NL": BlockFormat(4, 32, 32, integer_scales=False, minima=False, codebook=True),
-    "IQ4_XS": BlockFormat(4, 32, 256, integer_scales=True, minima=False, codebook=True),
+    "IQ4_NL": BlockFormat(4, 32, 32, integer_scales=False, minima=False, codebook=IQ4_CODEBOOK),
+    "IQ4_XS": BlockFormat(4, 32, 256, integer_scales=True, minima=False, codebook=IQ4_CODEBOOK),
+    "MXFP4": MXFP4,
     "Q2_K": BlockFormat(2, 16, 256, integer_scales=True, minima=True),
     "Q3_K": BlockFormat(3, 16, 256, integer_scales=True, minima=False),
     "Q4_K": BlockFormat(4, 32, 256, integer_scales=True, minima=True),
@@ -42,70 +48,111 @@ BLOCKS = {
 """Formats in memory of quantized types."""
 
 EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
+_LAYER_NORM = "attention.layer_norm_epsilon"
 FREQUENCY_FACTORS = "rope_freqs.weight"
-_PER_LAYER = (
-    GGUF_NAMES.attention_norm,
-    GGUF_NAMES.query,
-    GGUF_NAMES.key,
-    GGUF_NAMES.value,
-    GGUF_NAMES.query_norm,
-    GGUF_NAMES.key_norm,
-    GGUF_NAMES.attention_out,
-    GGUF_NAMES.mlp_norm,
-    GGUF_NAMES.gate,
-    GGUF_NAMES.up,
-    GGUF_NAMES.down,
-    "attn_rot_embd",  # a leftover in old files: frequencies that follow from the metadata
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_CONV_WIDTH = "shortconv.l_cache"
+
+_COMMON = frozenset(
+    {"block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"}
+    | {"attention.head_count", "attention.head_count_kv", "attention.key_length"}
+    | {"attention.value_length", "attention.layer_norm_rms_epsilon", "attention.causal"}
+    | {"expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_used_count"}
+    | {"expert_weights_norm", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"}
+    | {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"}
+    | {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
+    | {"rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor"}
+    | {"rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast"}
+    | {"rope.scaling.yarn_beta_slow"}
+    # These change nothing of what an answer to a text is computed of.
+    | {"pooling_type", "rope.dimension_sections", "tensor_data_layout"}
 )
-_WHOLE = (GGUF_NAMES.embedding, GGUF_NAMES.norm, GGUF_NAMES.head, "rope_freqs")
-_KNOWN = re.compile(rf"({'|'.join(_WHOLE)}|blk\.\d+\.({'|'.join(_PER_LAYER)}))\.(weight|bias)")
-
-_OTHER_MODELS = ("expert_count", "attention.clamp_kqv", "logit_scale", "attention.scale")
-"""Keys that change the arithmetic, in files of the same architectures by name."""
+"""Keys that files of all families may have; any other only those which name it in `GgufFormat`."""
 
 
-def gguf_model_config(file: GgufFile) -> ModelConfig:
+def gguf_model_config(file: GgufFile) -> ModelSpec:
     """The model that metadata and tensors of a file describe; its tensors have the names of the file.
     Raises ConfigError: the file is not of a model that Pagoda runs."""
-    unknown = next((name for name in file.tensors if not _KNOWN.fullmatch(name)), None)
-    if unknown is not None:
-        raise ConfigError(
-            f"{file.path} has a tensor {unknown!r}, which is in no model that Pagoda runs."
-        )
+    _, form = _family(file)
+    names, fields = form.names, _fields(file)
     config = parse_model_config(config_values(file), source=str(file.path))
-    names, scaling = GGUF_NAMES, config.rope_scaling
+    rotary = config.rotary["default"]
+    scaling = rotary.scaling
     if FREQUENCY_FACTORS in file.tensors:
         if scaling is not None:
             raise ConfigError(
                 f"{file.path} scales rotary frequencies twice: by {FREQUENCY_FACTORS} and by its metadata."
             )
-        scaling = _frequency_factors(file, config.head_dim // 2)
-    return replace(
-        config,
+        scaling = FrequencyFactors(_frequency_factors(file, FREQUENCY_FACTORS, rotary.dim // 2))
+    if SHORT_FACTORS in file.tensors:
+        scaling = _longrope(file, rotary.dim // 2)
+
+    def with_biases(index: int, layer: LayerSpec) -> LayerSpec:
+        def has_bias(*places: str) -> bool:
+            """One bias calls for those of the same place, so that none is left out unseen."""
+            return any(f"{names.of_layer(index, place)}.bias" in file.tensors for place in places)
+
+        into, out = (names.query, names.key, names.value), names.attention_out
+        if layer.state is not None:
+            into, out = (names.state_in,) * 3, names.state_out
+        attention = replace(layer.attention, qkv_bias=has_bias(*into), output_bias=has_bias(out))
+        mlp = layer.mlp
+        if isinstance(mlp, MlpSpec):
+            mlp = replace(mlp, bias=has_bias(names.gate, names.up, names.down))
+        return replace(layer, attention=attention, mlp=mlp)
+
+    spec = replace(
+        config.with_layers(with_biases),
         names=names,
-        rope_scaling=scaling,
+        rotary={**config.rotary, "default": replace(rotary, scaling=scaling)},
         quantization=None if all(map(is_dense, matrices(file))) else GgufQuantization(file),
-        qkv_bias=_has_bias(file, names.query, names.key, names.value),
-        output_bias=_has_bias(file, names.attention_out),
-        mlp_bias=_has_bias(file, names.gate, names.up, names.down),
+    )
+    _check_tensors(file, spec)
+    if spec.experts is not None:
+        fields.require("expert_weights_norm", spec.experts.renormalize)
+    return spec
+
+
+def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
+    """Raises ConfigError: a tensor is in no model that Pagoda runs."""
+    others = {FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS}
+    others |= {f"{name}.weight" for name in (spec.names.embedding, spec.names.head)}
+    others |= {name for name, _ in spec.last_norm_tensors}
+    num_blocks = _fields(file).positive("block_count")
+
+    def is_in_block(name: str) -> bool:
+        layers, _, rest = name.partition(".")
+        index = rest.partition(".")[0]
+        return layers == spec.names.layers and index.isdecimal() and int(index) < num_blocks
+
+    beside = (name for name in file.tensors if name not in others and not is_in_block(name))
+    for name in itertools.chain(unread_tensors(spec, file.tensors), beside):
+        raise ConfigError(
+            f"{file.path} has a tensor {name!r}, which is in no model of its kind that Pagoda runs."
+        )
+
+
+def _longrope(file: GgufFile, count: int) -> LongRopeScaling:
+    scaling = _fields(file).below("rope.scaling.")
+    return LongRopeScaling(
+        short_factors=_frequency_factors(file, SHORT_FACTORS, count),
+        long_factors=_frequency_factors(file, LONG_FACTORS, count),
+        original_max_position_embeddings=scaling.positive("original_context_length"),
+        attention_factor=scaling.number("attn_factor", 1.0),
     )
 
 
-def _has_bias(file: GgufFile, *names: str) -> bool:
-    """One bias calls for those of the same place and of all layers, so that none is left out unseen."""
-    return any(f"blk.0.{name}.bias" in file.tensors for name in names)
-
-
-def _frequency_factors(file: GgufFile, count: int) -> FrequencyFactors:
-    tensor = checked_tensor(file, FREQUENCY_FACTORS, (count,))
+def _frequency_factors(file: GgufFile, name: str, count: int) -> tuple[float, ...]:
+    """Divisors of frequencies in the tensor `name`."""
+    tensor = checked_tensor(file, name, (count,))
     if tensor.type.name != "F32":
-        raise ConfigError(f"{file.path}: tensor {FREQUENCY_FACTORS} must be of type F32.")
+        raise ConfigError(f"{file.path}: tensor {name} must be of type F32.")
     with tensor.path.open("rb") as opened:
         opened.seek(tensor.start)
         factors = struct.unpack(f"<{count}f", opened.read(tensor.num_bytes))
     if not all(0 < factor < math.inf for factor in factors):
-        raise ConfigError(f"{file.path}: tensor {FREQUENCY_FACTORS} must hold positive numbers.")
-    return FrequencyFactors(factors)
+        raise ConfigError(f"{file.path}: tensor {name} must hold positive numbers.")
+    return factors
 
 
 @dataclass(frozen=True)
@@ -121,7 +168,7 @@ class GgufQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         """Raises ConfigError if the file has no such linear layer."""
-        return held_as(self.file.tensor(f"{linear.name}.weight").type)
+        return held_as(self.file.tensor(f"{linear.stored.tensor}.weight").type)
 
 
 def matrices(file: GgufFile) -> Iterator[GgufTensor]:
@@ -152,20 +199,11 @@ def checked_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTen
 
 def config_values(file: GgufFile) -> dict[str, object]:
     """Returns the values of an equivalent config.json."""
-    metadata, known = file.metadata, dict.fromkeys(name for name, _ in GGUF_FAMILIES)
-    architecture = metadata.text("general.architecture")
-    if architecture not in known:
-        metadata.refuse("general.architecture", f"must be one of {', '.join(known)}")
-    fields = metadata.below(f"{architecture}.")
-    for name in _OTHER_MODELS:
-        if fields.values.get(name, 0) != 0:
-            fields.refuse(name, "is for models that Pagoda does not run")
-    window = fields.count("attention.sliding_window", 0)
-    family = GGUF_FAMILIES.get((architecture, window > 0))
-    if family is None:
-        fields.refuse("attention.sliding_window", f"is not supported in models of {architecture}")
+    family, form = _family(file)
+    fields = _fields(file)
     hidden_size = fields.positive("embedding_length")
     num_heads = fields.positive("attention.head_count")
+    head_dim = _head_dim(fields, max(1, hidden_size // num_heads))
     values: dict[str, object] = {
         "architectures": [family.architecture],
         "vocab_size": _vocab_size(file, hidden_size),
@@ -173,18 +211,85 @@ def config_values(file: GgufFile) -> dict[str, object]:
         "intermediate_size": fields.positive("feed_forward_length"),
         "num_hidden_layers": fields.positive("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.positive("attention.head_count_kv", num_heads),
-        "head_dim": _head_dim(fields, max(1, hidden_size // num_heads)),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "num_key_value_heads": _num_kv_heads(fields, form, num_heads),
+        "head_dim": head_dim,
         "rope_theta": fields.number("rope.freq_base", 10_000.0),
-        "rope_scaling": _rope_scaling(fields),
+        "rope_scaling": {"rope_type": "default"}
+        if SHORT_FACTORS in file.tensors
+        else _rope_scaling(fields, form),
         "max_position_embeddings": fields.positive("context_length"),
         "tie_word_embeddings": HEAD not in file.tensors,
         "torch_dtype": DTYPE,
     }
     if fields.positive("block_count") > len(file.tensors):
         fields.refuse("block_count", f"must not be more than the {len(file.tensors)} tensors")
-    return values | ({"sliding_window": window} if window else {})
+    if _LAYER_NORM not in form.keys:
+        values["rms_norm_eps"] = fields.number("attention.layer_norm_rms_epsilon")
+    rotated = "rope.dimension_count"
+    count = fields.positive(rotated, head_dim)
+    if family.partial_rotary is not None:
+        # A half more, as what is left of a dimension counts nothing.
+        values["partial_rotary_factor"] = 1 if count == head_dim else (count + 0.5) / head_dim
+    elif count != head_dim:
+        fields.refuse(rotated, f"must be the key length {head_dim}")
+    fields.require("attention.causal", True)
+    own = {name: fields.values[key] for key, name in form.keys.items() if fields.values.get(key)}
+    told = dict(form.values(fields))
+    rope, more = values["rope_scaling"], told.pop("rope_scaling", {})
+    if isinstance(rope, dict) and isinstance(more, dict):
+        values["rope_scaling"] = {**rope, **more}
+    return {**values, **told, **own}
+
+
+def _num_kv_heads(fields: Fields, form: GgufFormat, num_heads: int) -> int:
+    """Heads of keys and values, of which some files tell the number in each layer: 0 where one keeps a state."""
+    name = "attention.head_count_kv"
+    if not isinstance(fields.values.get(name), list):
+        return fields.positive(name, num_heads)
+    counts = set(fields.integers(name))
+    some = counts - {0} if _CONV_WIDTH in form.keys else counts
+    if len(some) != 1 or min(some) <= 0:
+        fields.refuse(name, "must be the same positive integer for all layers with attention")
+    return some.pop()
+
+
+def _family(file: GgufFile) -> tuple[Family, GgufFormat]:
+    """The family of a file, by its architecture and by what its metadata asks for beyond the usual."""
+    fields = _fields(file)
+    architecture = file.metadata.text("general.architecture")
+    asked = {name for name in fields.values if name not in _COMMON and _is_set(fields, name)}
+    candidates = [(it, it.gguf) for it in GGUF_FAMILIES[architecture] if it.gguf is not None]
+    fits = [it for it in candidates if it[1].required <= asked <= {*it[1].keys, *it[1].read}]
+    if not fits:
+        known = {key for _, form in candidates for key in (*form.keys, *form.read)}
+        missing = candidates[0][1].required - asked
+        wrong = [*sorted(asked - known), *sorted(missing), *sorted(asked)][0]
+        fields.refuse(wrong, f"is not supported in models of {architecture}")
+    return fits[0]
+
+
+def _fields(file: GgufFile) -> Fields:
+    """Metadata of the file's architecture, by the names behind it."""
+    architecture = file.metadata.text("general.architecture")
+    if architecture not in GGUF_FAMILIES:
+        known = ", ".join(GGUF_FAMILIES)
+        file.metadata.refuse("general.architecture", f"must be one of {known}")
+    return file.metadata.below(f"{architecture}.")
+
+
+_USUAL = {
+    **{"expert_gating_func": 1, "expert_group_count": 1, "expert_group_used_count": 1},
+    **{"logit_scale": 1, "residual_scale": 1, "embedding_scale": 1, "expert_weights_scale": 1},
+    **{"attention.output_scale": 1, "rope.scaling.alpha": 1},
+}
+"""Values besides 0 that say nothing where a family has no such key: a softmax, one group, and factors of 1."""
+
+
+def _is_set(fields: Fields, name: str) -> bool:
+    value = fields.values.get(name)
+    if isinstance(value, list):
+        return any(value)
+    return value not in (None, 0, False, _USUAL.get(name))
 
 
 def _vocab_size(file: GgufFile, hidden_size: int) -> int:
@@ -206,29 +311,33 @@ def _vocab_size(file: GgufFile, hidden_size: int) -> int:
 
 def _head_dim(fields: Fields, usual: int) -> int:
     head_dim = fields.positive("attention.key_length", usual)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if fields.positive(name, head_dim) != head_dim:
-            fields.refuse(name, f"must be the key length {head_dim}")
+    if fields.positive("attention.value_length", head_dim) != head_dim:
+        fields.refuse("attention.value_length", f"must be the key length {head_dim}")
     if head_dim % 2:
         fields.refuse("attention.key_length", "must be even")
     return head_dim
 
 
-def _rope_scaling(fields: Fields) -> dict[str, object] | None:
+def _rope_scaling(fields: Fields, form: GgufFormat) -> dict[str, object]:
     rope = fields.below("rope.scaling.")
     kind = rope.text("type", "none")
+    if rope.number("attn_factor", 1.0) != 1:
+        rope.refuse("attn_factor", "must be 1")
     if kind == "none":
         # Files of 2023 have one factor instead.
         factor = fields.number("rope.scale_linear", 1.0)
-        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+        return (
+            {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
+        )
     if kind == "linear":
         return {"rope_type": kind, "factor": rope.number("factor")}
     if kind != "yarn":
         rope.refuse("type", "must be one of none, linear, yarn")
-    for name in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor"):
+    for name in ("yarn_ext_factor", "yarn_attn_factor"):
         if rope.number(name, 1.0) != 1:
             rope.refuse(name, "must be 1")
-    rope.require("yarn_log_multiplier", 0)
+    if not form.scales_yarn:
+        rope.require("yarn_log_multiplier", 0)
     return {
         "rope_type": kind,
         "factor": rope.number("factor"),

@@ -68,6 +68,7 @@ BLOCK_TYPES = {
     20: BlockType("IQ4_NL", 32, 18),
     23: BlockType("IQ4_XS", 256, 136),
     30: BlockType("BF16", 1, 2),
+    39: BlockType("MXFP4", 32, 17),
 }
 """The types that Pagoda reads, by their numbers in the file."""
 _UNREAD_TYPES = {
@@ -87,7 +88,6 @@ _UNREAD_TYPES = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
 }
 
 

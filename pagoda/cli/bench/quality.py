@@ -16,7 +16,7 @@ from pagoda.checkpoints.resolve import ModelFiles, load_model_config, resolve_mo
 from pagoda.cli import output
 from pagoda.cli.files import write_json
 from pagoda.cli.options import GeneralOptions
-from pagoda.devices import BackendName
+from pagoda.devices import check_backend
 from pagoda.errors import ConfigError
 from pagoda.executor.jobs import run_job
 from pagoda.frontend.engine_options import (
@@ -50,8 +50,9 @@ class ModelOptions:
     """A text by which weights are rounded; takes a minute or two."""
     kv_cache_dtype: KVDtype = "auto"
     """Number format of the KV cache; auto takes that of activations."""
-    backend: BackendName = "auto"
-    """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
+    backend: str = "auto"
+    """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available; others are
+    brought by packages."""
     threads: Count | None = None
     """CPU threads; by default the cores that this process may use."""
 
@@ -72,7 +73,7 @@ class ReferenceOptions:
     """Round dense weights of the reference too."""
     reference_kv_cache_dtype: KVDtype = "auto"
     """Number format of the KV cache of the reference; auto takes that of activations."""
-    reference_backend: BackendName = "auto"
+    reference_backend: str = "auto"
     """Backend of the reference."""
 
     def engine_options(self, threads: int | None) -> EngineOptions:
@@ -106,6 +107,8 @@ def quality(
         output_file: Write the figures as JSON to this file too.
     """
     general.apply()
+    for backend in (options.backend, reference.reference_backend):
+        check_backend(backend, ())
     files = resolve_model(model)
     reference_files = resolve_model(model if reference.reference is None else reference.reference)
     for it in (files, reference_files):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pagoda.messages.transfers import KVPeer, KVRank, Transfer
+from pagoda.messages.transfers import KVPeer, KVRank, RemoteBlocks, Transfer
 from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
 from pagoda.worker.kv.jobs import Job, Jobs, Lane
 from pagoda.worker.kv.plan import OwnPart, PlanError, Slice, find_runs, make_spans, plan_slices
@@ -22,8 +22,8 @@ Connect = Callable[[KVRank, float], MemoryLink]
 _PAUSE_S = 1.0
 """Seconds for which a rank that could not be reached is not tried again."""
 
-_Fetch = tuple[Job, Sequence[int], Sequence[int]]
-"""A job, its blocks there and those here."""
+_Fetch = tuple[Job, int, Sequence[int], Sequence[int]]
+"""A job, the KV group of its blocks, those there and those here."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,24 +68,22 @@ class KVFetcher:
         num_blocks = min(peer.ranks[rank].num_blocks for rank in slices)
         return _Peer(readers, num_blocks)
 
-    def start(
-        self, transfer: Transfer, peer_id: str, sources: Sequence[int], targets: Sequence[int]
-    ) -> None:
-        """Begins to read `sources`, blocks of the peer, into `targets`, blocks on the device.
+    def start(self, transfer: Transfer, remote: RemoteBlocks, targets: Sequence[int]) -> None:
+        """Begins to read `remote`, blocks of a peer, into `targets`, blocks on the device.
 
         Raises ValueError if the engine names blocks that this worker does not have.
         """
         if any(not 0 <= block_id < self._parts[0].num_blocks for block_id in targets):
             raise ValueError(f"Transfer {transfer.transfer_id} writes to blocks that are not here.")
-        peer = self.peers.get(peer_id, _UNKNOWN_PEER)
+        peer, sources = self.peers.get(remote.peer_id, _UNKNOWN_PEER), remote.block_ids
         if any(not 0 <= block_id < peer.num_blocks for block_id in sources):
             problem = peer.misfit or f"the peer has {peer.num_blocks} blocks, and not all of these"
             self._jobs.end_part(self._jobs.begin(transfer, 1), range(len(sources)), problem)
             return
-        readers = peer.readers if sources else []
+        readers = [it for it in peer.readers if sources and it.has(remote.group)]
         job = self._jobs.begin(transfer, len(readers))
         for reader in readers:
-            reader.tasks.put((job, sources, targets))
+            reader.tasks.put((job, remote.group, sources, targets))
 
     def close(self) -> None:
         """Ends the threads; reads under way fail."""
@@ -117,8 +115,9 @@ class _RankReader:
     ) -> None:
         self._name = name
         self._rank = rank
-        self._slices = slices
-        self._batch_blocks = max(1, BATCH_BYTES // sum(piece.num_bytes for piece in slices))
+        self._slices = {
+            piece.group: [it for it in slices if it.group == piece.group] for piece in slices
+        }
         self.connect = connect
         self._jobs = jobs
         self.link: MemoryLink | None = None
@@ -130,6 +129,14 @@ class _RankReader:
         """Guarded like the jobs, and `_is_closed` too."""
         self._is_closed = False
         self.tasks = Lane(f"kv-fetch {name}", 1, self._run)
+
+    def has(self, group: int) -> bool:
+        """True if there is something to read of a KV group."""
+        return group in self._slices
+
+    def _batch_blocks(self, group: int) -> int:
+        """Blocks of a group that are read at a time."""
+        return max(1, BATCH_BYTES // sum(piece.num_bytes for piece in self._slices[group]))
 
     def close(self) -> None:
         """Fails running transfers, and ends the thread."""
@@ -144,15 +151,15 @@ class _RankReader:
     # ---- the thread
 
     def _run(self, fetches: Iterator[_Fetch]) -> None:
-        for job, sources, targets in fetches:
-            num_good, error = 0, ""
+        for job, group, sources, targets in fetches:
+            num_good, error, count = 0, "", self._batch_blocks(group)
             try:
                 if not self._jobs.wait_for_step(job.transfer.after_step, lambda: self._is_closed):
                     raise TransportError("the worker is ending, or the peer has parted")
-                for start in range(0, len(sources), self._batch_blocks):
-                    end = start + self._batch_blocks
+                for start in range(0, len(sources), count):
+                    end = start + count
                     deadline = time.monotonic() + BATCH_LIMIT_S
-                    self.read(sources[start:end], targets[start:end], deadline)
+                    self.read(group, sources[start:end], targets[start:end], deadline)
                     num_good = min(end, len(sources))
             except TransportError as problem:
                 error = str(problem)
@@ -163,8 +170,10 @@ class _RankReader:
             self._jobs.end_part(job, range(num_good, len(sources)), error)
         self._disconnect()
 
-    def read(self, sources: Sequence[int], targets: Sequence[int], deadline: float) -> None:
-        spans = make_spans(self._slices, find_runs(sources, targets))
+    def read(
+        self, group: int, sources: Sequence[int], targets: Sequence[int], deadline: float
+    ) -> None:
+        spans = make_spans(self._slices[group], find_runs(sources, targets))
         was_connected = self.link is not None
         try:
             with self._reading(deadline) as link:
@@ -175,7 +184,7 @@ class _RankReader:
                 raise
             # It may have been cut while nobody used it; whether anybody is there, a new one tells.
             _log.info("connecting to %s again: %s", self._name, error)
-            self.read(sources, targets, deadline)
+            self.read(group, sources, targets, deadline)
 
     @contextmanager
     def _reading(self, deadline: float) -> Iterator[MemoryLink]:

@@ -34,16 +34,19 @@ class KVHandoff:
     def __init__(self, config: KVHandoffConfig, plan: WorkerPlan, loaded: LoadedWorker) -> None:
         """Raises ConfigError if none of the transports works here."""
         worker = plan.config
-        self._parts = own_parts(loaded.caches, plan.shard)
+        self._parts = own_parts(loaded.kv, plan.shard, plan.layer_places)
+        self.group_bytes = [
+            sum(own.part.num_bytes for own in self._parts if own.part.group == group)
+            for group in range(len(plan.kv_groups))
+        ]
+        """Bytes of this rank's parts of a block, by KV group."""
         self._rank = worker.parallel.rank_in_replica(worker.place)
         self._fetches = config.role.fetches_kv
-        self.digest = kv_digest(plan, loaded.caches)
+        self.digest = kv_digest(plan, loaded.kv)
         self._transports: dict[str, Transport] = {}
         """The best first."""
         self._exported: dict[str, ExportedMemory] = {}
-        regions = tuple(own.region for own in self._parts)
-        file = None if loaded.shared is None else loaded.shared.file(regions)
-        memory = OwnMemory(regions, file)
+        memory = OwnMemory(loaded.kv.regions(), loaded.kv.file())
         host = worker.bind_host or config.host  # each host of a replica has its own
         access = Access(host, config.secret, config.encrypts)
         problems = []

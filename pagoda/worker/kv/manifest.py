@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from pagoda.backend.base import KVCache
 from pagoda.checkpoints.fingerprint import weights_digest
 from pagoda.kv.objects import Manifest
-from pagoda.worker.kv.memory import KVMemory
+from pagoda.messages.kv_groups import KVGroup
+from pagoda.worker.kv.store import KVStore
 from pagoda.worker.loading import WorkerPlan
 
 
-def make_manifest(plan: WorkerPlan, memory: KVMemory, arithmetic: str) -> Manifest:
+def make_manifest(plan: WorkerPlan, store: KVStore, arithmetic: str) -> Manifest:
     """Manifest of the objects of one rank. Raises ConfigError if the model's files cannot be read."""
     config, parallel, place = plan.config, plan.config.parallel, plan.config.place
     return Manifest(
@@ -25,9 +24,10 @@ def make_manifest(plan: WorkerPlan, memory: KVMemory, arithmetic: str) -> Manife
         kv_dtype=plan.kv_dtype_name,
         quantization=_quantization(plan),
         arithmetic=arithmetic,
-        layout=memory.layout,
+        layout=store.layout,
         block_size=plan.block_size,
-        payload_bytes=memory.block_bytes,
+        kv_groups=_kv_groups(plan),
+        payload_bytes=store.block_bytes,
         tensor_parallel_size=parallel.tensor_parallel_size,
         tensor_parallel_rank=place.tp,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
@@ -36,30 +36,38 @@ def make_manifest(plan: WorkerPlan, memory: KVMemory, arithmetic: str) -> Manife
     )
 
 
-def kv_digest(plan: WorkerPlan, caches: Sequence[KVCache]) -> str:
+def kv_digest(plan: WorkerPlan, store: KVStore) -> str:
     """SHA-256 of all that engines must agree on to use each other's KV, in hex.
 
-    That is what a block of one head is, and of which model. Into how many ranks the model is cut does not count,
-    nor how the processor rounds.
+    That is what a block of one head is, of which layers of which model. Into how many ranks the model is cut does
+    not count, nor how the processor rounds.
 
     Raises ConfigError if the model's files cannot be read.
     """
-    tensors = caches[0].tensors.values()
-    layout = [(str(tensor.dtype), list(tensor.shape[2:])) for tensor in tensors]
     agreed = (
         _model_digest(plan),
         plan.dtype_name,
         plan.kv_dtype_name,
         _quantization(plan),
         plan.block_size,
-        layout,
+        store.head_layouts,
+        _kv_groups(plan),
     )
     return hashlib.sha256(msgspec.json.encode(agreed)).hexdigest()
 
 
+def _kv_groups(plan: WorkerPlan) -> tuple[KVGroup, ...]:
+    """The groups of the model, unless a block is of all its layers and keeps all."""
+    groups = plan.kv_groups
+    return () if len(groups) == 1 and groups[0].keeps_all else groups
+
+
 def _model_digest(plan: WorkerPlan) -> str:
     config = plan.config
-    return weights_digest(config.model, config.load_format, config.seed)
+    digest = weights_digest(config.model, config.load_format, config.seed)
+    if not plan.shard.config.long_rotary:
+        return digest
+    return hashlib.sha256(f"{digest} long".encode()).hexdigest()
 
 
 def _quantization(plan: WorkerPlan) -> str:

@@ -1,4 +1,4 @@
-"""Memory that holds KV: the tensors of one rank as bytes, slots in host memory, and memory that others can map."""
+"""Memory that holds KV: that of a rank's tensors, which others may map, and slots for blocks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import KVCache
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.pd.transport.base import MemoryFile, Region
 
@@ -22,72 +19,6 @@ _ALIGNMENT = 64
 _LARGE_PAGE = 2**21
 _MADV_POPULATE_WRITE = 23
 """Takes all memory at once (Linux 5.14, `madvise(2)`); `mmap` has no name for it."""
-
-
-class _Part(NamedTuple):
-    """One tensor; a block of it is contiguous."""
-
-    address: int
-    block_bytes: int
-    offset: int
-    """First byte of the part within the bytes of a block."""
-
-
-class KVMemory:
-    """The KV tensors of one rank, in this process's own memory.
-
-    Copies by `memmove`, which lets other threads run: the one that computes does not wait.
-    """
-
-    def __init__(self, caches: Sequence[KVCache]) -> None:
-        """Raises ValueError if a tensor is not in this process's memory or not contiguous."""
-        self._caches = caches  # whose memory is used as long as this lives
-        self._parts: list[_Part] = []
-        offset = 0
-        for cache in caches:
-            for tensor in host_tensors(cache).values():
-                block_bytes = tensor.nbytes // len(tensor)
-                self._parts.append(_Part(tensor.data_ptr(), block_bytes, offset))
-                offset += block_bytes
-        self.block_bytes = offset
-        self._num_blocks = len(caches[0].keys)
-
-    @property
-    def layout(self) -> str:
-        """The dimensions of a block in each tensor of each layer; equal for equal bytes."""
-        return " ".join(
-            f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}"
-            for cache in self._caches
-            for tensor in cache.tensors.values()
-        )
-
-    def read(self, block_id: int, into: memoryview) -> None:
-        outside = self._address(block_id, into)
-        for address, block_bytes, offset in self._parts:
-            ctypes.memmove(outside + offset, address + block_id * block_bytes, block_bytes)
-
-    def write(self, block_id: int, source: memoryview) -> None:
-        outside = self._address(block_id, source)
-        for address, block_bytes, offset in self._parts:
-            ctypes.memmove(address + block_id * block_bytes, outside + offset, block_bytes)
-
-    def _address(self, block_id: int, outside: memoryview) -> int:
-        if not 0 <= block_id < self._num_blocks or outside.nbytes != self.block_bytes:
-            raise ValueError(
-                f"Block {block_id} of {self._num_blocks} does not go with {outside.nbytes} bytes, "
-                f"a block has {self.block_bytes}."
-            )
-        return _address_of(outside)
-
-
-def host_tensors(cache: KVCache) -> dict[str, Tensor]:
-    """Tensors of a cache by kind.
-
-    Raises ValueError if a tensor is not in this process's memory or not contiguous.
-    """
-    if any(t.device.type != "cpu" or not t.is_contiguous() for t in cache.tensors.values()):
-        raise ValueError("KV tensors must be contiguous and in host memory.")
-    return cache.tensors
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
@@ -152,25 +83,29 @@ def shares_kv(config: WorkerConfig) -> bool:
     )
 
 
-class SharedKVMemory:
-    """One file without a name, for some tensors. It is gone when nobody has it open or mapped.
+class KVAllocation:
+    """One piece of memory for all KV tensors of a rank, each of which begins at a large page.
 
-    What is never written takes no memory. Tensors begin at large pages, which the kernel uses where it is told to
+    What is never written takes no memory. Shared memory is a file without a name, gone when nobody has it open or
+    mapped; the kernel uses large pages there where it is told to
     (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
     """
 
-    def __init__(self, num_bytes: int, num_tensors: int) -> None:
+    def __init__(self, num_bytes: int, num_tensors: int, *, shared: bool = False) -> None:
         """Room for tensors of so many bytes together. Raises OSError if the system has no such memory."""
-        self._num_bytes = num_bytes + num_tensors * _LARGE_PAGE
-        self._descriptor = os.memfd_create("pagoda-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, self._num_bytes)
-        self._memory = torch.frombuffer(
-            mmap.mmap(self._descriptor, self._num_bytes), dtype=torch.uint8
-        )
-        self._taken = 0
+        self._num_bytes = num_bytes + (num_tensors + 1) * _LARGE_PAGE
+        self._descriptor = -1
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        if shared:
+            self._descriptor = os.memfd_create("pagoda-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._descriptor, self._num_bytes)
+            flags = mmap.MAP_SHARED
+        memory = mmap.mmap(self._descriptor, self._num_bytes, flags=flags)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._taken = -self._memory.data_ptr() % _LARGE_PAGE
 
     def new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Raises ValueError if the arena has no room for the tensor."""
+        """Raises ValueError if there is no room for the tensor."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         tensor = self._memory[self._taken : self._taken + num_bytes]
         if len(tensor) < num_bytes:
@@ -178,7 +113,9 @@ class SharedKVMemory:
         self._taken += -(-num_bytes // _LARGE_PAGE) * _LARGE_PAGE
         return tensor.view(dtype).view(shape)
 
-    def file(self, regions: tuple[Region, ...]) -> MemoryFile:
-        """Describes the file and the offsets of `regions` in it."""
+    def file(self, regions: tuple[Region, ...]) -> MemoryFile | None:
+        """Describes the file and the offsets of `regions` in it; None of memory that is not shared."""
+        if self._descriptor < 0:
+            return None
         offsets = tuple(region.address - self._memory.data_ptr() for region in regions)
         return MemoryFile(self._descriptor, self._num_bytes, offsets)

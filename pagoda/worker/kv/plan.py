@@ -2,21 +2,25 @@
 
 Both engines may have cut the model into any number of stages and tensor-parallel ranks; with more ranks than KV
 heads several have the same one. What counts is what each rank says of itself: tensors by layer, kind and heads.
+Layers of several KV groups may share a tensor, of which each uses the blocks of its group.
 Heads are the leading dimension of a block, so those that two tensors have in common are in one piece in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
-from pagoda.backend.base import KVCache
+import msgspec
+
 from pagoda.errors import PagodaError
 from pagoda.messages.transfers import KVPart, KVPeer
 from pagoda.model.sharding import Shard
-from pagoda.pd.transport.base import Region, Span
-from pagoda.worker.kv.memory import host_tensors
+from pagoda.pd.transport.base import Span
+from pagoda.worker.kv.store import KVStore, KVTensor
+from pagoda.worker.loading import LayerPlace
 
 
 class PlanError(PagodaError):
@@ -28,34 +32,75 @@ class OwnPart(NamedTuple):
     address: int
     num_blocks: int
 
-    @property
-    def region(self) -> Region:
-        return Region(self.address, self.num_blocks * block_bytes(self.part))
 
-
-def block_bytes(part: KVPart) -> int:
-    return part.num_heads * part.head_bytes
-
-
-def own_parts(caches: Sequence[KVCache], shard: Shard) -> tuple[OwnPart, ...]:
-    """Parts of the KV tensors of a rank's layers.
-
-    Raises ValueError if a tensor is not in this process's memory or not contiguous.
-    """
-    heads = shard.kv_heads
-    parts = []
-    for layer, cache in zip(shard.layers, caches, strict=True):
-        for kind, tensor in host_tensors(cache).items():
-            head_bytes = tensor[0, 0].nbytes
-            part = KVPart(layer, kind, heads.start, len(heads), head_bytes)
-            parts.append(OwnPart(part, tensor.data_ptr(), len(tensor)))
+def own_parts(store: KVStore, shard: Shard, places: Sequence[LayerPlace]) -> tuple[OwnPart, ...]:
+    """Parts of the KV of a rank's layers, which lie at `places`."""
+    parts: list[OwnPart] = []
+    for layer, (group, place) in zip(shard.layers, places, strict=True):
+        tensors = [
+            (region, tensor) for region, tensor in enumerate(store.tensors) if tensor.place == place
+        ]
+        described = _state_parts if shard.states(layer) else _attention_parts
+        for region, part in described(shard, layer, tensors):
+            tensor = store.tensors[region]
+            whole = msgspec.structs.replace(
+                part, layer=layer, group=group, region=region, stride=tensor.block_stride
+            )
+            parts.append(OwnPart(whole, tensor.address, store.num_blocks))
     return tuple(parts)
+
+
+_Tensors = Sequence[tuple[int, KVTensor]]
+"""Tensors of a place, and the regions that they are."""
+
+
+def _attention_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tuple[int, KVPart]]:
+    heads = shard.kv_heads
+    for region, tensor in tensors:
+        yield region, KVPart(layer, tensor.kind, heads.start, len(heads), tensor.head_stride)
+
+
+def _state_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tuple[int, KVPart]]:
+    """Units of states lie in the halves of a block, as `pagoda.backend.base.StateCache` says.
+
+    States whose units follow several maps go over between ranks that are cut alike only, which their kind says.
+    """
+    regions = {tensor.kind: region for region, tensor in tensors}
+    states, offset = shard.states(layer), 0
+    cut = f" of {shard.tp_size} ranks" if any(len(state.maps) > 1 for state in states) else ""
+    for number, (state, units) in enumerate(zip(states, shard.state_units(layer), strict=True)):
+        numbers = list(chain.from_iterable(units))
+        middle = (len(numbers) + 1) // 2
+        for kind, held in (("keys", numbers[:middle]), ("values", numbers[middle:])):
+            for index, run in _runs_of(held):
+                yield (
+                    regions[kind],
+                    KVPart(
+                        layer,
+                        f"state {number}{cut}",
+                        run.start,
+                        len(run),
+                        4 * state.floats,
+                        offset=offset + 4 * state.floats * index,
+                    ),
+                )
+        offset += state.half_bytes
+
+
+def _runs_of(numbers: Sequence[int]) -> Iterator[tuple[int, range]]:
+    """Numbers that follow one another, and the index of the first of them."""
+    start = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield start, range(numbers[start], numbers[index - 1] + 1)
+            start = index
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Heads that a tensor there and one here have in common: of each block, one piece."""
+    """Heads of a layer that a tensor there and one here have in common: of each block of a group, one piece."""
 
+    group: int
     region: int
     """Index of the other rank's memory region."""
     source_offset: int
@@ -83,7 +128,6 @@ class Run(NamedTuple):
 
 class _Offer(NamedTuple):
     rank: int
-    region: int
     part: KVPart
 
     @property
@@ -99,8 +143,8 @@ def plan_slices(parts: Iterable[OwnPart], own_rank: int, peer: KVPeer) -> dict[i
     """
     offers: dict[tuple[int, str], list[_Offer]] = {}
     for rank, described in enumerate(peer.ranks):
-        for region, part in enumerate(described.parts):
-            offers.setdefault((part.layer, part.kind), []).append(_Offer(rank, region, part))
+        for part in described.parts:
+            offers.setdefault((part.layer, part.kind), []).append(_Offer(rank, part))
     slices: dict[int, list[Slice]] = {}
     for own in parts:
         head, end = own.part.first_head, own.part.first_head + own.part.num_heads
@@ -128,17 +172,22 @@ def _choose(
         raise PlanError(
             f"its {what} have {offer.part.head_bytes} bytes per block, here they have {wanted.head_bytes}"
         )
+    if offer.part.group != wanted.group:
+        raise PlanError(
+            f"its layer {wanted.layer} is in KV group {offer.part.group}, here it is in {wanted.group}"
+        )
     return offer
 
 
 def _slice(own: OwnPart, offer: _Offer, head: int, count: int) -> Slice:
     head_bytes = own.part.head_bytes
     return Slice(
-        region=offer.region,
-        source_offset=(head - offer.part.first_head) * head_bytes,
-        source_stride=block_bytes(offer.part),
-        target=own.address + (head - own.part.first_head) * head_bytes,
-        target_stride=block_bytes(own.part),
+        group=own.part.group,
+        region=offer.part.region,
+        source_offset=offer.part.offset + (head - offer.part.first_head) * head_bytes,
+        source_stride=offer.part.stride,
+        target=own.address + own.part.offset + (head - own.part.first_head) * head_bytes,
+        target_stride=own.part.stride,
         num_bytes=count * head_bytes,
     )
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from pagoda.backend.base import KVCache
 from pagoda.backend.cpu.native import load_native
 from pagoda.devices import BackendUnavailableError
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.messages.worker import StepPlan
-from pagoda.worker.kv.memory import host_tensors
+from pagoda.worker.kv.store import KVStore
 
 if TYPE_CHECKING:
     from pagoda.backend._native import Populator
@@ -35,34 +34,31 @@ class KVPopulator:
 
     def __init__(
         self,
-        caches: Sequence[KVCache],
-        block_size: int,
+        store: KVStore,
+        block_sizes: Sequence[int],
         workers_on_host: int = 1,
         available_bytes: Callable[[], int] = available_memory_bytes,
     ) -> None:
-        """`block_size` is in tokens.
-
-        Raises ValueError if a tensor is not in this process's memory or not contiguous.
-        """
-        tensors = [tensor for cache in caches for tensor in host_tensors(cache).values()]
-        self._caches = caches  # whose memory is touched as long as this lives
-        self._num_blocks = len(tensors[0])
-        sizes = [tensor.nbytes // self._num_blocks for tensor in tensors]
-        self._block_bytes = sum(sizes)
+        """`block_sizes` are in tokens, by KV group; a token is in a block of each."""
+        self._store = store  # whose memory is touched as long as this lives
+        self._num_blocks = store.num_blocks
+        self._block_bytes = store.block_bytes
         self._workers_on_host = workers_on_host
         self._available_bytes = available_bytes
-        self._ahead = max(1, min(AHEAD_TOKENS // block_size, _AHEAD_BYTES // self._block_bytes))
+        ahead = sum(-(-AHEAD_TOKENS // size) for size in block_sizes)
+        self._ahead = max(1, min(ahead, _AHEAD_BYTES // self._block_bytes))
         self._ordered = 0
         self._next_look = 0
         """The first block whose use is a reason to look whether more should be ordered."""
         self._native: Populator | None = None
         with contextlib.suppress(BackendUnavailableError):
-            regions = [(t.data_ptr(), size) for t, size in zip(tensors, sizes, strict=True)]
+            regions = [(tensor.address, tensor.block_stride) for tensor in store.tensors]
             self._native = load_native().Populator(regions, self._num_blocks)
 
     def use(self, plan: StepPlan) -> None:
         """Takes note of the blocks that a step begins to use."""
-        new = chain((s.block_ids for s in plan.starts), (ids for _, ids in plan.new_blocks))
+        starts = chain.from_iterable(start.block_ids for start in plan.starts)
+        new = chain(starts, (new.block_ids for new in plan.new_blocks))
         highest = max(map(max, filter(None, new)), default=-1)
         if highest >= self._next_look:
             self.keep_ready_behind(highest)

@@ -13,6 +13,7 @@ import zmq
 
 from pagoda.ipc.codec import Codec
 from pagoda.messages.transfers import (
+    RemoteBlocks,
     Transfer,
     TransferEnd,
     TransferLink,
@@ -41,10 +42,11 @@ class _UnderWay(NamedTuple):
 class TransferSpans:
     """One for each transfer, from its order to its end. Those under way together are in rows of their own."""
 
-    def __init__(self, tracer: Tracer, block_bytes: int) -> None:
-        """`block_bytes` of this rank move for each block of a transfer."""
+    def __init__(self, tracer: Tracer, block_bytes: int, group_bytes: Sequence[int]) -> None:
+        """Blocks are of `block_bytes` on this rank, those of other engines of `group_bytes` by KV group."""
         self._tracer = tracer
         self._block_bytes = block_bytes
+        self._group_bytes = group_bytes
         self._under_way: dict[int, _UnderWay] = {}
         self._free_rows: list[int] = []
 
@@ -58,9 +60,15 @@ class TransferSpans:
                 "blocks": num_blocks(transfer),
                 "source": transfer.source.__struct_config__.tag,
                 "target": transfer.target.__struct_config__.tag,
-                "bytes": num_blocks(transfer) * self._block_bytes,
+                "bytes": num_blocks(transfer) * self._bytes_each(transfer),
             }
             self._under_way[transfer.transfer_id] = _UnderWay(row, began, args)
+
+    def _bytes_each(self, transfer: Transfer) -> int:
+        source = transfer.source
+        if isinstance(source, RemoteBlocks):
+            return self._group_bytes[source.group]
+        return self._block_bytes
 
     def end(self, end: TransferEnd) -> None:
         seen = self._under_way.pop(end.transfer_id, None)

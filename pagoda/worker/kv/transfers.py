@@ -30,7 +30,8 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.manifest import make_manifest
-from pagoda.worker.kv.memory import HostArena, KVMemory, copy_bytes
+from pagoda.worker.kv.memory import HostArena, copy_bytes
+from pagoda.worker.kv.store import KVStore
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
 
 NUM_READERS = 2
@@ -59,7 +60,7 @@ _ROUTES: dict[tuple[type[TransferPlace], type[TransferPlace]], tuple[str, int]] 
 class KVTiers:
     """The places that one rank has besides its device."""
 
-    memory: KVMemory
+    store: KVStore
     arena: HostArena | None
     files: ObjectFiles | None
 
@@ -78,23 +79,23 @@ class KVTiers:
 def open_tiers(plan: WorkerPlan, loaded: LoadedWorker) -> KVTiers:
     """The tiers that the configuration asks for. Raises ConfigError if the directory cannot be used."""
     config = plan.config
-    memory = KVMemory(loaded.caches)
+    store = loaded.kv
     arena: HostArena | None = None
     if config.kv_host_bytes:
-        arena = HostArena(config.kv_host_bytes, memory.block_bytes)
+        arena = HostArena(config.kv_host_bytes, store.block_bytes)
     files: ObjectFiles | None = None
     if config.kv_disk_path is not None:
-        manifest = make_manifest(plan, memory, loaded.ready.arithmetic)
+        manifest = make_manifest(plan, store, loaded.ready.arithmetic)
         directory = open_directory(Path(config.kv_disk_path), manifest)
         files = ObjectFiles(directory, manifest)
-    return KVTiers(memory, arena, files)
+    return KVTiers(store, arena, files)
 
 
 class TransferWorker:
     """Begins the transfers of one rank, which end in `jobs`."""
 
     def __init__(self, tiers: KVTiers, handoff: KVHandoff | None, jobs: Jobs) -> None:
-        self._memory = tiers.memory
+        self._store = tiers.store
         self._arena = tiers.arena
         self._files = tiers.files
         self._handoff = handoff
@@ -129,8 +130,8 @@ class TransferWorker:
         for transfer in transfers:
             count = num_blocks(transfer)
             match transfer.source, transfer.target:
-                case RemoteBlocks(peer_id, sources), DeviceBlocks(targets) if self.fetcher:
-                    self.fetcher.start(transfer, peer_id, sources, targets)
+                case RemoteBlocks() as remote, DeviceBlocks(targets) if self.fetcher:
+                    self.fetcher.start(transfer, remote, targets)
                 case _:
                     lane, urgency = self._route(transfer)
                     if lane is self._lanes.get("read") and urgency == FIRST:
@@ -175,15 +176,15 @@ class TransferWorker:
 
     def _copy_block(self, job: Job, index: int, buffer: memoryview) -> None:
         """Copies one block; `buffer` has room for an object on its way from or to the disk."""
-        transfer, memory, files = job.transfer, self._memory, self._files
+        transfer, store, files = job.transfer, self._store, self._files
         match transfer.source, transfer.target:
             case DeviceBlocks(block_ids), HostSlots(slots):
-                memory.read(block_ids[index], self._slot(slots[index]))
+                store.read(block_ids[index], self._slot(slots[index]))
             case HostSlots(slots), DeviceBlocks(block_ids):
                 self._await_step(transfer.after_step)
-                memory.write(block_ids[index], self._slot(slots[index]))
+                store.write(block_ids[index], self._slot(slots[index]))
             case DeviceBlocks(block_ids), DiskObjects(keys) if files:
-                memory.read(block_ids[index], files.payload(buffer))
+                store.read(block_ids[index], files.payload(buffer))
                 files.write(keys[index], buffer)
             case DiskObjects(keys), HostSlots(slots) if files:
                 files.read(keys[index], buffer)
@@ -192,7 +193,7 @@ class TransferWorker:
                 try:
                     files.read(keys[index], buffer)
                     self._await_step(transfer.after_step)
-                    memory.write(block_ids[index], files.payload(buffer))
+                    store.write(block_ids[index], files.payload(buffer))
                 finally:
                     with self._jobs.changed:
                         self._num_reads -= 1

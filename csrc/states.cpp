@@ -1,0 +1,128 @@
+#include "states.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace pagoda {
+
+namespace {
+
+// Channels that are carried on together, in the first cache.
+constexpr int64_t kChannels = 64;
+
+// Calls `run(token)` for the tokens of a sequence in order, `load(block)` before the first one, with -1 for none if it
+// begins the sequence, and `save(block)` behind the last one and wherever a block is full.
+template <class Load, class Save, class Run>
+void carry_on(const AttentionMetadata& metadata, int64_t sequence, Load load, Save save, Run run) {
+    const auto& own = metadata.sequences[static_cast<size_t>(sequence)];
+    const int32_t* blocks = metadata.blocks_of(sequence);
+    const int64_t size = metadata.shape.block_size;
+    const int64_t begin = own.context_len - own.query_len, end = own.context_len;
+    load(begin > 0 ? blocks[(begin - 1) / size] : -1);
+    for (int64_t position = begin; position < end; ++position) {
+        run(own.first_token + position - begin);
+        if (position + 1 == end || (position + 1) % size == 0) save(blocks[position / size]);
+    }
+}
+
+// Channels from `first` on, of one half.
+void convolve(const KernelTable& table, const AttentionMetadata& metadata, const ShortConv& conv, const float* x,
+              int64_t sequence, int half, int64_t first, int64_t count, float* out) {
+    const StateCache& cache = conv.cache;
+    const int64_t kept = cache.floats, channels = cache.units, of_half = cache.units_of(half);
+    const int64_t row = conv.gated ? 3 * channels : channels, own = cache.first_of(half) + first;
+    alignas(64) float inputs[kMaxConvWidth][kChannels] = {};
+    float* taps[kMaxConvWidth];  // from the oldest to the newest
+    for (int64_t i = 0; i <= kept; ++i) taps[i] = inputs[i];
+    carry_on(
+        metadata, sequence,
+        [&](int32_t block) {
+            if (block < 0) return;
+            const float* from = cache.at(half, block) + first;
+            for (int64_t i = 0; i < kept; ++i) std::copy_n(from + i * of_half, count, taps[i]);
+        },
+        [&](int32_t block) {
+            float* to = cache.at(half, block) + first;
+            for (int64_t i = 0; i < kept; ++i) std::copy_n(taps[i], count, to + i * of_half);
+        },
+        [&](int64_t token) {
+            const float* in = x + token * row + own;
+            ConvRow one{in, nullptr, nullptr, taps, kept + 1, conv.weight + own, channels,
+                        conv.bias == nullptr ? nullptr : conv.bias + own, conv.silu, count, out + token * channels + own};
+            if (conv.gated) one.in_gate = in, one.out_gate = in + channels, one.x = in + 2 * channels;
+            table.conv_row(one);
+            std::rotate(taps, taps + 1, taps + kept + 1);
+        });
+}
+
+// Some columns of the values of one head.
+void carry_strip(const KernelTable& table, const AttentionMetadata& metadata, const GatedDelta& layer, const float* qkv,
+                 const float* gates, int64_t sequence, int64_t head, int64_t strip, float* out) {
+    const StateCache& cache = layer.cache;
+    const int64_t d = layer.key_dim, heads = cache.units, first = strip * kDeltaStrip;
+    const int64_t count = std::min<int64_t>(kDeltaStrip, layer.value_dim - first);
+    const int64_t keys = layer.key_heads * d, row = 2 * keys + heads * layer.value_dim;
+    const int64_t key_head = head / (heads / layer.key_heads);
+    const int half = head < cache.units_of(0) ? 0 : 1;
+    const int64_t offset = (head - cache.first_of(half)) * cache.floats + first * d;
+    alignas(64) float state[kMaxDeltaKey * kDeltaStrip];
+    alignas(64) float query[kMaxDeltaKey], key[kMaxDeltaKey], factors[kMaxDeltaKey];
+    alignas(64) float value[kDeltaStrip] = {}, result[kDeltaStrip];
+    // x / sqrt(sum of squares + eps) is an RMS norm of weights 1 / sqrt(d).
+    constexpr float kEps = 1e-6f;
+    const auto length = static_cast<float>(d);
+    std::fill_n(factors, d, 1.0f / std::sqrt(length));
+    const float scale = 1.0f / std::sqrt(length), decay = layer.decay[head], bias = layer.dt_bias[head];
+    carry_on(
+        metadata, sequence,
+        [&](int32_t block) {
+            if (block < 0 || count < kDeltaStrip) std::fill_n(state, d * kDeltaStrip, 0.0f);
+            if (block < 0) return;
+            const float* from = cache.at(half, block) + offset;
+            for (int64_t i = 0; i < d; ++i) std::copy_n(from + i * count, count, state + i * kDeltaStrip);
+        },
+        [&](int32_t block) {
+            float* to = cache.at(half, block) + offset;
+            for (int64_t i = 0; i < d; ++i) std::copy_n(state + i * kDeltaStrip, count, to + i * count);
+        },
+        [&](int64_t token) {
+            const float *in = qkv + token * row, *gate = gates + token * 2 * heads;
+            table.rms_norm(in + key_head * d, nullptr, factors, kEps / length, d, nullptr, query);
+            table.rms_norm(in + keys + key_head * d, nullptr, factors, kEps / length, d, nullptr, key);
+            std::copy_n(in + 2 * keys + head * layer.value_dim + first, count, value);
+            const float beta = 1.0f / (1.0f + std::exp(-gate[head])), x = gate[heads + head] + bias;
+            const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
+            table.delta_step(state, d, query, key, value, std::exp(decay * softplus), beta, scale, result);
+            std::copy_n(result, count, out + (token * heads + head) * layer.value_dim + first);
+        });
+}
+
+}  // namespace
+
+void short_conv(const KernelTable& table, const AttentionMetadata& metadata, const ShortConv& conv, const float* x,
+                float* out) {
+    const auto parts = [&](int half) { return (conv.cache.units_of(half) + kChannels - 1) / kChannels; };
+    const int64_t of_first = parts(0), of_both = of_first + parts(1);
+    const auto sequences = static_cast<int64_t>(metadata.sequences.size());
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < sequences * of_both; ++item) {
+        const int64_t part = item % of_both;
+        const int half = part < of_first ? 0 : 1;
+        const int64_t first = (part - half * of_first) * kChannels;
+        const int64_t count = std::min(kChannels, conv.cache.units_of(half) - first);
+        convolve(table, metadata, conv, x, item / of_both, half, first, count, out);
+    }
+}
+
+void gated_delta(const KernelTable& table, const AttentionMetadata& metadata, const GatedDelta& layer, const float* qkv,
+                 const float* gates, float* out) {
+    const int64_t strips = (layer.value_dim + kDeltaStrip - 1) / kDeltaStrip, heads = layer.cache.units;
+    const auto sequences = static_cast<int64_t>(metadata.sequences.size());
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < sequences * heads * strips; ++item) {
+        const int64_t head = item / strips % heads;
+        carry_strip(table, metadata, layer, qkv, gates, item / strips / heads, head, item % strips, out);
+    }
+}
+
+}  // namespace pagoda

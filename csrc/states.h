@@ -1,0 +1,51 @@
+// Layers that keep one state of all tokens so far, in the blocks of their KV group: a block has the state behind its last
+// computed token, so that a full one is a snapshot.
+//
+// Every number of a state is carried on token by token, so no result depends on how a sequence is cut into steps.
+#pragma once
+
+#include <cstdint>
+
+#include "ops.h"
+
+namespace pagoda {
+
+// States of one layer: `units` alike of so many floats. The first half of them lies where the keys of a block would,
+// the others where its values would.
+struct StateCache {
+    float* halves[2];
+    int64_t strides[2];  // floats from block to block
+    int64_t units, floats;
+    int64_t num_blocks, block_size;
+
+    int64_t units_of(int half) const { return half == 0 ? (units + 1) / 2 : units / 2; }
+    int64_t first_of(int half) const { return half == 0 ? 0 : (units + 1) / 2; }
+    float* at(int half, int32_t block) const { return halves[half] + block * strides[half]; }
+};
+
+// Units are channels, whose floats are their last inputs: half by half [floats, channels].
+struct ShortConv {
+    StateCache cache;
+    const float* weight;  // [floats + 1, channels], that of the oldest input first
+    const float* bias;    // [channels] or null
+    bool gated;           // inputs are b, c and x of all channels: c * conv(b * x)
+    bool silu;            // of the result
+};
+
+// out [n, channels] of rows x [n, channels] or, if gated, [n, 3 channels].
+void short_conv(const KernelTable& table, const AttentionMetadata& metadata, const ShortConv& conv, const float* x,
+                float* out);
+
+// Units are the heads of values, whose floats are strips of kDeltaStrip columns: [key_dim, columns] each.
+struct GatedDelta {
+    StateCache cache;
+    const float* decay;    // [heads], factors within the exponent
+    const float* dt_bias;  // [heads]
+    int64_t key_heads, key_dim, value_dim;
+};
+
+// out [n, heads * value_dim] of qkv [n, 2 key_heads key_dim + heads value_dim] and gates [n, 2 heads].
+void gated_delta(const KernelTable& table, const AttentionMetadata& metadata, const GatedDelta& layer, const float* qkv,
+                 const float* gates, float* out);
+
+}  // namespace pagoda

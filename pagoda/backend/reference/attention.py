@@ -1,0 +1,328 @@
+"""Attention in plain PyTorch: tiles of queries by tiles of cached tokens at fixed absolute positions.
+
+The softmax is carried on from tile to tile (FlashAttention, Dao et al. 2022). A step only changes how many tiles
+there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.backend.host import position_scale, rotary_table
+from pagoda.backend.reference.rows import rms_norm
+from pagoda.backend.reference.tiles import ROWS
+
+KEYS = 128
+"""Cached tokens of one attention tile; every block size is a multiple of it, or divides it."""
+TILES_PER_PASS = 8
+"""Query tiles whose K and V are gathered at once, so that they stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Some query tiles of a step, those with the most key tiles first."""
+
+    tiles: slice
+    positions: Tensor
+    """[tiles, rows], of the last token that the query in each row sees; -1 in rows without one."""
+    first_positions: Tensor
+    """[tiles]."""
+    last_positions: Tensor
+    """[tiles]."""
+    num_active: list[int]
+    """Number of query tiles that reach each key tile."""
+    kv_rows: list[Tensor]
+    """Rows of each key tile's blocks, for the query tiles that reach it; see `_kv_rows`."""
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    block_ids: Tensor
+    """[n], the cache block of each token."""
+    offsets: Tensor
+    """[n], the place of each token in its block."""
+    rows: Tensor
+    """[n * heads], the row of each token's head in the flattened query tiles [tiles, kv_heads, rows]."""
+    num_tiles: int
+    rows_per_tile: int
+    passes: list[_Pass]
+    plan_both_ways: Callable[[], AttentionMetadata]
+    """Plans the step for attention that is not causal."""
+
+    @cached_property
+    def both_ways(self) -> AttentionMetadata:
+        """The step as attention sees it that is not causal."""
+        return self.plan_both_ways()
+
+
+def plan_attention(
+    batch: TokenBatch, num_heads: int, cache: KVCache, group: int = 0, *, causal: bool = True
+) -> AttentionMetadata:
+    """Cuts every sequence's new tokens into tiles: the queries of a few tokens that share one K/V head."""
+    _, num_kv_heads, block_size, _ = cache.keys.shape
+    queries_per_key = num_heads // num_kv_heads
+    block_table = batch.block_tables[group]
+    rows_per_tile = -(-queries_per_key // ROWS) * ROWS
+    tokens_per_tile = rows_per_tile // queries_per_key
+
+    tiles_of = (batch.query_lens + tokens_per_tile - 1) // tokens_per_tile
+    num_tiles = int(tiles_of.sum())
+    sequence_of_tile = torch.repeat_interleave(tiles_of)
+    first_tile = tiles_of.cumsum(0) - tiles_of
+    chunk_start = batch.context_lens - batch.query_lens
+    order_in_sequence = torch.arange(num_tiles) - first_tile[sequence_of_tile]
+    ends = batch.context_lens[sequence_of_tile]
+    seen_to = batch.context_lens[batch.sequence_ids] - 1
+    if causal:
+        seen_to = batch.positions
+        ends = ends.minimum(
+            chunk_start[sequence_of_tile] + (order_in_sequence + 1) * tokens_per_tile
+        )
+    last_positions = ends - 1
+
+    # Tiles with long contexts come first, so that those which reach a key tile are always the first few.
+    last_positions, by_length = last_positions.sort(descending=True, stable=True)
+    place_of_tile = torch.empty_like(by_length)
+    place_of_tile[by_length] = torch.arange(num_tiles)
+
+    index_in_chunk = batch.positions - chunk_start[batch.sequence_ids]
+    tile = place_of_tile[first_tile[batch.sequence_ids] + index_in_chunk // tokens_per_tile]
+    row = (index_in_chunk % tokens_per_tile)[:, None] * queries_per_key + torch.arange(
+        queries_per_key
+    )
+    positions = torch.full((num_tiles, rows_per_tile), -1)
+    positions[tile[:, None], row] = seen_to[:, None].expand_as(row)
+    kv_head = torch.arange(num_kv_heads)[:, None]
+    rows = (tile[:, None, None] * num_kv_heads + kv_head) * rows_per_tile + row[:, None, :]
+
+    tables = block_table[sequence_of_tile[by_length]]
+    kv_rows = _kv_rows(tables, num_kv_heads, block_size)
+    block_index = batch.positions // block_size
+    return AttentionMetadata(
+        block_ids=block_table[batch.sequence_ids, block_index],
+        offsets=batch.positions % block_size,
+        rows=rows.flatten(),
+        num_tiles=num_tiles,
+        rows_per_tile=rows_per_tile,
+        passes=[
+            _plan_pass(slice(start, start + TILES_PER_PASS), positions, last_positions, kv_rows)
+            for start in range(0, num_tiles, TILES_PER_PASS)
+        ],
+        plan_both_ways=lambda: plan_attention(batch, num_heads, cache, group, causal=False),
+    )
+
+
+def rotate_and_cache(
+    qkv: Tensor,
+    metadata: AttentionMetadata,
+    *rest: Any,
+    head_dim: int,
+    eps: float,
+    norms_all_heads: bool,
+) -> Tensor:
+    split = next(i for i, each in enumerate(rest) if isinstance(each, KVCache))
+    table, (cache, *norms) = rest[:split], rest[split:]
+    num_kv_heads = cache.keys.shape[1]
+    width = num_kv_heads * head_dim
+    parts = list(torch.split(qkv, [qkv.shape[1] - 2 * width, width, width], dim=1))
+    for place, norm in enumerate(norms):
+        size = parts[place].shape[1] if norms_all_heads else head_dim
+        heads = parts[place].view(len(qkv), -1, size)
+        parts[place] = rms_norm(heads, norm, eps=eps).flatten(1)
+    q, k, v = (part.view(len(qkv), -1, head_dim) for part in parts)
+    if table:
+        q, k = rotated(q, table), rotated(k, table)
+    write_kv(cache, k, v, metadata)
+    return q.flatten(1)
+
+
+def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the pairs (i, i + r/2) of the first r elements of every head of x [n, heads, d]."""
+    cos, sin = (part[:, None, :] for part in table)
+    half = cos.shape[-1]
+    left, right, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin, rest), dim=-1)
+
+
+def write_kv(cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionMetadata) -> None:
+    """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
+    place = (plan.block_ids, slice(None), plan.offsets)
+    for stored, scales, new in (
+        (cache.keys, cache.key_scales, keys),
+        (cache.values, cache.value_scales, values),
+    ):
+        if scales is None:
+            stored[place] = new.to(stored.dtype)
+        else:
+            stored[place], scales[place] = _quantize(new)
+
+
+def attention(
+    queries: Tensor,
+    metadata: AttentionMetadata,
+    cache: KVCache,
+    sinks: Tensor | None = None,
+    *,
+    head_dim: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    chunk: int | None,
+    causal: bool,
+) -> Tensor:
+    if not causal:
+        metadata = metadata.both_ways
+    num_kv_heads = cache.keys.shape[1]
+    shape = (metadata.num_tiles, num_kv_heads, metadata.rows_per_tile, head_dim)
+    tiles = torch.zeros(shape, dtype=torch.float32)
+    scaled = queries.reshape(-1, head_dim) * scale
+    tiles.view(-1, head_dim).index_copy_(0, metadata.rows, scaled)
+    of_rows = torch.full(shape[:3], -torch.inf)
+    if sinks is not None:
+        of_rows.view(-1).index_copy_(0, metadata.rows, sinks.repeat(len(queries)))
+    for part in metadata.passes:
+        own = of_rows[part.tiles] if sinks is not None else None
+        tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, (window, chunk), softcap, own)
+    out = tiles.view(-1, head_dim).index_select(0, metadata.rows)
+    return out.view_as(queries)
+
+
+def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows: Tensor) -> _Pass:
+    last = last_positions[tiles]
+    num_key_tiles = last // KEYS + 1
+    reached = num_key_tiles[:, None] > torch.arange(int(num_key_tiles[0]))
+    num_active = reached.sum(0).tolist()
+    return _Pass(
+        tiles=tiles,
+        positions=positions[tiles],
+        first_positions=positions[tiles, 0],
+        last_positions=last,
+        num_active=num_active,
+        kv_rows=[kv_rows[tiles][:n, i].flatten() for i, n in enumerate(num_active)],
+    )
+
+
+def _kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
+    """Rows of each key tile's blocks in a cache flattened to [num_blocks * kv_heads, ...], or of its tiles.
+
+    Returns [tiles, key_tiles, kv_heads, blocks_per_tile].
+    """
+    heads = torch.arange(num_kv_heads)[:, None]
+    if block_size > KEYS:  # a block is several tiles, which follow one another in each head
+        tiles = block_size // KEYS
+        rows = (tables[:, :, None, None, None] * num_kv_heads + heads) * tiles
+        return (rows + torch.arange(tiles)[:, None, None]).flatten(1, 2)
+    per_tile = KEYS // block_size
+    tables = F.pad(tables, (0, -tables.shape[1] % per_tile))
+    blocks = tables.view(tables.shape[0], -1, 1, per_tile)
+    return blocks * num_kv_heads + heads
+
+
+def _attend(
+    queries: Tensor,
+    cache: KVCache,
+    part: _Pass,
+    reach: tuple[int | None, int | None],
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of query tiles [tiles, kv_heads, rows, d], already scaled, in float32; sinks are of every row."""
+    num_heads = queries.shape[1]
+    queries = queries.flatten(0, 1)
+    highest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
+    total = torch.zeros_like(highest)
+    out = torch.zeros_like(queries)
+    for index, (active, rows) in enumerate(zip(part.num_active, part.kv_rows, strict=True)):
+        key_positions = torch.arange(index * KEYS, (index + 1) * KEYS)
+        keys = _gather(cache.keys, cache.key_scales, rows)
+        values = _gather(cache.values, cache.value_scales, rows)
+        going_on = part.num_active[index + 1] if index + 1 < len(part.num_active) else 0
+        unwritten = key_positions > part.last_positions[going_on:active, None]
+        _by_head(values[going_on * num_heads :], num_heads).masked_fill_(
+            unwritten[:, None, :, None], 0
+        )  # a weight of zero does not take away what an ended request left there if that is NaN
+        if reach != (None, None):  # nor what others wrote to blocks that were given back
+            behind = key_positions < _first_seen(part.first_positions[:active, None], reach)
+            _by_head(values, num_heads).masked_fill_(behind[:, None, :, None], 0)
+
+        now = slice(0, active * num_heads)
+        scores = _bmm(queries[now], keys.transpose(1, 2))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        hidden = _hidden(key_positions, part.positions[:active], reach)
+        _by_head(scores, num_heads).masked_fill_(hidden[:, None], -torch.inf)
+
+        new_highest = torch.maximum(highest[now], scores.amax(-1, keepdim=True))
+        base = new_highest.masked_fill(new_highest == -torch.inf, 0)
+        weights = scores.sub_(base).exp_()
+        decay = torch.exp(highest[now] - base)
+        highest[now] = new_highest
+        total[now] = total[now] * decay + weights.sum(-1, keepdim=True)
+        out[now] = out[now] * decay + _bmm(weights, values)
+    if sinks is not None:
+        # A sink far above all scores makes the total infinite, and the result 0.
+        total += torch.exp(sinks.flatten(0, 1)[..., None] - highest.clamp(min=-3e38))
+    # The highest score adds exactly 1 to the total, so only rows without a query have less.
+    return _by_head(out / total.clamp(min=1), num_heads)
+
+
+def _hidden(
+    key_positions: Tensor, positions: Tensor, reach: tuple[int | None, int | None]
+) -> Tensor:
+    """[tiles, rows, keys], which keys a query does not see."""
+    positions = positions[:, :, None]
+    return (key_positions > positions) | (key_positions < _first_seen(positions, reach))
+
+
+def _first_seen(positions: Tensor, reach: tuple[int | None, int | None]) -> Tensor:
+    """The first cached tokens that queries at these positions see, by window and chunk."""
+    window, chunk = reach
+    first = torch.zeros_like(positions)
+    if window is not None:
+        first = first.maximum(positions - window + 1)
+    return first if chunk is None else first.maximum(positions // chunk * chunk)
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., d] as int8 and the scales [...] float32 that bring it back; the largest of d elements is 127."""
+    scales = x.abs().amax(-1) / 127
+    divisors = scales.masked_fill(scales == 0, 1)
+    return (x / divisors[..., None]).round().to(torch.int8), scales
+
+
+def _gather(cached: Tensor, scales: Tensor | None, rows: Tensor) -> Tensor:
+    """The blocks at `rows` as float32 keys or values [tiles * kv_heads, KEYS, d]."""
+    _, _, block_size, head_dim = cached.shape
+    size = min(KEYS, block_size)
+    blocks = cached.view(-1, size, head_dim).index_select(0, rows).float()
+    if scales is not None:
+        blocks *= scales.view(-1, size).index_select(0, rows)[..., None]
+    return blocks.view(-1, KEYS, head_dim)
+
+
+def _by_head(x: Tensor, num_heads: int) -> Tensor:
+    return x.view(-1, num_heads, *x.shape[1:])
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product. With at least one matrix per thread, none is ever shared out between threads."""
+    count = a.shape[0]
+    missing = torch.get_num_threads() - count
+    if missing > 0:
+        a, b = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (a, b))
+    return torch.bmm(a, b)[:count]
+
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (position_scale, rotary_table, rotate_and_cache, attention)
+}
+"""Operations by name."""

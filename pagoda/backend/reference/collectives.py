@@ -1,0 +1,36 @@
+"""Exchanges between ranks, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.parallel.collectives import Collectives
+
+
+def all_reduce(x: Tensor, group: Collectives) -> Tensor:
+    return group.all_reduce(x) if len(x) else x
+
+
+def all_gather(x: Tensor, group: Collectives, *, sizes: tuple[int, ...]) -> Tensor:
+    # Ranks hold up to a few columns more or less, and gather rows of one length.
+    shares = group.all_gather(F.pad(x, (0, max(sizes) - x.shape[1])))
+    return torch.cat([share[:, :n] for share, n in zip(shares, sizes, strict=True)], dim=1)
+
+
+def all_gather_argmax(found: Tensor, group: Collectives) -> Tensor:
+    tokens, bits, finite = group.all_gather(found).unbind(2)
+    values = bits.int().view(torch.float32)
+    # Of equal ones that of the lowest rank.
+    winner = (values == values.amax(dim=0)).int().argmax(dim=0)[None]
+    best = (tokens.gather(0, winner)[0], bits.gather(0, winner)[0])
+    return torch.stack((*best, finite.amin(dim=0)), dim=1)
+
+
+OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
+    function.__name__: function for function in (all_reduce, all_gather, all_gather_argmax)
+}
+"""Operations by name."""

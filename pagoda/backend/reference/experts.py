@@ -1,0 +1,77 @@
+"""Experts in plain PyTorch: which of them a token goes through, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import ExpertActivation, ExpertRouting, Experts
+from pagoda.backend.reference.linear import Linear, linear
+from pagoda.backend.reference.rows import sigmoid, silu_and_mul, swiglu_oai
+
+
+def experts(x: Tensor, logits: Tensor, experts: Experts[Linear]) -> Tensor:
+    routing = experts.routing
+    chosen, weights = routed(logits, routing, experts.correction)
+    experts.counts.add_(torch.bincount(chosen.flatten(), minlength=routing.num_experts))
+    total = torch.zeros(x.shape)
+    for index, (gate, up, down) in enumerate(
+        zip(experts.gate, experts.up, experts.down, strict=True)
+    ):
+        tokens, places = (chosen == experts.first + index).nonzero(as_tuple=True)
+        if not len(tokens):
+            continue
+        own, weight = x[tokens], weights[tokens, places, None]
+        if routing.weighs_inputs:
+            own = own * weight
+        inner = _activated(linear(own, gate), linear(own, up), experts.activation)
+        out = linear(inner, down)
+        total[tokens] += out if routing.weighs_inputs else out * weight
+    return total
+
+
+def _activated(gate: Tensor, up: Tensor, activation: ExpertActivation) -> Tensor:
+    if activation.kind == "silu":
+        return silu_and_mul(torch.cat((gate, up), dim=1))
+    pairs = torch.stack((gate, up), dim=2).flatten(1)
+    return swiglu_oai(pairs, alpha=activation.alpha, limit=activation.limit)
+
+
+def routed(
+    logits: Tensor, routing: ExpertRouting, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Numbers of each token's experts, ascending, and their weights: two of [n, experts_per_token]."""
+    scores = logits.softmax(dim=1) if routing.scores == "softmax" else sigmoid(logits)
+    # By logits where they decide: two that differ may have the same score.
+    values = logits
+    if correction is not None:
+        values = scores + correction
+    elif routing.num_groups > 1 and routing.group_score == "best_two":
+        values = scores
+    if routing.num_groups > 1:
+        values = values.masked_fill(~_in_chosen_groups(values, routing), -torch.inf)
+    ranked = values.sort(dim=1, descending=True, stable=True).indices
+    chosen = ranked[:, : routing.experts_per_token].sort(dim=1).values
+    weights = scores.gather(1, chosen)
+    if routing.renormalize:  # sigmoids may all be 0
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    return chosen, weights * routing.scaling_factor
+
+
+def _in_chosen_groups(values: Tensor, routing: ExpertRouting) -> Tensor:
+    """[n, num_experts] bool."""
+    size = routing.num_experts // routing.num_groups
+    groups = values.view(len(values), routing.num_groups, size)
+    best = groups.sort(dim=2, descending=True).values[
+        :, :, : 1 + (routing.group_score == "best_two")
+    ]
+    ranked = best.sum(2).sort(dim=1, descending=True, stable=True).indices
+    chosen = torch.zeros(groups.shape[:2], dtype=torch.bool)
+    chosen.scatter_(1, ranked[:, : routing.groups_per_token], value=True)
+    return chosen.repeat_interleave(size, dim=1)
+
+
+OPERATIONS: Mapping[str, Callable[..., Tensor]] = {"experts": experts}
+"""Operations by name."""

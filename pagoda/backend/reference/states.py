@@ -1,0 +1,187 @@
+"""Layers that keep one state of all tokens so far, in plain PyTorch: token by token, or element by element.
+
+No sum has terms of tokens whose number depends on the step, so results do not depend on how sequences are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import StateCache, TokenBatch
+from pagoda.backend.reference.rows import rms_norm, sigmoid
+
+_LENGTH_EPS = 1e-6
+"""Number that is added to sums of squares of queries and keys."""
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    rows: slice
+    """Rows of the step's tokens."""
+    begin: int
+    """Position of the first of them."""
+    blocks: Tensor
+    """[b] int64, the blocks of the sequence."""
+
+
+@dataclass(frozen=True)
+class StateMetadata:
+    sequences: list[_Sequence]
+    block_size: int
+
+
+def plan_states(batch: TokenBatch, cache: StateCache, group: int) -> StateMetadata:
+    """Metadata of a step for layers with a state."""
+    ends = batch.query_lens.cumsum(0).tolist()
+    lens, contexts = batch.query_lens.tolist(), batch.context_lens.tolist()
+    return StateMetadata(
+        [
+            _Sequence(slice(end - n, end), context - n, blocks)
+            for end, n, context, blocks in zip(
+                ends, lens, contexts, batch.block_tables[group], strict=True
+            )
+        ],
+        cache.block_size,
+    )
+
+
+class _States:
+    """States of one sequence, before a step and behind those of its tokens that end a block or the step."""
+
+    def __init__(self, cache: StateCache, sequence: _Sequence, block_size: int) -> None:
+        self._cache = cache
+        self._begin, self._size = sequence.begin, block_size
+        self._end = sequence.begin + sequence.rows.stop - sequence.rows.start
+        self._blocks = sequence.blocks
+
+    def _parts(self, position: int) -> Iterator[Tensor]:
+        """Units of both halves of the block of a position, [units, floats]."""
+        cache, block = self._cache, int(self._blocks[position // self._size])
+        for half, count in zip(cache.halves(), cache.units_of_halves, strict=True):
+            floats = half[block, cache.offset : cache.offset + count * cache.floats]
+            yield floats.view(count, cache.floats)
+
+    def before(self) -> Tensor:
+        """State [units, floats] before the first token: zeros, or that behind the token before it."""
+        if self._begin == 0:
+            return torch.zeros(self._cache.units, self._cache.floats)
+        return torch.cat([*self._parts(self._begin - 1)])
+
+    def kept(self) -> Iterator[int]:
+        """Places among the step's tokens behind which the state is kept."""
+        for position in range(self._begin, self._end):
+            if (position + 1) % self._size == 0 or position + 1 == self._end:
+                yield position - self._begin
+
+    def keep(self, place: int, state: Tensor) -> None:
+        """Stores the state [units, floats] behind one of them."""
+        split = torch.split(state, [*self._cache.units_of_halves])
+        for part, own in zip(self._parts(self._begin + place), split, strict=True):
+            part.copy_(own)
+
+
+def short_conv(
+    x: Tensor,
+    metadata: StateMetadata,
+    cache: StateCache,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: float,
+    silu: float,
+) -> Tensor:
+    before, factor = x, None
+    if gated:
+        b, factor, own = x.chunk(3, dim=1)
+        before = b * own
+    width = len(weight)
+    out = torch.empty_like(before)
+    for sequence in metadata.sequences:
+        states = _States(cache, sequence, metadata.block_size)
+        inputs = torch.cat([states.before().t(), before[sequence.rows]])
+        count = len(inputs) - width + 1
+        total = inputs[:count] * weight[0]
+        for tap in range(1, width):
+            total = total + inputs[tap : tap + count] * weight[tap]
+        out[sequence.rows] = total
+        for place in states.kept():
+            states.keep(place, inputs[place + 1 : place + width].t())
+    if bias is not None:
+        out = out + bias
+    if silu:
+        out = _silu(out)
+    return out if factor is None else factor * out
+
+
+def gated_delta(
+    qkv: Tensor,
+    gates: Tensor,
+    metadata: StateMetadata,
+    cache: StateCache,
+    decay: Tensor,
+    dt_bias: Tensor,
+    *,
+    key_heads: int,
+    key_dim: int,
+) -> Tensor:
+    heads, keys = cache.units, key_heads * key_dim
+    q, k, v = torch.split(qkv, [keys, keys, qkv.shape[1] - 2 * keys], dim=1)
+    q, k = (
+        _unit_length(part.view(len(qkv), key_heads, key_dim)).repeat_interleave(
+            heads // key_heads, dim=1
+        )
+        for part in (q, k)
+    )
+    v = v.view(len(qkv), heads, -1)
+    b, a = gates.view(len(qkv), 2, heads).unbind(1)
+    beta, kept = sigmoid(b), torch.exp(decay * _softplus(a + dt_bias))
+    out = torch.empty_like(v)
+    for sequence in metadata.sequences:
+        states = _States(cache, sequence, metadata.block_size)
+        state = states.before().view(heads, key_dim, -1)
+        places = set(states.kept())
+        for place, row in enumerate(range(sequence.rows.start, sequence.rows.stop)):
+            state = state * kept[row, :, None, None]
+            seen = (state * k[row, :, :, None]).sum(1)
+            delta = (v[row] - seen) * beta[row, :, None]
+            state = state + k[row, :, :, None] * delta[:, None, :]
+            out[row] = (state * q[row, :, :, None]).sum(1)
+            if place in places:
+                states.keep(place, state.flatten(1))
+    scale: float = key_dim**-0.5
+    return out.flatten(1) * scale
+
+
+def _silu(x: Tensor) -> Tensor:
+    # F.silu takes another path for the last few elements of a tensor than for the rest.
+    return x / (1 + torch.exp(-x))
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x)."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    """x [..., d] over the root of its sum of squares plus a little."""
+    lengths: Tensor = (x.square().sum(-1, keepdim=True) + _LENGTH_EPS).sqrt()
+    return x / lengths
+
+
+def gated_head_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, *, head_dim: int, eps: float
+) -> Tensor:
+    heads = x.view(len(x), -1, head_dim)
+    normed: Tensor = rms_norm(heads, weight, eps=eps).flatten(1)
+    return normed * _silu(gate)
+
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    function.__name__: function for function in (short_conv, gated_delta, gated_head_norm)
+}
+"""Operations by name."""

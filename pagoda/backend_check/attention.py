@@ -1,0 +1,321 @@
+"""Checks of attention and of the KV cache: kinds, number formats, block sizes, company and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import Backend, HeadNorms, KVCache, TokenBatch
+from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend_check.subject import (
+    Check,
+    FailedError,
+    Subject,
+    ensure,
+    ensure_close,
+    ensure_same,
+    outputs,
+    random_tensor,
+)
+from pagoda.worker.kv.store import KVStore
+
+LENGTHS = (150, 1, 70)
+"""Tokens of the sequences."""
+SPARE_BLOCKS = 3
+TOLERANCE = {"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3, "int8": 3e-2}
+_TORCH = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
+Share = tuple[int, int, int]
+"""Part of a sequence in a step: its number, tokens before, tokens now."""
+WHOLE: tuple[Share, ...] = tuple((i, 0, n) for i, n in enumerate(LENGTHS))
+PIECES: tuple[tuple[Share, ...], ...] = (
+    ((2, 0, 33), (0, 0, 7)),
+    ((0, 7, 1), (1, 0, 1)),
+    ((2, 33, 36),),
+    ((0, 8, 142), (2, 69, 1)),
+)
+
+APART: tuple[tuple[Share, ...], ...] = (((2, 0, 70), (0, 0, 150)), ((1, 0, 1),))
+"""Whole sequences, for attention that is not causal."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Attention as families have it."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    rotated: int = 32
+    """Elements of a head that are rotated."""
+    norms: str = ""
+    """`heads`, or `all` of them together."""
+    softcap: float | None = None
+    sinks: tuple[float, ...] = ()
+    window: int | None = None
+    chunk: int | None = None
+    causal: bool = True
+    block_size: int = 16
+    kv_dtype: str = "float32"
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def blocks(self, sequence: int) -> list[int]:
+        """Blocks of a sequence, not in order, and apart from those of others."""
+        counts = [-(-n // self.block_size) for n in LENGTHS]
+        first = SPARE_BLOCKS + sum(counts[:sequence])
+        return list(range(first + counts[sequence] - 1, first - 1, -1))
+
+    @property
+    def num_blocks(self) -> int:
+        return SPARE_BLOCKS + sum(-(-n // self.block_size) for n in LENGTHS)
+
+    def qkv(self, sequence: int) -> Tensor:
+        return random_tensor(LENGTHS[sequence], self.width, seed=sequence)
+
+
+KINDS = {
+    "as many keys as queries": Kind(kv_heads=4),
+    "grouped queries": Kind(heads=6, kv_heads=2, head_dim=64, rotated=64),
+    "one key for all": Kind(kv_heads=1),
+    "partly rotated": Kind(rotated=8),
+    "not rotated": Kind(rotated=0),
+    "norms of heads": Kind(norms="heads"),
+    "norms of all heads": Kind(norms="all"),
+    "soft cap": Kind(softcap=2.5),
+    "window": Kind(window=20),
+    "chunks": Kind(chunk=20),
+    "sinks": Kind(sinks=(-3.0, 0.5, 4.0, 90.0)),
+    "both ways": Kind(causal=False),
+    "sinks and soft cap in a window": Kind(sinks=(1.0, 0.0, 2.0, 3.0), softcap=30.0, window=33),
+}
+
+
+def cache_of(backend: Backend[Any, Any], kind: Kind, new: Any = None) -> KVCache:
+    kv_dtype = _TORCH[kind.kv_dtype]
+    shape = (kind.num_blocks, kind.block_size, kind.kv_heads, kind.head_dim)
+    dtype = torch.float32 if kv_dtype == torch.int8 else kv_dtype
+    return backend.allocate_kv_cache(*shape, dtype, kv_dtype, *(() if new is None else (new,)))
+
+
+def spoil(cache: KVCache) -> None:
+    """Fills blocks with what ended requests may have left."""
+    for tensor in cache.tensors.values():
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -128)
+
+
+def token_batch(
+    kind: Kind, shares: Sequence[Share], blocks: Sequence[list[int]] = ()
+) -> TokenBatch:
+    """A step; entries of block tables past a sequence's own name a spare block."""
+    tables = blocks or [kind.blocks(i) for i, _, _ in shares]
+    width = max(map(len, tables)) + 1
+    counts = torch.tensor([n for _, _, n in shares])
+    positions = torch.cat([torch.arange(done, done + n) for _, done, n in shares])
+    return TokenBatch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        sequence_ids=torch.repeat_interleave(counts),
+        query_lens=counts,
+        context_lens=torch.tensor([done + n for _, done, n in shares]),
+        block_tables=(torch.tensor([t + [0] * (width - len(t)) for t in tables]),),
+    )
+
+
+def attend(
+    backend: Backend[Any, Any],
+    kind: Kind,
+    cache: KVCache,
+    shares: Sequence[Share],
+    blocks: Sequence[list[int]] = (),
+) -> list[Tensor]:
+    """One step; what each share's tokens attend to."""
+    batch = token_batch(kind, shares, blocks)
+    norms = None
+    if kind.norms:
+        sizes = (kind.head_dim, kind.head_dim)
+        if kind.norms == "all":
+            sizes = (kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim)
+        weights = [
+            (1 + 0.2 * random_tensor(n, seed=n + i)).to(backend.device) for i, n in enumerate(sizes)
+        ]
+        norms = HeadNorms(weights[0], weights[1], 1e-6)
+    sinks = torch.tensor(kind.sinks).to(backend.device) if kind.sinks else None
+
+    def record(ops: GraphBuilder, qkv: Value, positions: Value, metadata: Value) -> Value:
+        table = None
+        if kind.rotated:
+            frequencies = torch.logspace(0, -3, kind.rotated // 2).to(backend.device)
+            table = ops.rotary_table(positions, frequencies, 1.0)
+        heads = {"num_heads": kind.heads, "head_dim": kind.head_dim}
+        queries = ops.rotate_and_cache(qkv, metadata, table, cache, norms, **heads)
+        return ops.attention(
+            queries,
+            metadata,
+            cache,
+            head_dim=kind.head_dim,
+            scale=0.3,
+            window=kind.window,
+            softcap=kind.softcap,
+            sinks=sinks,
+            chunk=kind.chunk,
+            causal=kind.causal,
+        )
+
+    qkv = torch.cat([kind.qkv(i)[done : done + n] for i, done, n in shares])
+    tensors = {"qkv": qkv, "positions": batch.positions}
+    metadata = backend.attention_metadata(batch, kind.heads, cache)
+    (out,) = outputs(backend, record, tensors, metadata)
+    return list(torch.split(out, [n for _, _, n in shares]))
+
+
+def _check_kind(subject: Subject, kind: Kind, what: str) -> None:
+    caches = [cache_of(backend, kind) for backend in subject.both]
+    for cache in caches:
+        spoil(cache)
+    whole, expected = (
+        attend(backend, kind, cache, WHOLE)
+        for backend, cache in zip(subject.both, caches, strict=True)
+    )
+    for own, wanted in zip(whole, expected, strict=True):
+        ensure_close(own, wanted, TOLERANCE[kind.kv_dtype], f"attention, {what}")
+    cache = cache_of(subject.backend, kind)
+    spoil(cache)
+    parts: list[list[Tensor]] = [[] for _ in LENGTHS]
+    for shares in PIECES if kind.causal else APART:
+        found = attend(subject.backend, kind, cache, shares)
+        for (i, _, _), own in zip(shares, found, strict=True):
+            parts[i].append(own)
+    for own_parts, wanted in zip(parts, whole, strict=True):
+        ensure_same(torch.cat(own_parts), wanted, f"attention, {what}, in pieces and other company")
+
+
+def _kinds(subject: Subject) -> str:
+    subject.needs("rotate_and_cache", "attention", "rotary_table")
+    kv_dtype = _first_dtype(subject)
+    for what, kind in KINDS.items():
+        _check_kind(subject, replace(kind, kv_dtype=kv_dtype), what)
+    return ", ".join(KINDS)
+
+
+def _first_dtype(subject: Subject) -> str:
+    known = subject.backend.capabilities.kv_cache_dtypes
+    return "float32" if "float32" in known else known[0]
+
+
+def _caches(subject: Subject) -> str:
+    subject.needs("rotate_and_cache", "attention", "rotary_table")
+    capabilities = subject.backend.capabilities
+    sizes = capabilities.block_sizes
+    for kv_dtype in capabilities.kv_cache_dtypes:
+        some = {sizes[0], min(sizes), max(sizes)}
+        for block_size in sizes if kv_dtype == capabilities.kv_cache_dtypes[0] else sorted(some):
+            kind = Kind(kv_dtype=kv_dtype, block_size=block_size)
+            _check_kind(subject, kind, f"{kv_dtype} in blocks of {block_size}")
+    listed = ", ".join(map(str, sizes))
+    return f"{', '.join(capabilities.kv_cache_dtypes)} in blocks of {listed}"
+
+
+def _layout(subject: Subject) -> str:
+    """Blocks are what is planned for, lie where they should, and can be moved as bytes."""
+    subject.needs("rotate_and_cache", "attention", "rotary_table")
+    for kv_dtype in subject.backend.capabilities.kv_cache_dtypes:
+        _check_layout(subject.backend, Kind(kv_dtype=kv_dtype, window=50), kv_dtype)
+    return "bytes of a block, memory of the caller's, blocks copied to other places"
+
+
+def _check_layout(backend: Backend[Any, Any], kind: Kind, what: str) -> None:
+    given: list[Tensor] = []
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        given.append(torch.empty(shape, dtype=dtype))
+        return given[-1]
+
+    cache = cache_of(backend, kind, new)
+    tensors = list(cache.tensors.values())
+    ensure(
+        {each.data_ptr() for each in tensors} == {each.data_ptr() for each in given},
+        f"allocate_kv_cache of {what} takes memory that `new` did not give",
+    )
+    for name, tensor in cache.tensors.items():
+        ensure(
+            tensor.shape[:2] == (kind.num_blocks, kind.kv_heads),
+            f"{name} of {what} are {list(tensor.shape)}, which do not begin with blocks and heads",
+        )
+    head = kind.head_dim * _TORCH[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
+    wanted = 2 * kind.kv_heads * kind.block_size * head
+    try:
+        store = KVStore([cache])
+    except ValueError as error:
+        raise FailedError(f"the KV cache of {what} cannot be moved as bytes: {error}") from None
+    ensure(
+        store.block_bytes == wanted,
+        f"a block of {what} takes {store.block_bytes} bytes, but {wanted} are planned for",
+    )
+    spoil(cache)
+    other = cache_of(backend, kind)
+    spoil(other)
+    target = KVStore([other])
+    attend(backend, kind, cache, [(0, 0, 149), (2, 0, 70)])
+    blocks = kind.blocks(0)
+    moved = blocks[1:] + blocks[:1]
+    for source, place in zip(blocks, moved, strict=True):
+        copy = bytearray(store.block_bytes)
+        store.read(source, memoryview(copy))
+        target.write(place, memoryview(copy))
+    last = [(0, 149, 1)]
+    ensure_same(
+        attend(backend, kind, other, last, [moved])[0],
+        attend(backend, kind, cache, last)[0],
+        f"a token behind blocks of {what} that were copied as bytes to other places",
+    )
+
+
+def _ahead(subject: Subject) -> str:
+    """Metadata of a step is made while the step before it has not been computed."""
+    subject.needs("rotate_and_cache", "attention", "rotary_table")
+    backend, kind = subject.backend, Kind(kv_dtype=_first_dtype(subject))
+    once, ahead = cache_of(backend, kind), cache_of(backend, kind)
+    spoil(once)
+    spoil(ahead)
+    first, second = [(0, 0, 100)], [(0, 100, 50), (2, 0, 70)]
+    attend(backend, kind, once, first)
+    expected = attend(backend, kind, once, second)
+    batch = token_batch(kind, second)
+    metadata = backend.attention_metadata(batch, kind.heads, ahead)
+    attend(backend, kind, ahead, first)
+    qkv = torch.cat([kind.qkv(i)[done : done + n] for i, done, n in second])
+    positions = torch.cat([torch.arange(done, done + n) for _, done, n in second])
+
+    def record(ops: GraphBuilder, qkv: Value, positions: Value, metadata: Value) -> Value:
+        frequencies = torch.logspace(0, -3, kind.rotated // 2).to(backend.device)
+        table = ops.rotary_table(positions, frequencies, 1.0)
+        heads = {"num_heads": kind.heads, "head_dim": kind.head_dim}
+        queries = ops.rotate_and_cache(qkv, metadata, table, ahead, None, **heads)
+        return ops.attention(
+            queries, metadata, ahead, head_dim=kind.head_dim, scale=0.3, window=None
+        )
+
+    (out,) = outputs(backend, record, {"qkv": qkv, "positions": positions}, metadata)
+    ensure_same(out, torch.cat(expected), "a step whose metadata was made ahead of time")
+    return "made before the step before it is computed"
+
+
+_KINDS = Check("rotate_and_cache, attention", _kinds)
+EXPLICIT = {"rotate_and_cache": _KINDS, "attention": _KINDS}
+"""Checks of operations on the KV cache."""
+FURTHER = (
+    Check("KV formats and block sizes", _caches),
+    Check("KV layout and store", _layout),
+    Check("metadata ahead of steps", _ahead),
+)

@@ -1,0 +1,352 @@
+"""Checks of linear layers, embeddings, adapters and experts, in all formats of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import (
+    Backend,
+    ExpertActivation,
+    ExpertRouting,
+    Experts,
+    UnsupportedError,
+)
+from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
+from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
+from pagoda.backend.weights import (
+    BlockWeight,
+    DenseWeight,
+    GroupedWeight,
+    LinearWeight,
+    dequantize,
+)
+from pagoda.backend_check.subject import (
+    ROWS,
+    Check,
+    FailedError,
+    LackingError,
+    Record,
+    Subject,
+    check_rows,
+    ensure,
+    ensure_close,
+    outputs,
+    random_tensor,
+)
+from pagoda.checkpoints.gguf.config import BLOCKS
+from pagoda.checkpoints.weight_formats import BlockFormat
+
+DENSE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+_SHAPES = ((1, 64), (33, 96), (200, 320))
+"""Outputs and inputs of linear layers."""
+
+
+def weights_of(weight_format: str, outputs: int, inputs: int) -> Iterator[tuple[str, LinearWeight]]:
+    """Weights [outputs, inputs] that a backend takes which has a format, with words for each."""
+    values = random_tensor(outputs, inputs, seed=outputs) / 8
+    if weight_format in DENSE:
+        yield weight_format, DenseWeight(values.to(DENSE[weight_format]))
+    elif weight_format == "int8":
+        yield "int8", quantize_int8(values, symmetric=True)
+        yield "int8 with zero points", quantize_int8(values, symmetric=False)
+    elif weight_format == "int4" and inputs % 64 == 0:
+        plain = quantize_int4(values, 32)
+        yield "int4 in groups of 32", plain
+        yield "int4 in groups of 64", quantize_int4(values, 64)
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(1))
+        offsets = (random_tensor(*plain.scales.shape) / 8).half()
+        yield "int4 with offsets and act-order", replace(plain, offsets=offsets, act_order=order)
+        yield "8 bits in groups", _eight_bits(outputs, inputs)
+
+
+def _eight_bits(outputs: int, inputs: int) -> GroupedWeight:
+    codes = torch.randint(
+        0, 256, (outputs, inputs), generator=torch.Generator().manual_seed(2), dtype=torch.uint8
+    )
+    scales = (random_tensor(outputs, inputs // 32) / 800).half()
+    return GroupedWeight(codes, scales, None, bits=8, group_size=32)
+
+
+def _blocks(held_as: BlockFormat, outputs: int, inputs: int) -> BlockWeight:
+    """A weight of random codes, scales and minima in blocks of ggml."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(
+        0, 2**held_as.bits, (outputs, inputs), generator=generator, dtype=torch.uint8
+    )
+    groups, blocks = inputs // held_as.group_size, inputs // held_as.block_size
+
+    def halves(count: int) -> Tensor:
+        drawn: Tensor = torch.randn((outputs, count), generator=generator) / 2**held_as.bits
+        return drawn.half()
+
+    if not held_as.integer_scales:
+        minima = halves(groups) if held_as.minima else None
+        return BlockWeight(held_as, codes, halves(groups), minima, None, None)
+    low, high = (0, 15) if held_as.bits == 2 else (0, 63) if held_as.minima else (-128, 127)
+
+    def integers() -> Tensor:
+        return torch.randint(low, high + 1, (outputs, groups), generator=generator).to(torch.int8)
+
+    has_minima = held_as.minima
+    return BlockWeight(
+        held_as,
+        codes,
+        integers(),
+        integers() if has_minima else None,
+        halves(blocks) / high,
+        halves(blocks) / high if has_minima else None,
+    )
+
+
+def format_checks() -> list[Check]:
+    checks = [Check(f"weights of {name}", _format_check(name)) for name in (*DENSE, "int8", "int4")]
+    return [*checks, Check("weights in blocks of GGUF", _block_check)]
+
+
+def _format_check(name: str) -> Callable[[Subject], str]:
+    def run(subject: Subject) -> str:
+        counted = 0
+        has = name in subject.backend.capabilities.weight_formats
+        for num_outputs, inputs in _SHAPES:
+            for words, weight in weights_of(name, num_outputs, inputs):
+                if not has:
+                    _expect_refusal(subject, name, weight)
+                dtype = DENSE.get(name, torch.float32)
+                _check_weight(subject, weight, dtype, f"{words}, {num_outputs} of {inputs}")
+                counted += 1
+        return f"{counted} weights: products, argmax, embedding, several parts, bias"
+
+    return run
+
+
+def _block_check(subject: Subject) -> str:
+    formats = subject.backend.capabilities.weight_formats
+    for name, held_as in BLOCKS.items():
+        weight = _blocks(held_as, 70, 512)
+        if not {"int8", "int4"} <= {*formats}:
+            _expect_refusal(subject, "int8 and int4", weight)
+        _check_weight(subject, weight, torch.float32, name)
+    return ", ".join(BLOCKS)
+
+
+def _expect_refusal(subject: Subject, name: str, weight: LinearWeight) -> None:
+    """Raises LackingError: the backend refuses a weight of a format that it lacks; FailedError: it takes it."""
+    try:
+        subject.backend.prepare_linear([weight], None, torch.float32)
+    except UnsupportedError as error:
+        raise LackingError(str(error).removesuffix(".")) from None
+    raise FailedError(
+        f"its capabilities have no weights of {name}, but prepare_linear takes them without UnsupportedError"
+    )
+
+
+def _check_weight(subject: Subject, weight: LinearWeight, dtype: torch.dtype, what: str) -> None:
+    subject.needs("linear")
+    num_outputs, inputs = dequantize(weight).shape
+    x = random_tensor(ROWS, inputs, seed=7)
+    if inputs > 64:
+        x[5] *= 1e4
+        x[6] = 0
+    bias = random_tensor(2 * num_outputs, seed=5)
+    tolerance = TOLERANCE[dtype]
+
+    def for_backend(backend: Backend[Any, Any]) -> Record:
+        alone = backend.prepare_linear([weight], None, dtype)
+        joined = backend.prepare_linear([weight, weight], bias, dtype)
+
+        def record(ops: GraphBuilder, x: Value) -> list[Value]:
+            return [ops.linear(x, alone), ops.linear(x, joined)]
+
+        return record
+
+    scale = dequantize(weight).abs().max().item() * inputs**0.5
+    usual = torch.arange(ROWS) != 5
+    rows = {"x": torch.where(usual[:, None], x, x / 1e4)}
+    check_rows(subject, for_backend, rows, tolerance * max(1.0, scale), f"linear, {what}")
+    _check_argmax(subject, weight, dtype, x, what)
+    if getattr(weight, "act_order", None) is None:
+        _check_embedding(subject, weight, dtype, what)
+
+
+def _check_argmax(
+    subject: Subject, weight: LinearWeight, dtype: torch.dtype, x: Tensor, what: str
+) -> None:
+    subject.needs("linear_argmax")
+    spoiled = x.clone()
+    spoiled[9, 0] = torch.nan
+    held = subject.backend.prepare_linear([weight], None, dtype)
+
+    def record(ops: GraphBuilder, x: Value) -> list[Value]:
+        return [ops.linear(x, held), ops.linear_argmax(x, held, first_id=1000)]
+
+    logits, found = outputs(subject.backend, record, {"x": spoiled})
+    sound = [row for row in range(ROWS) if row != 9]
+    best = logits[sound].argmax(1)
+    highest = found[sound, 1].int().view(torch.float32)
+    flags = int(found[9, 2]) == 0 and bool((found[sound, 2] == 1).all())
+    ensure(flags, f"linear_argmax, {what}: flags do not say which rows are finite")
+    same_index = torch.equal(found[sound, 0] - 1000, best)
+    ensure(same_index, f"linear_argmax, {what}: another index than of linear's highest output")
+    same_value = torch.equal(highest, logits[sound].amax(1))
+    ensure(same_value, f"linear_argmax, {what}: another value than linear's highest output")
+
+
+def _check_embedding(subject: Subject, weight: LinearWeight, dtype: torch.dtype, what: str) -> None:
+    subject.needs("embedding")
+    size = len(dequantize(weight))
+    ids = torch.arange(ROWS) * 7 % (size + 20)
+    held = subject.backend.prepare_linear([weight], None, dtype)
+
+    def record(ops: GraphBuilder, token_ids: Value) -> Value:
+        return ops.embedding(token_ids, held, first_id=10, vocab_size=size + 20)
+
+    (rows,) = outputs(subject.backend, record, {"token_ids": ids})
+    own = (ids >= 10) & (ids < size + 10)
+    expected = torch.zeros_like(rows)
+    expected[own] = dequantize(weight)[ids[own] - 10]
+    ensure_close(rows, expected, 1e-6, f"embedding, {what}")
+    try:
+        outputs(subject.backend, record, {"token_ids": ids + size + 20})
+    except IndexError:
+        return
+    raise FailedError(
+        f"embedding, {what}, takes a token that is not in the vocabulary without IndexError"
+    )
+
+
+def _quantize(subject: Subject) -> str:
+    formats = subject.backend.capabilities.weight_formats
+    if not {"int8", "int4"} & {*formats}:
+        raise LackingError("its capabilities have weights of neither int8 nor int4")
+    values = random_tensor(70, 192, seed=1)
+    pairs: list[tuple[str, LinearWeight, LinearWeight]] = []
+    for backend in (subject.backend,):
+        if "int8" in formats:
+            for symmetric in (False, True):
+                own = backend.quantize_int8(values, symmetric=symmetric)
+                pairs.append(("int8", own, quantize_int8(values, symmetric=symmetric)))
+        if "int4" in formats:
+            own_groups = backend.quantize_int4(values, 64)
+            pairs.append(("int4", own_groups, quantize_int4(values, 64)))
+    for name, own_weight, expected in pairs:
+        ensure_close(dequantize(own_weight), dequantize(expected), 1e-6, f"quantize_{name}")
+    return ", ".join(name for name, *_ in pairs)
+
+
+def _adapters(subject: Subject) -> str:
+    subject.needs("add_low_rank")
+    x, out = random_tensor(ROWS, 96), random_tensor(ROWS, 80, seed=1)
+    adapters = torch.arange(ROWS) % 4 - 1
+    for name in subject.backend.capabilities.weight_formats:
+        if name not in DENSE:
+            continue
+        dtype = low_rank_dtype(DENSE[name])
+
+        def for_backend(backend: Backend[Any, Any], dtype: torch.dtype = dtype) -> Record:
+            maps = LowRankMaps(96, (48, 32), dtype)
+            for adapter, rank in enumerate((4, 16, 16)):
+                parts = [
+                    LowRank(
+                        random_tensor(rank, 96, seed=adapter) / 8,
+                        random_tensor(size, rank, seed=size) / 4,
+                        0.7,
+                    )
+                    for size in (48, 32)
+                ]
+                backend.set_low_rank(maps, adapter, [parts[0], None if adapter == 1 else parts[1]])
+            backend.remove_low_rank(maps, 2)
+
+            def record(ops: GraphBuilder, out: Value, x: Value, adapters: Value) -> Value:
+                return ops.add_low_rank(ops.scale(out, 1.0), x, adapters, maps)
+
+            return record
+
+        tensors = {"out": out, "x": x, "adapters": adapters}
+        tolerance = 3e-2 if dtype == torch.bfloat16 else 2e-5
+        check_rows(subject, for_backend, tensors, tolerance, f"adapters in {dtype}")
+    return "three adapters, one with a part less, one removed"
+
+
+_ROUTINGS = {
+    "the usual": ExpertRouting(8, 2, renormalize=True),
+    "without renormalizing": ExpertRouting(8, 3, renormalize=False, scaling_factor=2.5),
+    "sigmoids in groups": ExpertRouting(
+        8, 2, True, "sigmoid", num_groups=4, groups_per_token=2, group_score="best_two"
+    ),
+    "weighed inputs": ExpertRouting(8, 1, False, "sigmoid", weighs_inputs=True),
+}
+_ACTIVATIONS = (
+    ExpertActivation(),
+    ExpertActivation("swiglu_oai", 1.702, 7.0),
+)
+
+
+def _experts(subject: Subject) -> str:
+    subject.needs("experts")
+    x, logits = random_tensor(ROWS, 64), random_tensor(ROWS, 8, seed=1)
+    correction = random_tensor(8, seed=2)
+    for number, (words, routing) in enumerate(_ROUTINGS.items()):
+        activation = _ACTIVATIONS[number % len(_ACTIVATIONS)]
+        counts: dict[str, Tensor] = {}
+
+        def for_backend(
+            backend: Backend[Any, Any],
+            routing: ExpertRouting = routing,
+            activation: ExpertActivation = activation,
+            counts: dict[str, Tensor] = counts,
+        ) -> Record:
+            def maps(outputs: int, inputs: int, seed: int) -> tuple[Any, ...]:
+                return tuple(
+                    backend.prepare_linear(
+                        [DenseWeight(random_tensor(outputs, inputs, seed=seed + expert) / 8)],
+                        None,
+                        subject.dense,
+                    )
+                    for expert in range(2, 7)
+                )
+
+            own = counts.setdefault(backend.arithmetic, torch.zeros(8, dtype=torch.int64))
+            is_corrected = routing.scores == "sigmoid" and routing.num_groups > 1
+            held: Experts[Any] = Experts(
+                routing,
+                2,
+                maps(48, 64, 10),
+                maps(48, 64, 20),
+                maps(64, 48, 30),
+                own,
+                activation,
+                correction if is_corrected else None,
+            )
+
+            def record(ops: GraphBuilder, x: Value, logits: Value) -> Value:
+                return ops.experts(x, logits, held)
+
+            return record
+
+        tolerance = TOLERANCE[subject.dense]
+        check_rows(subject, for_backend, {"x": x, "logits": logits}, tolerance, f"experts, {words}")
+        both = [counts[each.arithmetic] for each in subject.both]
+        if subject.backend.arithmetic != subject.reference.arithmetic:
+            per_step = ROWS * routing.experts_per_token
+            ensure(int(both[1].sum()) == per_step, "the reference counts other experts")
+            ensure(int(both[0].sum()) > per_step, f"experts, {words}: tokens are not counted")
+    return ", ".join(_ROUTINGS)
+
+
+EXPLICIT = {
+    "linear": Check("weights of float32", _format_check("float32")),
+    "linear_argmax": Check("weights of float32", _format_check("float32")),
+    "embedding": Check("weights of float32", _format_check("float32")),
+    "add_low_rank": Check("add_low_rank", _adapters),
+    "experts": Check("experts", _experts),
+}
+"""Checks of operations with weights; those of linear layers are made for every format."""
+
+QUANTIZE = Check("quantize_int8, quantize_int4", _quantize)

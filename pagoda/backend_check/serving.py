@@ -1,0 +1,190 @@
+"""Checks of a whole model on the backend: pagoda-tiny, through a worker's runner and its tickets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagoda.backend.base import UnsupportedError
+from pagoda.backend_check.subject import Check, FailedError, LackingError, Subject, ensure
+from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult
+from pagoda.messages.worker_config import WorkerConfig
+from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.input_batch import MAX_STEPS
+from pagoda.worker.loading import load_runner, plan_worker
+from pagoda.worker.runner import Runner, Ticket
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=24, logprobs=3)
+DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=24, logprobs=3)
+NUM_TOKENS = 12
+"""Tokens of each answer."""
+PROMPTS = tuple(
+    tuple((7 * place + 31 * number) % 900 for place in range(length))
+    for number, length in enumerate((5, 40, 1, 19))
+)
+_NUM_BLOCKS = 96
+
+
+@dataclass
+class _Answers:
+    """Tokens that slots sampled, and the log-probability of each."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+
+    def add(self, result: StepResult) -> None:
+        ensure(not result.errors, f"a step fails: {result.errors}")
+        for slot, tokens in zip(result.slots, result.token_ids, strict=True):
+            self.tokens.setdefault(slot, []).extend(tokens)
+            reports = result.logprobs[slot]
+            self.logprobs.setdefault(slot, []).extend(report.logprob for report in reports)
+
+
+class _Engine:
+    """Makes plans by hand, and submits each before the results of those before it are taken."""
+
+    def __init__(self, runner: Runner, block_size: int) -> None:
+        self._runner = runner
+        self._block_size = block_size
+        self._step = 0
+        self._next_block = 0
+        self._tickets: deque[Ticket[StepResult]] = deque()
+        self._computed: dict[int, int] = {}
+        self._held: dict[int, int] = {}
+        self._starts: list[SlotStart] = []
+        self.answers = _Answers()
+
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        self._computed[slot] = self._held[slot] = 0
+        start = SlotStart(slot, list(prompt), len(prompt), 0, [[]], sampling)
+        self._starts.append(start)
+
+    def submit(self, shares: dict[int, int]) -> None:
+        """Submits a step of so many tokens of slots."""
+        new: list[NewBlocks] = []
+        for slot, count in shares.items():
+            self._computed[slot] += count
+            needed = -(-self._computed[slot] // self._block_size) - self._held[slot]
+            if needed:
+                # From the end of the pool, so that a sequence's blocks are not in order.
+                first = _NUM_BLOCKS - self._next_block - needed
+                new.append(NewBlocks(slot, 0, list(range(first, first + needed))))
+                self._next_block += needed
+                self._held[slot] += needed
+        plan = StepPlan(self._step, [*shares], [*shares.values()], self._starts, new)
+        self._starts = []
+        self._step += 1
+        self._tickets.append(self._runner.submit(plan))
+        if len(self._tickets) == MAX_STEPS:
+            self._take()
+
+    def _take(self) -> None:
+        self.answers.add(self._tickets.popleft().result())
+
+    def finish(self) -> _Answers:
+        while self._tickets:
+            self._take()
+        return self.answers
+
+
+def _load(backend: str, dtype: str) -> tuple[Runner, int]:
+    """The embedded model; block size."""
+    config = WorkerConfig(
+        model=resolve_model(EMBEDDED_MODEL).model,
+        backend=backend,
+        dtype=dtype,
+        num_blocks=_NUM_BLOCKS,
+        max_num_seqs=8,
+        max_model_len=128,
+    )
+    loaded = load_runner(plan_worker(config), Tracer("backend check"))
+    if not isinstance(loaded.runner, Runner):
+        raise TypeError("A worker that is alone has all stages.")
+    return loaded.runner, loaded.ready.block_size
+
+
+def together(backend: str, dtype: str, sampling: SamplingParams) -> _Answers:
+    """All prompts in one step, then a token of each in every step, with two steps under way."""
+    engine = _Engine(*_load(backend, dtype))
+    for slot, prompt in enumerate(PROMPTS):
+        engine.start(slot, prompt, sampling)
+    engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
+    for _ in range(NUM_TOKENS - 1):
+        engine.submit(dict.fromkeys(range(len(PROMPTS)), 1))
+    return engine.finish()
+
+
+def in_pieces(backend: str, dtype: str, sampling: SamplingParams) -> _Answers:
+    """Each prompt seven tokens at a time, in the company of answers that run already."""
+    engine = _Engine(*_load(backend, dtype))
+    running: dict[int, int] = {}
+    for slot, prompt in enumerate(PROMPTS):
+        engine.start(slot, prompt, sampling)
+        for done in range(0, len(prompt), 7):
+            own = {slot: min(7, len(prompt) - done)}
+            engine.submit({other: 1 for other, left in running.items() if left} | own)
+            for other, left in running.items():
+                running[other] = max(0, left - 1)
+        running[slot] = NUM_TOKENS - 1
+    while any(running.values()):
+        engine.submit({slot: 1 for slot, left in running.items() if left})
+        running = {slot: max(0, left - 1) for slot, left in running.items()}
+    return engine.finish()
+
+
+def _dense(subject: Subject) -> list[str]:
+    known = subject.backend.capabilities.weight_formats
+    return [name for name in ("float32", "bfloat16", "float16") if name in known]
+
+
+def _answers(subject: Subject) -> str:
+    """The model's answers are those of the reference in float32."""
+    if "float32" not in _dense(subject):
+        raise LackingError("its capabilities have no weights of float32")
+    own, expected = (_served(name, "float32") for name in (subject.name, "reference"))
+    for slot, tokens in expected.tokens.items():
+        ensure(
+            own.tokens.get(slot) == tokens,
+            f"prompt {slot} is answered with {own.tokens.get(slot)}, not {tokens}",
+        )
+        worst = max(
+            abs(a - b) for a, b in zip(own.logprobs[slot], expected.logprobs[slot], strict=True)
+        )
+        ensure(worst < 1e-3, f"log-probabilities of prompt {slot} differ by {worst:.2g}")
+    return f"{len(expected.tokens)} prompts, {NUM_TOKENS} tokens each, two steps under way"
+
+
+def _served(backend: str, dtype: str) -> _Answers:
+    try:
+        return together(backend, dtype, GREEDY)
+    except UnsupportedError as error:
+        raise LackingError(str(error).removesuffix(".")) from None
+
+
+def _company(subject: Subject) -> str:
+    """Answers have the same bits whatever else is in a step, and however prompts are cut."""
+    checked: list[str] = []
+    for dtype in _dense(subject):
+        if dtype not in subject.backend.capabilities.kv_cache_dtypes:
+            continue
+        for sampling in (GREEDY, DRAWN) if not checked else (DRAWN,):
+            try:
+                both: list[Any] = [
+                    way(subject.name, dtype, sampling) for way in (together, in_pieces)
+                ]
+            except UnsupportedError as error:
+                raise LackingError(str(error).removesuffix(".")) from None
+            if both[0] != both[1]:
+                raise FailedError(f"answers in {dtype} change with the company of a step")
+        checked.append(dtype)
+    return f"{', '.join(checked)}: prompts at once and in pieces of 7, greedy and drawn"
+
+
+FURTHER = (
+    Check("pagoda-tiny, answers", _answers),
+    Check("pagoda-tiny, any company", _company),
+)

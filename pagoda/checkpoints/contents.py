@@ -1,0 +1,138 @@
+"""Names of the tensors in a model's files, compared with those that its specification calls for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
+from pagoda.checkpoints.model_spec import ExpertsSpec, LinearSpec, MlpSpec, ModelSpec
+from pagoda.errors import ConfigError
+
+_DECODER = "model."
+_HEAD = "lm_head."
+_TEXT_PART = "language_model."
+_ENCODERS = ("bert.", "roberta.")
+"""Beginnings of names in files of an encoder that has a head."""
+_OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""Names of norms in files that were made from TensorFlow's."""
+_BARE_EMBEDDING = "embed_tokens.weight"
+"""Embedding table in files of a decoder alone."""
+_WEIGHTS = (".weight", ".qweight", ".weight_packed")
+"""Ends of the names of a linear layer's weight, plain, by AWQ and GPTQ, and by compressed-tensors."""
+_PARTS = frozenset(
+    {"qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"}
+    | {"weight_zero_point", "weight_g_idx", "weight_shape", "input_scale", "output_scale"}
+    | {"activation_scale", "input_zero_point"}
+)
+"""Ends of the names of what a linear layer's weight is rounded to, and of its inputs' scales."""
+_FOLLOWING = re.compile(
+    r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale)$"
+)
+"""Frequencies that follow from the configuration, and scales of KV caches in the files' own format."""
+_LENGTH_BYTES = 8
+
+
+def full_names(stored: Collection[str]) -> dict[str, str]:
+    """Names in a file by the names that a decoder with its head has.
+
+    Files of a decoder alone (`Qwen3Model`) have them without `model.`, those of models that see or hear have
+    `language_model.` in front or within.
+    """
+    is_bare = _BARE_EMBEDDING in stored
+    return {_full_name(name, is_bare): name for name in stored}
+
+
+def _full_name(stored: str, is_bare: bool) -> str:
+    for encoder in _ENCODERS:
+        if stored.startswith(encoder):
+            stored = stored.removeprefix(encoder)
+            for old, new in _OLD_NORMS.items():
+                stored = stored.replace(old, new)
+            return stored
+    if is_bare and not stored.startswith((_HEAD, _DECODER)):
+        return f"{_DECODER}{stored}"
+    if stored.startswith(f"{_DECODER}{_TEXT_PART}"):
+        return f"{_DECODER}{stored.removeprefix(_DECODER + _TEXT_PART)}"
+    return stored.removeprefix(_TEXT_PART)
+
+
+def tensor_names(directory: Path) -> Collection[str]:
+    """Full names of the tensors in a model directory. Raises ConfigError: a file is missing or damaged."""
+    index = directory / INDEX_FILE
+    if index.exists():
+        return full_names(read_index(index)).keys()
+    (path,) = weight_files(directory)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a complete safetensors file; fetch it again.") from error
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path} is not a complete safetensors file; fetch it again.")
+    return full_names(header.keys()).keys()
+
+
+def missing_tensor(spec: ModelSpec, names: Collection[str]) -> str | None:
+    """The first tensor that the model needs and that is not among `names`; None if all are there."""
+    for choices in _needed(spec):
+        if not any(name in names for name in choices):
+            return choices[0]
+    return None
+
+
+def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
+    """Names among `names`, of tensors of the model's layers that it is not computed with.
+
+    Layers behind the model's own predict several tokens at once, and have none."""
+    read = {name for choices in _needed(spec) for name in choices}
+    linears = {name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)}
+    linears |= {name.removesuffix("_blocks") for name in read if name.endswith("_blocks")}
+    layer = re.compile(rf"{re.escape(spec.names.layers)}\.(\d+)\.")
+    for name in names:
+        within = layer.match(name)
+        if within is None or int(within[1]) >= spec.num_layers:
+            continue
+        stem, _, end = name.rpartition(".")
+        is_part = end in _PARTS and stem in linears
+        is_part |= name.endswith("_scales") and name.removesuffix("_scales") in linears
+        if name not in read and not is_part and not _FOLLOWING.search(name):
+            yield name
+
+
+def _needed(spec: ModelSpec) -> Iterator[list[str]]:
+    """Names of each tensor of a model, any one of which will do."""
+
+    def weight(linear: LinearSpec) -> list[str]:
+        stored = linear.stored
+        if stored.transposed:
+            return [stored.weight, f"{stored.tensor}_blocks"]
+        return [f"{stored.tensor}{end}" for end in _WEIGHTS]
+
+    experts = range(spec.experts.num_experts if spec.experts else 0)
+    tables = (spec.positions, spec.token_types)
+    for linear in filter(None, (spec.embedding, spec.head, *tables, *spec.classifier_linears)):
+        yield weight(linear)
+    for index, layer in enumerate(spec.layers):
+        for linear in spec.layer_linears(index, experts):
+            yield weight(linear)
+        for name, _ in spec.norm_tensors(index):
+            yield [name]
+        attention = spec.attention_linears(index)
+        biased = [*attention[:3]] * layer.attention.qkv_bias
+        biased += [attention.out] * layer.attention.output_bias
+        if isinstance(layer.mlp, MlpSpec) and layer.mlp.bias:
+            biased += spec.mlp_linears(index)
+        sparse = spec.expert_linears(index)
+        if sparse is not None and isinstance(layer.mlp, ExpertsSpec) and layer.mlp.bias:
+            biased += [sparse.router, *(it for expert in sparse.experts for it in expert)]
+        for linear in biased:
+            yield [linear.stored.bias]
+    if spec.classifier is not None and spec.classifier.bias:
+        for linear in spec.classifier_linears:
+            yield [f"{linear.name}.bias"]
+    for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:
+        yield [name]

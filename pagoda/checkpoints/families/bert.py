@@ -1,0 +1,114 @@
+"""Encoders: BERT, RoBERTa and XLM-RoBERTa (Devlin et al. 2018; Liu et al. 2019; Conneau et al. 2019).
+
+A token sees all of its text; positions are learned; norms are of sums; the MLP has no gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pagoda.checkpoints.families.shared import score_head, with_layer_norm
+from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.pooling_spec import EncoderSpec
+from pagoda.checkpoints.rope import RotarySpec
+from pagoda.checkpoints.tensor_names import TensorNames
+
+
+def _encoder(spec: ModelSpec, fields: Fields, first_position: int) -> ModelSpec:
+    fields.require("position_embedding_type", "absolute")
+    for name in ("is_decoder", "add_cross_attention"):
+        fields.require(name, False)
+    num_positions = spec.max_position_embeddings
+    if num_positions <= first_position:
+        fields.refuse("max_position_embeddings", f"must be above {first_position}")
+    mlp = MlpSpec(fields.positive("intermediate_size"), bias=True, activation="gelu")
+
+    def change(_: int, layer: LayerSpec) -> LayerSpec:
+        attention = replace(layer.attention, causal=False, qkv_bias=True, output_bias=True)
+        return LayerSpec(attention, mlp, pre_norm=False, post_norm=True, norms_sums=True)
+
+    return replace(
+        with_layer_norm(spec.with_layers(change), fields, bias=True),
+        rotary={"default": RotarySpec(dim=0, theta=1.0)},
+        max_position_embeddings=num_positions - first_position,
+        tie_word_embeddings=True,
+        encoder=EncoderSpec(num_positions, first_position, fields.positive("type_vocab_size")),
+    )
+
+
+def _bert(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    return _encoder(spec, fields, 0)
+
+
+def _bert_ranker(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    return score_head(_bert(spec, fields), fields, "classifier", "pooler.dense")
+
+
+def _roberta(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    """Positions begin behind the number of the token that pads."""
+    return _encoder(spec, fields, fields.count("pad_token_id") + 1)
+
+
+def _roberta_ranker(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    return score_head(_roberta(spec, fields), fields, "classifier.out_proj", "classifier.dense")
+
+
+_NAMES = TensorNames(
+    embedding="embeddings.word_embeddings",
+    layers="encoder.layer",
+    query="attention.self.query",
+    key="attention.self.key",
+    value="attention.self.value",
+    attention_out="attention.output.dense",
+    attention_post_norm="attention.output.LayerNorm",
+    up="intermediate.dense",
+    down="output.dense",
+    mlp_post_norm="output.LayerNorm",
+)
+_BERT_DEFAULTS = {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 512}
+_ROBERTA_DEFAULTS = {**_BERT_DEFAULTS, "pad_token_id": 1}
+BERT = Family(
+    "BertModel",
+    "BGE, E5, GTE and all-MiniLM (vectors)",
+    _bert,
+    names=_NAMES,
+    defaults=_BERT_DEFAULTS,
+    activation="gelu",
+    aliases=frozenset({"BertForMaskedLM"}),
+    task="embed",
+    encodes=True,
+)
+BERT_RANKER = Family(
+    "BertForSequenceClassification",
+    "ms-marco-MiniLM (scores of pairs)",
+    _bert_ranker,
+    names=_NAMES,
+    defaults=_BERT_DEFAULTS,
+    activation="gelu",
+    task="score",
+    encodes=True,
+)
+XLM_ROBERTA = Family(
+    "XLMRobertaModel",
+    "multilingual E5, BGE-M3, all-distilroberta (vectors)",
+    _roberta,
+    names=_NAMES,
+    defaults=_ROBERTA_DEFAULTS,
+    activation="gelu",
+    task="embed",
+    encodes=True,
+    aliases=frozenset({"RobertaModel", "RobertaForMaskedLM", "XLMRobertaForMaskedLM"}),
+)
+XLM_ROBERTA_RANKER = Family(
+    "XLMRobertaForSequenceClassification",
+    "bge-reranker, bge-reranker-v2-m3, stsb-roberta (scores of pairs)",
+    _roberta_ranker,
+    names=_NAMES,
+    defaults=_ROBERTA_DEFAULTS,
+    activation="gelu",
+    aliases=frozenset({"RobertaForSequenceClassification"}),
+    task="score",
+    encodes=True,
+)

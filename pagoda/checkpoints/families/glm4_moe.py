@@ -1,0 +1,84 @@
+"""GLM-4.5: experts scored by sigmoids behind some dense layers, and one for all tokens (Zeng et al. 2025).
+
+Layers for the prediction of several tokens at once, which lie behind the others in files, are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pagoda.checkpoints.families.shared import expert_counts, with_attention, with_experts
+from pagoda.checkpoints.family import Family, GgufFormat
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.tensor_names import GGUF_NAMES
+
+
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    qk_norm = "head" if fields.flag("use_qk_norm", False) else None
+    spec = with_attention(spec, qk_norm=qk_norm, output_bias=False)
+    fields.require("scoring_func", "sigmoid")
+    num_experts, per_token = expert_counts(fields, "n_routed_experts", (128, 8))
+    inner = fields.positive("moe_intermediate_size", 1408)
+    num_shared = fields.count("n_shared_experts", 1)
+    num_groups = fields.positive("n_group", 1)
+    chosen_groups = fields.positive("topk_group", 1)
+    if num_experts % num_groups or num_experts // num_groups < min(2, num_experts):
+        fields.refuse("n_group", f"must divide n_routed_experts ({num_experts}) into two or more")
+    if not per_token <= chosen_groups * (num_experts // num_groups) <= num_experts:
+        fields.refuse("topk_group", f"must be at most n_group and have {per_token} experts")
+    experts = ExpertsSpec(
+        num_experts,
+        per_token,
+        inner,
+        renormalize=fields.flag("norm_topk_prob", True),
+        scores="sigmoid",
+        num_groups=num_groups,
+        groups_per_token=chosen_groups,
+        group_score="best_two",
+        scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        correction=True,
+        shared_size=num_shared * inner,
+    )
+    first = fields.count("first_k_dense_replace", 1)
+    return with_experts(spec, experts, range(first, spec.num_layers))
+
+
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    """Layers without those for the prediction of several tokens, which files count as well."""
+    if fields.count("expert_gating_func", 2) != 2:
+        fields.refuse("expert_gating_func", "must be 2, a sigmoid")
+    num_extra = fields.count("nextn_predict_layers", 0)
+    return {
+        "num_hidden_layers": fields.positive("block_count") - num_extra,
+        "norm_topk_prob": fields.flag("expert_weights_norm", True),
+    }
+
+
+GLM4_MOE = Family(
+    "Glm4MoeForCausalLM",
+    "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    _adapt,
+    gguf=GgufFormat(
+        "glm4moe",
+        names=replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
+        keys={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_count": "n_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_gating_func": "expert_gating_func",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        values=_gguf_values,
+        read=frozenset({"nextn_predict_layers"}),
+    ),
+    defaults={"rms_norm_eps": 1e-5},
+    partial_rotary=0.5,
+    own_keys=frozenset(
+        {"first_k_dense_replace", "n_group", "n_routed_experts", "n_shared_experts"}
+        | {"routed_scaling_factor", "scoring_func", "topk_group", "use_qk_norm"}
+    ),
+)

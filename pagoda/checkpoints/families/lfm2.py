@@ -1,0 +1,140 @@
+"""LFM2: gated short convolutions in most layers, attention with norms of heads in the others (Liquid AI 2025).
+
+LFM2-8B-A1B has experts scored by sigmoids behind two dense layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pagoda.checkpoints.families.shared import (
+    expert_counts,
+    layer_kinds,
+    with_attention,
+    with_experts,
+)
+from pagoda.checkpoints.family import Family, GgufFormat
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.state_layers import ShortConvSpec
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
+
+_ATTENTION, _CONV = "full_attention", "conv"
+MAX_WIDTH = 16
+"""Tokens of a convolution that kernels have room for."""
+
+
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    width = fields.positive("conv_L_cache", 3)
+    if not 2 <= width <= MAX_WIDTH:
+        fields.refuse("conv_L_cache", f"must be from 2 to {MAX_WIDTH}")
+    bias = fields.flag("conv_bias", False)
+    mlp = MlpSpec(_intermediate_size(fields))
+    conv = ShortConvSpec(spec.hidden_size, width, bias)
+    kinds = layer_kinds(fields, spec.num_layers, (_ATTENTION, _CONV), _usual_kinds(spec, fields))
+    spec = with_attention(spec, qk_norm="head")
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        layer = replace(layer, mlp=mlp)
+        if kinds[index] == _ATTENTION:
+            return layer
+        biased = replace(layer.attention, qkv_bias=bias, output_bias=bias)
+        return replace(layer, attention=biased, state=conv)
+
+    return spec.with_layers(change)
+
+
+def _adapt_sparse(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    spec = _adapt(spec, fields)
+    num_experts, per_token = expert_counts(fields, "num_experts", (32, 4))
+    experts = ExpertsSpec(
+        num_experts,
+        per_token,
+        fields.positive("moe_intermediate_size", 1792),
+        fields.flag("norm_topk_prob", True),
+        scores="sigmoid",
+        scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        correction=fields.flag("use_expert_bias", True),
+    )
+    first = fields.count("num_dense_layers", 2)
+    return with_experts(spec, experts, range(first, spec.num_layers))
+
+
+def _usual_kinds(spec: ModelSpec, fields: Fields) -> list[str]:
+    """Kinds of layers by the indices of those with attention, as older files have them."""
+    if fields.values.get("full_attn_idxs") is None:
+        return [_ATTENTION] * spec.num_layers
+    attending = fields.integers("full_attn_idxs")
+    if not all(0 <= index < spec.num_layers for index in attending):
+        fields.refuse("full_attn_idxs", f"must be a list of layers from 0 to {spec.num_layers - 1}")
+    return [_ATTENTION if index in attending else _CONV for index in range(spec.num_layers)]
+
+
+def _intermediate_size(fields: Fields) -> int:
+    """Inner channels, of which most files tell what two thirds of a usual MLP's are made of."""
+    size = fields.positive("intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    if fields.values.get("block_ffn_dim_multiplier", 1.0) is None:
+        return size
+    multiple = fields.positive("block_multiple_of", 256)
+    size = int(fields.number("block_ffn_dim_multiplier", 1.0) * size)
+    return -(-size // multiple) * multiple
+
+
+def _gguf_values(fields: Fields) -> Mapping[str, object]:
+    """Kinds of layers: those without heads of keys and values are convolutions."""
+    heads = fields.integers("attention.head_count_kv")
+    kinds = [_ATTENTION if count else _CONV for count in heads]
+    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+
+
+_NAMES = TensorNames(
+    norm="model.embedding_norm",
+    attention_norm="operator_norm",
+    query_norm="self_attn.q_layernorm",
+    key_norm="self_attn.k_layernorm",
+    attention_out="self_attn.out_proj",
+    mlp_norm="ffn_norm",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+)
+_RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+LFM2 = Family(
+    "Lfm2ForCausalLM",
+    "LFM2 350M, 700M, 1.2B and 2.6B",
+    _adapt,
+    names=_NAMES,
+    gguf=GgufFormat(
+        "lfm2",
+        names=replace(GGUF_NAMES, norm="token_embd_norm"),
+        keys={"shortconv.l_cache": "conv_L_cache"},
+        values=_gguf_values,
+        required=frozenset({"shortconv.l_cache"}),
+    ),
+    renamed={"block_ff_dim": "intermediate_size", **_RENAMED},
+    defaults=_DEFAULTS,
+    own_keys=frozenset({"full_attn_idxs"}),
+)
+LFM2_MOE = Family(
+    "Lfm2MoeForCausalLM",
+    "LFM2-8B-A1B",
+    _adapt_sparse,
+    names=replace(
+        _NAMES,
+        router="feed_forward.gate",
+        correction="feed_forward.expert_bias",
+        expert_gate="feed_forward.experts.{expert}.w1",
+        expert_up="feed_forward.experts.{expert}.w3",
+        expert_down="feed_forward.experts.{expert}.w2",
+    ),
+    renamed=_RENAMED,
+    defaults={**_DEFAULTS, "block_auto_adjust_ff_dim": False},
+    own_keys=frozenset(
+        {"num_dense_layers", "num_experts", "routed_scaling_factor", "use_expert_bias"}
+    ),
+)

@@ -1,0 +1,20 @@
+"""Ministral: Mistral in which some layers have a window and others see all."""
+
+from __future__ import annotations
+
+from pagoda.checkpoints.families.shared import typed_windows, with_attention
+from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ModelSpec
+
+
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    usual = ["sliding_attention"] * spec.num_layers
+    if fields.values.get("sliding_window", 4096) is None:
+        return spec
+    return with_attention(spec, typed_windows(fields, spec.num_layers, usual))
+
+
+MINISTRAL = Family(
+    "MinistralForCausalLM", "Ministral 8B", _adapt, model_types=frozenset({"ministral"})
+)

@@ -1,0 +1,57 @@
+"""OLMo 2 and 3: norms behind instead of before, and one norm for the queries of all heads (OLMo Team 2024).
+
+OLMo 3 has windows in three of four layers, whose rotary table is not scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pagoda.checkpoints.families.shared import (
+    WINDOW_PATTERN,
+    every_nth_full,
+    gguf_windows,
+    with_attention,
+    with_local_rotary,
+)
+from pagoda.checkpoints.family import Family, GgufFormat
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.tensor_names import TensorNames
+
+
+def _adapt_second(spec: ModelSpec, _: Fields) -> ModelSpec:
+    spec = spec.with_layers(lambda _, layer: replace(layer, pre_norm=False, post_norm=True))
+    return with_attention(spec, qk_norm="all")
+
+
+def _adapt_third(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    windows = every_nth_full(fields, spec.num_layers, 4)
+    spec = with_attention(_adapt_second(spec, fields), windows)
+    return with_local_rotary(spec, fields, spec.rotary["default"].theta)
+
+
+_NAMES = TensorNames(attention_post_norm="post_attention_layernorm")
+_WINDOW = "attention.sliding_window"
+OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    "OLMo 2",
+    _adapt_second,
+    names=_NAMES,
+    gguf=GgufFormat("olmo2"),
+    defaults={"rms_norm_eps": 1e-5},
+)
+OLMO3 = Family(
+    "Olmo3ForCausalLM",
+    "OLMo 3",
+    _adapt_third,
+    names=_NAMES,
+    gguf=GgufFormat(
+        "olmo2",
+        keys={_WINDOW: "sliding_window"},
+        values=gguf_windows,
+        required=frozenset({_WINDOW}),
+        read=frozenset({WINDOW_PATTERN}),
+    ),
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+)

@@ -1,0 +1,57 @@
+"""Qwen2-MoE: Qwen2 with experts, and one more that every token goes through by a score of its own."""
+
+from __future__ import annotations
+
+from pagoda.checkpoints.families.shared import (
+    expert_counts,
+    layer_windows,
+    sparse_layers,
+    with_attention,
+    with_experts,
+)
+from pagoda.checkpoints.family import Family, GgufFormat
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.tensor_names import TensorNames
+
+
+def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    windows = layer_windows(fields, spec.num_layers)
+    bias = fields.flag("qkv_bias", True)
+    spec = with_attention(spec, windows, qkv_bias=bias, output_bias=False)
+    if fields.values.get("num_experts") == 0:
+        return spec  # all layers are dense
+    num_experts, per_token = expert_counts(fields, "num_experts", (60, 4))
+    experts = ExpertsSpec(
+        num_experts,
+        per_token,
+        fields.positive("moe_intermediate_size", 1408),
+        renormalize=fields.flag("norm_topk_prob", False),
+        shared_size=fields.positive("shared_expert_intermediate_size", 5632),
+        scores_shared=True,
+    )
+    return with_experts(spec, experts, sparse_layers(fields, spec.num_layers))
+
+
+QWEN2_MOE = Family(
+    "Qwen2MoeForCausalLM",
+    "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    _adapt,
+    names=TensorNames(
+        shared_gate="mlp.shared_expert.gate_proj",
+        shared_up="mlp.shared_expert.up_proj",
+        shared_down="mlp.shared_expert.down_proj",
+    ),
+    gguf=GgufFormat(
+        "qwen2moe",
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        # Files do not say so: llama.cpp never renormalizes in models of this architecture.
+        values=lambda _: {"norm_topk_prob": False},
+    ),
+    own_keys=frozenset({"num_experts", "qkv_bias", "shared_expert_intermediate_size"}),
+)

@@ -1,0 +1,62 @@
+"""A family of models: how it reads config.json, and the names of its tensors in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, HF_NAMES, TensorNames
+
+Task = Literal["generate", "embed", "score"]
+"""Purpose of a model: text, vectors of texts, or scores of pairs of texts."""
+
+
+@dataclass(frozen=True)
+class GgufFormat:
+    """A family in GGUF files."""
+
+    architecture: str
+    """Value of `general.architecture`."""
+    names: TensorNames = GGUF_NAMES
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Metadata that other families must not have, with the keys of config.json that say the same."""
+    values: Callable[[Fields], Mapping[str, object]] = lambda _: {}
+    """Keys of config.json that metadata tell in another way, or not at all."""
+    read: frozenset[str] = frozenset()
+    """Metadata that other families must not have, and that `values` reads."""
+    scales_yarn: bool = False
+    """`values` take `rope.scaling.yarn_log_multiplier` into account."""
+    required: frozenset[str] = frozenset()
+    """Keys of `keys` without which a file is of another family of the same architecture."""
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str
+    """Name in `architectures` of config.json."""
+    models: str
+    """Models of the family, as their makers call them."""
+    adapt: Callable[[ModelSpec, Fields], ModelSpec]
+    """Sets what the family does its own way in a spec that has all that families share."""
+    names: TensorNames = HF_NAMES
+    gguf: GgufFormat | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that go before those by which other families call the same."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of config.json where the file is silent, other than usual."""
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    """Activation of MLPs, the same in all models of the family."""
+    partial_rotary: float | None = None
+    """Part of a head that is rotated where config.json is silent; None where all of it is in every model."""
+    model_types: frozenset[str] = frozenset()
+    """Values of `model_type` in the `text_config` of models that see or hear, of which this is the text part."""
+    aliases: frozenset[str] = frozenset()
+    """Other names in `architectures`, of models with the same text part and no `text_config`."""
+    task: Task = "generate"
+    encodes: bool = False
+    """True of encoders, which see all of a text at once."""
+    own_keys: frozenset[str] = frozenset()
+    """Keys of config.json that `adapt` handles although other families must not have them."""

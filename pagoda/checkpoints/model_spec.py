@@ -1,0 +1,591 @@
+"""Specification of a decoder model: its layers, and where its weights lie; no torch."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, ScoreTokens
+from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec
+from pagoda.checkpoints.state_layers import GatedDeltaSpec, StateSpec
+from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order, places
+from pagoda.checkpoints.weight_formats import Quantization
+
+if TYPE_CHECKING:
+    from pagoda.checkpoints.family import Family
+
+
+class Role(enum.Enum):
+    """The place of a linear layer in the model: tensor parallelism and quantization depend on it."""
+
+    EMBEDDING = enum.auto()
+    HEAD = enum.auto()
+    QUERY = enum.auto()
+    KEY = enum.auto()
+    VALUE = enum.auto()
+    ATTENTION_OUT = enum.auto()
+    STATE_IN = enum.auto()
+    """Maps of hidden states of a layer with a state."""
+    STATE_GATE = enum.auto()
+    """Numbers of each head, which say what its state forgets and takes up."""
+    STATE_OUT = enum.auto()
+    MLP_IN = enum.auto()
+    """Gate or up projection of a dense MLP."""
+    MLP_OUT = enum.auto()
+    ROUTER = enum.auto()
+    """Scores of the experts, or of the shared one."""
+    EXPERT_IN = enum.auto()
+    """Gate or up projection of an expert."""
+    EXPERT_OUT = enum.auto()
+    WHOLE = enum.auto()
+    """Table of positions or token types, or layer of a head that scores: dense, and whole on every rank."""
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear layer of the model, whole."""
+
+    name: str
+    """Name without suffix, such as `model.layers.0.mlp.up_proj`; no other layer has it."""
+    outputs: int
+    inputs: int
+    role: Role
+    rows: StoredRows | None = None
+    """Place in a tensor that holds several layers; None where the weight is the tensor `<name>.weight`."""
+    head_order: tuple[int, ...] | None = None
+    """Stored rows of each head in the order in which they are computed; None if that is their own."""
+    grain: int = 1
+    """Outputs, or inputs, of a layer with a state that stay on one rank."""
+
+    @property
+    def stored(self) -> StoredRows:
+        """Place of the weight, be it a part of a tensor or all of it."""
+        return self.rows or StoredRows(self.name, (self.outputs, self.inputs), 0)
+
+
+class AttentionLinears(NamedTuple):
+    """Linear layers of attention, or of what a layer has in its place: b, c and x of a gated convolution."""
+
+    q: LinearSpec
+    k: LinearSpec
+    v: LinearSpec
+    out: LinearSpec
+
+
+class MlpLinears(NamedTuple):
+    """Linear layers of one MLP, be it a layer's own or an expert."""
+
+    gate: LinearSpec
+    up: LinearSpec
+    down: LinearSpec
+
+    @property
+    def into(self) -> tuple[LinearSpec, ...]:
+        """Layers that the inputs of the MLP go through."""
+        return self.gate, self.up
+
+
+class PlainMlpLinears(NamedTuple):
+    """Linear layers of an MLP without a gate."""
+
+    up: LinearSpec
+    down: LinearSpec
+
+    @property
+    def into(self) -> tuple[LinearSpec, ...]:
+        """Layers that the inputs of the MLP go through."""
+        return (self.up,)
+
+
+class ExpertLinears(NamedTuple):
+    router: LinearSpec
+    experts: tuple[MlpLinears, ...]
+    shared: MlpLinears | None
+    """The MLP that every token goes through besides."""
+    shared_router: LinearSpec | None
+
+
+@dataclass(frozen=True)
+class TemperatureSpec:
+    """Scale of queries: 1 + factor log(1 + floor((position + offset) / period)) (Nakanishi 2025)."""
+
+    period: float
+    factor: float
+    offset: float
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of one layer."""
+
+    scale: float
+    """Factor of products of queries and keys."""
+    window: int | None = None
+    """A token sees itself and `window - 1` tokens before it; None sees all."""
+    rotary: str = "default"
+    """Name of the rotary table in `ModelSpec.rotary`."""
+    qk_norm: Literal["head", "all", "unit"] | None = None
+    """Queries and keys are normed before the rotary embedding, every head by itself or all of a token together.
+
+    Norms of `unit` are of every head, and have no weights, so they may as well come behind (Llama 4)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the projection behind attention."""
+    chunk: int | None = None
+    """A token sees tokens from the last multiple of this on (Llama 4); None sees all."""
+    sinks: bool = False
+    """Each head has one more score, whose value is zero (gpt-oss)."""
+    temperature: TemperatureSpec | None = None
+    """Queries are scaled by their positions."""
+    softcap: float | None = None
+    """Scores s become c tanh(s / c) (Gemma 2)."""
+    output_gate: bool = False
+    """Outputs are times a sigmoid of a map of hidden states, whose rows lie behind each head's queries."""
+    causal: bool = True
+    """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
+
+    @property
+    def kind(self) -> Literal["full", "window", "chunk", "step"]:
+        if not self.causal:
+            return "step"
+        if self.chunk is not None:
+            return "chunk"
+        return "full" if self.window is None else "window"
+
+    @property
+    def reach(self) -> int:
+        """Tokens of a window or of a chunk; 0 where all are seen."""
+        return self.window or self.chunk or 0
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """A gated MLP, `down(activation(gate(x)) * up(x))` (Shazeer 2020), or a plain `down(activation(up(x)))`."""
+
+    intermediate_size: int
+    """Inner channels."""
+    bias: bool = False
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    """`gelu` is that of a plain MLP, others are of gated ones."""
+
+    @property
+    def gated(self) -> bool:
+        return self.activation != "gelu"
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """Gates of experts: (up + 1) gate sigmoid(alpha gate), both clamped (gpt-oss)."""
+
+    alpha: float
+    limit: float
+    """Gates are at most this; ups are from its negative to it."""
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """Several MLPs, of which every token goes through a few (Shazeer et al. 2017)."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Inner channels of each expert."""
+    renormalize: bool
+    """The scores of a token's experts are scaled to add up to one."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of logits: softmax over all experts, or a sigmoid of each."""
+    num_groups: int = 1
+    """Groups of equally many experts, one behind the other."""
+    groups_per_token: int = 1
+    """Groups that a token's experts are chosen from."""
+    group_score: Literal["best", "best_two"] = "best"
+    """A group is as good as its best expert, or as the sum of its two best."""
+    scaling_factor: float = 1.0
+    """Factor of all weights."""
+    weighs_inputs: bool = False
+    """Weights are for what experts are given instead of for what they give."""
+    correction: bool = False
+    """A number of each expert is added to its score for the choice (Wang et al. 2024)."""
+    shared_size: int = 0
+    """Inner channels of the MLP that every token goes through besides (Dai et al. 2024); 0 for none."""
+    scores_shared: bool = False
+    """The output of the shared MLP is times a sigmoid of a score of its own."""
+    bias: bool = False
+    """Biases of the router and of all linear layers of experts."""
+    clamp: ClampedGate | None = None
+    """Gates of experts where they are not plain SiLU."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    attention: AttentionSpec
+    mlp: MlpSpec | ExpertsSpec
+    pre_norm: bool = True
+    """Norms in front of attention and of the MLP."""
+    post_norm: bool = False
+    """Norms behind attention and behind the MLP, before their outputs are added."""
+    norms_sums: bool = False
+    """The norms behind attention and MLP are of the sums with their outputs (Vaswani et al. 2017)."""
+    state: StateSpec | None = None
+    """Kind of a layer that keeps a state, in place of attention."""
+    parallel: bool = False
+    """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
+
+    @property
+    def kv_kind(self) -> Literal["full", "window", "chunk", "step", "state"]:
+        """Kind of the layer by what it keeps of a sequence."""
+        return self.attention.kind if self.state is None else "state"
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Norms of hidden states."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    """Root mean square (Zhang and Sennrich 2019), or mean and variance (Ba et al. 2016)."""
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors of what passes between layers."""
+
+    embedding: float = 1.0
+    """Factor of embeddings, rounded to the dtype of the weights."""
+    residual: float = 1.0
+    """Factor of what attention and MLP add to hidden states."""
+    logits: float = 1.0
+    logits_softcap: float | None = None
+    """Logits x, times their factor, become c tanh(x / c)."""
+
+    @property
+    def keep_order(self) -> bool:
+        """True if different logits surely stay different, so that the likeliest token is known without factors."""
+        return self.logits_softcap is None and math.frexp(self.logits)[0] == 0.5
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    family: Family
+    names: TensorNames
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    rotary: Mapping[str, RotarySpec]
+    """Rotary tables by name."""
+    max_position_embeddings: int
+    """Tokens of the longest sequence that the model was made for, rotary scaling included."""
+    tie_word_embeddings: bool
+    dtype: str
+    """Number format of the checkpoint; of a quantized one, that of activations."""
+    quantization: Quantization | None
+    """Format of the checkpoint's linear layers; None where all are dense."""
+    multipliers: Multipliers = Multipliers()
+    encoder: EncoderSpec | None = None
+    """Tables of an encoder; None of a decoder."""
+    classifier: ClassifierSpec | None = None
+    """Head that scores texts in place of one that gives logits."""
+    headless: bool = False
+    """True of a decoder whose files have no head: it gives vectors alone."""
+    score_tokens: ScoreTokens | None = None
+    """Next tokens whose logits score a text, in a model that has no head for it."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def gives_logits(self) -> bool:
+        """False of a model for vectors or scores alone, which says nothing about a next token."""
+        return self.encoder is None and self.classifier is None and not self.headless
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """The experts, which are alike in all layers that have any; None where all layers are dense."""
+        sparse = (layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec))
+        return next(sparse, None)
+
+    @property
+    def long_rotary(self) -> bool:
+        """True if factors for long contexts rotate keys: then keys are other ones than in a short context."""
+        tables = (table.scaling for table in self.rotary.values())
+        return any(
+            isinstance(scaling, LongRopeScaling) and scaling.is_long(self.max_position_embeddings)
+            for scaling in tables
+        )
+
+    @property
+    def embedding(self) -> LinearSpec:
+        return LinearSpec(self.names.embedding, self.vocab_size, self.hidden_size, Role.EMBEDDING)
+
+    @property
+    def head(self) -> LinearSpec:
+        """The layer that computes logits; a tied head is the embedding table."""
+        if self.tie_word_embeddings:
+            return self.embedding
+        return LinearSpec(self.names.head, self.vocab_size, self.hidden_size, Role.HEAD)
+
+    def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
+        """The model whose layer `i` is `change(i, layer)`."""
+        changed = (change(index, layer) for index, layer in enumerate(self.layers))
+        return replace(self, layers=tuple(changed))
+
+    def attention_linears(self, layer: int) -> AttentionLinears:
+        state = self.layers[layer].state
+        if state is not None:
+            return self._state_linears(layer, state)
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        names, hidden = self.names, self.hidden_size
+        sizes = {"query": q_size, "key": kv_size, "value": kv_size}
+        q, k, v = self._linears(
+            layer, (names.query, names.key, names.value), sizes, hidden,
+            (Role.QUERY, Role.KEY, Role.VALUE),
+        )  # fmt: skip
+        if self.layers[layer].attention.output_gate:
+            q = replace(q, name=f"{q.name}.query", rows=self._gated_rows(q.name, 0))
+        out, order = names.of_layer(layer, names.attention_out), self.head_order(layer)
+        if order is not None:
+            q, k = replace(q, head_order=order), replace(k, head_order=order)
+        return AttentionLinears(q, k, v, LinearSpec(out, hidden, q_size, Role.ATTENTION_OUT))
+
+    def _gated_rows(self, tensor: str, first: int) -> StoredRows:
+        """Rows of queries, or of gates, which take turns head by head."""
+        shape = (2 * self.num_heads * self.head_dim, self.hidden_size)
+        return StoredRows(tensor, shape, first, group=2 * self.head_dim)
+
+    def gate_linears(self, layer: int) -> list[LinearSpec]:
+        """Gates of attention's outputs; of a delta rule its gates of outputs, then those of its state."""
+        spec, names, hidden = self.layers[layer], self.names, self.hidden_size
+        if isinstance(spec.state, GatedDeltaSpec):
+            state, grain = spec.state, spec.state.values_per_key
+            heads, own = state.value_heads, (names.state_output_gate, names.state_b, names.state_a)
+            gates, shape = names.of_layer(layer, names.state_gates), (2 * heads, hidden)
+            rows = self._delta_rows(layer, state)[3]
+            placed: list[tuple[str, StoredRows | None]] = [
+                (f"{rows.tensor}.z", rows),
+                (f"{gates}.b", StoredRows(gates, shape, 0, group=2 * grain)),
+                (f"{gates}.a", StoredRows(gates, shape, grain, group=2 * grain)),
+            ]
+            if names.state_output_gate:
+                placed = [(names.of_layer(layer, name), None) for name in own]
+            kinds = [(state.inner, Role.STATE_IN, state.grains[2])]
+            kinds += [(heads, Role.STATE_GATE, grain)] * 2
+            return [
+                LinearSpec(name, size, hidden, role, stored, grain=together)
+                for (name, stored), (size, role, together) in zip(placed, kinds, strict=True)
+            ]
+        if spec.state is not None or not spec.attention.output_gate:
+            return []
+        tensor, size = names.of_layer(layer, names.query), self.num_heads * self.head_dim
+        rows = self._gated_rows(tensor, self.head_dim)
+        return [LinearSpec(f"{tensor}.gate", size, hidden, Role.QUERY, rows)]
+
+    def _delta_rows(self, layer: int, state: GatedDeltaSpec) -> list[StoredRows]:
+        """Rows of queries, keys, values and gates of a delta rule, which take turns by heads of keys."""
+        tensor = self.names.of_layer(layer, self.names.state_in)
+        grains = (*state.grains, state.grains[2])
+        shape, group = (state.key_heads * sum(grains), self.hidden_size), sum(grains)
+        return [StoredRows(tensor, shape, sum(grains[:i]), group=group) for i in range(len(grains))]
+
+    def _state_linears(self, layer: int, state: StateSpec) -> AttentionLinears:
+        hidden, sizes = self.hidden_size, dict(zip(state.parts, state.sizes, strict=True))
+        names, roles = (self.names.state_in,) * 3, (Role.STATE_IN,) * 3
+        into = self._linears(layer, names, sizes, hidden, roles)
+        q, k, v = (
+            replace(linear, grain=grain) for linear, grain in zip(into, state.grains, strict=True)
+        )
+        if isinstance(state, GatedDeltaSpec) and not self.names.state_output_gate:
+            own = self._delta_rows(layer, state)
+            q, k, v = (replace(it, rows=rows) for it, rows in zip((q, k, v), own, strict=False))
+        name = self.names.of_layer(layer, self.names.state_out)
+        out = LinearSpec(name, hidden, state.inner, Role.STATE_OUT, grain=state.grains[2])
+        return AttentionLinears(q, k, v, out)
+
+    def head_order(self, layer: int) -> tuple[int, ...] | None:
+        """Stored dimensions of the heads of queries and keys in the order in which they are computed."""
+        rotary = self.rotary[self.layers[layer].attention.rotary]
+        if rotary.dim == 0 or not self.names.rotates_neighbours:
+            return None
+        return head_order(self.head_dim, rotary.dim)
+
+    @property
+    def positions(self) -> LinearSpec | None:
+        """Learned positions of an encoder, one for each token of a sequence (Gehring et al. 2017)."""
+        encoder, name, hidden = self.encoder, self.names.positions, self.hidden_size
+        if encoder is None:
+            return None
+        rows = StoredRows(name, (encoder.num_positions, hidden), encoder.first_position)
+        count = encoder.num_positions - encoder.first_position
+        return LinearSpec(name, count, hidden, Role.WHOLE, rows)
+
+    @property
+    def token_types(self) -> LinearSpec | None:
+        if self.encoder is None:
+            return None
+        count = self.encoder.num_token_types
+        return LinearSpec(self.names.token_types, count, self.hidden_size, Role.WHOLE)
+
+    @property
+    def classifier_linears(self) -> list[LinearSpec]:
+        """Layers of the head that scores, in their order."""
+        if self.classifier is None:
+            return []
+        hidden, dense = self.hidden_size, self.classifier.dense
+        inner = [] if dense is None else [LinearSpec(dense, hidden, hidden, Role.WHOLE)]
+        return [*inner, LinearSpec(self.classifier.out, 1, hidden, Role.WHOLE)]
+
+    def mlp_linears(self, layer: int) -> MlpLinears | PlainMlpLinears:
+        """Linear layers of a dense layer's MLP."""
+        mlp, names = self.layers[layer].mlp, self.names
+        if isinstance(mlp, MlpSpec) and not mlp.gated:
+            hidden, inner = self.hidden_size, mlp.intermediate_size
+            up, down = (names.of_layer(layer, name) for name in (names.up, names.down))
+            return PlainMlpLinears(
+                LinearSpec(up, inner, hidden, Role.MLP_IN),
+                LinearSpec(down, hidden, inner, Role.MLP_OUT),
+            )
+        spelled = (names.gate, names.up, names.down)
+        return self._mlp(layer, spelled, mlp.intermediate_size, (Role.MLP_IN, Role.MLP_OUT))
+
+    def expert_linears(self, layer: int) -> ExpertLinears | None:
+        """Router and experts of a layer; None where the layer is dense, and has `mlp_linears` instead."""
+        experts = self.layers[layer].mlp
+        return self.linears_of(layer, experts) if isinstance(experts, ExpertsSpec) else None
+
+    def linears_of(self, layer: int, experts: ExpertsSpec) -> ExpertLinears:
+        """Router and experts of a layer that has these."""
+        names = self.names
+        spelled = (names.expert_gate, names.expert_up, names.expert_down)
+        router, roles = names.of_layer(layer, names.router), (Role.EXPERT_IN, Role.EXPERT_OUT)
+        inner, count = experts.intermediate_size, experts.num_experts
+        shared = shared_router = None
+        if experts.shared_size:
+            spelled_shared = (names.shared_gate, names.shared_up, names.shared_down)
+            dense = (Role.MLP_IN, Role.MLP_OUT)
+            shared = self._mlp(layer, spelled_shared, experts.shared_size, dense)
+        if experts.scores_shared:
+            name = names.of_layer(layer, names.shared_router)
+            shared_router = LinearSpec(name, 1, self.hidden_size, Role.ROUTER)
+        return ExpertLinears(
+            LinearSpec(router, count, self.hidden_size, Role.ROUTER),
+            tuple(self._mlp(layer, spelled, inner, roles, i, count) for i in range(count)),
+            shared,
+            shared_router,
+        )
+
+    def _mlp(
+        self,
+        layer: int,
+        names: tuple[str, str, str],
+        inner: int,
+        roles: tuple[Role, Role],
+        expert: int | None = None,
+        experts: int = 0,
+    ) -> MlpLinears:
+        """The MLP of `inner` channels whose linear layers have these names in a layer."""
+        (into, out), hidden = roles, self.hidden_size
+        sizes = {"gate": inner, "up": inner}
+        gate, up = self._linears(layer, names[:2], sizes, hidden, (into, into), expert, experts)
+        down = self._linears(layer, names[2:], {"down": hidden}, inner, (out,), expert, experts)
+        return MlpLinears(gate, up, *down)
+
+    def _linears(
+        self,
+        layer: int,
+        names: tuple[str, ...],
+        sizes: Mapping[str, int],
+        inputs: int,
+        roles: tuple[Role, ...],
+        expert: int | None = None,
+        experts: int = 0,
+    ) -> list[LinearSpec]:
+        tensors = [self.names.of_layer(layer, name) for name in names]
+        layout = self.names.expert_layout if expert is not None else "linear"
+        placed = places(tensors, sizes, inputs, expert, experts, layout)
+        return [
+            LinearSpec(name, outputs, inputs, role, rows)
+            for (name, rows), outputs, role in zip(placed, sizes.values(), roles, strict=True)
+        ]
+
+    def norm_tensors(self, layer: int) -> list[tuple[str, int]]:
+        """Names and sizes of a layer's vectors: of norms, sinks, its router's correction, its convolution."""
+        names, spec = self.names, self.layers[layer]
+        before = [names.attention_norm, *[names.mlp_norm] * (not spec.parallel)] * spec.pre_norm
+        behind = [names.attention_post_norm, names.mlp_post_norm] * spec.post_norm
+        found = [
+            tensor
+            for name in before + behind
+            for tensor in self._norm_tensors(names.of_layer(layer, name))
+        ]
+        if spec.state is not None:
+            found += self._conv_tensors(layer, spec.state)
+        elif spec.attention.qk_norm in ("head", "all"):
+            of_heads = zip(
+                (names.query_norm, names.key_norm), self.head_norm_sizes(layer), strict=True
+            )
+            found += [(f"{names.of_layer(layer, name)}.weight", size) for name, size in of_heads]
+        if spec.attention.sinks:
+            found.append((names.of_layer(layer, names.sinks), self.num_heads))
+        if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
+            found.append((names.of_layer(layer, names.correction), spec.mlp.num_experts))
+        return found
+
+    def _conv_tensors(self, layer: int, state: StateSpec) -> list[tuple[str, int]]:
+        name = self.names.of_layer(layer, self.names.state_conv)
+        weight = (f"{name}.weight", state.channels * state.width)
+        found = [weight, (f"{name}.bias", state.channels)] if state.bias else [weight]
+        if isinstance(state, GatedDeltaSpec):
+            names = (self.names.state_decay, self.names.state_bias)
+            found += [(self.names.of_layer(layer, name), state.value_heads) for name in names]
+            norm = self.names.of_layer(layer, self.names.state_norm)
+            found.append((f"{norm}.weight", state.value_dim))
+        return found
+
+    @property
+    def last_norm_tensors(self) -> list[tuple[str, int]]:
+        """Names and sizes of the tensors of the norm in front of the head, which encoders do not have."""
+        return [] if self.encoder else self._norm_tensors(self.names.norm)
+
+    @property
+    def embedding_norm_tensors(self) -> list[tuple[str, int]]:
+        """Names and sizes of the tensors of an encoder's norm of embeddings."""
+        return self._norm_tensors(self.names.embedding_norm) if self.encoder else []
+
+    def _norm_tensors(self, name: str) -> list[tuple[str, int]]:
+        ends = ("weight", "bias") if self.norm.bias else ("weight",)
+        return [(f"{name}.{end}", self.hidden_size) for end in ends]
+
+    def head_norm_sizes(self, layer: int) -> tuple[int, int]:
+        """Elements of the norms of queries and keys, if there are any."""
+        if self.layers[layer].attention.qk_norm == "all":
+            return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.head_dim, self.head_dim
+
+    def layer_linears(self, layer: int, experts: range) -> Iterator[LinearSpec]:
+        """All linear layers of a layer; of its experts, if it has any, those in the range."""
+        yield from self.attention_linears(layer)
+        yield from self.gate_linears(layer)
+        sparse = self.expert_linears(layer)
+        if sparse is None:
+            yield from self.mlp_linears(layer)
+        else:
+            yield sparse.router
+            if sparse.shared_router is not None:
+                yield sparse.shared_router
+            yield from sparse.shared or ()
+            for mlp in sparse.experts[experts.start : experts.stop]:
+                yield from mlp
+
+    def weights_per_token(self, layer: int) -> int:
+        """Weights of a layer that one token is multiplied with."""
+        mlp = self.layers[layer].mlp
+        chosen = range(mlp.experts_per_token if isinstance(mlp, ExpertsSpec) else 0)
+        return sum(m.outputs * m.inputs for m in self.layer_linears(layer, chosen))

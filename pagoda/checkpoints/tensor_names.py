@@ -1,0 +1,204 @@
+"""Names of a model's weights in files, and which rows of a tensor are a weight's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Place of a weight in a tensor that holds several, which lie one behind the other."""
+
+    tensor: str
+    """Name of the tensor without `.weight`."""
+    shape: tuple[int, ...]
+    """Shape of the tensor; its last dimension are the inputs, all before it count rows."""
+    first: int
+    """Row that the weight begins with, in each group of rows."""
+    step: int = 1
+    """Distance of the weight's rows."""
+    transposed: bool = False
+    """Inputs come before rows in the file, and names have no `.weight` (experts of gpt-oss and Llama 4)."""
+    group: int = 0
+    """Rows of a group, of each of which the weight has equally many; 0 where they are one."""
+
+    @property
+    def weight(self) -> str:
+        return self.tensor if self.transposed else f"{self.tensor}.weight"
+
+    @property
+    def bias(self) -> str:
+        return f"{self.tensor}_bias" if self.transposed else f"{self.tensor}.bias"
+
+    def rows(self, count: int) -> slice:
+        """The rows of a weight of so many outputs, in the tensor with all its rows in one dimension."""
+        return slice(self.first, self.first + (count - 1) * self.step + 1, self.step)
+
+
+ExpertLayout = Literal["linear", "transposed", "interleaved"]
+"""Tensors [experts, outputs, inputs], or [experts, inputs, outputs] in which gates and ups may take turns."""
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of tensors without `.weight` and `.bias`; by default those of Hugging Face checkpoints.
+
+    Tensors of layer 3 are called `<layers>.3.<name>`. Where queries, keys and values, or gate and up, have one
+    name, they are rows of one tensor, in this order. `{expert}` stands for the number of an expert; without it,
+    one tensor [experts, outputs, inputs] holds those of all experts.
+    """
+
+    embedding: str = "model.embed_tokens"
+    positions: str = "embeddings.position_embeddings"
+    token_types: str = "embeddings.token_type_embeddings"
+    embedding_norm: str = "embeddings.LayerNorm"
+    """Norm of an encoder's embeddings."""
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    layers: str = "model.layers"
+    attention_norm: str = "input_layernorm"
+    """Norm in front of attention."""
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    attention_out: str = "self_attn.o_proj"
+    attention_post_norm: str = "post_attention_layernorm"
+    """Norm behind attention, in families that have one."""
+    mlp_norm: str = "post_attention_layernorm"
+    """Norm in front of the MLP or the experts."""
+    mlp_post_norm: str = "post_feedforward_layernorm"
+    """Norm behind the MLP or the experts, in families that have one."""
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    state_in: str = "conv.in_proj"
+    """Maps of hidden states of a layer with a state."""
+    state_conv: str = "conv.conv"
+    state_out: str = "conv.out_proj"
+    state_gates: str = "linear_attn.in_proj_ba"
+    """Gates of a delta rule, two of each head of values."""
+    state_output_gate: str = ""
+    """Tensor of a delta rule's gate of outputs, `state_b` and `state_a` those of its other gates; empty where they
+    take turns with queries, keys and values in `state_in`, and with each other in `state_gates`."""
+    state_b: str = ""
+    state_a: str = ""
+    state_decay: str = "linear_attn.A_log"
+    state_bias: str = "linear_attn.dt_bias"
+    state_norm: str = "linear_attn.norm"
+    router: str = "mlp.gate"
+    expert_gate: str = "mlp.experts.{expert}.gate_proj"
+    expert_up: str = "mlp.experts.{expert}.up_proj"
+    expert_down: str = "mlp.experts.{expert}.down_proj"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    """Numbers that are added to scores for the choice of experts; the tensor's name in full."""
+    shared_gate: str = "mlp.shared_experts.gate_proj"
+    shared_up: str = "mlp.shared_experts.up_proj"
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_router: str = "mlp.shared_expert_gate"
+    """Score of the shared expert."""
+    expert_layout: ExpertLayout = "linear"
+    """Order in tensors of all experts, where one is not as in other linear layers."""
+    sinks: str = "self_attn.sinks"
+    """Scores of the sinks of heads; the tensor's name in full."""
+    rotates_neighbours: bool = False
+    """Dimensions `2i` and `2i + 1` of a head turn together in the order of the file, not `i` and `i + r/2`."""
+    norm_offset: float = 0.0
+    """Number that is added to the weights of RMS norms in the file."""
+    flat_convolutions: bool = False
+    """Weights of convolutions are [channels, width], not [channels, 1, width]."""
+
+    def of_layer(self, layer: int, name: str) -> str:
+        return f"{self.layers}.{layer}.{name}"
+
+
+def places(
+    tensors: Sequence[str],
+    sizes: Mapping[str, int],
+    inputs: int,
+    expert: int | None,
+    experts: int,
+    layout: ExpertLayout = "linear",
+) -> list[tuple[str, StoredRows | None]]:
+    """Name and place of each of some weights of the same inputs.
+
+    `tensors` are names in full, one for each of `sizes`, the outputs by what a weight is called where it shares
+    its tensor. `expert` is the number of the expert of `experts` that they belong to, whose tensors have a
+    `layout`. A weight that is a whole tensor has no place.
+    """
+    spelled = [name.format(expert=expert) for name in tensors]
+    shares = Counter(spelled)
+    rows = Counter[str]()
+    for tensor, size in zip(spelled, sizes.values(), strict=True):
+        rows[tensor] += size
+    found: list[tuple[str, StoredRows | None]] = []
+    begun = Counter[str]()
+    for template, tensor, (what, size) in zip(tensors, spelled, sizes.items(), strict=True):
+        stacked = expert is not None and template == tensor
+        if shares[tensor] == 1 and not stacked:
+            found.append((tensor, None))
+            continue
+        shape: tuple[int, ...] = (rows[tensor], inputs)
+        first, name = begun[tensor], tensor
+        if stacked and expert is not None:
+            shape, first = (experts, *shape), first + expert * rows[tensor]
+            name = f"{name}.{expert}"
+        if shares[tensor] > 1:
+            name = f"{name}.{what}"
+        takes_turns = layout == "interleaved" and stacked
+        begun[tensor] += 1 if takes_turns else size
+        step = shares[tensor] if takes_turns else 1
+        found.append((name, StoredRows(tensor, shape, first, step, layout != "linear")))
+    return found
+
+
+HF_NAMES = TensorNames()
+"""Names of Llama's, which most families share."""
+GGUF_NAMES = TensorNames(
+    embedding="token_embd",
+    norm="output_norm",
+    head="output",
+    layers="blk",
+    attention_norm="attn_norm",
+    query="attn_q",
+    key="attn_k",
+    value="attn_v",
+    query_norm="attn_q_norm",
+    key_norm="attn_k_norm",
+    attention_out="attn_output",
+    attention_post_norm="post_attention_norm",
+    mlp_norm="ffn_norm",
+    mlp_post_norm="post_ffw_norm",
+    gate="ffn_gate",
+    up="ffn_up",
+    down="ffn_down",
+    state_in="shortconv.in_proj",
+    state_conv="shortconv.conv",
+    state_out="shortconv.out_proj",
+    flat_convolutions=True,
+    router="ffn_gate_inp",
+    expert_gate="ffn_gate_exps",
+    expert_up="ffn_up_exps",
+    expert_down="ffn_down_exps",
+    correction="exp_probs_b.bias",
+    shared_gate="ffn_gate_shexp",
+    shared_up="ffn_up_shexp",
+    shared_down="ffn_down_shexp",
+    shared_router="ffn_gate_inp_shexp",
+    sinks="attn_sinks.weight",
+)
+"""Names that most architectures have in GGUF files (gguf-py/gguf/constants.py of llama.cpp)."""
+GGUF_NEIGHBOURS = replace(GGUF_NAMES, rotates_neighbours=True)
+"""Names of Llama's architecture in GGUF files, in which rows of queries and keys are permuted."""
+
+
+def head_order(head_dim: int, rotated: int) -> tuple[int, ...]:
+    """The dimensions of a head that has neighbours turn together, in the order that turns `i` with `i + r/2`.
+
+    The first `rotated` dimensions turn. Products of queries and keys do not depend on the order of both.
+    """
+    return (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim))

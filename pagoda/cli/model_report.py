@@ -1,0 +1,148 @@
+"""A model as `pagoda doctor` sees it: whether it can be served, and what it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagoda.checkpoints.contents import missing_tensor, tensor_names
+from pagoda.checkpoints.gguf.reader import read_gguf
+from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, ModelSpec
+from pagoda.checkpoints.quantization_config import is_dense_once_loaded
+from pagoda.checkpoints.resolve import ModelFiles
+from pagoda.cli.weight_traffic import BYTES_PER_WEIGHT, held_bytes
+from pagoda.errors import ConfigError
+from pagoda.ipc.machine import format_bytes
+from pagoda.messages.kv_groups import KVKind, layer_groups
+
+_BLOCK_SIZE = 16
+"""Tokens of a block, as servers have it unless told otherwise."""
+_LONG_CONTEXT = 32_768
+_KV_BYTES = 2
+"""Bytes of a number in a cache of 16 bits."""
+
+
+def check_tensors(files: ModelFiles, spec: ModelSpec) -> None:
+    """Raises ConfigError: a tensor is missing in the files of a model, or a file is damaged."""
+    if files.gguf is not None:
+        file = read_gguf(files.gguf)
+        missing, where = missing_tensor(spec, file.tensors), files.gguf
+    elif files.directory is not None:
+        missing, where = missing_tensor(spec, tensor_names(files.directory)), files.directory
+    else:
+        return
+    if missing is not None:
+        raise ConfigError(
+            f"{where} lacks the tensor {missing}, which a model of {spec.family.architecture} needs; fetch it "
+            "again, or convert it anew."
+        )
+
+
+def check_memory(spec: ModelSpec, dtype: str, quantization: str, free_bytes: int) -> None:
+    """Raises ConfigError: the weights are larger than the free memory."""
+    needed = held_bytes(spec, dtype, quantization)
+    if needed <= free_bytes:
+        return
+    smaller = [
+        f"--quantization {name} takes {format_bytes(held_bytes(spec, dtype, name))}"
+        for name in ("int8", "int4")
+        if may_be_quantized(spec) and held_bytes(spec, dtype, name) < min(needed, free_bytes)
+    ]
+    others = "; ".join(smaller) or "split it over several hosts (--pipeline-parallel-size)"
+    raise ConfigError(
+        f"its weights take {format_bytes(needed)}, but only {format_bytes(free_bytes)} are free; {others}."
+    )
+
+
+def may_be_quantized(spec: ModelSpec) -> bool:
+    """True if weights may be rounded as they are loaded."""
+    return is_dense_once_loaded(spec.quantization)
+
+
+def model_facts(spec: ModelSpec, dtype: str) -> Iterator[tuple[str, str]]:
+    """Rows of what a model is and takes."""
+    yield "family", f"{spec.family.architecture} ({spec.family.models})"
+    yield "gives", _gives(spec)
+    yield "layers", ", ".join(_layers(spec))
+    yield "weights", ", ".join(_weights(spec, dtype))
+    yield "KV cache", "; ".join(_kv_cache(spec))
+    yield "context", f"{spec.max_position_embeddings:,} tokens"
+
+
+def _gives(spec: ModelSpec) -> str:
+    """Purpose of the model, with the routes that serve it."""
+    if spec.classifier is not None or spec.score_tokens is not None:
+        return "scores of pairs of texts (POST /v1/rerank, /v1/score)"
+    if not spec.gives_logits:
+        return (
+            "vectors of texts (POST /v1/embeddings), of which /v1/rerank and /v1/score make cosines"
+        )
+    return "text, and vectors of texts (POST /v1/embeddings)"
+
+
+def _kv_cache(spec: ModelSpec) -> Iterator[str]:
+    per_layer = 2 * spec.num_kv_heads * spec.head_dim * _KV_BYTES
+    if spec.encoder is not None:
+        yield f"none is kept: {format_bytes(per_layer)} a token in 16 bits while a step runs"
+        return
+    states = [layer.state for layer in spec.layers if layer.state is not None]
+    per_token = (spec.num_layers - len(states)) * per_layer
+    if per_token:
+        yield f"{format_bytes(per_token)} a token in 16 bits, about half in int8"
+    if states:
+        floats = sum(part.units * part.floats for it in states for part in it.states(it.sizes))
+        yield f"{format_bytes(4 * floats)} a request for the states of {len(states)} layers"
+        return
+    kinds = [(KVKind(layer.kv_kind), layer.attention.reach) for layer in spec.layers]
+    groups = layer_groups(kinds, _BLOCK_SIZE)
+    if all(group.keeps_all for group in groups):
+        return
+    length = min(_LONG_CONTEXT, spec.max_position_embeddings)
+    blocks = sum(group.num_blocks_for(length) - group.first_block(length) for group in groups)
+    held = blocks * _BLOCK_SIZE * max(len(group.layers) for group in groups) * per_layer
+    share = held / (length * per_token)
+    yield (
+        f"{format_bytes(held)} at {length:,} tokens, {share:.2f} of it, as windows give back what lies behind"
+    )
+
+
+def _layers(spec: ModelSpec) -> Iterator[str]:
+    yield f"{spec.num_layers} of {spec.hidden_size} channels"
+    yield f"{spec.num_heads} heads of {spec.head_dim} over {spec.num_kv_heads} of keys and values"
+    kinds = Counter(_kind(layer) for layer in spec.layers)
+    yield " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
+    experts = spec.experts
+    if experts is not None:
+        sparse = sum(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
+        yield f"{experts.experts_per_token} of {experts.num_experts} experts a token in {sparse}"
+
+
+def _kind(layer: LayerSpec) -> str:
+    if layer.state is not None:
+        return layer.state.name
+    if not layer.attention.causal:
+        return "attention both ways"
+    if layer.attention.chunk is not None:
+        return f"chunks of {layer.attention.chunk} tokens"
+    if layer.attention.window is None:
+        return "full attention"
+    return f"a window of {layer.attention.window} tokens"
+
+
+def _weights(spec: ModelSpec, dtype: str) -> Iterator[str]:
+    if not may_be_quantized(spec) and spec.quantization is not None:
+        yield f"{format_bytes(held_bytes(spec, dtype))} as stored ({spec.quantization.summary})"
+        return
+    chosen = spec.dtype if dtype == "auto" else dtype
+    for name in dict.fromkeys((chosen, "bfloat16")):
+        if name in BYTES_PER_WEIGHT:
+            yield f"{format_bytes(held_bytes(spec, name))} in {name}"
+    for name in ("int8", "int4"):
+        yield f"about {format_bytes(held_bytes(spec, dtype, name))} with --quantization {name}"
+
+
+def location(files: ModelFiles) -> str:
+    """File or directory of a model, or that it has none."""
+    path = files.gguf or files.directory
+    return "no files: a shape with random weights" if path is None else str(Path(path))

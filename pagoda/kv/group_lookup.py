@@ -1,0 +1,147 @@
+"""Lookups of prefixes of several KV groups: what the device lacks of one, and where it can be loaded from.
+
+Groups that keep all are followed block by block, as far as the device or any connector goes on. Of the others only
+what the token behind the prefix needs is looked for. The longest prefix that all groups allow is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from pagoda.kv.block_pool import BlockPool
+from pagoda.kv.connector import KVConnector, PrefixRequest
+from pagoda.kv.layout import KVLayout
+
+
+class Segment(NamedTuple):
+    """Blocks `start` to `end` of a group, which one connector has."""
+
+    connector: KVConnector
+    start: int
+    end: int
+    group: int = 0
+
+
+class PendingLookup(NamedTuple):
+    """A lookup that cannot be answered yet."""
+
+    connector: KVConnector
+    """The connector that does not know yet, or that is loading the next block for another request."""
+
+
+NextSegment = Callable[[PrefixRequest, int], Segment | PendingLookup]
+"""The segment of blocks of one group that begins at an index; an empty one if no connector has that block."""
+
+
+class GroupLookup:
+    """One lookup of one prefix."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool: BlockPool,
+        prefix: PrefixRequest,
+        next_segment: NextSegment,
+    ) -> None:
+        self._layout = layout
+        self._pool = pool
+        self._prefix = prefix
+        self._next_segment = next_segment
+        self._found: dict[tuple[int, int], KVConnector | None] = {}
+        """Places of blocks that are there, by group and index; None for the device."""
+        self.pending: PendingLookup | None = None
+        """An answer that is still to come, and may lengthen the prefix."""
+
+    def segments(self, start: int) -> tuple[int, list[Segment]]:
+        """The length of the longest prefix that can be loaded, and what is to be loaded of it.
+
+        The device has a usable prefix of `start` blocks.
+        """
+        layout, end = self._layout, len(self._prefix.keys)
+        for group, it in enumerate(layout.groups):
+            if it.keeps_all:
+                end = self._follow(group, start, end)
+        if self.pending is None:
+            end = layout.longest_usable(end, self._has)
+        if self.pending is not None or end <= start:
+            return start, []
+        return end, self._segments(end)
+
+    def _view(self, group: int, num_blocks: int) -> PrefixRequest:
+        return self._prefix.of_group(group, self._layout.ratios[group], num_blocks)
+
+    def _follow(self, group: int, start: int, end: int) -> int:
+        """Blocks of the prefix that a group has without a gap, of which it has `start` on the device."""
+        ratio = self._layout.ratios[group]
+        view = self._view(group, end // ratio)
+        index, count = start // ratio, len(view.keys)
+        while index < count:
+            if self._is_on_device(view.keys[index]):
+                index += 1
+                continue
+            segment = self._next_segment(view, index)
+            if isinstance(segment, PendingLookup):
+                self.pending = segment
+                break
+            if segment.end == index:
+                break
+            for position in range(index, segment.end):
+                if not self._is_on_device(view.keys[position]):
+                    self._found[group, position] = segment.connector
+            index = segment.end
+        return index * ratio
+
+    def _has(self, group: int, index: int) -> bool:
+        """True if a group that does not keep all has a block."""
+        if (group, index) in self._found:
+            return True
+        view = self._view(group, index + 1)
+        if self._is_on_device(view.keys[index]):
+            self._found[group, index] = None
+            return True
+        segment = self._next_segment(view, index)
+        if isinstance(segment, PendingLookup):
+            self.pending = segment
+            return False
+        if segment.end > index:
+            self._found[group, index] = segment.connector
+        return segment.end > index
+
+    def _is_on_device(self, key: bytes) -> bool:
+        return self._pool.find(key) is not None
+
+    def _segments(self, end: int) -> list[Segment]:
+        """Blocks beyond the device, group after group; adjacent ones of one connector together."""
+        segments: list[Segment] = []
+        for group in range(len(self._layout.groups)):
+            for index in self._layout.needed(group, end):
+                connector = self._found.get((group, index))
+                if connector is None:
+                    continue
+                one = Segment(connector, index, index + 1, group)
+                last = segments[-1] if segments else None
+                if last is not None and last == one._replace(start=last.start, end=index):
+                    segments[-1] = last._replace(end=one.end)
+                else:
+                    segments.append(one)
+        return segments
+
+
+def other_keys(
+    layout: KVLayout, prefix: PrefixRequest, start: int, num_blocks: int
+) -> Iterator[bytes]:
+    """Keys of other groups that may be needed behind `num_blocks`, of which `start` are on the device.
+
+    If the first group does not keep all, its blocks are of use without others before them: then all blocks of all
+    groups are among them.
+    """
+    first_keeps_all = layout.groups[0].keeps_all
+    end = num_blocks if first_keeps_all else len(prefix.keys)
+    for group, (it, ratio) in enumerate(zip(layout.groups, layout.ratios, strict=True)):
+        if group == 0 and first_keeps_all:
+            continue
+        keys = prefix.of_group(group, ratio, end // ratio).keys
+        first = start // ratio if it.keeps_all else it.first_block(start * layout.block_size)
+        for index in range(first, len(keys)):
+            yield keys[index]

@@ -1,0 +1,221 @@
+"""Backends that are wrong in one place each, by name; otherwise they are the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import UNNAMED, KVCache, StepInput
+from pagoda.backend.graph import Graph, Node
+from pagoda.backend.interpreter import InterpretedGraph
+from pagoda.backend.operation import WeightNames
+from pagoda.backend.reference.backend import OPERATIONS, ReferenceBackend
+from pagoda.devices import DeviceSet
+from pagoda.parallel.collectives import HostGroup
+
+Compute = Callable[..., Any]
+
+
+class Wrong:
+    """The reference with other functions for some operations, and other methods."""
+
+    def __init__(
+        self,
+        group: HostGroup,
+        operations: Mapping[str, Compute] | None = None,
+        methods: Mapping[str, Callable[..., Any]] | None = None,
+        **capabilities: Any,
+    ) -> None:
+        self._own = ReferenceBackend(group)
+        self._operations = operations or {}
+        self._methods = methods or {}
+        self.capabilities = msgspec.structs.replace(self._own.capabilities, **capabilities)
+        self.arithmetic = "wrong"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._methods:
+            return lambda *args, **options: self._methods[name](self._own, *args, **options)
+        return getattr(self._own, name)
+
+    def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Any:
+        table = {**OPERATIONS, **self._operations}
+
+        def compute(node: Node, inputs: Sequence[Any]) -> Any:
+            weights = [graph.weights[weight] for weight in node.weights]
+            return table[node.op](*inputs, *weights, **node.attributes)
+
+        return _Compiled(InterpretedGraph(graph, compute, names), self._methods.get("run"))
+
+
+class _Compiled:
+    def __init__(self, own: Any, run: Any) -> None:
+        self._own, self._run = own, run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __call__(self, step: StepInput[Any], results: Sequence[str]) -> Any:
+        return (
+            self._own(step, results) if self._run is None else self._run(self._own, step, results)
+        )
+
+
+def _more(name: str, change: Callable[[Any], Any]) -> dict[str, Compute]:
+    """The operation, with its result changed."""
+    right = OPERATIONS[name]
+    return {name: lambda *args, **options: change(right(*args, **options))}
+
+
+def _without(name: str, **forced: Any) -> dict[str, Compute]:
+    """The operation, some of whose attributes are ignored."""
+    right = OPERATIONS[name]
+    return {name: lambda *args, **options: right(*args, **options | forced)}
+
+
+def _writes_input(x: Tensor, **options: Any) -> Tensor:
+    right = OPERATIONS["scale"]
+    return x.copy_(right(x, **options))
+
+
+def _shared_sums(x: Tensor, weight: Any) -> Tensor:
+    """Rows of one product depend on how many there are, as of a library that chooses by shape."""
+    out: Tensor = OPERATIONS_BEFORE["linear"](x, weight)
+    return out * (1 + 1e-7 * len(x))
+
+
+def _twice_the_eps(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 2 * eps) * weight
+
+
+OPERATIONS_BEFORE = dict(OPERATIONS)
+
+
+def _own_memory(own: ReferenceBackend, *shape: Any) -> KVCache:
+    return own.allocate_kv_cache(*shape[:6])
+
+
+def _tokens_first(own: ReferenceBackend, *shape: Any) -> KVCache:
+    """Blocks of [token, head, element], seen as [head, token, element]."""
+    cache = own.allocate_kv_cache(*shape)
+    tensors = {
+        name: tensor.view(tensor.shape[0], tensor.shape[2], tensor.shape[1], -1).transpose(1, 2)
+        for name, tensor in cache.tensors.items()
+        if tensor.ndim == 4
+    }
+    return replace(cache, **tensors)
+
+
+def _tables_of_others(own: ReferenceBackend, batch: Any, *rest: Any) -> Any:
+    tables = tuple(table.roll(1, 0) for table in batch.block_tables)
+    return own.attention_metadata(replace(batch, block_tables=tables), *rest)
+
+
+_KEPT: dict[int, Any] = {}
+
+
+def _unlikely(own: ReferenceBackend, logits: Tensor, rows: Any) -> Any:
+    found = own.sample(logits, rows)
+    return [replace(each, token_id=max(0, each.token_id - 1)) for each in found]
+
+
+def _ranks_from_zero(own: ReferenceBackend, *args: Any) -> Any:
+    found = own.score(*args)
+    return replace(found, ranks=found.ranks - 1)
+
+
+def _ignores_bias(own: ReferenceBackend, parts: Any, bias: Any, dtype: Any) -> Any:  # noqa: ARG001
+    return own.prepare_linear(parts, None, dtype)
+
+
+def _reuses_results(compiled: Any, step: StepInput[Any], results: Sequence[str]) -> Any:
+    """Results lie in one place, where the next step's are written."""
+    computed = compiled(step, results)
+    for place, tensor in enumerate(computed):
+        kept = _KEPT.setdefault(place, tensor)
+        if kept.shape == tensor.shape and kept.dtype == tensor.dtype:
+            kept.copy_(tensor)
+        else:
+            _KEPT[place] = tensor
+    return tuple(_KEPT[place] for place in range(len(computed)))
+
+
+def _keeps_no_snapshot(x: Tensor, metadata: Any, cache: Any, *rest: Any, **options: Any) -> Tensor:
+    """The state behind the last token alone is kept, and not those at ends of blocks."""
+    out: Tensor = OPERATIONS_BEFORE["short_conv"](x, metadata, cache, *rest, **options)
+    for sequence in metadata.sequences:
+        last = (sequence.begin + sequence.rows.stop - sequence.rows.start - 1) // cache.block_size
+        for half in cache.halves():
+            half[sequence.blocks[:last]] = torch.nan
+    return out
+
+
+def _reduces_several_rows(x: Tensor, group: Any) -> Tensor:
+    return x if len(x) == 1 else group.all_reduce(x)
+
+
+BROKEN: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "a formula": ("silu_and_mul", {"operations": _more("silu_and_mul", lambda out: out * 1.001)}),
+    "an eps": ("rms_norm", {"operations": {"rms_norm": _twice_the_eps}}),
+    "a hidden NaN": ("gelu", {"operations": _more("gelu", lambda out: out.nan_to_num(0.0))}),
+    "an input that is written to": ("scale", {"operations": {"scale": _writes_input}}),
+    "bits that change with the batch": (
+        "weights of float32",
+        {"operations": {"linear": _shared_sums}},
+    ),
+    "a bias": ("weights of float32", {"methods": {"prepare_linear": _ignores_bias}}),
+    "the index of an argmax": (
+        "all_gather, argmax",
+        {"operations": _more("linear_argmax", lambda out: out + torch.tensor([1, 0, 0]))},
+    ),
+    "a window": ("rotate_and_cache, attention", {"operations": _without("attention", window=None)}),
+    "a chunk": ("rotate_and_cache, attention", {"operations": _without("attention", chunk=None)}),
+    "a soft cap": (
+        "rotate_and_cache, attention",
+        {"operations": _without("attention", softcap=None)},
+    ),
+    "block tables": (
+        "rotate_and_cache, attention",
+        {"methods": {"attention_metadata": _tables_of_others}},
+    ),
+    "memory of a KV cache": (
+        "KV layout and store",
+        {"methods": {"allocate_kv_cache": _own_memory}},
+    ),
+    "the order of heads and tokens": (
+        "KV layout and store",
+        {"methods": {"allocate_kv_cache": _tokens_first}},
+    ),
+    "a snapshot": ("short_conv", {"operations": {"short_conv": _keeps_no_snapshot}}),
+    "a sum over ranks": ("all_reduce", {"operations": {"all_reduce": _reduces_several_rows}}),
+    "results that the next step overwrites": (
+        "results of graphs",
+        {"methods": {"run": _reuses_results}},
+    ),
+    "a sampled token": ("sample", {"methods": {"sample": _unlikely}}),
+    "a rank of a token": ("score", {"methods": {"score": _ranks_from_zero}}),
+    "a format that it says it lacks": (
+        "weights of int8",
+        {"weight_formats": ("float32", "bfloat16", "float16")},
+    ),
+    "an unknown capability": ("capabilities", {"lacks_operations": ("warp",)}),
+    "answers of a model": (
+        "pagoda-tiny, answers",
+        {"operations": _more("rms_norm", lambda out: out.flip(-1) * 0.5 + out * 0.5)},
+    ),
+    "company of a model": (
+        "pagoda-tiny, any company",
+        {"operations": {"linear": _shared_sums}},
+    ),
+}
+"""Wrong backends by what is wrong with them: the check that must fail, and how they are made."""
+
+chosen = ""
+
+
+def open_backend(devices: DeviceSet, group: HostGroup) -> Any:  # noqa: ARG001
+    return Wrong(group, **BROKEN[chosen][1])

@@ -1,0 +1,202 @@
+"""Vectors and scores of encoders are those of transformers, with the same bits in any company."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from encoder_models import ENCODERS, RANKERS, make_encoder
+from in_process import InProcessEngine
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pagoda.errors import ConfigError
+from pagoda.messages.frontend import GenerateRequest, Pooling
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import WorkerConfig
+from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.loading import plan_worker
+
+PROMPTS = [
+    [random.Random(n).randrange(2, 320) for _ in range(n)] for n in (1, 2, 33, 160, 70, 70, 64)
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "a few at a time": {"max_num_batched_tokens": 80},
+    "one at a time": {"max_num_batched_tokens": 1},
+    "few blocks": {"block_size": 4, "num_blocks": 41},
+    "tp 2": {"parallel": ParallelConfig(tensor_parallel_size=2)},
+    "pp 2": {"parallel": ParallelConfig(pipeline_parallel_size=2)},
+}
+Model = tuple[Path, transformers.PreTrainedModel]
+
+
+def _requests(pooling: Pooling, second: int = 0) -> list[GenerateRequest]:
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=0)
+    return [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            pooling=pooling,
+            second_text=min(second, len(prompt) - 1),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def _vectors(engine: InProcessEngine, requests: Sequence[GenerateRequest]) -> dict[str, Tensor]:
+    return {
+        chunk.request_id: torch.tensor(array("f", chunk.embedding))
+        for chunk in engine.chunks(requests)
+        if chunk.embedding is not None
+    }
+
+
+def _engine(directory: Path, backend: str = "auto", **options: Any) -> InProcessEngine:
+    return InProcessEngine(directory, backend=backend, enable_prefix_caching=True, **options)
+
+
+def _pooled(states: Tensor, pooling: Pooling) -> Tensor:
+    """One vector of hidden states [n, hidden]."""
+    if pooling is Pooling.MEAN:
+        return states.mean(0)
+    return states[0] if pooling is Pooling.FIRST else states[-1]
+
+
+def _body(model: transformers.PreTrainedModel) -> Any:
+    return getattr(model, model.base_model_prefix, model)
+
+
+@pytest.fixture(scope="module", params=ENCODERS)
+def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = tmp_path_factory.mktemp(request.param)
+    kind, options = ENCODERS[request.param]
+    model = make_encoder(kind, **options)
+    model.save_pretrained(directory)
+    return directory, model
+
+
+@pytest.mark.parametrize("pooling", [Pooling.FIRST, Pooling.MEAN, Pooling.LAST])
+def test_vectors_are_those_of_transformers(encoder: Model, backend: str, pooling: Pooling) -> None:
+    found = _vectors(_engine(encoder[0], backend), _requests(pooling))
+    for index, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            states = _body(encoder[1])(torch.tensor([prompt])).last_hidden_state[0]
+        torch.testing.assert_close(
+            found[str(index)], _pooled(states, pooling), atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_do_not_depend_on_the_way(encoder: Model, way: str) -> None:
+    requests = _requests(Pooling.MEAN)
+    alone = _engine(encoder[0])
+    expected = {id_: it for request in requests for id_, it in _vectors(alone, [request]).items()}
+    engine = _engine(encoder[0], **WAYS[way])
+    for _ in range(2):  # nothing is found in a cache
+        found = _vectors(engine, requests)
+        for name, vector in expected.items():
+            if way == "tp 2":  # sums of two parts
+                torch.testing.assert_close(found[name], vector, atol=1e-5, rtol=1e-4)
+            else:
+                assert torch.equal(found[name], vector)
+    load = engine.load()
+    assert (load.num_prefix_hit_tokens, load.num_preemptions) == (0, 0)
+    assert load.num_free_blocks == load.num_blocks
+
+
+@pytest.mark.parametrize("name", RANKERS)
+def test_scores_are_those_of_transformers(name: str, tmp_path: Path, backend: str) -> None:
+    kind, options = RANKERS[name]
+    model = make_encoder(kind, num_labels=1, **options)
+    model.save_pretrained(tmp_path)
+    second = 20 if model.config.to_dict().get("type_vocab_size") == 2 else 0
+    requests = _requests(Pooling.SCORE, second)
+    for ways in ({}, WAYS["tp 2"], WAYS["pp 2"]):
+        found = _vectors(_engine(tmp_path, backend, **ways), requests)
+        for request in requests:
+            ids = torch.tensor([request.prompt_token_ids])
+            types = {}
+            if second:
+                begin = request.second_text or ids.shape[1]
+                types = {"token_type_ids": (torch.arange(ids.shape[1]) >= begin).long()[None]}
+            with torch.no_grad():
+                expected = model(ids, **types).logits[0]
+            torch.testing.assert_close(found[request.request_id], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights(tmp_path: Path, quantization: str) -> None:
+    """Vectors point where those of dense weights do."""
+    model = make_encoder(
+        "BertModel", hidden_size=128, intermediate_size=256, initializer_range=0.08
+    )
+    model.save_pretrained(tmp_path)
+    requests = _requests(Pooling.MEAN)
+    dense = _vectors(_engine(tmp_path), requests)
+    rounded = _vectors(_engine(tmp_path, quantization=quantization), requests)
+    least = {"int8": 0.999, "int4": 0.98}[quantization]
+    for name, vector in dense.items():
+        assert torch.cosine_similarity(vector, rounded[name], dim=0) > least
+    assert not torch.equal(dense["3"], rounded["3"])
+
+
+def test_kv_is_that_of_one_layer(tmp_path: Path) -> None:
+    make_encoder("BertModel").save_pretrained(tmp_path)
+    plan = plan_worker(WorkerConfig(model=str(tmp_path), dtype="float32", num_blocks=16))
+    assert len(plan.kv_groups[0].layers) == 3
+    assert plan.bytes_per_block == 16 * 2 * 64 * 4
+
+
+def test_an_encoder_generates_nothing(tmp_path: Path) -> None:
+    make_encoder("BertModel").save_pretrained(tmp_path)
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=3)
+    request = GenerateRequest(request_id="a", prompt_token_ids=[1, 2], sampling=sampling)
+    with pytest.raises(RuntimeError, match="gives vectors or scores of texts and generates none"):
+        _engine(tmp_path).answer([request])
+
+
+def test_old_names_of_norms(tmp_path: Path) -> None:
+    """Files that were made from TensorFlow's call weights of norms gamma and beta."""
+    model = make_encoder("BertModel")
+    model.save_pretrained(tmp_path)
+    requests = _requests(Pooling.FIRST)
+    expected = _vectors(_engine(tmp_path), requests)
+    tensors = load_file(tmp_path / "model.safetensors")
+    ends = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    renamed = {f"bert.{name}": tensor for name, tensor in tensors.items()}
+    for end, old in ends.items():
+        renamed = {name.replace(end, old): tensor for name, tensor in renamed.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    found = _vectors(_engine(tmp_path), requests)
+    assert all(torch.equal(vector, found[name]) for name, vector in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act must be 'gelu'"),
+        ({"is_decoder": True}, "is_decoder is not supported"),
+    ],
+)
+def test_other_arithmetic_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    model = make_encoder("BertModel")
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        _engine(tmp_path)
+
+
+def test_heads_of_several_labels_are_refused(tmp_path: Path) -> None:
+    make_encoder("BertForSequenceClassification", num_labels=3).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="id2label says that the head has 3 labels"):
+        _engine(tmp_path)

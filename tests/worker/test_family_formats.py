@@ -1,0 +1,77 @@
+"""Families in bfloat16, int8 and int4 are as close to float32 as the format allows."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import answer_differences, load
+from family_models import FAMILIES, make_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 192,
+    "intermediate_size": 192,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "initializer_range": 0.06,
+}
+"""Wide enough that errors of single products average out."""
+OTHER_SIZES = (
+    "shared_intermediate_size",
+    "intermediate_size_mlp",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+"""Inner channels of the MLPs of some families."""
+STATE_SIZES = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "initializer_range": 0.04,
+}
+"""Shapes of a delta rule, behind which norms of heads make more of errors."""
+ALLOWED = {"none": 1.0, "int8": 4.0, "int4": 40.0}
+"""Mean differences of log-probabilities from float32, in units of those that transformers has in bfloat16."""
+
+
+def _model(name: str) -> Any:
+    """A model of a family; its tokens go through all experts, as rounding may turn a close choice."""
+    known = FAMILIES[name][1]
+    sizes = SIZES | {size: 192 for size in OTHER_SIZES if size in known}
+    if "linear_key_head_dim" in known:
+        sizes |= STATE_SIZES
+    for count in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if known.get(count):
+            sizes["num_experts_per_tok"] = known[count]
+    if "n_group" in known:
+        sizes["topk_group"] = known["n_group"]
+    return make_model(name, **sizes)
+
+
+def _rounding(model: Any) -> float:
+    """Mean difference of the model in bfloat16 from itself, of the 20 likeliest tokens at 8 places."""
+    prompt = torch.randint(320, (1, 48), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        exact = model(prompt).logits[0, -8:].log_softmax(-1)
+        rounded = copy.deepcopy(model).bfloat16()(prompt).logits[0, -8:].float().log_softmax(-1)
+    top, tokens = exact.topk(20)
+    return float((rounded.gather(1, tokens) - top).abs().mean())
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_formats_are_as_close_as_rounding_allows(name: str, backend: str, tmp_path: Path) -> None:
+    model = _model(name)
+    model.save_pretrained(tmp_path)
+    unit = _rounding(model)
+    for quantization, allowed in ALLOWED.items():
+        runner = load(
+            tmp_path,
+            dtype="bfloat16",
+            quantization=quantization,
+            backend=backend,
+            max_model_len=128,
+        )
+        assert answer_differences(runner, model).mean() < allowed * unit
