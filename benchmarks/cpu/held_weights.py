@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.checkpoints.model_spec import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.model.quantization import quantization_on_load
 from pagoda.model.sharding import whole_part
 

@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import LinearSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
 from pagoda.errors import ConfigError
 
 CONFIG_FILE = "adapter_config.json"

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
-from pagoda.checkpoints.model_spec import ExpertsSpec, LinearSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.errors import ConfigError
 
 _DECODER = "model."

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
+from pagoda.checkpoints.linears import (
+    AttentionLinears,
+    ExpertLinears,
+    LinearSpec,
+    MlpLinears,
+    PlainMlpLinears,
+    Role,
+)
 from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, ScoreTokens
 from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, StateSpec
@@ -16,96 +23,6 @@ from pagoda.checkpoints.weight_formats import Quantization
 
 if TYPE_CHECKING:
     from pagoda.checkpoints.family import Family
-
-
-class Role(enum.Enum):
-    """The place of a linear layer in the model: tensor parallelism and quantization depend on it."""
-
-    EMBEDDING = enum.auto()
-    HEAD = enum.auto()
-    QUERY = enum.auto()
-    KEY = enum.auto()
-    VALUE = enum.auto()
-    ATTENTION_OUT = enum.auto()
-    STATE_IN = enum.auto()
-    """Maps of hidden states of a layer with a state."""
-    STATE_GATE = enum.auto()
-    """Numbers of each head, which say what its state forgets and takes up."""
-    STATE_OUT = enum.auto()
-    MLP_IN = enum.auto()
-    """Gate or up projection of a dense MLP."""
-    MLP_OUT = enum.auto()
-    ROUTER = enum.auto()
-    """Scores of the experts, or of the shared one."""
-    EXPERT_IN = enum.auto()
-    """Gate or up projection of an expert."""
-    EXPERT_OUT = enum.auto()
-    WHOLE = enum.auto()
-    """Table of positions or token types, or layer of a head that scores: dense, and whole on every rank."""
-
-
-@dataclass(frozen=True)
-class LinearSpec:
-    """One linear layer of the model, whole."""
-
-    name: str
-    """Name without suffix, such as `model.layers.0.mlp.up_proj`; no other layer has it."""
-    outputs: int
-    inputs: int
-    role: Role
-    rows: StoredRows | None = None
-    """Place in a tensor that holds several layers; None where the weight is the tensor `<name>.weight`."""
-    head_order: tuple[int, ...] | None = None
-    """Stored rows of each head in the order in which they are computed; None if that is their own."""
-    grain: int = 1
-    """Outputs, or inputs, of a layer with a state that stay on one rank."""
-
-    @property
-    def stored(self) -> StoredRows:
-        """Place of the weight, be it a part of a tensor or all of it."""
-        return self.rows or StoredRows(self.name, (self.outputs, self.inputs), 0)
-
-
-class AttentionLinears(NamedTuple):
-    """Linear layers of attention, or of what a layer has in its place: b, c and x of a gated convolution."""
-
-    q: LinearSpec
-    k: LinearSpec
-    v: LinearSpec
-    out: LinearSpec
-
-
-class MlpLinears(NamedTuple):
-    """Linear layers of one MLP, be it a layer's own or an expert."""
-
-    gate: LinearSpec
-    up: LinearSpec
-    down: LinearSpec
-
-    @property
-    def into(self) -> tuple[LinearSpec, ...]:
-        """Layers that the inputs of the MLP go through."""
-        return self.gate, self.up
-
-
-class PlainMlpLinears(NamedTuple):
-    """Linear layers of an MLP without a gate."""
-
-    up: LinearSpec
-    down: LinearSpec
-
-    @property
-    def into(self) -> tuple[LinearSpec, ...]:
-        """Layers that the inputs of the MLP go through."""
-        return (self.up,)
-
-
-class ExpertLinears(NamedTuple):
-    router: LinearSpec
-    experts: tuple[MlpLinears, ...]
-    shared: MlpLinears | None
-    """The MLP that every token goes through besides."""
-    shared_router: LinearSpec | None
 
 
 @dataclass(frozen=True)

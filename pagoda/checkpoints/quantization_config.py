@@ -8,7 +8,7 @@ from typing import Literal
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import Fp8Scheme, compressed_tensors_scheme, fp8_scheme
-from pagoda.checkpoints.model_spec import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
     MXFP4,
     BlockFormat,

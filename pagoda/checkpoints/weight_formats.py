@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pagoda.checkpoints.model_spec import LinearSpec
+    from pagoda.checkpoints.linears import LinearSpec
 
 GROUP_SIZES = (32, 64, 128)
 """Numbers of inputs that may share a scale in a grouped weight, in memory."""

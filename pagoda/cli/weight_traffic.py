@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec
+from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.quantization_config import is_dense_once_loaded
 from pagoda.checkpoints.weight_formats import DenseFormat, format_bytes
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pagoda.backend.base import Backend
 from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
 from pagoda.checkpoints.adapters import AdapterFiles
-from pagoda.checkpoints.model_spec import LinearSpec
+from pagoda.checkpoints.linears import LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.sharding import Shard
 

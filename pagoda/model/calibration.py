@@ -32,7 +32,8 @@ from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.experts import routed
 from pagoda.backend.single import compute, compute_node
 from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec
+from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
 from pagoda.model.decoder import Decoder, LayerCache
 from pagoda.model.gptq import (

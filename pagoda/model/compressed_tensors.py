@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pagoda.backend.base import Backend
 from pagoda.backend.weights import Int8Weight
-from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
 from pagoda.messages.jobs import QuantizeFormat
 from pagoda.model.gptq import StoredGrids

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagoda.backend.weights import BlockWeight, LinearWeight
 from pagoda.checkpoints.gguf.config import checked_tensor
 from pagoda.checkpoints.gguf.reader import GgufFile, GgufTensor
-from pagoda.checkpoints.model_spec import LinearSpec
+from pagoda.checkpoints.linears import LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.ggml_blocks import floats, linear_weight
 from pagoda.model.weights import own_rows

@@ -18,14 +18,8 @@ from pagoda.backend.base import (
     LinearT,
 )
 from pagoda.backend.weights import GroupedWeight, LinearWeight, same_order, weight_bytes
-from pagoda.checkpoints.model_spec import (
-    ExpertsSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpLinears,
-    MlpSpec,
-    PlainMlpLinears,
-)
+from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
+from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec
 from pagoda.checkpoints.state_layers import ShortConvSpec, StateSpec
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad

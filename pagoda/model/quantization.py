@@ -20,7 +20,7 @@ from torch import Tensor
 from pagoda.backend.base import Backend
 from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.weights import BlockWeight, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
-from pagoda.checkpoints.model_spec import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
     GROUP_SIZES,
     BlockFormat,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagoda.backend.weights import BlockWeight, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.checkpoints.fp8_config import Fp8Scheme
-from pagoda.checkpoints.model_spec import LinearSpec
+from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
 from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.checkpoints.weight_formats import BlockFormat, Int8Format, held_group_size

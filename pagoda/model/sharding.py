@@ -23,7 +23,8 @@ from pagoda.backend.weights import (
     weight_format,
     weight_shape,
 )
-from pagoda.checkpoints.model_spec import LinearSpec, MlpSpec, ModelSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
 from pagoda.checkpoints.state_layers import StateUnits
 from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (

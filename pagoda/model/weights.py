@@ -16,7 +16,8 @@ from torch import Tensor
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.contents import full_names, unread_tensors
-from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec
+from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
 

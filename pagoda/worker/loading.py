@@ -20,7 +20,8 @@ from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.checkpoints.adapters import AdapterFiles, read_adapter
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
-from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec
+from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.weight_formats import DenseFormat, Quantization

@@ -26,7 +26,7 @@ from pagoda.worker import job
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagoda.checkpoints.model_spec import LinearSpec
+    from pagoda.checkpoints.linears import LinearSpec
     from pagoda.model.gptq import StoredGrids
 
 CONFIG_FILE = "config.json"

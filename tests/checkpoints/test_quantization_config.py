@@ -6,7 +6,7 @@ import pytest
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import Fp8Scheme
-from pagoda.checkpoints.model_spec import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.quantization_config import (
     CheckpointQuantization,
     GroupScheme,

@@ -22,7 +22,7 @@ from pagoda.backend.weights import (
     dequantize,
     weight_format,
 )
-from pagoda.checkpoints.model_spec import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import GROUP_SIZES, BlockFormat, Int8Format
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad, quantization_on_load

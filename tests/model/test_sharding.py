@@ -23,7 +23,8 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.gguf.config import BLOCKS
-from pagoda.checkpoints.model_spec import LinearSpec, ModelSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
 from pagoda.checkpoints.weight_formats import DenseFormat, Quantization, WeightFormat

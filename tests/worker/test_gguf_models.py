@@ -33,7 +33,7 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.gguf.config import gguf_model_config, held_as
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES, read_gguf
-from pagoda.checkpoints.model_spec import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.ggml_blocks import linear_weight

@@ -28,7 +28,7 @@ from torch import Tensor
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight, dequantize
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.fp8_config import Fp8Scheme
-from pagoda.checkpoints.model_spec import LinearSpec, Role
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.fp8_weights import convert_fp8, is_finite

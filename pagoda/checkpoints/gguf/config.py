@@ -14,7 +14,8 @@ from pagoda.checkpoints.families import GGUF_FAMILIES
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
-from pagoda.checkpoints.model_spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
 from pagoda.checkpoints.tensor_names import GGUF_NAMES
 from pagoda.checkpoints.weight_formats import (
