@@ -145,6 +145,7 @@ class EngineCore:
         if self.parts is None:
             return None
         worker, limits = self.parts.worker, self.parts.scheduler.limits
+        told = self.parts.scheduler.kv.groups[0]
         return EngineReady(
             max_model_len=limits.max_model_len,
             vocab_size=worker.vocab_size,
@@ -155,6 +156,7 @@ class EngineCore:
             max_logprobs=self._config.max_logprobs,
             summary=worker.summary,
             role=Role.NONE if self._config.handoff is None else self._config.handoff.role,
+            kv_group=None if told.keeps_all else told,
         )
 
     @property

@@ -14,6 +14,7 @@ from itertools import chain, islice
 
 from pagoda.frontend.endpoint import CacheListener
 from pagoda.kv.block_keys import SHORT_KEY_BYTES
+from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import PrefixCacheUpdate
 
 _MAX_KEYS = 2**16
@@ -66,7 +67,9 @@ class Holders:
 class CacheUnion:
     """Blocks that several replicas have together, by who has them, for a router above and for finding a prefix."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: KVLayout | None = None) -> None:
+        """`layout` is that of the group whose blocks replicas tell, which keeps all if None."""
+        self.layout = layout or KVLayout(1)
         self.told = Holders()
         self.sent = Holders()
         self.listeners: list[CacheListener] = []
@@ -92,16 +95,32 @@ class CacheUnion:
     def holders(self, keys: Sequence[int], num_replicas: int) -> list[int]:
         """Numbers of up to `num_replicas` replicas believed to have the longest prefix of `keys`, a chain.
 
-        Where fewer have the last block that anybody has, those that have half of the prefix follow, and so on.
+        Where fewer have the last block of it, those that have half of the prefix follow, and so on.
         """
-        length = _num_leading(keys, self.told, self.sent)
+        length = self.longest_prefix(keys, len(keys), self.told, self.sent)
         found: dict[int, None] = {}
         while length and len(found) < num_replicas:
             key = keys[length - 1]
             holders = chain(self.told.of(key), self.sent.of(key))
             found |= dict.fromkeys(islice((r for r in holders if r not in found), num_replicas))
-            length //= 2
+            length = self.longest_prefix(keys, length // 2, self.told, self.sent)
         return list(found)[:num_replicas]
+
+    def longest_prefix(
+        self, keys: Sequence[int], end: int, told: Container[int], sent: Container[int]
+    ) -> int:
+        """The longest usable prefix of at most `end` of `keys`, a chain, as far as blocks that are told or sent go."""
+        if self.layout.is_chain:  # who has a block has those before it too
+            return bisect_left(
+                keys, True, hi=end, key=lambda key: key not in told and key not in sent
+            )
+        [ratio] = self.layout.ratios
+
+        def has(_group: int, index: int) -> bool:
+            key = keys[(index + 1) * ratio - 1]
+            return key in told or key in sent
+
+        return self.layout.longest_usable(end, has)
 
 
 class PrefixIndex:
@@ -135,12 +154,12 @@ class PrefixIndex:
         return len(self.told) + len(self.sent)
 
     def num_cached(self, keys: Sequence[int]) -> int:
-        """The number of leading `keys`, a chain from its root, that are told or sent."""
-        return _num_leading(keys, self.told, self.sent)
+        """The longest usable prefix of `keys`, a chain from its root, by what is told or sent."""
+        return self._union.longest_prefix(keys, len(keys), self.told, self.sent)
 
     def num_told(self, keys: Sequence[int]) -> int:
-        """The number of leading `keys` that are told: more may be on the way to the replica."""
-        return _num_leading(keys, self.told, ())
+        """The longest usable prefix of `keys` by what is told: more may be on the way to the replica."""
+        return self._union.longest_prefix(keys, len(keys), self.told, ())
 
     def num_sharing(self, key: int) -> int:
         return self.num_running.get(key, 0)
@@ -216,11 +235,6 @@ class PrefixIndex:
             if self.ended[key] + 2 > self.num_updates:
                 return
             self._forget(key)
-
-
-def _num_leading(keys: Sequence[int], told: Container[int], sent: Container[int]) -> int:
-    """The number of leading `keys`, a chain, that are in one of both: who has a block has those before it too."""
-    return bisect_left(keys, True, key=lambda key: key not in told and key not in sent)
 
 
 def short_keys(keys: Iterable[bytes]) -> list[int]:

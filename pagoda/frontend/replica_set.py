@@ -20,6 +20,7 @@ from pagoda.frontend.prefix_index import CacheUnion, PrefixIndex
 from pagoda.frontend.replica import Replica
 from pagoda.frontend.replica_pool import GOLDEN_RATIO, RolePool, Shortlist
 from pagoda.ipc.clock import Clock
+from pagoda.kv.layout import KVLayout
 from pagoda.messages.frontend import EngineReady, GenerateRequest
 from pagoda.messages.sampling_params import ALL_LOGPROBS
 from pagoda.messages.worker_config import Role
@@ -134,6 +135,9 @@ class ReplicaSet:
         self._count(new, 1)
         self._count(old, -1)
         slot.limits = new
+        self._cache.layout = KVLayout(
+            new.block_size, () if new.kv_group is None else [new.kv_group]
+        )
         slot.prefixes.resize(new.num_blocks)
         if old is None or old.role is not new.role:
             self._outliers.add(slot.health, new.role)
@@ -313,6 +317,7 @@ def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady
         role=_sum_of_roles({limit.role for limit in limits}),
         max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),
         routers=tuple(sorted(routers)),
+        kv_group=next(iter(limits)).kv_group,
     )
 
 

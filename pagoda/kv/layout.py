@@ -41,25 +41,30 @@ class KVLayout:
     def longest_usable(self, end: int, has: Callable[[int, int], bool]) -> int:
         """The longest prefix of at most `end` blocks behind which groups that do not keep all have what is needed.
 
-        `has` tells whether a group has a block of some index. A group that lacks a block rules out all ends that
-        need it, so every block is looked for about once.
+        `has` tells whether a group has a block of some index. It is asked about a block once, and first about the
+        one that is farthest from the end: if that is lacking, all ends that need it are ruled out at once.
         """
         known = [sys.maxsize] * len(self.groups)
         """Index from which on a group is known to have all blocks up to the end."""
-        is_settled = False
-        while not is_settled:
-            end = self.usable(end)
-            is_settled = True
-            for group, (it, ratio) in enumerate(zip(self.groups, self.ratios, strict=True)):
-                if it.keeps_all:
-                    continue
-                needed = self.needed(group, end)
-                for index in range(min(needed.stop, known[group]) - 1, needed.start - 1, -1):
-                    if not has(group, index):
-                        known[group] = sys.maxsize
-                        end, is_settled = index * ratio, False
-                        break
-                    known[group] = index
-                if not is_settled:
-                    break
+        end = self.usable(end)
+        while (shorter := self._longest_without(end, has, known)) is not None:
+            end = self.usable(shorter)
         return end
+
+    def _longest_without(
+        self, end: int, has: Callable[[int, int], bool], known: list[int]
+    ) -> int | None:
+        """The longest prefix that needs none of the blocks that a prefix of `end` blocks lacks; None if it lacks none.
+
+        Lowers `known`.
+        """
+        for group, (it, ratio) in enumerate(zip(self.groups, self.ratios, strict=True)):
+            if it.keeps_all:
+                continue
+            needed = self.needed(group, end)
+            unknown = range(needed.start, min(needed.stop, known[group]))
+            known[group] = needed.start
+            for index in unknown:
+                if not has(group, index):
+                    return index * ratio
+        return None

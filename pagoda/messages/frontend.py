@@ -12,12 +12,13 @@ from typing import Literal
 import msgspec
 
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
+from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.load import LoadReport
 from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams, TokenId
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -303,6 +304,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Likeliest tokens that a request may ask for at each position; -1 allows the whole vocabulary."""
     routers: tuple[str, ...] = ()
     """Ids of all routers that a request may pass behind this point."""
+    kv_group: KVGroup | None = None
+    """The KV group whose blocks `PrefixCacheUpdate`s tell; None if it keeps all."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):

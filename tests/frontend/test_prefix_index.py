@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from operations import assert_linear
 
 from pagoda.frontend.prefix_index import CacheUnion, PrefixIndex, packed, short_keys, short_keys_in
 from pagoda.kv.block_keys import prefix_keys
+from pagoda.kv.layout import KVLayout
 from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import PrefixCacheUpdate
+from pagoda.messages.kv_groups import KVGroup, KVKind
 
 
 def keys(first: int, count: int) -> list[int]:
@@ -200,6 +206,61 @@ def test_holders_of_the_longest_prefix_come_first() -> None:
     assert union.holders(chain, 8) == [1, 2]
     sent.clear()
     assert union.holders(chain, 8) == [2]
+
+
+# ---- models whose layers keep a part of a prefix only
+
+WINDOW = KVLayout(
+    4, [KVGroup(layers=(0,), kind=KVKind.WINDOW, block_size=4, window=9, window_multiple=4)]
+)
+"""The token behind a prefix needs its last two blocks."""
+STATE = KVLayout(4, [KVGroup(layers=(0,), kind=KVKind.STATE, block_size=8)])
+
+
+@pytest.mark.parametrize(
+    ("layout", "told", "length"),
+    [
+        (WINDOW, [6, 7], 8),
+        (WINDOW, [5, 6, 8], 7),
+        (WINDOW, [1, 3, 5, 7], 0),
+        (WINDOW, [0, 2, 4, 6, 8], 1),
+        (WINDOW, [], 0),
+        (STATE, [5, 8], 6),
+        (STATE, [3, 6], 4),
+        (STATE, [0, 2, 4], 0),
+    ],
+)
+def test_what_the_token_behind_a_prefix_needs_is_enough(
+    layout: KVLayout, told: list[int], length: int
+) -> None:
+    """`told` are the places of blocks in the prefix."""
+    union = CacheUnion(layout)
+    index, idle = (PrefixIndex(100, replica=number, union=union) for number in range(2))
+    index.apply(news([A + place for place in told]))
+    assert index.num_cached(keys(A, 9)) == index.num_told(keys(A, 9)) == length
+    assert idle.num_cached(keys(A, 9)) == 0
+    assert union.holders(keys(A, 9), 8) == ([0] if length else [])
+
+
+def test_a_prompt_on_its_way_is_believed_to_leave_what_a_window_needs() -> None:
+    index = PrefixIndex(100, union=CacheUnion(WINDOW))
+    index.add(keys(A, 9))
+    assert index.num_cached(keys(A, 9)) == 9
+    assert index.num_told(keys(A, 9)) == 0
+    index.apply(news(keys(A + 7, 2)))
+    assert index.num_told(keys(A, 9)) == 9
+
+
+def test_a_window_is_looked_for_in_as_many_operations_as_the_prefix_has_blocks() -> None:
+    def prepare(count: int) -> Callable[[], None]:
+        index = PrefixIndex(100, union=CacheUnion(WINDOW))
+        index.apply(news(keys(A, count)[::2]))
+        return lambda: check(index, count)
+
+    def check(index: PrefixIndex, count: int) -> None:
+        assert index.num_cached(keys(A, count)) == 1
+
+    assert_linear(prepare, (256, 512, 2048))
 
 
 # ---- keys

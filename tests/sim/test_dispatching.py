@@ -38,6 +38,7 @@ from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex
 from pagoda.messages.frontend import FinishReason
+from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.load import LoadReport, TierLoad
 
 NUM_SEEDS = 300
@@ -248,6 +249,23 @@ async def test_a_prefix_stays_at_one_replica_and_is_forgotten_with_its_engine() 
     [home] = [slot for slot in dispatcher.slots if len(slot.prefixes)]
     engines[home.number].kill(restart_s=0.01)
     assert len(home.prefixes) == 0
+
+
+@virtual
+async def test_a_prefix_of_a_model_that_has_windows_only_draws_requests_to_its_replica() -> None:
+    window = KVGroup(layers=(0,), kind=KVKind.WINDOW, block_size=4, window=9)
+    dispatcher, _ = await start(2, "prefix-affinity", kv_groups=(window,), num_blocks=24)
+    prompts = [[number] * 60 for number in (1, 2, 3)]
+    for turn in range(4):
+        for number, prompt in enumerate(prompts):
+            asked = request(f"{number}.{turn}", [*prompt, turn], max_tokens=1)
+            answer = await ask(dispatcher, asked)
+            assert {chunk.num_cached_tokens for chunk in answer.chunks} == {60 if turn else 0}
+        for other in range(
+            4
+        ):  # news of these make replicas known by what they tell, not by what was sent
+            await ask(dispatcher, request(f"o{turn}.{other}", [9, turn, other, 9, 9], max_tokens=1))
+            await asyncio.sleep(1)
 
 
 @virtual
