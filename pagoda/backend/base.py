@@ -80,6 +80,33 @@ class KVCache:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
+@dataclass(frozen=True)
+class LatentCache:
+    """Latents of one layer, in blocks: one vector of each token, of which all heads make their K and V.
+
+    The first `rank` elements of a vector are the latent, a head's values; with the `rope_dim` behind them, which
+    are rotated, they are its key (multi-head latent attention, DeepSeek-V2).
+    """
+
+    latents: Tensor
+    """[num_blocks, 1, ...]: block_size tokens of `rank` + `rope_dim` elements, as the backend lays them out."""
+    rank: int
+    rope_dim: int
+    latent_scales: Tensor | None = None
+    """[num_blocks, 1, block_size] float32, of int8: each token's largest element is 127 of them."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a token."""
+        return self.rank + self.rope_dim
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by field name, without absent scales."""
+        named = {"latents": self.latents, "latent_scales": self.latent_scales}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
 @dataclass(frozen=True, eq=False)
 class StateCache:
     """States of one layer, in blocks whose memory would else hold K and V.
@@ -119,6 +146,10 @@ class StateCache:
         both = (self.memory.keys, self.memory.values)
         first, second = (half.flatten(1).view(uint8).view(float32) for half in both)
         return first, second
+
+
+LayerMemory = KVCache | LatentCache | StateCache
+"""Memory of a layer that goes on from step to step."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +248,23 @@ class Experts(Generic[LinearT_co]):
     activation: ExpertActivation = ExpertActivation()
     correction: Tensor | None = None
     """[num_experts] float32, added to scores for the choice (`e_score_correction_bias`; Wang et al. 2024)."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLinears(Generic[LinearT_co]):
+    """A linear map of each head, of its own inputs; all are of one shape."""
+
+    heads: tuple[LinearT_co, ...]
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of one head."""
+        return self.heads[0].inputs
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of one head."""
+        return self.heads[0].outputs
 
 
 @dataclass(frozen=True)
@@ -323,6 +371,21 @@ class Backend(Protocol[LinearT_co, MetadataT]):
         With int8, a token's K and its V have one scale per head, symmetric about 0.
         """
 
+    def allocate_latent_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        rank: int,
+        rope_dim: int,
+        dtype: dtype,
+        kv_dtype: dtype | None = None,
+        new: NewTensor = new_tensor,
+    ) -> LatentCache:
+        """The cache of one layer with latent attention; dtypes are as for `allocate_kv_cache`.
+
+        With int8, a token has one scale. Raises UnsupportedError: the backend has no latent attention.
+        """
+
     def quantize_int8(self, values: Tensor, *, symmetric: bool) -> Int8Weight:
         """Quantizes a weight [out, in]; scales are not finite where weights are not.
 
@@ -360,7 +423,7 @@ class Backend(Protocol[LinearT_co, MetadataT]):
         `num_top` likeliest: the same bits as `sample` reports of a token that it draws."""
 
     def attention_metadata(
-        self, batch: TokenBatch, num_heads: int, cache: KVCache | StateCache, group: int = 0
+        self, batch: TokenBatch, num_heads: int, cache: LayerMemory, group: int = 0
     ) -> MetadataT:
         """Metadata of a step, the same for all layers of a KV group; `cache` is any layer's."""
 

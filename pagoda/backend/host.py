@@ -10,6 +10,7 @@ from torch import Tensor
 from pagoda.backend.base import (
     Backend,
     KVCache,
+    LatentCache,
     LinearT,
     MetadataT,
     NewTensor,
@@ -56,11 +57,29 @@ class HostBackend(Backend[LinearT, MetadataT]):
             return KVCache(keys, values)
         return KVCache(keys, values, *(new((*blocks, block_size), torch.float32) for _ in range(2)))
 
+    def allocate_latent_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        rank: int,
+        rope_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        new: NewTensor = new_tensor,
+    ) -> LatentCache:
+        kv_dtype, blocks = kv_dtype or dtype, (num_blocks, 1)
+        _, shape = self.block_shapes(block_size, rank + rope_dim, dtype, kv_dtype)
+        latents, scales = new((*blocks, *shape), kv_dtype), None
+        self.advise(latents)
+        if kv_dtype == torch.int8:
+            scales = new((*blocks, block_size), torch.float32)
+        return LatentCache(latents, rank, rope_dim, scales)
+
     @abstractmethod
     def block_shapes(
         self, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of one head's keys and values in a block."""
+        """Shapes of one head's keys and values in a block; latents lie as values do."""
 
     def advise(self, *cached: Tensor) -> None:
         """Tells the machine how the memory of K and V will be used; by default nothing."""

@@ -100,6 +100,16 @@ OPERATIONS: Mapping[str, OperationSpec] = {
         ("cache", "decay", "dt_bias"),
         ("key_heads", "key_dim"),
     ),
+    "head_linear": OperationSpec("linear", ("x",), ("weight",)),
+    "rotate_and_cache_latents": OperationSpec(
+        "rotary",
+        ("queries", "latents", "metadata", "cosines?", "sines?"),
+        ("cache", "norm"),
+        ("eps",),
+    ),
+    "latent_attention": OperationSpec(
+        "attention", ("latent_queries", "rotary_queries", "metadata"), ("cache",), ("scale",)
+    ),
     "gated_head_norm": OperationSpec("norm", ("x", "gate"), ("weight",), ("head_dim", "eps")),
 }
 """Operations by name. Inputs, then weights are the arguments of the reference's method of that name."""

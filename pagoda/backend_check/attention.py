@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, HeadNorms, KVCache, TokenBatch
+from pagoda.backend.base import Backend, HeadNorms, KVCache, LatentCache, TokenBatch
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend_check.subject import (
     Check,
@@ -27,7 +27,7 @@ LENGTHS = (150, 1, 70)
 """Tokens of the sequences."""
 SPARE_BLOCKS = 3
 TOLERANCE = {"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3, "int8": 3e-2}
-_TORCH = {
+DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -102,13 +102,13 @@ KINDS = {
 
 
 def cache_of(backend: Backend[Any, Any], kind: Kind, new: Any = None) -> KVCache:
-    kv_dtype = _TORCH[kind.kv_dtype]
+    kv_dtype = DTYPES[kind.kv_dtype]
     shape = (kind.num_blocks, kind.block_size, kind.kv_heads, kind.head_dim)
     dtype = torch.float32 if kv_dtype == torch.int8 else kv_dtype
     return backend.allocate_kv_cache(*shape, dtype, kv_dtype, *(() if new is None else (new,)))
 
 
-def spoil(cache: KVCache) -> None:
+def spoil(cache: KVCache | LatentCache) -> None:
     """Fills blocks with what ended requests may have left."""
     for tensor in cache.tensors.values():
         tensor.fill_(torch.nan if tensor.is_floating_point() else -128)
@@ -202,13 +202,14 @@ def _check_kind(subject: Subject, kind: Kind, what: str) -> None:
 
 def _kinds(subject: Subject) -> str:
     subject.needs("rotate_and_cache", "attention", "rotary_table")
-    kv_dtype = _first_dtype(subject)
+    kv_dtype = first_dtype(subject)
     for what, kind in KINDS.items():
         _check_kind(subject, replace(kind, kv_dtype=kv_dtype), what)
     return ", ".join(KINDS)
 
 
-def _first_dtype(subject: Subject) -> str:
+def first_dtype(subject: Subject) -> str:
+    """Number format of KV that the backend has, float32 if it can be."""
     known = subject.backend.capabilities.kv_cache_dtypes
     return "float32" if "float32" in known else known[0]
 
@@ -252,7 +253,7 @@ def _check_layout(backend: Backend[Any, Any], kind: Kind, what: str) -> None:
             tensor.shape[:2] == (kind.num_blocks, kind.kv_heads),
             f"{name} of {what} are {list(tensor.shape)}, which do not begin with blocks and heads",
         )
-    head = kind.head_dim * _TORCH[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
+    head = kind.head_dim * DTYPES[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
     wanted = 2 * kind.kv_heads * kind.block_size * head
     try:
         store = KVStore([cache])
@@ -284,7 +285,7 @@ def _check_layout(backend: Backend[Any, Any], kind: Kind, what: str) -> None:
 def _ahead(subject: Subject) -> str:
     """Metadata of a step is made while the step before it has not been computed."""
     subject.needs("rotate_and_cache", "attention", "rotary_table")
-    backend, kind = subject.backend, Kind(kv_dtype=_first_dtype(subject))
+    backend, kind = subject.backend, Kind(kv_dtype=first_dtype(subject))
     once, ahead = cache_of(backend, kind), cache_of(backend, kind)
     spoil(once)
     spoil(ahead)

@@ -10,7 +10,16 @@ from typing import Any
 from pagoda.backend.base import Backend
 from pagoda.backend.operations import OPERATIONS
 from pagoda.backend.reference.backend import ReferenceBackend
-from pagoda.backend_check import attention, graphs, products, rows, sampling, serving, states
+from pagoda.backend_check import (
+    attention,
+    graphs,
+    latents,
+    products,
+    rows,
+    sampling,
+    serving,
+    states,
+)
 from pagoda.backend_check.subject import Check, FailedError, LackingError, Subject, ensure
 from pagoda.devices import DeviceSet, find_backend
 from pagoda.messages.worker import Capabilities
@@ -20,6 +29,7 @@ _EXPLICIT = {
     **rows.EXPLICIT,
     **products.EXPLICIT,
     **attention.EXPLICIT,
+    **latents.EXPLICIT,
     **states.EXPLICIT,
     **graphs.EXPLICIT,
 }
@@ -66,6 +76,7 @@ def checks() -> list[Check]:
         *products.format_checks(),
         products.QUANTIZE,
         *attention.FURTHER,
+        *latents.FURTHER,
         *graphs.FURTHER,
         *sampling.FURTHER,
         *serving.FURTHER,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from pagoda.backend.base import (
     Compiled,
     Experts,
     KVCache,
+    LatentCache,
+    LayerMemory,
     StateCache,
     TokenBatch,
 )
@@ -80,6 +83,10 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         instruction set.
         """
         super().__init__(f"cpu ({instruction_set})", group)
+        self.capabilities = msgspec.structs.replace(
+            self.capabilities,
+            lacks_operations=("head_linear", "rotate_and_cache_latents", "latent_attention"),
+        )
         self._native = load_native()
         self.kernels: _native.Kernels = self._native.Kernels(instruction_set)
         self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
@@ -339,13 +346,14 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
     # ---- attention
 
     def attention_metadata(
-        self, batch: TokenBatch, num_heads: int, cache: KVCache | StateCache, group: int = 0
+        self, batch: TokenBatch, num_heads: int, cache: LayerMemory, group: int = 0
     ) -> AttentionMetadata:
         if isinstance(cache, StateCache):
             num_heads = num_kv_heads = head_dim = 1
             num_blocks, block_size = len(cache.memory.keys), cache.block_size
         else:
-            num_blocks, num_kv_heads, block_pairs, head_dim, pair = cache.values.shape
+            held = cache.latents if isinstance(cache, LatentCache) else cache.values
+            num_blocks, num_kv_heads, block_pairs, head_dim, pair = held.shape
             block_size = block_pairs * pair
         query_lens, context_lens, block_tables = (
             part.contiguous()

@@ -15,13 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import UNNAMED, Compiled, KVCache, StateCache, TokenBatch
+from pagoda.backend.base import (
+    UNNAMED,
+    Compiled,
+    LatentCache,
+    LayerMemory,
+    StateCache,
+    TokenBatch,
+)
 from pagoda.backend.graph import Graph, Node
 from pagoda.backend.host import HostBackend
 from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
-from pagoda.backend.reference import attention, collectives, experts, linear, rows, states
+from pagoda.backend.reference import (
+    attention,
+    collectives,
+    experts,
+    latents,
+    linear,
+    rows,
+    states,
+)
 from pagoda.backend.reference.attention import AttentionMetadata, plan_attention
 from pagoda.backend.reference.linear import Linear, prepare_linear, set_low_rank
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
@@ -36,6 +51,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     **attention.OPERATIONS,
     **collectives.OPERATIONS,
     **experts.OPERATIONS,
+    **latents.OPERATIONS,
     **linear.OPERATIONS,
     **rows.OPERATIONS,
     **states.OPERATIONS,
@@ -88,10 +104,12 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
         return score_rows(logits, token_ids, num_top)
 
     def attention_metadata(
-        self, batch: TokenBatch, num_heads: int, cache: KVCache | StateCache, group: int = 0
+        self, batch: TokenBatch, num_heads: int, cache: LayerMemory, group: int = 0
     ) -> AttentionMetadata | StateMetadata:
         if isinstance(cache, StateCache):
             return plan_states(batch, cache, group)
+        if isinstance(cache, LatentCache):
+            cache = latents.as_keys_and_values(cache)
         return plan_attention(batch, num_heads, cache, group)
 
     def compile(

@@ -55,8 +55,10 @@ _Tensors = Sequence[tuple[int, KVTensor]]
 
 
 def _attention_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tuple[int, KVPart]]:
-    heads = shard.kv_heads
     for region, tensor in tensors:
+        heads = (
+            range(1) if tensor.kind.startswith("latent") else shard.kv_heads
+        )  # all ranks have it
         yield region, KVPart(layer, tensor.kind, heads.start, len(heads), tensor.head_stride)
 
 

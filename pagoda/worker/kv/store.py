@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pagoda.backend.base import KVCache
+from pagoda.backend.base import KVCache, LatentCache
 from pagoda.pd.transport.base import MemoryFile, Region
 from pagoda.worker.kv.memory import KVAllocation
 
@@ -22,7 +22,7 @@ class KVTensor(NamedTuple):
     place: int
     """Index of the cache that the tensor belongs to: of a layer, or of one layer of each KV group."""
     kind: str
-    """`keys`, `values`, `key_scales` or `value_scales`."""
+    """`keys`, `values`, `key_scales`, `value_scales`, `latents` or `latent_scales`."""
     address: int
     num_heads: int
     block_stride: int
@@ -41,7 +41,9 @@ class KVStore:
     Copies by `memmove`, which lets other threads run: the one that computes does not wait.
     """
 
-    def __init__(self, caches: Sequence[KVCache], allocation: KVAllocation | None = None) -> None:
+    def __init__(
+        self, caches: Sequence[KVCache | LatentCache], allocation: KVAllocation | None = None
+    ) -> None:
         """`allocation` is where the caches lie, if other processes may map it.
 
         Raises ValueError if a tensor is not in this process's memory, or has the heads of a block apart.
@@ -53,7 +55,7 @@ class KVStore:
             for place, cache in enumerate(caches)
             for kind, tensor in cache.tensors.items()
         )
-        self.num_blocks = len(caches[0].keys)
+        self.num_blocks = len(next(iter(caches[0].tensors.values())))
         self.block_bytes = sum(tensor.block_bytes for tensor in self.tensors)
 
     @property

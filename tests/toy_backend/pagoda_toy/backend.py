@@ -100,6 +100,9 @@ class ToyBackend:
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         return KVCache(*(new(shape, kv_dtype or dtype) for _ in range(2)))
 
+    def allocate_latent_cache(self, *shape: Any) -> NoReturn:
+        raise UnsupportedError("the toy has no latent attention.")
+
     def quantize_int8(self, values: Tensor, *, symmetric: bool) -> NoReturn:
         raise UnsupportedError("the toy has weights of float32 only.")
 

@@ -1,0 +1,101 @@
+"""Operations of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), recorded by a `GraphBuilder`.
+
+The maps from a latent to a head's keys and values are absorbed: the first into the queries, the second behind the
+attention. So every head attends to the latents themselves, which are read once for all of them, and prompts are
+computed as later tokens are: a result does not depend on how a sequence was cut into steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+from torch import Tensor, dtype
+
+from pagoda.backend.base import Backend, HeadLinears, LatentCache, LinearT
+from pagoda.backend.graph import GraphBuilder, RotaryTable, Value
+from pagoda.backend.weights import DenseWeight
+
+
+def head_linear(ops: GraphBuilder, x: Value, weight: HeadLinears[Any]) -> Value:
+    """Every head's own linear map of x [n, heads in]: [n, heads out]; rounds as `linear` does.
+
+    Raises ValueError: shapes do not fit.
+    """
+    heads = len(weight.heads)
+    if x.width != heads * weight.inputs:
+        raise ValueError(f"Rows of {x.width} are not {heads} heads of {weight.inputs} inputs.")
+    return ops.record("head_linear", [x], [weight], {}, heads * weight.outputs)
+
+
+def rotate_and_cache_latents(
+    ops: GraphBuilder,
+    queries: Value,
+    latents: Value,
+    metadata: Value,
+    table: RotaryTable | None,
+    cache: LatentCache,
+    norm: Sized,
+    eps: float,
+) -> Value:
+    """Readies the rotary parts of queries [n, heads rope_dim], and caches latents [n, rank + rope_dim].
+
+    The first `rank` elements of a latent are normed (RMS) by a weight [rank] float32. Its last `rope_dim`, and
+    every head of queries, are rotated in pairs (i, i + rope_dim/2) by a table [n, rope_dim/2], or not without
+    one. Returns the queries. Raises ValueError: shapes do not fit.
+    """
+    if latents.width != cache.width or len(norm) != cache.rank:
+        raise ValueError(
+            f"Latents of {latents.width} with a norm of {len(norm)} do not fit a cache of {cache.rank} and "
+            f"{cache.rope_dim}."
+        )
+    if queries.width % cache.rope_dim:
+        raise ValueError(f"Rows of {queries.width} are not heads of {cache.rope_dim}.")
+    if table is not None and 2 * table.cosines.width != cache.rope_dim:
+        raise ValueError(
+            f"A rotary table of {2 * table.cosines.width} elements does not fit heads of {cache.rope_dim}."
+        )
+    return ops.record(
+        "rotate_and_cache_latents",
+        [queries, latents, metadata, *(table or ())],
+        [cache, norm],
+        {"eps": eps},
+        queries.width,
+    )
+
+
+def latent_attention(
+    ops: GraphBuilder,
+    latent_queries: Value,
+    rotary_queries: Value,
+    metadata: Value,
+    cache: LatentCache,
+    *,
+    scale: float,
+) -> Value:
+    """Causal attention over cached latents: [n, heads rank].
+
+    A head's query is its part of `latent_queries` [n, heads rank], then that of `rotary_queries`
+    [n, heads rope_dim]; values are the first `rank` elements of latents. Raises ValueError: shapes do not fit.
+    """
+    heads, rest = divmod(latent_queries.width, cache.rank)
+    if rest or rotary_queries.width != heads * cache.rope_dim:
+        raise ValueError(
+            f"Rows of {latent_queries.width} and {rotary_queries.width} are not queries of equally many heads of "
+            f"{cache.rank} and {cache.rope_dim}."
+        )
+    return ops.record(
+        "latent_attention",
+        [latent_queries, rotary_queries, metadata],
+        [cache],
+        {"scale": scale},
+        latent_queries.width,
+    )
+
+
+def prepare_head_linears(
+    backend: Backend[LinearT, Any], weight: Tensor, dtype: dtype
+) -> HeadLinears[LinearT]:
+    """The maps of a weight [heads, out, in] of floats, kept in `dtype`."""
+    prepared = (backend.prepare_linear([DenseWeight(head)], None, dtype) for head in weight)
+    return HeadLinears(tuple(prepared))
