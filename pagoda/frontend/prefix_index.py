@@ -109,7 +109,7 @@ class CacheUnion:
     def longest_prefix(
         self, keys: Sequence[int], end: int, told: Container[int], sent: Container[int]
     ) -> int:
-        """The longest usable prefix of at most `end` of `keys`, a chain, as far as blocks that are told or sent go."""
+        """The longest usable prefix of at most `end` of `keys`, a chain, by blocks that are told or sent."""
         if self.layout.is_chain:  # who has a block has those before it too
             return bisect_left(
                 keys, True, hi=end, key=lambda key: key not in told and key not in sent

@@ -54,9 +54,8 @@ class KVLayout:
     def _longest_without(
         self, end: int, has: Callable[[int, int], bool], known: list[int]
     ) -> int | None:
-        """The longest prefix that needs none of the blocks that a prefix of `end` blocks lacks; None if it lacks none.
-
-        Lowers `known`.
+        """The longest prefix that can do without the first block that one of `end` blocks lacks; None if it lacks
+        none. Lowers `known`.
         """
         for group, (it, ratio) in enumerate(zip(self.groups, self.ratios, strict=True)):
             if it.keeps_all:
