@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 namespace pagoda {
 
@@ -25,11 +26,19 @@ void carry_on(const AttentionMetadata& metadata, int64_t sequence, Load load, Sa
     }
 }
 
+// Calls f(kept), with a constant for the convolutions that models have.
+template <class F>
+void with_kept(int64_t kept, F f) {
+    if (kept == 2) return f(std::integral_constant<int64_t, 2>{});
+    if (kept == 3) return f(std::integral_constant<int64_t, 3>{});
+    f(kept);
+}
+
 // Channels from `first` on, of one half.
 void convolve(const KernelTable& table, const AttentionMetadata& metadata, const ShortConv& conv, const float* x,
               int64_t sequence, int half, int64_t first, int64_t count, float* out) {
     const StateCache& cache = conv.cache;
-    const int64_t kept = cache.floats, channels = cache.units, of_half = cache.units_of(half);
+    const int64_t kept = cache.floats, channels = cache.units;
     const int64_t row = conv.gated ? 3 * channels : channels, own = cache.first_of(half) + first;
     alignas(64) float inputs[kMaxConvWidth][kChannels] = {};
     float* taps[kMaxConvWidth];  // from the oldest to the newest
@@ -38,12 +47,22 @@ void convolve(const KernelTable& table, const AttentionMetadata& metadata, const
         metadata, sequence,
         [&](int32_t block) {
             if (block < 0) return;
-            const float* from = cache.at(half, block) + first;
-            for (int64_t i = 0; i < kept; ++i) std::copy_n(from + i * of_half, count, taps[i]);
+            const float* __restrict from = cache.at(half, block) + first * kept;
+            with_kept(kept, [&](auto n) {
+                for (int64_t i = 0; i < n; ++i) {
+                    float* __restrict tap = taps[i];
+                    for (int64_t c = 0; c < count; ++c) tap[c] = from[c * n + i];
+                }
+            });
         },
         [&](int32_t block) {
-            float* to = cache.at(half, block) + first;
-            for (int64_t i = 0; i < kept; ++i) std::copy_n(taps[i], count, to + i * of_half);
+            float* __restrict to = cache.at(half, block) + first * kept;
+            with_kept(kept, [&](auto n) {
+                for (int64_t i = 0; i < n; ++i) {
+                    const float* __restrict tap = taps[i];
+                    for (int64_t c = 0; c < count; ++c) to[c * n + i] = tap[c];
+                }
+            });
         },
         [&](int64_t token) {
             const float* in = x + token * row + own;

@@ -10,8 +10,8 @@
 
 namespace pagoda {
 
-// States of one layer: `units` alike of so many floats. The first half of them lies where the keys of a block would,
-// the others where its values would.
+// States of one layer: `units` alike of so many floats, one behind the other. The first half of them lies where the keys
+// of a block would, the others where its values would.
 struct StateCache {
     float* halves[2];
     int64_t strides[2];  // floats from block to block
@@ -23,7 +23,7 @@ struct StateCache {
     float* at(int half, int32_t block) const { return halves[half] + block * strides[half]; }
 };
 
-// Units are channels, whose floats are their last inputs: half by half [floats, channels].
+// Units are channels, whose floats are their last inputs, the oldest first.
 struct ShortConv {
     StateCache cache;
     const float* weight;  // [floats + 1, channels], that of the oldest input first

@@ -111,8 +111,9 @@ class LatentCache:
 class StateCache:
     """States of one layer, in blocks whose memory would else hold K and V.
 
-    A state is `units` alike of `floats` float32 numbers. The first half of the units lies where the keys of a
-    block would, the others where its values would; how a unit is laid out is up to the backend.
+    A state is `units` alike of `floats` float32 numbers, one behind the other. The first half of the units lies
+    where the keys of a block would, the others where its values would. Ranks of other engines, which hold other
+    units, copy them from there; how the numbers of one unit are laid out is up to the backend.
     """
 
     memory: KVCache

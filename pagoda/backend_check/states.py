@@ -19,6 +19,7 @@ from pagoda.backend_check.subject import (
     Record,
     Subject,
     check_rows,
+    ensure,
     ensure_close,
     ensure_same,
     outputs,
@@ -133,7 +134,9 @@ def _state_check(operation: str) -> Callable[[Subject], str]:
         subject.needs(operation)
         for words, case in _CASES[operation].items():
             _check_case(subject, case, f"{operation} {words}".strip())
-        return "at once, in pieces of 7, and behind a snapshot; memory before states stays"
+        return (
+            "at once, in pieces of 7, and behind a snapshot; places of units, memory before states"
+        )
 
     return run
 
@@ -162,8 +165,37 @@ def _check_case(subject: Subject, case: _Case, what: str) -> None:
     blocks = _PLACES.blocks(0)
     for tensor in caches[0].memory.tensors.values():
         tensor[blocks[3:]] = torch.nan
-    (again,) = _step(backend, case, caches[0], [(0, 3 * _BLOCK, 27)])
+    behind = [(0, 3 * _BLOCK, 27)]
+    (again,) = _step(backend, case, caches[0], behind)
     ensure_same(again, whole[0][3 * _BLOCK :], f"{what}, behind a full block,")
+    for unit in (0, (case.units - 1) // 2, (case.units + 1) // 2, case.units - 1):
+        numbers = _unit(caches[0], blocks[2], unit)
+        kept = numbers.clone()
+        numbers.fill_(torch.nan)
+        (spoiled,) = _step(backend, case, caches[0], behind)
+        numbers.copy_(kept)
+        _check_spoiled(spoiled, again, unit, case.units, what)
+
+
+def _unit(cache: StateCache, block: int, unit: int) -> Tensor:
+    """The numbers of a unit in a block, as ranks that hold other units look for them."""
+    of_first, _ = cache.units_of_halves
+    half, place = divmod(unit, of_first)
+    begin = cache.offset + place * cache.floats
+    return cache.halves()[half][block, begin : begin + cache.floats]
+
+
+def _check_spoiled(spoiled: Tensor, sound: Tensor, unit: int, units: int, what: str) -> None:
+    """Raises FailedError: a unit that became NaN is not the only one of which results did."""
+    width = sound.shape[1] // units
+    own = slice(unit * width, (unit + 1) * width)
+    others = sound.clone()
+    others[:, own] = spoiled[:, own]
+    ensure(
+        bool(spoiled[0, own].isnan().all()),
+        f"{what}: unit {unit} of a state does not lie where its cache says",
+    )
+    ensure_same(spoiled, others, f"{what}: what other units than {unit} give, which was NaN,")
 
 
 def _gated_head_norm(subject: Subject) -> str:

@@ -154,6 +154,14 @@ def _keeps_no_snapshot(x: Tensor, metadata: Any, cache: Any, *rest: Any, **optio
     return out
 
 
+def _swaps_halves(x: Tensor, metadata: Any, cache: Any, *rest: Any, **options: Any) -> Tensor:
+    """The first half of the units lies where the other belongs."""
+    memory = KVCache(cache.memory.values, cache.memory.keys)
+    swapped = replace(cache, memory=memory)
+    out: Tensor = OPERATIONS_BEFORE["short_conv"](x, metadata, swapped, *rest, **options)
+    return out
+
+
 def _reduces_several_rows(x: Tensor, group: Any) -> Tensor:
     return x if len(x) == 1 else group.all_reduce(x)
 
@@ -191,6 +199,7 @@ BROKEN: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"methods": {"allocate_kv_cache": _tokens_first}},
     ),
     "a snapshot": ("short_conv", {"operations": {"short_conv": _keeps_no_snapshot}}),
+    "places of units": ("short_conv", {"operations": {"short_conv": _swaps_halves}}),
     "a sum over ranks": ("all_reduce", {"operations": {"all_reduce": _reduces_several_rows}}),
     "results that the next step overwrites": (
         "results of graphs",
