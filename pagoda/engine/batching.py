@@ -55,6 +55,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         """The limits asked for, cut to what the backend can do."""
         capabilities, multiple = worker.capabilities, worker.capabilities.batch_multiple
         budget = min(config.max_num_batched_tokens, capabilities.max_batch_tokens)
+        budget = max(multiple, budget - budget % multiple)
         max_model_len = min(worker.max_model_len, capabilities.max_model_len)
         whole_prompts = any(group.kind is KVKind.STEP for group in worker.kv_groups)
         if whole_prompts:
@@ -62,7 +63,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             budget = max(budget, max_model_len)
         return cls(
             max_num_seqs=min(config.max_num_seqs, capabilities.max_batch_seqs),
-            max_num_batched_tokens=max(multiple, budget - budget % multiple),
+            max_num_batched_tokens=budget,
             max_model_len=max_model_len,
             batch_multiple=multiple,
             mixed_steps=capabilities.mixed_steps,
