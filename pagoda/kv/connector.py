@@ -11,7 +11,7 @@ like computed ones, and the request is then admitted as usual and finds them on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -22,8 +22,11 @@ from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
 from pagoda.messages.worker import WorkerReady
 
-OtherKeys = Callable[[int], Iterable[bytes]]
-"""Keys of blocks of other groups that may be needed behind so many leading blocks of a prefix."""
+IsThere = Callable[[bytes], bool]
+"""True if a place that can be slow to look at has the block of a key."""
+OtherBlocks = Callable[[int, IsThere], list[bytes]]
+"""Keys of those blocks of other groups in a slow place that are needed where so many leading blocks of a prefix
+are there."""
 
 
 class PrefixRequest(msgspec.Struct, frozen=True):
@@ -39,8 +42,8 @@ class PrefixRequest(msgspec.Struct, frozen=True):
     """Another engine that has the blocks, or will have them."""
     group: int = 0
     """KV group of the blocks."""
-    other_keys: OtherKeys | None = None
-    """Blocks of other groups that the request may need; None without such groups. Any thread may ask."""
+    other_blocks: OtherBlocks | None = None
+    """Looks for blocks of other groups; None without such groups. Any thread may call it."""
 
     def of_group(self, group: int, ratio: int, num_blocks: int) -> PrefixRequest:
         """The leading blocks of another group, each of which is `ratio` blocks of group 0."""

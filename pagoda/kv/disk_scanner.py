@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
-from pagoda.kv.connector import OtherKeys
+from pagoda.kv.connector import OtherBlocks
 from pagoda.kv.objects import (
     FAN_OUTS,
     FoundFile,
@@ -139,7 +139,7 @@ class DiskScanner:
         self._misfits: list[FoundFile] = []
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
-        self._probes: OrderedDict[Probe, tuple[Sequence[bytes], OtherKeys | None]] = OrderedDict()
+        self._probes: OrderedDict[Probe, tuple[Sequence[bytes], OtherBlocks | None]] = OrderedDict()
         self._removals: deque[tuple[int, Sequence[bytes]]] = deque()
         self._news: deque[News] = deque()
         self._backlog = 0
@@ -152,10 +152,10 @@ class DiskScanner:
 
     # ---- the engine's side
 
-    def probe(self, probe: Probe, keys: Sequence[bytes], others: OtherKeys | None = None) -> None:
+    def probe(self, probe: Probe, keys: Sequence[bytes], others: OtherBlocks | None = None) -> None:
         """Looks for keys that have not been found so far, and for other blocks; a `ProbeAnswer` follows.
 
-        `others` is asked for these by the number of leading keys that are there.
+        `others` looks for these by the number of leading keys that are there.
         """
         with self._changed:
             self._probes[probe] = keys, others
@@ -251,10 +251,12 @@ class DiskScanner:
             self._backlog += _weight(news)
             os.eventfd_write(self._readable, 1)
 
-    def _answer(self, probe: Probe, keys: Sequence[bytes], others: OtherKeys | None) -> ProbeAnswer:
+    def _answer(
+        self, probe: Probe, keys: Sequence[bytes], others: OtherBlocks | None
+    ) -> ProbeAnswer:
         found = list(itertools.takewhile(self._is_there, keys))
         if others is not None:
-            found += filter(self._is_there, others(len(found)))
+            found += others(len(found), self._is_there)
         return ProbeAnswer(probe, found)
 
     def _is_there(self, key: bytes) -> bool:

@@ -9,13 +9,13 @@ the quota cannot be kept before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
-from pagoda.kv.connector import CachedBlock, OtherKeys, PrefixRequest
+from pagoda.kv.connector import CachedBlock, IsThere, OtherBlocks, PrefixRequest
 from pagoda.kv.disk_index import DiskIndex
 from pagoda.kv.disk_policy import AdmissionFilter, Evictor, WriteBackoff
 from pagoda.kv.disk_scanner import (
@@ -123,15 +123,15 @@ class DiskTier:
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
         keys = prefix.keys
         unknown = [index for index in range(start, len(keys)) if not self._has(keys[index])]
-        if not (unknown or (prefix.other_keys and keys)) or self._is_hanging():
+        if not (unknown or (prefix.other_blocks and keys)) or self._is_hanging():
             return
         if self._unheard_since is None:
             self._unheard_since = self._clock.now()
         self._num_probes += 1
         probe = self._probes[prefix.request_id] = Probe(prefix.request_id, self._num_probes)
-        others: OtherKeys | None = None
-        if prefix.other_keys is not None:
-            others = partial(_keys_behind, prefix.other_keys, [*unknown, len(keys)])
+        others: OtherBlocks | None = None
+        if prefix.other_blocks is not None:
+            others = partial(_blocks_behind, prefix.other_blocks, [*unknown, len(keys)])
         self._scanner.probe(probe, [keys[index] for index in unknown], others)
 
     def on_dequeued(self, request_id: str) -> None:
@@ -396,9 +396,11 @@ class DiskTier:
         self._scanner.close()
 
 
-def _keys_behind(other_keys: OtherKeys, unknown: Sequence[int], num_found: int) -> Iterable[bytes]:
-    """Keys of other groups behind a prefix of which `num_found` blocks were unknown, and are there.
+def _blocks_behind(
+    others: OtherBlocks, unknown: Sequence[int], num_found: int, is_there: IsThere
+) -> list[bytes]:
+    """Blocks of other groups behind a prefix of which `num_found` blocks were unknown, and are there.
 
     `unknown` are the indices of its unknown blocks, and its length.
     """
-    return other_keys(unknown[num_found])
+    return others(unknown[num_found], is_there)

@@ -6,11 +6,11 @@ what the token behind the prefix needs is looked for. The longest prefix that al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.connector import KVConnector, PrefixRequest
+from pagoda.kv.connector import IsThere, KVConnector, PrefixRequest
 from pagoda.kv.layout import KVLayout
 
 
@@ -128,20 +128,39 @@ class GroupLookup:
         return segments
 
 
-def other_keys(
-    layout: KVLayout, prefix: PrefixRequest, start: int, num_blocks: int
-) -> Iterator[bytes]:
-    """Keys of other groups that may be needed behind `num_blocks`, of which `start` are on the device.
+def other_blocks(
+    layout: KVLayout,
+    prefix: PrefixRequest,
+    start: int,
+    is_near: IsThere,
+    num_blocks: int,
+    is_there: IsThere,
+) -> list[bytes]:
+    """Keys of blocks in a slow place that the longest usable prefix needs besides the leading ones of group 0.
 
-    If the first group does not keep all, its blocks are of use without others before them: then all blocks of all
-    groups are among them.
+    Group 0 has `num_blocks` leading blocks if it keeps all; if not, it is looked for like other groups. The first
+    `start` blocks are on the device. What `is_near` finds is not looked for in the slow place.
     """
-    first_keeps_all = layout.groups[0].keeps_all
-    end = num_blocks if first_keeps_all else len(prefix.keys)
+    found: list[bytes] = []
+    end = num_blocks if layout.groups[0].keeps_all else len(prefix.keys)
+    views = [
+        prefix.of_group(group, ratio, len(prefix.keys) // ratio).keys
+        for group, ratio in enumerate(layout.ratios)
+    ]
+
+    def has(group: int, index: int) -> bool:
+        key = views[group][index]
+        if is_near(key):
+            return True
+        if is_there(key):
+            found.append(key)
+            return True
+        return False
+
     for group, (it, ratio) in enumerate(zip(layout.groups, layout.ratios, strict=True)):
-        if group == 0 and first_keeps_all:
-            continue
-        keys = prefix.of_group(group, ratio, end // ratio).keys
-        first = start // ratio if it.keeps_all else it.first_block(start * layout.block_size)
-        for index in range(first, len(keys)):
-            yield keys[index]
+        if group and it.keeps_all:
+            count = end // ratio
+            lacking = (index for index in range(start // ratio, count) if not has(group, index))
+            end = next(lacking, count) * ratio
+    layout.longest_usable(end, has)
+    return found

@@ -19,7 +19,7 @@ import msgspec
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, KVConnector, PrefixRequest
-from pagoda.kv.group_lookup import GroupLookup, PendingLookup, Segment, other_keys
+from pagoda.kv.group_lookup import GroupLookup, PendingLookup, Segment, other_blocks
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
@@ -147,10 +147,14 @@ class TieredKVConnector:
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
         if not self._layout.is_chain:
-            others = partial(other_keys, self._layout, prefix, start)
-            prefix = msgspec.structs.replace(prefix, other_keys=others)
+            others = partial(other_blocks, self._layout, prefix, start, self._is_near)
+            prefix = msgspec.structs.replace(prefix, other_blocks=others)
         for connector in self.connectors:
             connector.on_queued(prefix, start)
+
+    def _is_near(self, key: bytes) -> bool:
+        """True if a block can be found at once. Any thread may ask."""
+        return any(pool.find(key) is not None for pool in (self._pool, *self.near_pools))
 
     def on_dequeued(self, request_id: str) -> None:
         for connector in self.connectors:

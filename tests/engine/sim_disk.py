@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from pagoda.executor.sim import Cells
 from pagoda.ipc.clock import Clock
-from pagoda.kv.connector import OtherKeys
+from pagoda.kv.connector import OtherBlocks
 from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
@@ -97,11 +97,12 @@ class SimScanner:
             news += [ObjectsFound(directory, used_at), *list_fan_outs(directory, used_at, now)]
         return [*news, ScanEnded(0.0)]
 
-    def probe(self, probe: Probe, keys: Sequence[bytes], others: OtherKeys | None = None) -> None:
+    def probe(self, probe: Probe, keys: Sequence[bytes], others: OtherBlocks | None = None) -> None:
         def answer() -> list[News]:
-            there = list(itertools.takewhile(self.disk[OWN].__contains__, keys))
+            is_there = self.disk[OWN].__contains__
+            there = list(itertools.takewhile(is_there, keys))
             if others is not None:
-                there += filter(self.disk[OWN].__contains__, others(len(there)))
+                there += others(len(there), is_there)
             return [ProbeAnswer(probe, there)]
 
         self.probed.append(probe.request_id)

@@ -17,7 +17,7 @@ from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import group_key, prefix_keys
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.group_lookup import PendingLookup, other_keys
+from pagoda.kv.group_lookup import PendingLookup, other_blocks
 from pagoda.kv.layout import KVLayout
 from pagoda.kv.tiered_connector import TieredKVConnector, TierMatch
 from pagoda.kv.transfers import TransferLedger
@@ -138,12 +138,50 @@ def test_a_tier_that_does_not_know_yet_is_waited_for() -> None:
     assert stack.lookup(0).end == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("mixed", 2 * 6), ("window", NUM_BLOCKS), ("all", 6 + 3)]
-)
-def test_keys_of_other_groups_are_those_of_use_behind_what_is_there(name: str, count: int) -> None:
+def near(stack: Stack) -> Callable[[bytes], bool]:
+    """True for keys of blocks on the device and in the near tier."""
+    return lambda key: stack.pool.find(key) is not None or key in stack.near.has
+
+
+@given(st.data())
+def test_what_is_found_of_other_groups_completes_the_longest_prefix(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([it for it in NAMES if it != "full"]))
+    where = data.draw(places(name))
     layout = KVLayout(4, grouped(name, 4))
-    assert len(list(other_keys(layout, PREFIX, 0, 6))) == count
+    stack = Stack(layout)
+    stack.put(where)
+    leading = next((i for i in range(NUM_BLOCKS) if (0, i) not in where), NUM_BLOCKS)
+    asked: list[bytes] = []
+
+    def is_there(key: bytes) -> bool:
+        asked.append(key)
+        return key in stack.far.has
+
+    found = other_blocks(layout, PREFIX, 0, near(stack), leading, is_there)
+    end = stack.longest(lambda group, index: (group, index) in where)
+    others = range(layout.groups[0].keeps_all, len(layout.groups))
+    wanted = {
+        stack.key(group, index)
+        for group in others
+        for index in layout.needed(group, end)
+        if where[group, index] == 2
+    }
+    assert wanted <= set(found) <= stack.far.has
+    assert len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize(("name", "count"), [("mixed", 2 * 2), ("window", 2), ("all", 2 + 1)])
+def test_no_more_is_looked_for_than_the_end_of_the_prefix_needs(name: str, count: int) -> None:
+    layout = KVLayout(4, grouped(name, 4))
+    asked: list[bytes] = []
+
+    def is_there(key: bytes) -> bool:
+        asked.append(key)
+        return True
+
+    found = other_blocks(layout, PREFIX, 0, lambda _: False, 6, is_there)
+    assert found == asked
+    assert len(asked) == count
 
 
 def long_prefix(name: str) -> Callable[[int], Callable[[], None]]:
