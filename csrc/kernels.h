@@ -322,8 +322,8 @@ struct ExpertRouting {
 
 // Inputs that a convolution sees.
 constexpr int kMaxConvWidth = 16;
-// Columns of a delta rule's state that are carried on together, and the most rows.
-constexpr int kDeltaStrip = 32, kMaxDeltaKey = 256;
+// Columns of a delta rule's state that are carried on together, the most rows, and what divides their number.
+constexpr int kDeltaStrip = 32, kMaxDeltaKey = 256, kDeltaKeyMultiple = 4;
 
 // Some channels of one token of a short convolution.
 struct ConvRow {

@@ -565,8 +565,9 @@ void Lowering::gated_delta(int index) {
     const StateCache& cache = *weight<const StateCache*>(own, 0);
     const auto key_heads = static_cast<int64_t>(own.numbers.at(0)), key_dim = static_cast<int64_t>(own.numbers.at(1));
     const GatedDelta layer{cache, vector(own, 1), vector(own, 2), key_heads, key_dim, width(out) / cache.units};
-    if (key_dim > kMaxDeltaKey || key_dim % 4 != 0) {
-        throw std::invalid_argument("keys of a delta rule have a multiple of 4 elements, at most " + std::to_string(kMaxDeltaKey));
+    if (key_dim > kMaxDeltaKey || key_dim % kDeltaKeyMultiple != 0) {
+        throw std::invalid_argument("keys of a delta rule have a multiple of " + std::to_string(kDeltaKeyMultiple) +
+                                    " elements, at most " + std::to_string(kMaxDeltaKey));
     }
     program_.record({.nodes = {index}, .uses = {qkv, gates, out}, .work = 4 * cache.units * cache.floats,
                      .run = [=, &p = program_](const Step&, void*) {

@@ -264,6 +264,9 @@ NB_MODULE(_native, m) {
     m.attr("LOW_RANK_BLOCK") = kLowRankBlock;
     m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
     m.attr("MAX_EXPERTS") = kMaxExperts;
+    m.attr("MAX_CONV_WIDTH") = kMaxConvWidth;
+    m.attr("MAX_DELTA_KEY") = kMaxDeltaKey;
+    m.attr("DELTA_KEY_MULTIPLE") = kDeltaKeyMultiple;
     m.def("instruction_sets", &available_instruction_sets);
     m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {
         return PanelShape{Dtype(dtype), inputs, outputs}.bytes();

@@ -25,7 +25,7 @@ void conv_row(const pagoda::ConvRow& row) {
 }
 
 // Partial sums along the keys, so that additions need not wait for each other.
-constexpr int kDeltaSums = 4, kDeltaVectors = pagoda::kDeltaStrip / kWidth;
+constexpr int kDeltaSums = pagoda::kDeltaKeyMultiple, kDeltaVectors = pagoda::kDeltaStrip / kWidth;
 
 struct DeltaSums {
     vec parts[kDeltaSums][kDeltaVectors];

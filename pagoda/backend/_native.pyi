@@ -3,6 +3,9 @@
 LOW_RANK_BLOCK: int
 MAX_HEAD_DIM: int
 MAX_EXPERTS: int
+MAX_CONV_WIDTH: int
+MAX_DELTA_KEY: int
+DELTA_KEY_MULTIPLE: int
 
 def instruction_sets() -> list[str]:
     """Instruction sets of this CPU that kernels exist for, from the lowest to the highest."""

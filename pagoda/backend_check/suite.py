@@ -101,6 +101,12 @@ def _run(run: Callable[[Subject], str], subject: Subject) -> tuple[str, str]:
         return "FAILED", f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+_LIMITS = (
+    *("max_batch_tokens", "max_batch_seqs", "max_model_len", "batch_multiple", "max_experts"),
+    *("max_conv_width", "max_delta_key_dim", "delta_key_multiple"),
+)
+
+
 def _capabilities(subject: Subject) -> str:
     """Capabilities are complete, and within what exists."""
     own, known = subject.backend.capabilities, subject.reference.capabilities
@@ -110,8 +116,9 @@ def _capabilities(subject: Subject) -> str:
         ensure(len(values) > 0, f"{name} is empty")
         others = [value for value in values if value not in allowed]
         ensure(name == "block_sizes" or not others, f"{name} names {others}; there is {allowed}")
-    for name in ("max_batch_tokens", "max_batch_seqs", "max_model_len", "batch_multiple"):
-        ensure(getattr(own, name) > 0, f"{name} is {getattr(own, name)}")
+    for name in _LIMITS:
+        limit = getattr(own, name)
+        ensure(limit is None or limit > 0, f"{name} is {limit}")
     unknown = [name for name in own.lacks_operations if name not in OPERATIONS]
     ensure(not unknown, f"lacks_operations names {', '.join(unknown)}, which are no operations")
     ensure(bool(subject.backend.arithmetic), "arithmetic has no name")

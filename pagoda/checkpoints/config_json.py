@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from pagoda.checkpoints.config_keys import refuse_other_arithmetic
 from pagoda.checkpoints.contents import tensor_names
 from pagoda.checkpoints.families import FAMILIES
 from pagoda.checkpoints.families.shared import score_head
-from pagoda.checkpoints.family import Family, Task
+from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import (
     AttentionSpec,
@@ -21,9 +21,9 @@ from pagoda.checkpoints.model_spec import (
     ModelSpec,
     NormSpec,
 )
-from pagoda.checkpoints.pooling_spec import ScoreTokens
 from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
+from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens
 from pagoda.checkpoints.tensor_names import HF_NAMES
 from pagoda.errors import ConfigError
 
@@ -47,9 +47,11 @@ _ACTIVATIONS = {
 """Names of activations in files."""
 
 
-def read_model_config(directory: Path) -> ModelSpec:
-    """The config.json in a model directory.
-    Raises ConfigError: the file is missing, corrupt or describes a model that Pagoda does not run."""
+def read_model_config(
+    directory: Path, modules: Sequence[SentenceModule] | None = None
+) -> ModelSpec:
+    """The model that config.json in a directory describes; `modules` are those of `read_modules`, if read already.
+    Raises ConfigError: a file is missing, corrupt or describes a model that Pagoda does not run."""
     path = directory / "config.json"
     try:
         text = path.read_bytes()
@@ -63,57 +65,21 @@ def read_model_config(directory: Path) -> ModelSpec:
         raise ConfigError(f"{path} is not valid JSON.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a JSON object.")
-    spec, tokens = parse_model_config(values, source=str(path)), score_tokens(directory)
+    spec = parse_model_config(values, source=str(path))
+    modules = read_modules(directory) if modules is None else modules
+    tokens = score_tokens(directory, modules)
     if tokens is not None and max(tokens.yes, tokens.no or 0) >= spec.vocab_size:
         raise ConfigError(
             f"{directory}: LogitScore names tokens beyond the model's vocabulary of {spec.vocab_size}."
         )
-    if not spec.tie_word_embeddings and lacks_head(directory):
+    # sentence-transformers writes decoders without their heads (Qwen3-Embedding-8B).
+    if modules and not spec.tie_word_embeddings and not _has_head(directory):
         spec = replace(spec, headless=True, tie_word_embeddings=True)
     return replace(spec, score_tokens=tokens)
 
 
-def lacks_head(directory: Path) -> bool:
-    """True of a decoder that sentence-transformers wrote without its head (Qwen3-Embedding-8B).
-    Raises ConfigError: a file of weights is missing or damaged."""
-    if not (directory / "modules.json").is_file():
-        return False
-    return not any(name.startswith(HF_NAMES.head) for name in tensor_names(directory))
-
-
-def task_of(directory: Path) -> tuple[Task, bool]:
-    """Task of the model in a directory, and True for an encoder; one that Pagoda does not run generates.
-
-    Raises ConfigError: a file beside config.json is damaged."""
-    try:
-        values = json.loads((directory / "config.json").read_bytes())
-        family, _ = _family(Fields(values if isinstance(values, dict) else {}, "config.json"))
-    except (OSError, ValueError, RecursionError, ConfigError):
-        return "generate", False
-    if _gives_score(values) or score_tokens(directory) is not None:
-        return "score", family.encodes
-    if family.task == "generate" and values.get("tie_word_embeddings") is not True:
-        return ("embed" if lacks_head(directory) else "generate"), False
-    return family.task, family.encodes
-
-
-def score_tokens(directory: Path) -> ScoreTokens | None:
-    """The tokens whose logits are a pair's score, as `LogitScore` of sentence-transformers names them.
-    Raises ConfigError: a file is damaged."""
-    path = directory / "modules.json"
-    try:
-        modules = json.loads(path.read_bytes()) if path.is_file() else []
-        kinds = {str(it.get("type")).rpartition(".")[2]: str(it.get("path")) for it in modules}
-        if "LogitScore" not in kinds:
-            return None
-        path = directory / kinds["LogitScore"] / "config.json"
-        fields = Fields(json.loads(path.read_bytes()), str(path))
-        false = fields.values.get("false_token_id")
-        return ScoreTokens(
-            fields.count("true_token_id"), None if false is None else fields.count("false_token_id")
-        )
-    except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+def _has_head(directory: Path) -> bool:
+    return any(name.startswith(HF_NAMES.head) for name in tensor_names(directory))
 
 
 def _gives_score(values: Mapping[str, object]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
-from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.errors import ConfigError
 
@@ -34,6 +34,11 @@ _FOLLOWING = re.compile(
 )
 """Frequencies that follow from the configuration, and scales of KV caches in the files' own format."""
 _LENGTH_BYTES = 8
+_BIASED = {
+    MlpSpec: (Role.MLP_IN, Role.MLP_OUT),
+    ExpertsSpec: (Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT),
+}
+"""Linear layers that have biases if an MLP does, or experts do."""
 
 
 def full_names(stored: Collection[str]) -> dict[str, str]:
@@ -118,18 +123,16 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
     for linear in filter(None, (spec.embedding, spec.head, *tables, *spec.classifier_linears)):
         yield weight(linear)
     for index, layer in enumerate(spec.layers):
-        for linear in spec.layer_linears(index, experts):
+        linears = [*spec.layer_linears(index, experts)]
+        for linear in linears:
             yield weight(linear)
         for name, _ in spec.norm_tensors(index):
             yield [name]
         attention = spec.attention_linears(index)
         biased = [*attention[:3]] * layer.attention.qkv_bias
         biased += [attention.out] * layer.attention.output_bias
-        if isinstance(layer.mlp, MlpSpec) and layer.mlp.bias:
-            biased += spec.mlp_linears(index)
-        sparse = spec.expert_linears(index)
-        if sparse is not None and isinstance(layer.mlp, ExpertsSpec) and layer.mlp.bias:
-            biased += [sparse.router, *(it for expert in sparse.experts for it in expert)]
+        if layer.mlp.bias:
+            biased += [linear for linear in linears if linear.role in _BIASED[type(layer.mlp)]]
         for linear in biased:
             yield [linear.stored.bias]
     if spec.classifier is not None and spec.classifier.bias:

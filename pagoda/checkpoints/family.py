@@ -10,9 +10,6 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, HF_NAMES, TensorNames
 
-Task = Literal["generate", "embed", "score"]
-"""Purpose of a model: text, vectors of texts, or scores of pairs of texts."""
-
 
 @dataclass(frozen=True)
 class GgufFormat:
@@ -55,8 +52,5 @@ class Family:
     """Values of `model_type` in the `text_config` of models that see or hear, of which this is the text part."""
     aliases: frozenset[str] = frozenset()
     """Other names in `architectures`, of models with the same text part and no `text_config`."""
-    task: Task = "generate"
-    encodes: bool = False
-    """True of encoders, which see all of a text at once."""
     own_keys: frozenset[str] = frozenset()
     """Keys of config.json that `adapt` handles although other families must not have them."""

@@ -15,7 +15,7 @@ from pagoda.checkpoints.linears import (
     PlainMlpLinears,
     Role,
 )
-from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, ScoreTokens
+from pagoda.checkpoints.pooling_spec import ClassifierSpec, EncoderSpec, ScoreTokens, Task
 from pagoda.checkpoints.rope import LongRopeScaling, RotarySpec
 from pagoda.checkpoints.state_layers import GatedDeltaSpec, StateSpec
 from pagoda.checkpoints.tensor_names import StoredRows, TensorNames, head_order, places
@@ -223,6 +223,12 @@ class ModelSpec:
     def gives_logits(self) -> bool:
         """False of a model for vectors or scores alone, which says nothing about a next token."""
         return self.encoder is None and self.classifier is None and not self.headless
+
+    @property
+    def task(self) -> Task:
+        if self.classifier is not None or self.score_tokens is not None:
+            return "score"
+        return "generate" if self.gives_logits else "embed"
 
     @property
     def experts(self) -> ExpertsSpec | None:

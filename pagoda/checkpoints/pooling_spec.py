@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Task = Literal["generate", "embed", "score"]
+"""Purpose of a model: text, vectors of texts, or scores of pairs of texts."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _examine(model: str, dtype: str, quantization: str) -> str | None:
         check_memory(spec, dtype, quantization, available_memory_bytes())
     except PagodaError as error:
         return str(error)
-    backend, fault, _ = _backend()
+    backend, fault, _ = _backend(files.model, load_format)
     if fault is not None:
         return f"a worker cannot start: {fault}"
     console.print(f"{model} can be served with {backend}.", soft_wrap=True)
@@ -107,10 +107,10 @@ def _facts(bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
     )
 
 
-def _backend() -> tuple[str, str | None, list[str]]:
+def _backend(*model: str) -> tuple[str, str | None, list[str]]:
     """The backend that a worker would use, as the worker describes it, why there is none, if so, and a line on
-    each backend that is installed."""
-    command = [sys.executable, "-m", "pagoda.worker.backends"]
+    each backend that is installed. It must compute the model, if one and its load format are named."""
+    command = [sys.executable, "-m", "pagoda.worker.backends", *model]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     said = lines[-1] if lines else f"it ended with code {done.returncode}"

@@ -72,9 +72,9 @@ def model_facts(spec: ModelSpec, dtype: str) -> Iterator[tuple[str, str]]:
 
 def _gives(spec: ModelSpec) -> str:
     """Purpose of the model, with the routes that serve it."""
-    if spec.classifier is not None or spec.score_tokens is not None:
+    if spec.task == "score":
         return "scores of pairs of texts (POST /v1/rerank, /v1/score)"
-    if not spec.gives_logits:
+    if spec.task == "embed":
         return (
             "vectors of texts (POST /v1/embeddings), of which /v1/rerank and /v1/score make cosines"
         )

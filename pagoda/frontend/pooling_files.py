@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pagoda.checkpoints.config_json import read_model_config, task_of
-from pagoda.checkpoints.family import Task
+from pagoda.checkpoints.config_json import read_model_config
+from pagoda.checkpoints.pooling_spec import Task
+from pagoda.checkpoints.sentence_modules import FILE, SentenceModule, read_modules
 from pagoda.errors import ConfigError
 from pagoda.messages.frontend import Pooling
 
@@ -51,11 +52,6 @@ class PoolingDefaults:
         return "" if name is None else self.prompts[name]
 
 
-class _Module(msgspec.Struct, frozen=True):
-    type: str
-    path: str = ""
-
-
 class _Prompts(msgspec.Struct, frozen=True):
     """Parts of config_sentence_transformers.json."""
 
@@ -67,7 +63,8 @@ class _Prompts(msgspec.Struct, frozen=True):
 def read_pooling(directory: Path) -> PoolingDefaults:
     """Pooling as `modules.json` and the files that it names say, or the default where there is no such file.
     Raises ConfigError: a file cannot be read, or says what Pagoda does not do; names the file."""
-    defaults = _by_architecture(directory)
+    modules = read_modules(directory)
+    defaults = _by_architecture(directory, modules)
     path = directory / "config_sentence_transformers.json"
     if path.is_file():
         said = _read(path, _Prompts)
@@ -81,18 +78,17 @@ def read_pooling(directory: Path) -> PoolingDefaults:
             if kind not in ("Sigmoid", "Identity"):
                 raise ConfigError(f"{str(path)!r} must name the activation_fn Sigmoid or Identity.")
             defaults = replace(defaults, sigmoid=kind == "Sigmoid")
-    path = directory / "modules.json"
-    if not path.is_file() or defaults.task == "score":
+    if not modules or defaults.task == "score":
         return defaults
+    path = directory / FILE
     pooling, normalize = Pooling.LAST, False
-    for module in _read(path, list[_Module]):
-        kind = module.type.rpartition(".")[2]
-        if kind not in _MODULE_KINDS:
+    for module in modules:
+        if module.kind not in _MODULE_KINDS:
             raise ConfigError(
                 f"{str(path)!r} has a module {module.type!r}; only {', '.join(_MODULE_KINDS)} are supported."
             )
-        normalize |= kind == "Normalize"
-        if kind == "Pooling":
+        normalize |= module.kind == "Normalize"
+        if module.kind == "Pooling":
             pooling = _mode(directory / module.path / "config.json")
     if pooling is Pooling.FIRST and not defaults.encodes:
         raise ConfigError(
@@ -102,20 +98,20 @@ def read_pooling(directory: Path) -> PoolingDefaults:
     return replace(defaults, pooling=pooling, normalize=normalize)
 
 
-def _by_architecture(directory: Path) -> PoolingDefaults:
+def _by_architecture(directory: Path, modules: Sequence[SentenceModule]) -> PoolingDefaults:
     """Pooling of a model of an architecture, without files that say more."""
-    task, encodes = task_of(directory)
-    if task != "score":
-        pooling = Pooling.FIRST if encodes else Pooling.LAST
-        generates = task == "generate"
-        return PoolingDefaults(pooling, task=task, encodes=encodes, generates=generates)
-    classifier = read_model_config(directory).classifier
+    try:
+        spec = read_model_config(directory, modules)
+    except ConfigError:  # which a worker will say
+        return PoolingDefaults()
+    encodes = spec.encoder is not None
+    pooling = Pooling.FIRST if encodes else Pooling.LAST
     return PoolingDefaults(
-        Pooling.SCORE,
-        task=task,
+        Pooling.SCORE if spec.task == "score" else pooling,
+        task=spec.task,
         encodes=encodes,
-        generates=classifier is None,
-        sigmoid=classifier is None or classifier.sigmoid,
+        generates=spec.gives_logits,
+        sigmoid=spec.classifier is None or spec.classifier.sigmoid,
     )
 
 

@@ -11,7 +11,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -33,6 +33,14 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
     lacks_operations: tuple[str, ...] = ()
     """Operations of forward passes that it does not have; models that need one are refused by its name."""
+    max_experts: int | None = None
+    """Experts of a layer; None takes any number, as with the limits below."""
+    max_conv_width: int | None = None
+    """Tokens that a convolution of a layer with a state sees."""
+    max_delta_key_dim: int | None = None
+    """Elements of a key of a gated delta rule."""
+    delta_key_multiple: int = 1
+    """These are a multiple of this."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):

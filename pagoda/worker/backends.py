@@ -1,18 +1,23 @@
 """Choice of the backend that a worker computes with.
 
-`python -m pagoda.worker.backends` says what there is: `pagoda doctor`, which never loads torch, asks that way.
-Each line is a name and what it computes with, or why it cannot; the last line is that of `auto` alone.
+`python -m pagoda.worker.backends [MODEL LOAD_FORMAT]` says what there is: `pagoda doctor`, which never loads
+torch, asks that way. Each line is a name and what it computes with, or why it cannot; the last line is that of
+`auto` alone. It ends with an error where that does not compute the model.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from pagoda.backend.base import Backend
+from pagoda.backend.base import Backend, UnsupportedError
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.resolve import load_model_config
+from pagoda.checkpoints.state_layers import GatedDeltaSpec
 from pagoda.devices import (
     AUTO,
     AUTO_ORDER,
@@ -61,13 +66,51 @@ def choose_backend(
     raise ConfigError(f"--backend {wanted} is not available: {reason}.")
 
 
-def main() -> None:
+_LIMITS = {
+    "max_experts": ("experts in a layer", "num_experts, num_local_experts or n_routed_experts"),
+    "max_conv_width": ("tokens under a convolution", "conv_L_cache or linear_conv_kernel_dim"),
+    "max_delta_key_dim": ("elements in a key of a delta rule", "linear_key_head_dim"),
+}
+"""Limits among `Capabilities`: what they count, and the keys of config.json that say how many a model has."""
+
+
+def check_model(spec: ModelSpec, backend: Backend[Any, Any]) -> None:
+    """Raises UnsupportedError: the model is larger than the backend's kernels have room for."""
+    known, name = backend.capabilities, backend.arithmetic
+    for limit, size in _sizes(spec):
+        most, (what, keys) = getattr(known, limit), _LIMITS[limit]
+        if most is not None and size > most:
+            raise UnsupportedError(
+                f"{name} computes at most {most} {what} ({keys} of config.json), but the model has {size}; "
+                "choose another --backend."
+            )
+        if limit == "max_delta_key_dim" and size % known.delta_key_multiple:
+            raise UnsupportedError(
+                f"{name} computes a multiple of {known.delta_key_multiple} {what} ({keys} of config.json), "
+                f"but the model has {size}; choose another --backend."
+            )
+
+
+def _sizes(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Sizes of a model by the limits that they have to keep."""
+    if spec.experts is not None:
+        yield "max_experts", spec.experts.num_experts
+    for state in {layer.state for layer in spec.layers if layer.state is not None}:
+        yield "max_conv_width", state.width
+        if isinstance(state, GatedDeltaSpec):
+            yield "max_delta_key_dim", state.key_dim
+
+
+def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(available_cores())
     known = registered_backends()
     for name in (*AUTO_ORDER, *sorted(known.keys() - {*AUTO_ORDER})):
         packages = "" if name in AUTO_ORDER else f" ({' and '.join(known[name])})"
         print(f"{name}{packages}: {_described(name)}")
-    _, line = choose_backend(AUTO)
+    backend, line = choose_backend(AUTO)
+    if arguments:
+        model, load_format = arguments
+        check_model(load_model_config(model, load_format), backend)
     print(line)
 
 
@@ -81,4 +124,7 @@ def _described(name: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(str(error))

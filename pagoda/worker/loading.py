@@ -49,7 +49,7 @@ from pagoda.model.sharding import (
 from pagoda.model.weights import DequantizedWeights, DummyWeights, WeightSource, open_checkpoint
 from pagoda.parallel.collectives import Alone, HostGroup
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.backends import DevicesOf, choose_backend
+from pagoda.worker.backends import DevicesOf, check_model, choose_backend
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.kv.memory import KVAllocation, shares_kv
@@ -169,6 +169,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
     backend, _ = choose_backend(config.backend, devices_of=_devices_of(config))
     capabilities = backend.capabilities
     shape = load_model_config(config.model, config.load_format)
+    check_model(shape, backend)
     dtype_name = _dtype(config.dtype, shape.dtype, capabilities)
     quantization = _quantization(config, shape, capabilities)
     check_quantized_parts(shape, quantization, config.parallel)

@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
 }
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
+ENCODERS = [name for name in FAMILIES if name.startswith(("Bert", "XLMRoberta"))]
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -74,7 +75,7 @@ _NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, it in FAMILIES.items() if not it.encodes])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ENCODERS])
 def test_families(name: str) -> None:
     dense = {
         "layer_types": ["attention"] * 3,
@@ -282,10 +283,6 @@ def test_sliding_windows() -> None:
             ": num_experts_per_tok must be at most num_experts (4), got None.",
         ),
         (
-            MOE | {"num_experts": 4096},
-            ": num_experts must be at most 1024, got 4096.",
-        ),
-        (
             MOE | {"mlp_only_layers": [3]},
             ": mlp_only_layers must be a list of layers from 0 to 2, got [3].",
         ),
@@ -435,7 +432,7 @@ def test_a_decoder_alone_has_its_embedding_table_as_head() -> None:
     assert (config.family.architecture, config.tie_word_embeddings) == ("Qwen3ForCausalLM", True)
 
 
-@pytest.mark.parametrize("name", [name for name, it in FAMILIES.items() if it.encodes])
+@pytest.mark.parametrize("name", ENCODERS)
 def test_encoders(name: str) -> None:
     config = parse(architectures=[name], hidden_act="gelu", num_labels=1, pad_token_id=3)
     layer, encoder = config.layers[0], config.encoder

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pagoda.backend.base import UnsupportedError
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.errors import ConfigError
-from pagoda.worker.backends import choose_backend
+from pagoda.worker.backends import check_model, choose_backend
 
 
 def test_auto_takes_the_kernels(backend: str) -> None:
@@ -65,3 +71,63 @@ def test_every_backend_that_is_installed_has_a_line() -> None:
     ).stdout.splitlines()
     assert lines[1].startswith("reference: reference on cpu, ")
     assert lines[0].startswith("cpu: ")
+
+
+def _shape(architecture: str) -> dict[str, Any]:
+    """Values of config.json of a small model."""
+    shape: dict[str, Any] = {
+        "architectures": [architecture],
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    if architecture == "Lfm2ForCausalLM":
+        shape["layer_types"] = ["conv", "full_attention"]
+    return shape
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "message"),
+    [
+        (
+            "Qwen3MoeForCausalLM",
+            {"num_experts": 1025},
+            "at most 1024 experts in a layer .num_experts, .* of config.json., but the model has 1025",
+        ),
+        (
+            "Lfm2ForCausalLM",
+            {"conv_L_cache": 17},
+            "at most 16 tokens under a convolution .conv_L_c",
+        ),
+        ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 17}, "at most 16 tokens .*el_dim of con"),
+        ("Qwen3_5ForCausalLM", {"linear_key_head_dim": 260}, "at most 256 elements .*has 260; ch"),
+        ("Qwen3_5ForCausalLM", {"linear_key_head_dim": 6}, "a multiple of 4 elements in a key of"),
+    ],
+)
+def test_models_that_kernels_have_no_room_for(
+    architecture: str, fields: dict[str, Any], message: str, backend: str
+) -> None:
+    shape = _shape(architecture)
+    chosen, _ = choose_backend(backend)
+    check_model(parse_model_config(shape, source="shape"), chosen)
+    spec = parse_model_config({**shape, **fields}, source="shape")
+    if backend == "reference":
+        check_model(spec, chosen)
+        return
+    with pytest.raises(UnsupportedError, match=rf"^cpu .*{message}"):
+        check_model(spec, chosen)
+
+
+def test_doctor_is_told_of_a_model_that_is_too_large(tmp_path: Path, backend: str) -> None:
+    if backend != "cpu":
+        pytest.skip("needs the kernels")
+    values = {**_shape("Qwen3MoeForCausalLM"), "num_experts": 1025}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    command = [sys.executable, "-m", "pagoda.worker.backends", str(tmp_path), "auto"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert re.fullmatch("cpu .* computes at most 1024 experts .* the model has 1025; .*", line)

@@ -83,12 +83,16 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         instruction set.
         """
         super().__init__(f"cpu ({instruction_set})", group)
+        self._native = native = load_native()
         self.capabilities = msgspec.structs.replace(
             self.capabilities,
             lacks_operations=("head_linear", "rotate_and_cache_latents", "latent_attention"),
+            max_experts=native.MAX_EXPERTS,
+            max_conv_width=native.MAX_CONV_WIDTH,
+            max_delta_key_dim=native.MAX_DELTA_KEY,
+            delta_key_multiple=native.DELTA_KEY_MULTIPLE,
         )
-        self._native = load_native()
-        self.kernels: _native.Kernels = self._native.Kernels(instruction_set)
+        self.kernels: _native.Kernels = native.Kernels(instruction_set)
         self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
             WeakKeyDictionary()
         )

@@ -77,8 +77,6 @@ BERT = Family(
     defaults=_BERT_DEFAULTS,
     activation="gelu",
     aliases=frozenset({"BertForMaskedLM"}),
-    task="embed",
-    encodes=True,
 )
 BERT_RANKER = Family(
     "BertForSequenceClassification",
@@ -87,8 +85,6 @@ BERT_RANKER = Family(
     names=_NAMES,
     defaults=_BERT_DEFAULTS,
     activation="gelu",
-    task="score",
-    encodes=True,
 )
 XLM_ROBERTA = Family(
     "XLMRobertaModel",
@@ -97,8 +93,6 @@ XLM_ROBERTA = Family(
     names=_NAMES,
     defaults=_ROBERTA_DEFAULTS,
     activation="gelu",
-    task="embed",
-    encodes=True,
     aliases=frozenset({"RobertaModel", "RobertaForMaskedLM", "XLMRobertaForMaskedLM"}),
 )
 XLM_ROBERTA_RANKER = Family(
@@ -109,6 +103,4 @@ XLM_ROBERTA_RANKER = Family(
     defaults=_ROBERTA_DEFAULTS,
     activation="gelu",
     aliases=frozenset({"RobertaForSequenceClassification"}),
-    task="score",
-    encodes=True,
 )

@@ -9,40 +9,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import (
+    conv_width,
     expert_counts,
     layer_kinds,
     with_attention,
     with_experts,
+    with_state,
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.state_layers import ShortConvSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _ATTENTION, _CONV = "full_attention", "conv"
-MAX_WIDTH = 16
-"""Tokens of a convolution that kernels have room for."""
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    width = fields.positive("conv_L_cache", 3)
-    if not 2 <= width <= MAX_WIDTH:
-        fields.refuse("conv_L_cache", f"must be from 2 to {MAX_WIDTH}")
     bias = fields.flag("conv_bias", False)
     mlp = MlpSpec(_intermediate_size(fields))
-    conv = ShortConvSpec(spec.hidden_size, width, bias)
+    conv = ShortConvSpec(spec.hidden_size, conv_width(fields, "conv_L_cache", 3), bias)
     kinds = layer_kinds(fields, spec.num_layers, (_ATTENTION, _CONV), _usual_kinds(spec, fields))
     spec = with_attention(spec, qk_norm="head")
-
-    def change(index: int, layer: LayerSpec) -> LayerSpec:
-        layer = replace(layer, mlp=mlp)
-        if kinds[index] == _ATTENTION:
-            return layer
-        biased = replace(layer.attention, qkv_bias=bias, output_bias=bias)
-        return replace(layer, attention=biased, state=conv)
-
-    return spec.with_layers(change)
+    spec = spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
+    layers = [layer for layer, kind in enumerate(kinds) if kind == _CONV]
+    return with_state(spec, conv, layers, bias=bias)
 
 
 def _adapt_sparse(spec: ModelSpec, fields: Fields) -> ModelSpec:

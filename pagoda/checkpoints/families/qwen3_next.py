@@ -8,38 +8,30 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import (
+    conv_width,
     expert_counts,
     layer_kinds,
     sparse_layers,
     with_attention,
     with_experts,
+    with_state,
 )
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
 from pagoda.checkpoints.state_layers import GatedDeltaSpec
 from pagoda.checkpoints.tensor_names import TensorNames
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
-MAX_WIDTH = 16
-MAX_KEY_DIM = 256
-"""Elements of a key, and tokens of a convolution, that kernels have room for."""
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    delta = _delta(fields)
     every = fields.positive("full_attention_interval", 4)
     usual = [_DELTA if (layer + 1) % every else _ATTENTION for layer in range(spec.num_layers)]
     kinds = layer_kinds(fields, spec.num_layers, (_DELTA, _ATTENTION), usual)
     spec = with_attention(spec, qk_norm="head", output_gate=True)
-
-    def change(index: int, layer: LayerSpec) -> LayerSpec:
-        if kinds[index] == _ATTENTION:
-            return layer
-        plain = replace(layer.attention, qkv_bias=False, output_bias=False)
-        return replace(layer, attention=plain, state=delta)
-
-    return spec.with_layers(change)
+    layers = [layer for layer, kind in enumerate(kinds) if kind == _DELTA]
+    return with_state(spec, _delta(fields), layers, bias=False)
 
 
 def _adapt_sparse(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -64,11 +56,7 @@ def _delta(fields: Fields) -> GatedDeltaSpec:
     if value_heads % key_heads:
         fields.refuse(names[1], f"must be a multiple of {names[0]} ({key_heads})")
     key_dim = fields.positive("linear_key_head_dim", 128)
-    if key_dim % 4 or key_dim > MAX_KEY_DIM:
-        fields.refuse("linear_key_head_dim", f"must be a multiple of 4, at most {MAX_KEY_DIM}")
-    width = fields.positive("linear_conv_kernel_dim", 4)
-    if not 2 <= width <= MAX_WIDTH:
-        fields.refuse("linear_conv_kernel_dim", f"must be from 2 to {MAX_WIDTH}")
+    width = conv_width(fields, "linear_conv_kernel_dim", 4)
     value_dim = fields.positive("linear_value_head_dim", 128)
     return GatedDeltaSpec(key_heads, value_heads, key_dim, value_dim, width)
 

@@ -15,9 +15,8 @@ from pagoda.checkpoints.model_spec import (
 )
 from pagoda.checkpoints.pooling_spec import ClassifierSpec
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
+from pagoda.checkpoints.state_layers import StateSpec
 
-MAX_EXPERTS = 1024
-"""Experts of a layer that kernels have room for."""
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -43,12 +42,32 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec, layers: Collection[int])
 def expert_counts(fields: Fields, name: str, defaults: tuple[int, int]) -> tuple[int, int]:
     """Experts of a layer (the field `name`), and experts that each token goes through."""
     num_experts = fields.positive(name, defaults[0])
-    if num_experts > MAX_EXPERTS:
-        fields.refuse(name, f"must be at most {MAX_EXPERTS}")
     per_token = fields.positive("num_experts_per_tok", defaults[1])
     if per_token > num_experts:
         fields.refuse("num_experts_per_tok", f"must be at most {name} ({num_experts})")
     return num_experts, per_token
+
+
+def conv_width(fields: Fields, name: str, usual: int) -> int:
+    """Tokens that the convolution of a layer with a state sees (the field `name`)."""
+    width = fields.positive(name, usual)
+    if width < 2:
+        fields.refuse(name, "must be at least 2")
+    return width
+
+
+def with_state(
+    spec: ModelSpec, state: StateSpec, layers: Collection[int], *, bias: bool
+) -> ModelSpec:
+    """The model with a state in some layers instead of attention; `bias` is that of their maps."""
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        if index not in layers:
+            return layer
+        attention = replace(layer.attention, qkv_bias=bias, output_bias=bias)
+        return replace(layer, attention=attention, state=state)
+
+    return spec.with_layers(change)
 
 
 def sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
