@@ -60,6 +60,8 @@ class AdaptedLinear:
     rank: int
     first: int
     """Row of `up` that the layer's outputs begin with: layers of one tensor are adapted together."""
+    head_order: tuple[int, ...] | None = None
+    """Rows of each head in `up` in the order in which they are computed; None if that is their own."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def _known_linears(config: ModelSpec) -> dict[str, list[LinearSpec]]:
             # A GGUF file may hold apart what a checkpoint holds in one tensor.
             if known.stored.group:
                 continue  # its rows take turns with those of others
-            own = replace(spec, rows=known.stored)
+            own = replace(spec, rows=known.stored, head_order=known.head_order)
             linears.setdefault(known.stored.tensor, []).append(own)
     return linears
 
@@ -247,7 +249,9 @@ def _adapted(
                 f"{path}: tensor {name} has shape {list(shapes[name])}, but the model and r call for "
                 f"{list(wanted)}; the adapter is for another model."
             )
-    return AdaptedLinear(names["A"], names["B"], rank, linear.stored.first)
+    return AdaptedLinear(
+        names["A"], names["B"], rank, linear.stored.first, linear.head_order
+    )
 
 
 def _check_targets(

@@ -16,6 +16,7 @@ from pagoda.checkpoints.adapters import AdapterFiles
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.sharding import Shard
+from pagoda.model.weights import in_head_order
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Adapters:
         down: Tensor = handle.get_slice(linear.down)[:, inputs.start : inputs.stop]
         first, last = linear.first + outputs.start, linear.first + outputs.stop
         up: Tensor = handle.get_slice(linear.up)[first:last]
-        return LowRank(down, up, files.scale)
+        return LowRank(down, in_head_order(up, linear.head_order), files.scale)
 
 
 def adapter_bytes(files: AdapterFiles, shard: Shard, dtype: torch.dtype) -> int:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from adapter_files import ALL, ATTENTION, merged, save_adapter
 from driver import GREEDY
+from family_models import FAMILIES
+from family_models import make_model as make_other_model
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import save_gguf
 from in_process import InProcessEngine, engine
@@ -46,7 +48,8 @@ class Adapted:
 
 
 def _adapted(directory: Path, family: str, targets: tuple[str, ...] = ALL, **sizes: Any) -> Adapted:
-    model = make_model(family, num_hidden_layers=3, **sizes)
+    make = make_other_model if family in FAMILIES else make_model
+    model = make(family, num_hidden_layers=3, **sizes)
     model.save_pretrained(directory / "model")
     adapters = [
         save_adapter(model, directory / "one", rank=8, seed=1, targets=targets),
@@ -99,7 +102,7 @@ def test_several_adapters_in_one_batch(adapted: Adapted, backend: str, tp: int, 
     assert split.answer(adapted.requests) == adapted.expected
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "cohere"])
 def test_families(family: str, backend: str, tmp_path: Path) -> None:
     own = _adapted(tmp_path, family)
     model = engine(own.directory, backend, adapters=own.adapters)
