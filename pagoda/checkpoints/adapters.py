@@ -249,9 +249,7 @@ def _adapted(
                 f"{path}: tensor {name} has shape {list(shapes[name])}, but the model and r call for "
                 f"{list(wanted)}; the adapter is for another model."
             )
-    return AdaptedLinear(
-        names["A"], names["B"], rank, linear.stored.first, linear.head_order
-    )
+    return AdaptedLinear(names["A"], names["B"], rank, linear.stored.first, linear.head_order)
 
 
 def _check_targets(
