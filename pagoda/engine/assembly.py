@@ -49,6 +49,7 @@ def build_parts(
     open_grammars: GrammarsOpener,
 ) -> EngineParts:
     recorder = CacheRecorder(
+        worker.kv_groups,
         keeps_events=config.kv_events is not None,
         has_disk=config.kv_tiers is not None and config.kv_tiers.disk_path is not None,
     )

@@ -12,8 +12,7 @@ a cached one at the tail, so a cached block is evicted only when no free one is 
 released longest ago. The links are in the blocks themselves: taking, returning and pulling a cached block out of
 the middle are all O(1).
 
-Blocks of all KV groups are in one pool. Each is filed under a key of its group (`group_key`); the recorder is told
-of those of group 0 only, which are the ones that others know prefixes by.
+Blocks of all KV groups are in one pool. Each is filed under a key of its group (`group_key`).
 """
 
 from __future__ import annotations
@@ -154,10 +153,8 @@ class BlockPool:
         block.key = key
         block.group = group
         self.num_stored += 1
-        if group:
-            self._num_grouped += 1
-        else:
-            self._recorder.store(key, parent, token_ids, self._medium)
+        self._num_grouped += group > 0
+        self._recorder.store(key, parent, token_ids, self._medium, group)
 
     def discard(self, key: bytes) -> None:
         """Makes a block unfindable: its content is wrong."""
@@ -167,7 +164,7 @@ class BlockPool:
 
     def clear_cache(self) -> None:
         """Forgets all keys, since the memory has been lost. References stay."""
-        lost = list(self.keys())
+        lost = [(key, block.group) for key, block in self._by_key.items()]
         for block in self._blocks:
             block.used_by = -1
         for block in self._by_key.values():
@@ -188,10 +185,8 @@ class BlockPool:
         if self._by_key.get(key) is block:
             del self._by_key[key]
             self.num_removed += 1
-            if block.group:
-                self._num_grouped -= 1
-            else:
-                self._recorder.remove(key, self._medium)
+            self._num_grouped -= block.group > 0
+            self._recorder.remove(key, self._medium, block.group)
 
     def _link_before(self, successor: Block, block: Block) -> None:
         block.previous, block.next = successor.previous, successor

@@ -42,6 +42,8 @@ class PrefixRequest(msgspec.Struct, frozen=True):
     """Another engine that has the blocks, or will have them."""
     group: int = 0
     """KV group of the blocks."""
+    ratio: int = 1
+    """Smallest blocks of any group in each of these blocks."""
     other_blocks: OtherBlocks | None = None
     """Looks for blocks of other groups; None without such groups. Any thread may call it."""
 
@@ -49,7 +51,7 @@ class PrefixRequest(msgspec.Struct, frozen=True):
         """The leading blocks of another group, each of which is `ratio` blocks of group 0."""
         is_whole = group == 0 and num_blocks == len(self.keys)
         keys = self.keys if is_whole else GroupKeys(self.keys, group, ratio, num_blocks)
-        return PrefixRequest(self.request_id, keys, self.token_ids, self.source, group)
+        return PrefixRequest(self.request_id, keys, self.token_ids, self.source, group, ratio)
 
 
 class CachedBlock(NamedTuple):

@@ -222,7 +222,7 @@ class DiskTier:
     def _forget_object(self, directory: int, key: bytes) -> None:
         if self._index.remove(directory, key) and directory == OWN:
             self._num_removed += 1
-            self._recorder.remove(key, Medium.DISK)
+            self._recorder.remove(key, Medium.DISK, None)
 
     def _use(self, keys: Sequence[bytes]) -> None:
         """Marks objects as used now; the end of a prefix is evicted before its beginning."""
@@ -271,10 +271,8 @@ class DiskTier:
             self._index.add(OWN, cached.key, now)
         self._num_stored += len(good)
         self._num_failed += len(failed)
-        for cached in good:
-            if cached.group:  # others know prefixes by the keys of group 0
-                continue
-            self._recorder.store(cached.key, cached.parent, cached.token_ids, Medium.DISK)
+        for it in good:
+            self._recorder.store(it.key, it.parent, it.token_ids, Medium.DISK, it.group)
         if failed:
             pause_s = self._backoff.failed()
             if pause_s is not None:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from pagoda.messages.kv_groups import KVGroup, KVKind
+
 
 class Medium(enum.StrEnum):
     """Tiers, by the names that vLLM's subscribers know."""
@@ -37,6 +39,12 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """Subscribers want this field and `lora_name`; adapters would be part of the key."""
     medium: str = Medium.DEVICE
     lora_name: None = None
+    group_idx: int = 0
+    """KV group of the blocks."""
+    kv_cache_spec_kind: str = "full_attention"
+    """Kind of the layers of the group, in vLLM's words."""
+    kv_cache_spec_sliding_window: int | None = None
+    """Tokens that a token sees in a group of layers with a window, itself included."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
@@ -44,6 +52,8 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
 
     block_hashes: list[bytes]
     medium: str = Medium.DEVICE
+    group_idx: int | None = 0
+    """KV group of the blocks; None where the key alone is known."""
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
@@ -62,21 +72,40 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int
 
 
+_SPEC_KINDS = {
+    KVKind.FULL: "full_attention",
+    KVKind.LATENT: "mla_attention",
+    KVKind.WINDOW: "sliding_window",
+    KVKind.CHUNK: "chunked_local_attention",
+    KVKind.STATE: "mamba",
+    KVKind.STEP: "encoder_only_attention",
+}
+"""Kinds of groups as vLLM's `KVCacheSpecKind` names them."""
+
+
 class CacheRecorder:
     """Records which blocks are stored and removed: as events in their order, and as the set of changed keys.
 
-    The lists of a tier's last event grow until events are drained: blocks that follow each other, or that are
-    evicted together, are one event. So the events of one tier are in their order; which of two tiers changed first
-    is not told.
+    The lists of the last event of a group in a tier grow until events are drained: blocks that follow each other,
+    or that are evicted together, are one event. So these events are in their order; which of two groups or tiers
+    changed first is not told.
     """
 
-    def __init__(self, *, keeps_events: bool = True, has_disk: bool = False) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup] = (),
+        *,
+        keeps_events: bool = True,
+        has_disk: bool = False,
+    ) -> None:
+        """One group keeps all where `groups` is empty."""
         self.changed: dict[bytes, None] | None = None
-        """Keys stored or removed anywhere but on disk, oldest first, since a listener put a dict here."""
+        """Keys of group 0 stored or removed, but on disk, oldest first, since a listener put a dict here."""
+        self._groups = groups
         self._keeps_events = keeps_events
         self._has_disk = has_disk
         self._events: list[KVEvent] = []
-        self._last: dict[Medium, BlockStored | BlockRemoved] = {}
+        self._last: dict[tuple[Medium, int | None], BlockStored | BlockRemoved] = {}
 
     def store(
         self,
@@ -84,43 +113,59 @@ class CacheRecorder:
         parent: bytes | None,
         token_ids: Sequence[int],
         medium: Medium = Medium.DEVICE,
+        group: int = 0,
     ) -> None:
         """A block can be found there from now on; `parent` is None for the first of a prefix."""
-        if self.changed is not None and medium is not Medium.DISK:
-            self.changed[key] = None
+        self._change(key, medium, group)
         if not self._keeps_events:
             return
-        last = self._last.get(medium)
+        last = self._last.get((medium, group))
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
             last.block_hashes.append(key)
             last.token_ids.extend(token_ids)
             return
-        event = BlockStored([key], parent, list(token_ids), len(token_ids), medium=medium)
-        self._append(medium, event)
+        kind, window = KVKind.FULL, 0
+        if self._groups:
+            kind, window = self._groups[group].kind, self._groups[group].window
+        event = BlockStored(
+            [key],
+            parent,
+            list(token_ids),
+            len(token_ids),
+            medium=medium,
+            group_idx=group,
+            kv_cache_spec_kind=_SPEC_KINDS[kind],
+            kv_cache_spec_sliding_window=window if kind is KVKind.WINDOW else None,
+        )
+        self._append(medium, group, event)
 
-    def remove(self, key: bytes, medium: Medium = Medium.DEVICE) -> None:
-        """A block can be found there no longer."""
-        if self.changed is not None and medium is not Medium.DISK:
-            self.changed[key] = None
+    def remove(self, key: bytes, medium: Medium = Medium.DEVICE, group: int | None = 0) -> None:
+        """A block can be found there no longer; `group` is None if it is not known."""
+        self._change(key, medium, group)
         if not self._keeps_events:
             return
-        last = self._last.get(medium)
+        last = self._last.get((medium, group))
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(key)
             return
-        self._append(medium, BlockRemoved([key], medium))
+        self._append(medium, group, BlockRemoved([key], medium, group))
 
-    def lose(self, keys: Iterable[bytes], medium: Medium = Medium.DEVICE) -> None:
-        """The workers are gone, and with them all that this tier held: `keys`.
+    def _change(self, key: bytes, medium: Medium, group: int | None) -> None:
+        if self.changed is not None and group == 0 and medium is not Medium.DISK:
+            self.changed[key] = None
+
+    def lose(self, blocks: Iterable[tuple[bytes, int]], medium: Medium = Medium.DEVICE) -> None:
+        """The workers are gone, and with them all that this tier held: `blocks`, by their keys and groups.
 
         Where nothing outlives the workers, one event says so for all tiers.
         """
+        for key, group in blocks:
+            if self._has_disk:
+                self.remove(key, medium, group)
+            else:
+                self._change(key, medium, group)
         if self._has_disk:
-            for key in keys:
-                self.remove(key, medium)
             return
-        if self.changed is not None:
-            self.changed.update(dict.fromkeys(keys))
         if self._keeps_events and not (
             self._events and isinstance(self._events[-1], AllBlocksCleared)
         ):
@@ -133,6 +178,6 @@ class CacheRecorder:
         self._last.clear()
         return events
 
-    def _append(self, medium: Medium, event: BlockStored | BlockRemoved) -> None:
+    def _append(self, medium: Medium, group: int | None, event: BlockStored | BlockRemoved) -> None:
         self._events.append(event)
-        self._last[medium] = event
+        self._last[medium, group] = event

@@ -170,11 +170,9 @@ class HostTier:
             self._refused.add(prefix.request_id)
             return None
         (slot,) = self.pool.allocate(1)
-        parent, token_ids = None, prefix.token_ids[:0]
-        if prefix.group == 0:  # others know prefixes by the keys of group 0
-            parent = prefix.keys[index - 1] if index else None
-            first = index * self._block_size
-            token_ids = prefix.token_ids[first : first + self._block_size]
+        parent = prefix.keys[index - 1] if index else None
+        size = self._block_size * prefix.ratio
+        token_ids = prefix.token_ids[index * size : (index + 1) * size]
         self._reserved[key] = _Reservation(
             slot, parent, token_ids, prefix.group, {prefix.request_id}
         )

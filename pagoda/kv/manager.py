@@ -352,15 +352,16 @@ class KVManager:
         num_computed = num_computed_tokens // self.block_size
         for index in range(table.num_published, num_computed):
             key = self._key(table, token_ids, index)
-            start = index * self.block_size
-            tokens = token_ids[start : start + self.block_size]
-            parent = table.keys[index] if index else None
+            end = index + 1
             for group, (held, ratio) in enumerate(zip(table.groups, self._ratios, strict=True)):
-                place, rest = divmod(index + 1, ratio)
+                place, rest = divmod(end, ratio)
                 place -= 1 + held.first
                 if rest == 0 and place >= 0:
-                    block = held.blocks[place]
-                    self.pool.publish(block, group_key(key, group), parent, tokens, group)
+                    parent = group_key(table.keys[end - ratio], group) if end > ratio else None
+                    tokens = token_ids[(end - ratio) * self.block_size : end * self.block_size]
+                    self.pool.publish(
+                        held.blocks[place], group_key(key, group), parent, tokens, group
+                    )
             table.num_published = index + 1
 
     def cached_blocks(

@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 import small_grammars
-from kv_subscriber import CacheView
+from kv_subscriber import CacheView, assert_knows
 from sim_disk import SimDisk
 from small_grammars import VOCAB_SIZE
 
@@ -217,12 +217,12 @@ class Harness:
         self.cached.apply(msgspec.msgpack.encode(batch))
         if self.core.ready is not None:
             pool, report = self.scheduler.kv.pool, self.core.load()
-            assert self.cached.keys == set(pool.keys())
+            assert_knows(self.cached.keys, pool)
             assert report.num_blocks_stored - report.num_blocks_removed == pool.num_cached
             for tier in report.tiers:
                 if tier.name == "host":
                     (host,) = self.hooks.near_pools
-                    assert self.cached.host_keys == set(host.keys())
+                    assert_knows(self.cached.host_keys, host)
                     assert tier.num_blocks == host.num_cached
                     assert tier.num_stored - tier.num_removed == tier.num_blocks
 

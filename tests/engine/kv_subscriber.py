@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 import zmq
 
+from pagoda.kv.block_pool import BlockPool
+
 
 class StoredOnTheWire(msgspec.Struct, tag="BlockStored"):
-    """The fields that vLLM's type has without a default, and two that it has with one."""
+    """The fields of vLLM's type."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -18,6 +20,8 @@ class StoredOnTheWire(msgspec.Struct, tag="BlockStored"):
     lora_name: str | None
     extra_keys: list[list[str] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class RemovedOnTheWire(msgspec.Struct, tag="BlockRemoved"):
@@ -58,7 +62,7 @@ class CacheView:
         for event in batch.events:
             match event:
                 case StoredOnTheWire():
-                    assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+                    assert len(event.token_ids) == len(event.block_hashes) * event.block_size > 0
                     keys = self._keys_in(event.medium)
                     assert keys.isdisjoint(event.block_hashes)
                     keys.update(event.block_hashes)
@@ -75,6 +79,12 @@ class CacheView:
 
     def _keys_in(self, medium: str | None) -> set[bytes | int]:
         return {"GPU": self.keys, "CPU": self.host_keys, "DISK": self.disk_keys}[medium or ""]
+
+
+def assert_knows(keys: set[bytes | int], pool: BlockPool) -> None:
+    """A subscriber takes to be cached what a tier's pool has, of all KV groups."""
+    assert len(keys) == pool.num_cached
+    assert all(isinstance(key, bytes) and pool.find(key) is not None for key in keys)
 
 
 class Subscriber:

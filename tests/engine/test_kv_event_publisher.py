@@ -161,8 +161,16 @@ def test_an_event_is_a_map_in_an_array(stage: Stage) -> None:
             "lora_id": None,
             "medium": "GPU",
             "lora_name": None,
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+            "kv_cache_spec_sliding_window": None,
         },
-        {"type": "BlockRemoved", "block_hashes": [key(7), key(8)], "medium": "GPU"},
+        {
+            "type": "BlockRemoved",
+            "block_hashes": [key(7), key(8)],
+            "medium": "GPU",
+            "group_idx": 0,
+        },
     ]
 
 

@@ -9,7 +9,7 @@ from group_models import NAMES, grouped
 from harness import VOCAB_SIZE, check_sums
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from kv_subscriber import CacheView
+from kv_subscriber import CacheView, assert_knows
 from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
 from small_grammars import EOS, GRAMMARS
 
@@ -129,7 +129,7 @@ class SchedulerMachine(SchedulerRules):
         scheduler = self.scheduler
         scheduler.kv.pool.check()
         self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.drain(), 0)))
-        assert self.cached.keys == set(scheduler.kv.pool.keys())
+        assert_knows(self.cached.keys, scheduler.kv.pool)
         check_sums(scheduler)
         held: dict[int, int] = {}
         for request in scheduler.requests.values():

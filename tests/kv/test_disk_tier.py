@@ -239,7 +239,7 @@ def test_what_was_stored_is_an_event_and_so_is_what_is_gone(rig: DiskRig) -> Non
     assert (event.block_hashes, event.medium) == (KEYS[:2], Medium.DISK)
     assert (event.parent_block_hash, event.token_ids) == (None, TOKENS[:8])
     rig.end(rig.load(prefix(), 0, 2), failed=[1])
-    assert rig.events.drain() == [BlockRemoved([KEYS[1]], Medium.DISK)]
+    assert rig.events.drain() == [BlockRemoved([KEYS[1]], Medium.DISK, None)]
 
 
 # ---- what is brought nearer

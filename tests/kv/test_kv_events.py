@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+from group_models import NAMES as GROUPED
+from group_models import grouped
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagoda.kv.block_keys import GroupKeys, prefix_keys
 from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheRecorder, Medium
 from pagoda.kv.manager import BlockTable, KVManager
+from pagoda.messages.kv_groups import KVKind
 
 SIZE = 4
 SALTS = (None, "tenant-a")
@@ -53,7 +58,7 @@ def test_a_lost_device_is_one_event() -> None:
 def test_all_tiers_that_are_lost_with_the_workers_are_one_event() -> None:
     events = CacheRecorder()
     for medium in (Medium.DEVICE, Medium.HOST):
-        events.lose([b"key"], medium)
+        events.lose([(b"key", 0)], medium)
     assert events.drain() == [AllBlocksCleared()]
 
 
@@ -72,6 +77,52 @@ def test_events_of_a_tier_grow_beside_those_of_another() -> None:
         BlockRemoved([b"1"], Medium.DISK),
     ]
     assert events.drain() == [*stored, *removed]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_blocks_of_each_group_are_told_with_what_its_layers_keep(name: str) -> None:
+    groups, tokens = grouped(name, SIZE), list(range(49))
+    events = CacheRecorder(groups)
+    kv = KVManager(200, SIZE, groups=groups, recorder=events)
+    table = fill(kv, tokens)
+    stored = [event for event in events.drain() if isinstance(event, BlockStored)]
+    assert [event.group_idx for event in stored] == list(range(len(groups)))
+    keys = prefix_keys(tokens, SIZE, None, 100)
+    for event, group, ratio in zip(stored, groups, kv.layout.ratios, strict=True):
+        view = GroupKeys(keys, event.group_idx, ratio, len(keys) // ratio)
+        assert event.block_hashes == list(view)
+        assert event.block_size == group.block_size
+        assert event.token_ids == tokens[: len(view) * group.block_size]
+        assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == {
+            KVKind.FULL: ("full_attention", None),
+            KVKind.WINDOW: ("sliding_window", 2 * SIZE + 1),
+            KVKind.CHUNK: ("chunked_local_attention", None),
+            KVKind.STATE: ("mamba", None),
+        }[group.kind]
+    kv.free(table)
+    kv.pool.release(kv.pool.allocate(kv.pool.num_blocks))
+    removed = {
+        event.group_idx: set(event.block_hashes)
+        for event in events.drain()
+        if isinstance(event, BlockRemoved)
+    }
+    assert removed == {event.group_idx: set(event.block_hashes) for event in stored}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_what_routers_are_told_of_is_group_0(name: str) -> None:
+    groups = grouped(name, SIZE)
+    events = CacheRecorder(groups, keeps_events=False)
+    kv = KVManager(200, SIZE, groups=groups, recorder=events)
+    events.changed = {}
+    table = fill(kv, list(range(49)))
+    ratio = kv.layout.ratios[0]
+    own = dict.fromkeys(table.keys[ratio : 12 - 12 % ratio + 1 : ratio])
+    assert events.changed == own
+    kv.free(table)
+    events.changed.clear()
+    kv.pool.clear_cache()
+    assert events.changed.keys() == own.keys()
 
 
 def test_without_a_prefix_cache_nothing_is_recorded() -> None:
@@ -112,7 +163,7 @@ def test_whoever_applies_all_events_knows_what_each_tier_holds(
             assert known == held
         elif change == "lose":
             for lost in (Medium.DEVICE, Medium.HOST):
-                events.lose([key for key, tier in held if tier == lost], lost)
+                events.lose([(key, 0) for key, tier in held if tier == lost], lost)
             held = {(key, tier) for key, tier in held if tier == Medium.DISK}
         elif medium in tiers and (key, medium) in held:
             events.remove(key, medium)
