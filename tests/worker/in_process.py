@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,20 +28,21 @@ from pagoda.messages.worker import StepPlan, TokenMasks
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.input_batch import MAX_STEPS
 from pagoda.worker.loading import load_runner, plan_worker
-from pagoda.worker.runner import Runner, StageRunner
+from pagoda.worker.runner import Runner, StageRunner, Ticket
 from pagoda.worker.stages import StageState
 
 CONTEXT = 96
 """Tokens of the longest sequence of `engine`."""
 
 
-def _run(runner: Any, plan: StepPlan, before: StageState | None) -> Any:
-    return runner.submit(plan).result(before)
+def _result(ticket: Ticket[Any], before: StageState | None) -> Any:
+    return ticket.result(before)
 
 
 class InProcessExecutor:
-    """Runs every plan at once; as with worker processes, the next step is planned before its result is seen.
+    """Computes a step once the next one is submitted, or when nothing else is left to do.
 
     Tensor-parallel ranks are threads, and stages take their turns.
     """
@@ -51,6 +51,9 @@ class InProcessExecutor:
         parallel = config.parallel
         self.max_in_flight = 2 if parallel.pipeline_parallel_size == 1 else 3
         self._plans: deque[StepPlan] = deque()
+        """Plans that are not submitted yet."""
+        self._tickets: deque[tuple[StepPlan, list[list[Ticket[Any]]]]] = deque()
+        """Steps that are not computed yet, with their tickets by stage and rank."""
         self._masks: dict[int, TokenMasks] = {}
         self._pool = ThreadPoolExecutor(max_workers=parallel.tensor_parallel_size)
         groups = [
@@ -89,31 +92,38 @@ class InProcessExecutor:
 
     def submit_masks(self, masks: TokenMasks) -> None:
         self._masks[masks.step] = masks
-        self._execute()
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
-        self._execute()
+        self._submit()
 
-    def _execute(self) -> None:
-        """Executes plans in order, until one needs masks that are not there."""
-        while self._plans and (
-            not self._plans[0].masked_slots or self._plans[0].step in self._masks
-        ):
-            self._step(self._plans.popleft())
+    def _submit(self) -> None:
+        while self._plans and (len(self._tickets) < MAX_STEPS or self._compute()):
+            plan = self._plans.popleft()
+            tickets = [[runner.submit(plan) for runner in stage] for stage in self.stages]
+            self._tickets.append((plan, tickets))
 
-    def _step(self, plan: StepPlan) -> None:
-        states: list[StageState | None] = [None] * len(self.stages[0])
-        for stage in self.stages[:-1]:
-            computed = self._pool.map(_run, stage, repeat(plan), states)
+    def _compute(self) -> bool:
+        """Computes the oldest step; False if there is none, or it needs masks that are not there."""
+        if not self._tickets:
+            return False
+        plan, (*stages, last) = self._tickets[0]
+        if plan.masked_slots and plan.step not in self._masks:
+            return False
+        states: list[StageState | None] = [None] * len(last)
+        for stage in stages:
+            computed = self._pool.map(_result, stage, states)
             states = [replace(state, hidden=state.hidden.clone()) for state in computed]
-        last = self.stages[-1]
-        results = list(self._pool.map(_run, last, repeat(plan), states))
+        results = list(self._pool.map(_result, last, states))
         for result in results:
             assert (result.slots, result.token_ids) == (results[0].slots, results[0].token_ids)
         self._events.append(results[0])
+        self._tickets.popleft()
+        return True
 
     def poll(self) -> list[ExecutorEvent]:
+        if not self._events and self._compute():
+            self._submit()
         events, self._events = self._events, []
         return events
 
