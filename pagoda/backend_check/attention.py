@@ -15,6 +15,7 @@ from pagoda.backend_check.subject import (
     Check,
     FailedError,
     Subject,
+    batch_of_spans,
     ensure,
     ensure_close,
     ensure_same,
@@ -117,18 +118,10 @@ def spoil(cache: KVCache | LatentCache) -> None:
 def token_batch(
     kind: Kind, shares: Sequence[Share], blocks: Sequence[list[int]] = ()
 ) -> TokenBatch:
-    """A step; entries of block tables past a sequence's own name a spare block."""
+    """A step of shares of the sequences, whose blocks are those of the kind unless others are given."""
     tables = blocks or [kind.blocks(i) for i, _, _ in shares]
-    width = max(map(len, tables)) + 1
-    counts = torch.tensor([n for _, _, n in shares])
-    positions = torch.cat([torch.arange(done, done + n) for _, done, n in shares])
-    return TokenBatch(
-        token_ids=torch.zeros_like(positions),
-        positions=positions,
-        sequence_ids=torch.repeat_interleave(counts),
-        query_lens=counts,
-        context_lens=torch.tensor([done + n for _, done, n in shares]),
-        block_tables=(torch.tensor([t + [0] * (width - len(t)) for t in tables]),),
+    return batch_of_spans(
+        [(done, n, own) for (_, done, n), own in zip(shares, tables, strict=True)]
     )
 
 
@@ -138,9 +131,12 @@ def attend(
     cache: KVCache,
     shares: Sequence[Share],
     blocks: Sequence[list[int]] = (),
+    metadata: object = None,
 ) -> list[Tensor]:
-    """One step; what each share's tokens attend to."""
+    """One step; what each share's tokens attend to. Metadata is made for it where none is given."""
     batch = token_batch(kind, shares, blocks)
+    if metadata is None:
+        metadata = backend.attention_metadata(batch, kind.heads, cache)
     norms = None
     if kind.norms:
         sizes = (kind.head_dim, kind.head_dim)
@@ -174,7 +170,6 @@ def attend(
 
     qkv = torch.cat([kind.qkv(i)[done : done + n] for i, done, n in shares])
     tensors = {"qkv": qkv, "positions": batch.positions}
-    metadata = backend.attention_metadata(batch, kind.heads, cache)
     (out,) = outputs(backend, record, tensors, metadata)
     return list(torch.split(out, [n for _, _, n in shares]))
 
@@ -292,23 +287,11 @@ def _ahead(subject: Subject) -> str:
     first, second = [(0, 0, 100)], [(0, 100, 50), (2, 0, 70)]
     attend(backend, kind, once, first)
     expected = attend(backend, kind, once, second)
-    batch = token_batch(kind, second)
-    metadata = backend.attention_metadata(batch, kind.heads, ahead)
+    metadata = backend.attention_metadata(token_batch(kind, second), kind.heads, ahead)
     attend(backend, kind, ahead, first)
-    qkv = torch.cat([kind.qkv(i)[done : done + n] for i, done, n in second])
-    positions = torch.cat([torch.arange(done, done + n) for _, done, n in second])
-
-    def record(ops: GraphBuilder, qkv: Value, positions: Value, metadata: Value) -> Value:
-        frequencies = torch.logspace(0, -3, kind.rotated // 2).to(backend.device)
-        table = ops.rotary_table(positions, frequencies, 1.0)
-        heads = {"num_heads": kind.heads, "head_dim": kind.head_dim}
-        queries = ops.rotate_and_cache(qkv, metadata, table, ahead, None, **heads)
-        return ops.attention(
-            queries, metadata, ahead, head_dim=kind.head_dim, scale=0.3, window=None
-        )
-
-    (out,) = outputs(backend, record, {"qkv": qkv, "positions": positions}, metadata)
-    ensure_same(out, torch.cat(expected), "a step whose metadata was made ahead of time")
+    found = attend(backend, kind, ahead, second, metadata=metadata)
+    for own, wanted in zip(found, expected, strict=True):
+        ensure_same(own, wanted, "a step whose metadata was made ahead of time")
     return "made before the step before it is computed"
 
 

@@ -25,6 +25,7 @@ from pagoda.backend_check.subject import (
     outputs,
     random_tensor,
 )
+from pagoda.backend_check.threads import ThreadGroup, ThreadRank
 from pagoda.devices import BackendUnavailableError
 from pagoda.parallel.collectives import HostGroup
 from pagoda.telemetry.tracer import Tracer
@@ -112,50 +113,6 @@ def _traced(subject: Subject) -> str:
     )
     ensure(all(time >= 0 for time in times), "an operation took less than no time")
     return f"{len(operations)} operations with times of their own"
-
-
-class ThreadGroup:
-    """Ranks of one process, as threads that meet."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=60)
-        self._given: list[Any] = [None] * size
-
-    def all_give(self, rank: int, own: Any) -> list[Any]:
-        self._given[rank] = own
-        self._barrier.wait()
-        everything = list(self._given)
-        self._barrier.wait()
-        return everything
-
-    def abort(self) -> None:
-        """Lets ranks that wait for one that failed fail too."""
-        self._barrier.abort()
-
-
-class ThreadRank:
-    """One rank of a `ThreadGroup`."""
-
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self._group = group
-        self.rank = rank
-        self.size = group.size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for part in self.all_gather(x):
-            total += part
-        return total.to(x.dtype)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        if not x.is_cpu:
-            raise ValueError(f"A group over the host was given a tensor on {x.device}.")
-        return torch.stack(self._group.all_give(self.rank, x.clone()))
-
-    def broadcast(self, payload: bytes | None) -> bytes:
-        first: bytes = self._group.all_give(self.rank, payload)[0]
-        return first
 
 
 def _on_ranks(subject: Subject, work: Callable[[Backend[Any, Any], int], Any]) -> list[Any]:

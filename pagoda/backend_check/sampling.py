@@ -15,10 +15,40 @@ from pagoda.messages.sampling_params import SamplingParams
 
 VOCABULARIES = (1, 31, 130, 1000, 8193)
 _BATCHES = 12
-_SHAPES = ("flat", "normal", "peaked", "tied", "constant", "huge", "nan", "inf")
+KINDS = ("flat", "normal", "peaked", "tied", "constant", "huge", "zeros", "nan", "inf", "-inf")
+"""Shapes of distributions."""
 
 
-def _logits(shape: str, vocab: int, seed: int) -> Tensor:
+def row_of(
+    vocab: int,
+    *,
+    position: int = 0,
+    seen: tuple[int, ...] = (),
+    counts: tuple[int, ...] = (),
+    allowed: Tensor | None = None,
+    stops: tuple[int, ...] = (),
+    **params: Any,
+) -> SamplingRow:
+    sampling = SamplingParams(**{"seed": 0} | params)
+    bias = {token: value for token, value in (sampling.logit_bias or {}).items() if token < vocab}
+    rules = SamplingRules(
+        sampling, allowed, array("q", stops), array("q", bias), array("f", bias.values())
+    )
+    return SamplingRow(
+        rules, position, rules.allowed, bool(stops), array("q", seen), array("f", counts)
+    )
+
+
+def mask(tokens: list[int], vocab: int) -> Tensor:
+    """The bits of tokens, in words of 32."""
+    words = [0] * -(-vocab // 32)
+    for token in tokens:
+        words[token // 32] |= 1 << token % 32
+    return torch.tensor([word - 2**32 * (word >> 31) for word in words], dtype=torch.int32)
+
+
+def logits_like(kind: str, vocab: int, seed: int) -> Tensor:
+    """Logits [vocab] whose distribution has a certain shape."""
     normal = random_tensor(vocab, seed=seed)
     shapes = {
         "flat": normal * 0.01,
@@ -27,53 +57,50 @@ def _logits(shape: str, vocab: int, seed: int) -> Tensor:
         "tied": (normal * 3).round(),
         "constant": normal * 0 - 2.5,
         "huge": normal * 1e37,
+        "zeros": torch.where(normal > 0, 0.0, -0.0),
     }
-    if shape in shapes:
-        return shapes[shape]
-    normal[seed % vocab] = float(shape)
+    if kind in shapes:
+        return shapes[kind]
+    normal[seed % vocab] = float(kind)
     return normal
 
 
-def _allowed(vocab: int, rng: random.Random) -> Tensor:
-    """The bits of a few tokens, in words of 32."""
-    words = [0] * -(-vocab // 32)
-    for token in rng.sample(range(vocab), min(vocab, 5)):
-        words[token // 32] |= 1 << token % 32
-    return torch.tensor([word - 2**32 * (word >> 31) for word in words], dtype=torch.int32)
-
-
-def _row(vocab: int, rng: random.Random) -> SamplingRow:
+def random_row(vocab: int, rng: random.Random) -> SamplingRow:
     def one(*choices: Any) -> Any:
         return rng.choice(choices)
 
-    sampling = SamplingParams(
-        temperature=one(0.0, 0.3, 1.0, 1.0, 2.5),
-        top_k=one(0, 0, 1, 5, 300),
-        top_p=one(1.0, 0.95, 0.1),
-        typical_p=one(1.0, 1.0, 0.3),
-        min_p=one(0.0, 0.0, 0.05),
-        repetition_penalty=one(1.0, 1.3),
+    seen = rng.sample(range(vocab), min(vocab, rng.choice([0, 0, 3, 40])))
+    tokens = rng.sample(range(vocab), min(vocab, rng.choice([1, 5, 300])))
+    return row_of(
+        vocab,
+        position=rng.choice([0, 1, 2**33]),
+        seen=tuple(seen),
+        counts=tuple(rng.choice([0, 1, 7]) for _ in seen),
+        allowed=one(None, None, mask(tokens, vocab)),
+        stops=one((), (), (rng.randrange(vocab),)),
+        temperature=one(0.0, 1e-5, 0.3, 1.0, 1.0, 2.5, 100.0),
+        top_k=one(0, 0, -1, 1, 2, 5, 40, 300, vocab),
+        top_p=one(1.0, 1.0, 0.95, 0.5, 0.1, 1e-30),
+        typical_p=one(1.0, 1.0, 0.9, 0.3, 1e-9),
+        min_p=one(0.0, 0.0, 0.05, 0.5, 1.0),
+        repetition_penalty=one(1.0, 1.3, 0.01),
         presence_penalty=one(0.0, 0.7),
         frequency_penalty=one(0.0, -0.4),
+        logit_bias=one(None, {3: 4.0, 5: -100.0}),
         logprobs=one(None, 0, 1, 20),
-        seed=rng.randrange(2**64),
+        seed=rng.randrange(-(2**63), 2**64),
     )
-    seen = rng.sample(range(vocab), min(vocab, one(0, 3, 40)))
-    stops = array("q", one((), (), (rng.randrange(vocab),)))
-    allowed = one(None, None, _allowed(vocab, rng))
-    bias = one((), (), (rng.randrange(vocab),))
-    rules = SamplingRules(sampling, allowed, stops, array("q", bias), array("f", [4.0] * len(bias)))
-    counts = array("f", [float(one(0, 1, 7)) for _ in seen])
-    return SamplingRow(rules, one(0, 1, 2**33), allowed, len(stops) > 0, array("q", seen), counts)
 
 
 def _sample(subject: Subject) -> str:
     rng, counted = random.Random(1), 0
     for vocab in VOCABULARIES:
         for batch in range(_BATCHES):
-            shapes = [rng.choice(_SHAPES) for _ in range(rng.randint(1, 6))]
-            logits = torch.stack([_logits(s, vocab, batch + i) for i, s in enumerate(shapes)])
-            rows = [_row(vocab, rng) for _ in shapes]
+            kinds = [rng.choice(KINDS) for _ in range(rng.randint(1, 6))]
+            logits = torch.stack(
+                [logits_like(kind, vocab, batch + i) for i, kind in enumerate(kinds)]
+            )
+            rows = [random_row(vocab, rng) for _ in kinds]
             own = subject.backend.sample(logits.to(subject.backend.device, copy=True), rows)
             expected = subject.reference.sample(logits.clone(), rows)
             for found, wanted, row in zip(own, expected, rows, strict=True):
@@ -87,7 +114,7 @@ def _sample(subject: Subject) -> str:
 
 def _score(subject: Subject) -> str:
     for vocab in VOCABULARIES:
-        logits = torch.stack([_logits(s, vocab, 3) for s in ("normal", "tied", "peaked")])
+        logits = torch.stack([logits_like(kind, vocab, 3) for kind in ("normal", "tied", "peaked")])
         ids = torch.tensor([0, vocab - 1, vocab // 2])
         own = subject.backend.score(logits.to(subject.backend.device), ids, 5)
         expected = subject.reference.score(logits, ids, 5)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend
+from pagoda.backend.base import Backend, TokenBatch
 from pagoda.backend.graph import Value
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.single import compute
@@ -67,6 +67,24 @@ class Check:
 
 def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of_spans(spans: Sequence[tuple[int, int, list[int]]]) -> TokenBatch:
+    """A step of (tokens computed before, tokens computed now, block ids) of each sequence.
+
+    Entries of block tables past a sequence's own name block 0.
+    """
+    width = max(len(blocks) for _, _, blocks in spans) + 1
+    counts = torch.tensor([count for _, count, _ in spans])
+    positions = torch.cat([torch.arange(done, done + count) for done, count, _ in spans])
+    return TokenBatch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        sequence_ids=torch.repeat_interleave(counts),
+        query_lens=counts,
+        context_lens=torch.tensor([done + count for done, count, _ in spans]),
+        block_tables=(torch.tensor([b + [0] * (width - len(b)) for _, _, b in spans]),),
+    )
 
 
 def ensure(holds: bool, sentence: str) -> None:

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from single_operations import SingleOperations
 from torch import Tensor
 
-from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
+from pagoda.backend.base import HeadNorms, KVCache
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.host import rotary_table
 from pagoda.backend.reference.attention import rotated
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend_check.subject import batch_of_spans
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.weight_formats import GROUP_SIZES
 from pagoda.devices import BackendUnavailableError
@@ -63,21 +64,6 @@ def assert_close(
     assert actual.dtype == expected.dtype
     tolerance = tolerance or TOLERANCE[expected.dtype]
     torch.testing.assert_close(actual, expected, atol=tolerance * scale, rtol=tolerance)
-
-
-def token_batch(spans: list[tuple[int, int, list[int]]]) -> TokenBatch:
-    """Batch of (tokens computed before, tokens computed now, block ids) per sequence."""
-    width = max(len(blocks) for _, _, blocks in spans)
-    counts = torch.tensor([count for _, count, _ in spans])
-    positions = torch.cat([torch.arange(done, done + count) for done, count, _ in spans])
-    return TokenBatch(
-        token_ids=torch.zeros_like(positions),
-        positions=positions,
-        sequence_ids=torch.repeat_interleave(counts),
-        query_lens=counts,
-        context_lens=torch.tensor([done + count for done, count, _ in spans]),
-        block_tables=(torch.tensor([b + [0] * (width - len(b)) for _, _, b in spans]),),
-    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +126,7 @@ class Sequences:
     ) -> list[Tensor]:
         """One step over (sequence, tokens before, tokens now)."""
         shape = self.shape
-        batch = token_batch([(done, n, self.blocks[i]) for i, done, n in shares])
+        batch = batch_of_spans([(done, n, self.blocks[i]) for i, done, n in shares])
         qkv = torch.cat([self.qkv[i][done : done + n] for i, done, n in shares])
         plan = ops.attention_metadata(batch, shape.heads, cache)
         rotary = (batch.positions, self.frequencies, self.norms, shape.heads)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import random_tensor, token_batch
+from cpu_cases import random_tensor
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.single import compute
+from pagoda.backend_check.subject import batch_of_spans
 
 HEADS, KV_HEADS, HEAD_DIM, EPS = 4, 2, 32, 1e-6
 LENGTHS = (150, 1, 70)
@@ -79,7 +80,7 @@ def _attend(
     ops: Any, kind: _Kind, cache: KVCache, shares: list[tuple[int, int, int]]
 ) -> list[Tensor]:
     """One step over (sequence, tokens before, tokens now)."""
-    batch = token_batch([(done, n, BLOCKS[i]) for i, done, n in shares])
+    batch = batch_of_spans([(done, n, BLOCKS[i]) for i, done, n in shares])
 
     def record(graph: GraphBuilder, qkv: Value, positions: Value, metadata: Value) -> Value:
         table = (
@@ -175,7 +176,7 @@ def test_a_sink_takes_its_share_of_a_split_context(ops: Any) -> None:
     """Contexts beyond a split of the kernels, whose results are merged, have one sink."""
     kind = _Kind(rotated=0, has_sinks=True)
     n = 1300
-    batch = token_batch([(0, n, list(range(82)))])
+    batch = batch_of_spans([(0, n, list(range(82)))])
     cache = ops.allocate_kv_cache(90, 16, 1, HEAD_DIM, torch.float32)
     sinks = torch.tensor([6.0])
 
@@ -208,7 +209,7 @@ def test_options_that_do_not_fit_are_refused(
     ops: Any, options: dict[str, Any], message: str
 ) -> None:
     cache = ops.allocate_kv_cache(1, 16, KV_HEADS, HEAD_DIM, torch.float32)
-    metadata = ops.attention_metadata(token_batch([(0, 2, [0])]), HEADS, cache)
+    metadata = ops.attention_metadata(batch_of_spans([(0, 2, [0])]), HEADS, cache)
     queries = torch.zeros(2, HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match=message):
         ops.attention(queries, cache, metadata, scale=1.0, window=None, **options)

@@ -25,7 +25,6 @@ from cpu_cases import (
     seeds,
     sets,
     threads,
-    token_batch,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +43,7 @@ from pagoda.backend.weights import (
     LinearWeight,
     dequantize,
 )
+from pagoda.backend_check.subject import batch_of_spans
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
 from pagoda.checkpoints.weight_formats import BLOCK_SIZES, BlockFormat, format_bytes
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="even head sizes"):
         ops.allocate_kv_cache(1, 16, 1, 7, torch.float32)
     cache = ops.allocate_kv_cache(1, 16, 1, 8, torch.float32)
-    plan = ops.attention_metadata(token_batch([(0, 2, [0])]), 1, cache)
+    plan = ops.attention_metadata(batch_of_spans([(0, 2, [0])]), 1, cache)
     with pytest.raises(ValueError, match="3 tokens do not fit metadata of 2"):
         ops.attention(torch.zeros(3, 1, 8), cache, plan, scale=1.0, window=None)
 

@@ -18,13 +18,13 @@ from cpu_cases import (
     seeds,
     sets,
     threads,
-    token_batch,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from single_operations import SingleOperations
 
 from pagoda.backend.base import KVCache
+from pagoda.backend_check.subject import batch_of_spans
 
 KV_DTYPES = [*DTYPES, torch.int8]
 
@@ -188,7 +188,7 @@ def test_sequences_that_share_blocks_get_what_they_get_alone(
 
     def attend(chosen: list[int]) -> list[torch.Tensor]:
         plan = ops.attention_metadata(
-            token_batch([spans[i] for i in chosen]), group * kv_heads, cache
+            batch_of_spans([spans[i] for i in chosen]), group * kv_heads, cache
         )
         queries = torch.cat([rows[i] for i in chosen])
         out = ops.attention(queries, cache, plan, scale=head_dim**-0.5, window=window)
@@ -239,7 +239,7 @@ def test_a_shared_prefix_is_read_once(contexts: list[int], shared: int, read: in
         (context - 1, 1, [*prompt, *(next(ids) for _ in range(-(-context // size) - len(prompt)))])
         for context in contexts
     ]
-    plan = ops.attention_metadata(token_batch(spans), 4, cache)
+    plan = ops.attention_metadata(batch_of_spans(spans), 4, cache)
     assert plan.native.num_tokens_read(2**40) == read
 
 
@@ -247,7 +247,7 @@ def test_a_shared_prefix_is_read_once(contexts: list[int], shared: int, read: in
 def test_tokens_behind_a_window_are_not_read() -> None:
     ops = kernels(SETS[-1])
     cache = ops.allocate_kv_cache(200, 16, 2, 8, torch.float32)
-    plan = ops.attention_metadata(token_batch([(2000, 1, list(range(200)))]), 4, cache)
+    plan = ops.attention_metadata(batch_of_spans([(2000, 1, list(range(200)))]), 4, cache)
     assert plan.native.num_tokens_read(2**40) == 2001
     # Key tiles are read from their beginning.
     assert plan.native.num_tokens_read(100) == 2001 - (2001 - 100) // 64 * 64

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from cpu_cases import SETS, needs_kernels, quantized, random_tensor, sets, threads, token_batch
+from cpu_cases import SETS, needs_kernels, quantized, random_tensor, sets, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from single_operations import SingleOperations, one_by_one
@@ -17,6 +17,7 @@ from pagoda.backend.base import HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
 from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend_check.subject import batch_of_spans
 from pagoda.telemetry.tracer import Tracer
 
 pytestmark = needs_kernels
@@ -106,7 +107,7 @@ def _layer(name: str, kind: str, kv_dtype: torch.dtype) -> _Layer:
 def _step(
     ops: CpuBackend, cache: KVCache, lengths: list[int], token_ids: list[int], **more: Tensor
 ) -> StepInput[AttentionMetadata]:
-    batch = token_batch([(0, n, list(range(3 * i, 3 * i + 3))) for i, n in enumerate(lengths)])
+    batch = batch_of_spans([(0, n, list(range(3 * i, 3 * i + 3))) for i, n in enumerate(lengths)])
     tensors = {"token_ids": torch.tensor(token_ids), "positions": batch.positions}
     return StepInput(tensors | more, {0: ops.attention_metadata(batch, HEADS, cache)})
 

@@ -15,7 +15,6 @@ from cpu_cases import (
     Shape,
     backend_of,
     random_tensor,
-    token_batch,
 )
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from pagoda.backend.host import rotary_table
 from pagoda.backend.reference.attention import rotated, write_kv
 from pagoda.backend.reference.rows import rms_norm
 from pagoda.backend.weights import DenseWeight, LinearWeight, weight_shape
+from pagoda.backend_check.subject import batch_of_spans
 
 BLOCK_SIZE = 16
 DENSE = [(64, 192), (96, 100), (256, 768), (768, 256), (333, 777), (256, 4097)]
@@ -117,7 +117,7 @@ def test_cache_is_laid_out_by_block_and_head() -> None:
     cache = ops.allocate_kv_cache(4, BLOCK_SIZE, 2, 8, torch.bfloat16)
     assert isinstance(cache, KVCache)
     assert cache.keys.shape == cache.values.shape == (4, 2, BLOCK_SIZE, 8)
-    batch = token_batch([(BLOCK_SIZE + 1, 1, [3, 1])])
+    batch = batch_of_spans([(BLOCK_SIZE + 1, 1, [3, 1])])
     plan = ops.attention_metadata(batch, 4, cache)
     keys = random_tensor(1, 2, 8).bfloat16().float()
     write_kv(cache, keys, -keys, plan)

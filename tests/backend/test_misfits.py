@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import SETS, needs_kernels, random_tensor, token_batch
+from cpu_cases import SETS, needs_kernels, random_tensor
 
 from pagoda.backend.base import KVCache, StateCache, StepInput, TokenBatch
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.graph import GraphBuilder
 from pagoda.backend.state_layers import short_conv
+from pagoda.backend_check.subject import batch_of_spans
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCKS = 4, 1, 16, 4
 
@@ -67,7 +68,7 @@ def test_a_cache_of_other_heads_is_refused_when_a_graph_is_compiled(cpu: CpuBack
 def test_metadata_of_another_shape_is_refused(
     cpu: CpuBackend, heads: int, sizes: dict[str, int], words: str
 ) -> None:
-    compiled, batch = _attention(cpu, _cache(cpu)), token_batch([(0, 3, [1])])
+    compiled, batch = _attention(cpu, _cache(cpu)), batch_of_spans([(0, 3, [1])])
     metadata = cpu.attention_metadata(batch, heads, _cache(cpu, **sizes))
     qkv = random_tensor(3, 96)
     with pytest.raises(ValueError, match=words):
@@ -85,14 +86,14 @@ def _with_blocks(batch: TokenBatch, blocks: list[int]) -> TokenBatch:
 
 @needs_kernels
 def test_blocks_that_a_cache_lacks_are_refused_when_metadata_is_made(cpu: CpuBackend) -> None:
-    batch, cache = token_batch([(0, 3, [1])]), _cache(cpu)
+    batch, cache = batch_of_spans([(0, 3, [1])]), _cache(cpu)
     states = StateCache(_cache(cpu), 16, 8, 3)
     for each in (cache, states):
         heads = HEADS if each is cache else 1
         for block in (BLOCKS, 99, -1, 2**32):
             with pytest.raises(IndexError, match=f"Block {block} is not one of the cache's 4"):
                 cpu.attention_metadata(_with_blocks(batch, [0, block]), heads, each)
-        long = token_batch([(0, 40, [0])])
+        long = batch_of_spans([(0, 40, [0])])
         with pytest.raises(ValueError, match="40 do not fit a table of 1 blocks of 16"):
             cpu.attention_metadata(_with_blocks(long, [0]), heads, each)
         wrong = replace(batch, context_lens=batch.context_lens - 1)
@@ -108,7 +109,7 @@ def test_metadata_of_other_states_is_refused(cpu: CpuBackend) -> None:
     builder = GraphBuilder(cpu.group)
     x, weight = builder.input("x", channels), random_tensor(4, channels)
     builder.result("out", short_conv(builder, x, builder.metadata(), states, weight))
-    compiled, batch = cpu.compile(builder.build()), token_batch([(0, 3, [1])])
+    compiled, batch = cpu.compile(builder.build()), batch_of_spans([(0, 3, [1])])
     for memory, size in ((_cache(cpu), 8), (_cache(cpu, num_blocks=5), 16)):
         metadata = cpu.attention_metadata(batch, 1, StateCache(memory, size, 8, 3))
         with pytest.raises(ValueError, match=r"^Metadata of 1 heads of 1, .* does not fit"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from array import array
 from collections import Counter
 from typing import Any
 
@@ -16,88 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow, SamplingRules
-from pagoda.messages.sampling_params import SamplingParams
+from pagoda.backend.sampling import Outcome, SampledRow
+from pagoda.backend_check.sampling import KINDS, logits_like, mask, random_row, row_of
 
 NATIVE = {name: CpuBackend(name) for name in SETS}
 VOCABULARIES = (1, 31, 128, 130, 257, 1000, 8191, 8193, 20_000)
 """Numbers of tokens about the size of a block (128), of a chunk (8,192), and of several chunks."""
 
 
-def row_of(
-    vocab: int,
-    *,
-    position: int = 0,
-    seen: tuple[int, ...] = (),
-    counts: tuple[int, ...] = (),
-    allowed: Tensor | None = None,
-    stops: tuple[int, ...] = (),
-    **params: Any,
-) -> SamplingRow:
-    sampling = SamplingParams(**{"seed": 0} | params)
-    bias = {token: value for token, value in (sampling.logit_bias or {}).items() if token < vocab}
-    rules = SamplingRules(
-        sampling, allowed, array("q", stops), array("q", bias), array("f", bias.values())
-    )
-    return SamplingRow(
-        rules, position, rules.allowed, bool(stops), array("q", seen), array("f", counts)
-    )
-
-
-def mask(tokens: list[int], vocab: int) -> Tensor:
-    """The bits of tokens, in words of 32."""
-    words = [0] * -(-vocab // 32)
-    for token in tokens:
-        words[token // 32] |= 1 << token % 32
-    return torch.tensor([word - 2**32 * (word >> 31) for word in words], dtype=torch.int32)
-
-
-def logits_like(kind: str, vocab: int, seed: int) -> Tensor:
-    """Logits [vocab] whose distribution has a certain shape."""
-    normal = torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
-    shapes = {
-        "flat": normal * 0.01,
-        "normal": normal,
-        "peaked": normal * 7,
-        "tied": (normal * 3).round(),
-        "constant": normal * 0 - 2.5,
-        "huge": normal * 1e37,
-        "zeros": torch.where(normal > 0, 0.0, -0.0),
-    }
-    if kind in shapes:
-        return shapes[kind]
-    normal[seed % vocab] = float(kind)
-    return normal
-
-
-def random_row(vocab: int, rng: random.Random) -> SamplingRow:
-    def one(*choices: Any) -> Any:
-        return rng.choice(choices)
-
-    seen = rng.sample(range(vocab), min(vocab, rng.choice([0, 0, 3, 40])))
-    tokens = rng.sample(range(vocab), min(vocab, rng.choice([1, 5, 300])))
-    return row_of(
-        vocab,
-        position=rng.choice([0, 1, 2**33]),
-        seen=tuple(seen),
-        counts=tuple(rng.choice([0, 1, 7]) for _ in seen),
-        allowed=one(None, None, mask(tokens, vocab)),
-        stops=one((), (), (rng.randrange(vocab),)),
-        temperature=one(0.0, 1e-5, 0.3, 1.0, 1.0, 2.5, 100.0),
-        top_k=one(0, 0, -1, 1, 2, 5, 40, 300, vocab),
-        top_p=one(1.0, 1.0, 0.95, 0.5, 0.1, 1e-30),
-        typical_p=one(1.0, 1.0, 0.9, 0.3, 1e-9),
-        min_p=one(0.0, 0.0, 0.05, 0.5, 1.0),
-        repetition_penalty=one(1.0, 1.3, 0.01),
-        presence_penalty=one(0.0, 0.7),
-        frequency_penalty=one(0.0, -0.4),
-        logit_bias=one(None, {3: 4.0, 5: -100.0}),
-        logprobs=one(None, 0, 1, 20),
-        seed=rng.randrange(-(2**63), 2**64),
-    )
-
-
-KINDS = ["flat", "normal", "peaked", "tied", "constant", "huge", "zeros", "nan", "inf", "-inf"]
 sized = st.sampled_from(VOCABULARIES)
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import random_tensor, token_batch
+from cpu_cases import random_tensor
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, StateCache
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.single import compute
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
+from pagoda.backend_check.subject import batch_of_spans
 from pagoda.parallel.collectives import Alone
 
 LENGTHS = (75, 1, 40)
@@ -39,7 +40,7 @@ def _run(
     """Rows of each share in one step; `inputs` are of all tokens of all sequences."""
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
     rows = [row for i, done, n in shares for row in range(starts[i] + done, starts[i] + done + n)]
-    batch = token_batch([(done, n, BLOCKS[i]) for i, done, n in shares])
+    batch = batch_of_spans([(done, n, BLOCKS[i]) for i, done, n in shares])
     metadata = ops.attention_metadata(batch, 1, cache)
 
     def recorded(builder: GraphBuilder, metadata: Value, **values: Value) -> Value:

@@ -1,0 +1,53 @@
+"""Ranks of a group as threads of one process, which exchange what they have in host memory."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ThreadGroup:
+    """Ranks of one process, as threads that meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._given: list[Any] = [None] * size
+
+    def all_give(self, rank: int, own: Any) -> list[Any]:
+        self._given[rank] = own
+        self._barrier.wait()
+        everything = list(self._given)
+        self._barrier.wait()
+        return everything
+
+    def abort(self) -> None:
+        """Lets ranks that wait for one that failed fail too."""
+        self._barrier.abort()
+
+
+class ThreadRank:
+    """One rank of a `ThreadGroup`."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = group.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for part in self.all_gather(x):
+            total += part
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        if not x.is_cpu:
+            raise ValueError(f"A group over the host was given a tensor on {x.device}.")
+        return torch.stack(self._group.all_give(self.rank, x.clone()))
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        first: bytes = self._group.all_give(self.rank, payload)[0]
+        return first
