@@ -40,7 +40,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     max_delta_key_dim: int | None = None
     """Elements of a key of a gated delta rule."""
     delta_key_multiple: int = 1
-    """These are a multiple of this."""
+    """Elements of a key are a multiple of this."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):

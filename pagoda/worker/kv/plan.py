@@ -63,13 +63,9 @@ def _attention_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tu
 
 
 def _state_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tuple[int, KVPart]]:
-    """Units of states lie in the halves of a block, as `pagoda.backend.base.StateCache` says.
-
-    States whose units follow several maps go over between ranks that are cut alike only, which their kind says.
-    """
+    """Units of states lie in the halves of a block, as `pagoda.backend.base.StateCache` says."""
     regions = {tensor.kind: region for region, tensor in tensors}
     states, offset = shard.states(layer), 0
-    cut = f" of {shard.tp_size} ranks" if any(len(state.maps) > 1 for state in states) else ""
     for number, (state, units) in enumerate(zip(states, shard.state_units(layer), strict=True)):
         numbers = list(chain.from_iterable(units))
         middle = (len(numbers) + 1) // 2
@@ -79,7 +75,7 @@ def _state_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tuple[
                     regions[kind],
                     KVPart(
                         layer,
-                        f"state {number}{cut}",
+                        f"state {number}",
                         run.start,
                         len(run),
                         4 * state.floats,
