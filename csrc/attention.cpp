@@ -13,7 +13,14 @@ namespace {
 
 constexpr float kLog2E = 1.44269504f;
 
-int round_up_to_16(int d) { return (d + 15) / 16 * 16; }
+int round_up_to_16(int64_t d) { return static_cast<int>((d + 15) / 16 * 16); }
+
+// Elements of a head, rounded up: of queries and keys, and of values and results.
+struct Widths {
+    int row, value;
+
+    explicit Widths(const Cache& cache) : row(round_up_to_16(cache.head_dim)), value(round_up_to_16(cache.value_dim)) {}
+};
 
 // Memory that is handed out in whole cache lines; with none, what it would take is counted.
 class Pieces {
@@ -46,16 +53,16 @@ struct Memory {
     Softmax whole;    // of all of them
     float* rest;
 
-    Memory(Pieces& pieces, const AttentionPlan& plan, int padded_dim) {
+    Memory(Pieces& pieces, const AttentionPlan& plan, const Widths& padded) {
         const int64_t rows = plan.max_head_rows;
-        queries = pieces.take(plan.max_queries * padded_dim);
+        queries = pieces.take(plan.max_queries * padded.row);
         factors = pieces.take(rows);
         for (int64_t** of_rows : {&positions, &firsts}) {
             *of_rows = reinterpret_cast<int64_t*>(pieces.take(2 * int64_t{plan.max_rows}));
         }
-        partial = pieces.take_partial(rows, padded_dim);
-        whole = {pieces.take(rows), pieces.take(rows), pieces.take(rows * padded_dim)};
-        rest = pieces.take(attend_scratch(plan.max_rows, plan.max_heads, padded_dim));
+        partial = pieces.take_partial(rows, padded.value);
+        whole = {pieces.take(rows), pieces.take(rows), pieces.take(rows * padded.value)};
+        rest = pieces.take(attend_scratch(plan.max_rows, plan.max_heads, padded.row));
     }
 };
 
@@ -136,7 +143,7 @@ struct Attention {
     const AttentionMetadata& metadata;
     const AttentionPlan& plan;
     const Cache& cache;
-    const float* queries;
+    const Queries& queries;
     const AttentionOptions& options;
     float* out;
     Memory memory;
@@ -144,16 +151,25 @@ struct Attention {
 
     using Item = AttentionPlan::Item;
     const HeadShape& shape = metadata.shape;
-    int padded = round_up_to_16(shape.head_dim);
+    int padded = Widths(cache).value;
 
     const AttentionPlan::Tile& tile_of(const Item& item, int64_t member = 0) const {
         return plan.tiles[static_cast<size_t>(plan.members[static_cast<size_t>(item.first_member + member)])];
     }
 
-    // Where the query of a tile's row is, and where its result goes.
+    // Number of a tile's row among those of all tokens and heads.
     int64_t place(const AttentionPlan::Tile& tile, int kv_head, int row) const {
         const int64_t token = tile.first_token + row / plan.group;
-        return (token * shape.num_heads + kv_head * plan.group + row % plan.group) * shape.head_dim;
+        return token * shape.num_heads + kv_head * plan.group + row % plan.group;
+    }
+
+    // A query, which is put together in `joined` [head_dim] where it comes in two parts.
+    const float* query(int64_t place, float* joined) const {
+        const int64_t first = cache.value_dim, rest = cache.head_dim - first;
+        if (queries.rest == nullptr) return queries.first + place * first;
+        std::copy_n(queries.first + place * first, first, joined);
+        std::copy_n(queries.rest + place * rest, rest, joined + first);
+        return joined;
     }
 
     Partial split_at(const Item& item, int64_t split) const {
@@ -165,6 +181,7 @@ struct Attention {
 
     // Packs the queries of an item; returns the rows of a head.
     int pack(const Item& item) const {
+        alignas(64) float joined[kMaxHeadDim];
         int rows = 0;
         for (int64_t member = 0; member < item.num_members; ++member) {
             const auto& tile = tile_of(item, member);
@@ -180,8 +197,8 @@ struct Attention {
             for (int64_t member = 0, to = 0; member < item.num_members; ++member) {
                 const auto& tile = tile_of(item, member);
                 for (int row = 0; row < tile.num_tokens * plan.group; ++row, ++to) {
-                    const float* query = queries + place(tile, item.kv_head + head, row);
-                    factor[to] = options.scale * kLog2E * table.pack_query(cache.math, query, shape.head_dim,
+                    const float* own = query(place(tile, item.kv_head + head, row), joined);
+                    factor[to] = options.scale * kLog2E * table.pack_query(cache.math, own, shape.head_dim,
                                                                    static_cast<int>(to), rows, packed);
                 }
             }
@@ -194,7 +211,7 @@ struct Attention {
         const AttendTile attended{
             cache, memory.queries, memory.factors, memory.positions, memory.firsts, rows, item.kv_head, item.heads,
             options.softcap * kLog2E, metadata.blocks_of(tile_of(item).sequence), item.end, shape.num_kv_heads, shape.block_size,
-            shape.head_dim, padded};
+            shape.head_dim, Widths(cache).row, padded};
         if (item.split >= 0) {
             const Partial split = split_at(item, item.split);
             if (!item.resumes) clear(split, item.heads, rows, padded);
@@ -247,8 +264,8 @@ struct Attention {
         for (int head = 0; head < item.heads; ++head) {
             for (int row = 0; row < rows; ++row) {
                 const int64_t from = int64_t{head} * rows + row;
-                table.normalize(memory.whole.out + from * padded, total(item, head, row, from), shape.head_dim,
-                                out + place(tile_of(item), item.kv_head + head, row));
+                table.normalize(memory.whole.out + from * padded, total(item, head, row, from), cache.value_dim,
+                                out + place(tile_of(item), item.kv_head + head, row) * cache.value_dim);
             }
         }
     }
@@ -291,21 +308,41 @@ void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadat
     }
 }
 
-size_t attention_scratch(const AttentionMetadata& metadata, const Reach& reach) {
+void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
+                              const float* queries, const float* latents, const float* norm, float eps,
+                              const Rotary& rotary, float* out) {
+    const CacheWriter writer{table, metadata, cache};
+    const int64_t heads = metadata.shape.num_heads, d = cache.head_dim, rank = cache.value_dim, rest = d - rank;
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < metadata.num_tokens; ++token) {
+        const float* cosine = rotary.cosines + token * (rotary.r / 2);
+        const float* sine = rotary.sines + token * (rotary.r / 2);
+        for (int64_t row = token * heads; row < (token + 1) * heads; ++row) {
+            table.norm_and_rotate(queries + row * rest, nullptr, 0, cosine, sine, rotary.r, rest, out + row * rest);
+        }
+        alignas(64) float latent[kMaxHeadDim];
+        const float* own = latents + token * d;
+        table.rms_norm(own, nullptr, norm, eps, rank, nullptr, latent);
+        table.norm_and_rotate(own + rank, nullptr, 0, cosine, sine, rotary.r, rest, latent + rank);
+        writer.put_value(token, 0, latent);
+    }
+}
+
+size_t attention_scratch(const AttentionMetadata& metadata, const Cache& cache, const Reach& reach) {
     const AttentionPlan& plan = metadata.plan(reach);
-    const int padded = round_up_to_16(metadata.shape.head_dim);
+    const Widths padded(cache);
     Pieces own(nullptr), shared(nullptr);
     const Memory memory(own, plan, padded);
-    shared.take_partial(plan.num_split_rows, padded);
+    shared.take_partial(plan.num_split_rows, padded.value);
     return sizeof(float) * static_cast<size_t>(omp_get_max_threads() * own.taken() + shared.taken());
 }
 
-void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
+void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const Queries& queries,
                const AttentionOptions& options, float* out, void* scratch) {
     const AttentionPlan& plan = metadata.plan(options.reach);
-    const int padded = round_up_to_16(metadata.shape.head_dim);
+    const Widths padded(cache);
     Pieces shared(static_cast<float*>(scratch));
-    const Partial splits = shared.take_partial(plan.num_split_rows, padded);
+    const Partial splits = shared.take_partial(plan.num_split_rows, padded.value);
     Pieces measured(nullptr);
     const Memory size(measured, plan, padded);
     Pieces own(static_cast<float*>(scratch) + shared.taken() + omp_get_thread_num() * measured.taken());

@@ -112,16 +112,6 @@ void weigh_inputs(const Experts& experts, const float* x, int64_t row_stride, in
     }
 }
 
-// Calls work(first, n) for the rows from `begin` to `end`, in tiles of nearly one size.
-template <class Work>
-void for_tiles(int64_t begin, int64_t end, int64_t rows_at_once, Work work) {
-    const int64_t rows = end - begin, tiles = (rows + rows_at_once - 1) / rows_at_once;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t first = rows * tile / tiles;
-        work(begin + first, static_cast<int>(rows * (tile + 1) / tiles - first));
-    }
-}
-
 int64_t gate_up_rows(const Expert& expert) {
     return std::min(expert.gate.weight.rows_at_once(), expert.up.weight.rows_at_once());
 }

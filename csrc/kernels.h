@@ -35,15 +35,19 @@ enum class Math : int { f32 = 0, bf16 = 1, i16 = 2 };
 inline int pair_of(Math math) { return math == Math::f32 ? 1 : 2; }
 inline int value_pair(Math math, int block_size) { return block_size == 1 ? 1 : pair_of(math); }
 
-// Keys and values of one layer in blocks, as `math` reads them; p is its pair_of, q its value_pair.
+// Keys and values of one layer in blocks, as `math` reads them; p is its pair_of, q its value_pair. Latents are rows of
+// values that are keys as well: those of queries, while their first value_dim elements are what is summed up.
 struct Cache {
     Dtype dtype;
     Math math;            // what it was laid out for
-    void* keys;           // [blocks, kv_heads, head_dim / p, block_size, p]
+    void* keys;           // [blocks, kv_heads, head_dim / p, block_size, p]; null of latents
     void* values;         // [blocks, kv_heads, block_size / q, head_dim, q]
     float* key_scales;    // [blocks, kv_heads, block_size] of i8, else null
-    float* value_scales;  // the same
+    float* value_scales;  // the same; of latents these are one
     int64_t num_blocks, num_kv_heads, block_size, head_dim;
+    int64_t value_dim;    // head_dim but of latents
+
+    bool holds_latents() const { return keys == nullptr; }
 };
 
 // A context that nothing limits.
@@ -85,7 +89,8 @@ struct AttendTile {
     int num_kv_heads;
     int block_size;
     int head_dim;
-    int padded_dim;  // head_dim rounded up to 16
+    int padded_row;  // head_dim rounded up to 16
+    int padded_dim;  // elements of a value, of which latents have fewer, rounded up to 16
 };
 
 // Totals of a row that is not finished: vectors of any instruction set, added up at the end.
@@ -437,8 +442,8 @@ struct KernelTable {
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }
 
 // Keys and values of a tile and their scales; of each row of a head its weights and four numbers, of each row one.
-inline int64_t attend_scratch(int rows, int heads, int padded_dim) {
-    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * kKeyTile + (4 + heads) * (int64_t{rows} + 16);
+inline int64_t attend_scratch(int rows, int heads, int padded_row) {
+    return 2 * int64_t{kKeyTile} * (padded_row + 1) + int64_t{rows} * kKeyTile + (4 + heads) * (int64_t{rows} + 16);
 }
 
 extern const KernelTable kAvx2;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "collectives.h"
+#include "layer_lowering.h"
 #include "outputs.h"
 #include "panels.h"
 
@@ -42,27 +43,16 @@ class Lowering {
     void all_gather_argmax(int index);
     void select_rows(int index);
     void add(int index);
-    void rotate_and_cache(int index);
-    void attention(int index);
-    void short_conv(int index);
-    void gated_delta(int index);
 
    private:
-    const Node& node(int index) const { return graph_.nodes[static_cast<size_t>(index)]; }
-    template <class T>
-    T weight(const Node& node, size_t place) const {
-        return std::get<T>(graph_.weights.at(static_cast<size_t>(node.weights.at(place))));
-    }
+    const Node& node(int index) const { return graph_.node(index); }
     // The weight of a node that takes no weights of several formats.
     const LinearLayer::Part& only_part(const Node& node) const {
-        const auto& parts = weight<const LinearLayer*>(node, 0)->parts;
+        const auto& parts = graph_.weight<const LinearLayer*>(node, 0)->parts;
         if (parts.size() != 1) throw std::invalid_argument(node.op + " takes a weight of one format");
         return parts[0];
     }
-    const float* vector(const Node& node, size_t place) const {
-        return node.weights.size() > place ? weight<const float*>(node, place) : nullptr;
-    }
-    int64_t width(Value value) const { return graph_.values[static_cast<size_t>(value)].width; }
+    int64_t width(Value value) const { return graph_.width(value); }
     // The next node if it is this operation on a value that nothing else reads, else -1.
     int follower(int index, const char* op, Value value) const;
     // The next node if it is this operation on the value, else -1.
@@ -75,14 +65,6 @@ class Lowering {
     void row_kernel(int index, const RowKernel& kernel, Value in, Value out, When when);
     // Lets an output have the memory of an input, of which there is a copy if it is the caller's.
     void take_over(int index, Value in, Value out);
-    int64_t num_heads(const Node& own, const Cache& cache, int64_t elements) const;
-    static HeadShape shape_of(const Cache& cache, int64_t heads) {
-        return {static_cast<int>(heads), static_cast<int>(cache.num_kv_heads), static_cast<int>(cache.head_dim),
-                static_cast<int>(cache.block_size)};
-    }
-    // Metadata of layers with a state has no heads: see `attention_metadata` in pagoda/backend/cpu/backend.py.
-    static HeadShape shape_of(const StateCache& cache) { return {1, 1, 1, static_cast<int>(cache.block_size)}; }
-    static void check_metadata(const AttentionMetadata& metadata, const HeadShape& wanted, int64_t num_blocks);
 
     Program& program_;
     const Graph& graph_;
@@ -101,10 +83,6 @@ const std::map<std::string, void (Lowering::*)(int)> kLowerings = {
     {"all_gather_argmax", &Lowering::all_gather_argmax},
     {"select_rows", &Lowering::select_rows},
     {"add", &Lowering::add},
-    {"rotate_and_cache", &Lowering::rotate_and_cache},
-    {"attention", &Lowering::attention},
-    {"short_conv", &Lowering::short_conv},
-    {"gated_delta", &Lowering::gated_delta},
 };
 
 void Lowering::run() {
@@ -113,7 +91,7 @@ void Lowering::run() {
         const auto known = kLowerings.find(node(index).op);
         if (known != kLowerings.end()) {
             (this->*known->second)(index);
-        } else if (!row_kernel(index)) {
+        } else if (!row_kernel(index) && !lower_layer(program_, graph_, index)) {
             throw std::invalid_argument("there is no kernel for " + node(index).op);
         }
     }
@@ -160,7 +138,7 @@ void Lowering::row_kernel(int index, const RowKernel& kernel, Value in, Value ou
     uses = inputs;
     uses.insert(uses.end(), outputs.begin(), outputs.end());
     std::vector<const float*> weights;
-    for (size_t i = 0; i < own.weights.size(); ++i) weights.push_back(vector(own, i));
+    for (size_t i = 0; i < own.weights.size(); ++i) weights.push_back(graph_.vector(own, i));
     const int64_t weight_bytes = static_cast<int64_t>(weights.size()) * width(in) * size_of(Dtype::f32);
     const auto run = kernel.run;
     program_.record({.nodes = {index}, .uses = std::move(uses), .work = std::max(width(in), width(out)),
@@ -190,7 +168,7 @@ void Lowering::add(int index) {
     program_.replace_last(index);
     done_[static_cast<size_t>(norm)] = true;
     const Value out = node(norm).outputs[0];
-    const float* weight = vector(node(norm), 0);
+    const float* weight = graph_.vector(node(norm), 0);
     const auto eps = static_cast<float>(node(norm).numbers.at(0));
     program_.record({.nodes = {index, norm}, .uses = {x, delta, sum, out}, .work = width(x),
                      .run = [=, &p = program_](const Step& step, void*) {
@@ -279,7 +257,7 @@ void Lowering::gated(int index, int activation, const LinearLayer& layer, When w
 // SiLU gates that follow are applied to panels of outputs as they are computed; in steps with adapters afterwards.
 void Lowering::linear(int index) {
     const Node& own = node(index);
-    const auto& layer = *weight<const LinearLayer*>(own, 0);
+    const auto& layer = *graph_.weight<const LinearLayer*>(own, 0);
     const Value x = own.inputs[0], both = own.outputs[0];
     const bool whole_panels = layer.parts.size() == 1 && layer.outputs() % (2 * kPanel) == 0;
     const int adapted = whole_panels ? follower(index, "add_low_rank", both) : -1;
@@ -306,7 +284,7 @@ void Lowering::add_low_rank(int index) {
 void Lowering::low_rank(int index, Value out) {
     const Node& own = node(index);
     const Value x = own.inputs[1];
-    const auto* maps = weight<const LowRankMaps*>(own, 0);
+    const auto* maps = graph_.weight<const LowRankMaps*>(own, 0);
     program_.record({.nodes = {index}, .uses = {x, out}, .work = 0,
                      .run = [=, &p = program_](const Step&, void* scratch) {
                          pagoda::add_low_rank(p.table(), *maps, p.adapted_rows(x), p.at(x), p.shape(x).width, p.at(out),
@@ -354,7 +332,7 @@ void Lowering::linear_argmax(int index) {
 void Lowering::experts(int index) {
     const Node& own = node(index);
     const Value x = own.inputs[0], logits = own.inputs[1], out = own.outputs[0];
-    const auto* experts = weight<const Experts*>(own, 0);
+    const auto* experts = graph_.weight<const Experts*>(own, 0);
     int64_t bytes = 0, weights = 0;
     for (const Expert& expert : experts->held) {
         for (const ExpertMap* map : {&expert.gate, &expert.up, &expert.down}) {
@@ -379,7 +357,7 @@ void Lowering::experts(int index) {
 void Lowering::all_reduce(int index) {
     const Node& own = node(index);
     const Value x = own.outputs[0];
-    Group* group = weight<Group*>(own, 0);
+    Group* group = graph_.weight<Group*>(own, 0);
     take_over(index, own.inputs[0], x);
     program_.record({.nodes = {index}, .uses = {x}, .work = width(x), .run = [=, &p = program_](const Step& step, void*) {
         group->all_reduce(p.table(), p.at(x), p.num_rows(x, step), p.shape(x).width);
@@ -390,7 +368,7 @@ void Lowering::all_reduce(int index) {
 void Lowering::all_gather(int index) {
     const Node& own = node(index);
     const Value x = own.inputs[0], out = own.outputs[0];
-    Group* group = weight<Group*>(own, 0);
+    Group* group = graph_.weight<Group*>(own, 0);
     std::vector<int64_t> sizes(own.numbers.begin(), own.numbers.end());
     const int64_t most = *std::max_element(sizes.begin(), sizes.end());
     program_.record({.nodes = {index}, .uses = {x, out}, .work = width(out),
@@ -424,7 +402,7 @@ void Lowering::all_gather(int index) {
 void Lowering::all_gather_argmax(int index) {
     const Node& own = node(index);
     const Value x = own.inputs[0], out = own.outputs[0];
-    Group* group = weight<Group*>(own, 0);
+    Group* group = graph_.weight<Group*>(own, 0);
     const auto item = static_cast<int64_t>(sizeof(int64_t));
     program_.record({.nodes = {index}, .uses = {x, out}, .work = width(out),
                      .run = [=, &p = program_](const Step& step, void* scratch) {
@@ -455,129 +433,6 @@ void Lowering::all_gather_argmax(int index) {
                      .scratch = [=, &p = program_](const Step& step) {
                          return static_cast<size_t>(p.num_rows(x, step) * 3 * item * group->size);
                      }});
-}
-
-// ---- attention
-
-// Heads of queries in rows of so many elements. Throws if rows are not of whole heads, as many for each of the cache's.
-int64_t Lowering::num_heads(const Node& own, const Cache& cache, int64_t elements) const {
-    const int64_t d = cache.head_dim, heads = elements / d;
-    if (static_cast<int64_t>(own.numbers.at(0)) != d) {
-        throw std::invalid_argument(own.op + " of heads of " + std::to_string(static_cast<int64_t>(own.numbers.at(0))) +
-                                    " does not fit a cache of heads of " + std::to_string(d) + ".");
-    }
-    if (heads == 0 || elements % d != 0 || heads % cache.num_kv_heads != 0) {
-        throw std::invalid_argument(own.op + " of " + std::to_string(elements) + " elements does not fit a cache of " +
-                                    std::to_string(cache.num_kv_heads) + " KV heads of " + std::to_string(d) + ".");
-    }
-    return heads;
-}
-
-// Metadata of a step has to be of the heads and blocks that an operation goes through.
-void Lowering::check_metadata(const AttentionMetadata& metadata, const HeadShape& wanted, int64_t num_blocks) {
-    const HeadShape& own = metadata.shape;
-    const auto words = [](const HeadShape& shape, int64_t blocks) {
-        return std::to_string(shape.num_heads) + " heads of " + std::to_string(shape.head_dim) + ", " +
-               std::to_string(shape.num_kv_heads) + " KV heads and " + std::to_string(blocks) + " blocks of " +
-               std::to_string(shape.block_size);
-    };
-    if (own == wanted && metadata.num_blocks <= num_blocks) return;
-    throw std::invalid_argument("Metadata of " + words(own, metadata.num_blocks) + " does not fit a graph of " +
-                                words(wanted, num_blocks) + ".");
-}
-
-void Lowering::rotate_and_cache(int index) {
-    const Node& own = node(index);
-    const Value qkv = own.inputs[0], metadata = own.inputs.at(1), out = own.outputs[0];
-    const bool rotates = own.inputs.size() > 2;
-    const Value cosines = rotates ? own.inputs.at(2) : qkv, sines = rotates ? own.inputs.at(3) : qkv;
-    const int64_t r = rotates ? 2 * width(cosines) : 0;
-    const auto head_dim = static_cast<int64_t>(own.numbers.at(0));
-    const Cache* cache = weight<const Cache*>(own, 0);
-    const HeadShape shape = shape_of(*cache, num_heads(own, *cache, width(out)));
-    if (width(qkv) != width(out) + 2 * cache->num_kv_heads * head_dim) {
-        throw std::invalid_argument("Rows of " + std::to_string(width(qkv)) + " are not " + std::to_string(shape.num_heads) +
-                                    " queries and keys and values of a cache of " + std::to_string(cache->num_kv_heads) +
-                                    " KV heads of " + std::to_string(head_dim) + ".");
-    }
-    const HeadNorms norms{vector(own, 1), vector(own, 2), static_cast<float>(own.numbers.at(1)),
-                          own.numbers.at(2) != 0};
-    // Of queries and keys.
-    const int64_t normed = norms.all_heads ? width(out) + (width(qkv) - width(out)) / 2 : 2 * head_dim;
-    program_.record({.nodes = {index}, .uses = {qkv, cosines, sines, out}, .work = width(qkv),
-                     .run = [=, &p = program_](const Step&, void*) {
-                         const Rotary rotary{p.at(cosines), p.at(sines), r};
-                         pagoda::rotate_and_cache(p.table(), *p.at<const AttentionMetadata>(metadata), *cache, p.at(qkv),
-                                                  norms, rotary, p.at(out));
-                     },
-                     .check = [=, &p = program_](const Step&) {
-                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);
-                     },
-                     .weight_bytes = norms.queries == nullptr ? 0 : normed * size_of(Dtype::f32)});
-}
-
-void Lowering::attention(int index) {
-    const Node& own = node(index);
-    const Value queries = own.inputs[0], metadata = own.inputs.at(1), out = own.outputs[0];
-    const Cache* cache = weight<const Cache*>(own, 0);
-    const HeadShape shape = shape_of(*cache, num_heads(own, *cache, width(queries)));
-    const auto limit = [&](size_t place) {
-        const auto number = static_cast<int64_t>(own.numbers.at(place));
-        return number > 0 ? number : kUnlimited;
-    };
-    const AttentionOptions options{static_cast<float>(own.numbers.at(1)), {limit(2), limit(4), own.numbers.at(5) != 0},
-                                   static_cast<float>(own.numbers.at(3)), vector(own, 1)};
-    program_.record({.nodes = {index}, .uses = {queries, out}, .work = width(queries) * kKeyTile,
-                     .run = [=, &p = program_](const Step&, void* scratch) {
-                         pagoda::attention(p.table(), *p.at<const AttentionMetadata>(metadata), *cache, p.at(queries),
-                                           options, p.at(out), scratch);
-                     },
-                     .scratch = [=, &p = program_](const Step&) {
-                         return attention_scratch(*p.at<const AttentionMetadata>(metadata), options.reach);
-                     },
-                     .check = [=, &p = program_](const Step&) {
-                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);
-                     }});
-}
-
-// ---- layers with a state
-
-void Lowering::short_conv(int index) {
-    const Node& own = node(index);
-    const Value x = own.inputs[0], metadata = own.inputs.at(1), out = own.outputs[0];
-    const StateCache& cache = *weight<const StateCache*>(own, 0);
-    const ShortConv conv{cache, vector(own, 1), vector(own, 2), own.numbers.at(0) != 0, own.numbers.at(1) != 0};
-    const int64_t taps = (cache.floats + 1) * cache.units;
-    if (cache.floats >= kMaxConvWidth) throw std::invalid_argument("a convolution is too wide");
-    program_.record({.nodes = {index}, .uses = {x, out}, .work = taps,
-                     .run = [=, &p = program_](const Step&, void*) {
-                         pagoda::short_conv(p.table(), *p.at<const AttentionMetadata>(metadata), conv, p.at(x), p.at(out));
-                     },
-                     .check = [=, &p = program_](const Step&) {
-                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape_of(conv.cache), conv.cache.num_blocks);
-                     },
-                     .weight_bytes = (taps + (conv.bias == nullptr ? 0 : cache.units)) * size_of(Dtype::f32)});
-}
-
-void Lowering::gated_delta(int index) {
-    const Node& own = node(index);
-    const Value qkv = own.inputs[0], gates = own.inputs.at(1), metadata = own.inputs.at(2), out = own.outputs[0];
-    const StateCache& cache = *weight<const StateCache*>(own, 0);
-    const auto key_heads = static_cast<int64_t>(own.numbers.at(0)), key_dim = static_cast<int64_t>(own.numbers.at(1));
-    const GatedDelta layer{cache, vector(own, 1), vector(own, 2), key_heads, key_dim, width(out) / cache.units};
-    if (key_dim > kMaxDeltaKey || key_dim % kDeltaKeyMultiple != 0) {
-        throw std::invalid_argument("keys of a delta rule have a multiple of " + std::to_string(kDeltaKeyMultiple) +
-                                    " elements, at most " + std::to_string(kMaxDeltaKey));
-    }
-    program_.record({.nodes = {index}, .uses = {qkv, gates, out}, .work = 4 * cache.units * cache.floats,
-                     .run = [=, &p = program_](const Step&, void*) {
-                         pagoda::gated_delta(p.table(), *p.at<const AttentionMetadata>(metadata), layer, p.at(qkv),
-                                             p.at(gates), p.at(out));
-                     },
-                     .check = [=, &p = program_](const Step&) {
-                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape_of(layer.cache), layer.cache.num_blocks);
-                     },
-                     .weight_bytes = 2 * cache.units * size_of(Dtype::f32)});
 }
 
 }  // namespace

@@ -57,6 +57,18 @@ struct Graph {
     int rows, adapters;                // inputs, or -1
     std::vector<Node> nodes;
     std::vector<Weight> weights;  // what they point to has to stay
+
+    const Node& node(int index) const { return nodes[static_cast<size_t>(index)]; }
+    int64_t width(int value) const { return values[static_cast<size_t>(value)].width; }
+    // The weight of a node at a place among those that it takes.
+    template <class T>
+    T weight(const Node& node, size_t place) const {
+        return std::get<T>(weights.at(static_cast<size_t>(node.weights.at(place))));
+    }
+    // The same, null if the node has none there.
+    const float* vector(const Node& node, size_t place) const {
+        return node.weights.size() > place ? weight<const float*>(node, place) : nullptr;
+    }
 };
 
 // Throws std::invalid_argument if the graph has an operation that there is no kernel for.

@@ -221,9 +221,21 @@ struct AttentionOptions {
 void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
                       const float* qkv, const HeadNorms& norms, const Rotary& rotary, float* queries);
 
+// Norms the first elements of latents [n, head_dim], as many as a value has, rotates the others, and caches both; rotates
+// queries [n, heads, the others].
+void rotate_and_cache_latents(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache,
+                              const float* queries, const float* latents, const float* norm, float eps,
+                              const Rotary& rotary, float* out);
+
+// Queries [n, heads, value_dim] and, of latents, the elements of each behind these [n, heads, head_dim - value_dim].
+struct Queries {
+    const float *first, *rest;
+};
+
 // The first of a step's calls for a reach: it makes the plan.
-size_t attention_scratch(const AttentionMetadata& metadata, const Reach& reach);
-void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const float* queries,
+size_t attention_scratch(const AttentionMetadata& metadata, const Cache& cache, const Reach& reach);
+// out [n, heads, value_dim].
+void attention(const KernelTable& table, const AttentionMetadata& metadata, const Cache& cache, const Queries& queries,
                const AttentionOptions& options, float* out, void* scratch);
 
 }  // namespace pagoda

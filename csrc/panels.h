@@ -37,6 +37,16 @@ void parallel_for_dynamic(WorkQueue& queue, int64_t items, Work work) {
 #pragma omp barrier
 }
 
+// Calls work(first, n) for the rows from `begin` to `end`, in tiles of nearly one size.
+template <class Work>
+void for_tiles(int64_t begin, int64_t end, int64_t rows_at_once, Work work) {
+    const int64_t rows = end - begin, tiles = (rows + rows_at_once - 1) / rows_at_once;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t first = rows * tile / tiles;
+        work(begin + first, static_cast<int>(rows * (tile + 1) / tiles - first));
+    }
+}
+
 // Packed rows that stay in a core's second cache beside two panels, while all panels go by.
 constexpr int64_t kPartBytes = 512 * 1024;
 

@@ -7,20 +7,15 @@
 
 #include <cmath>
 #include <cstring>
-#include <initializer_list>
 
+#include "key_tiles.h"
 #include "rows.h"
-#include "lanes.h"
 
 namespace {
 
-using pagoda::AttendTile;
 using pagoda::Math;
 using pagoda::Partial;
 using pagoda::Softmax;
-
-constexpr int kGroup = 16;
-constexpr int kGroups = kKeyTile / kGroup;
 
 // Calls f(way, null pointer to its cells) for the tile.
 template <class F>
@@ -104,123 +99,6 @@ float pack_query(Math math, const float* x, int64_t d, int row, int rows, void* 
         put(i, i16_pair{static_cast<int16_t>(values[2 * i]), static_cast<int16_t>(values[2 * i + 1])});
     }
     return scale;
-}
-
-// Of a token of the tile's sequence for one of the tile's heads.
-struct Place {
-    int64_t block;  // counted in [blocks, kv_heads]
-    int64_t offset;
-};
-PAGODA_INLINE Place place_of(const AttendTile& tile, int head, int64_t position) {
-    // Division of 32 bits is much the quicker.
-    const auto p = static_cast<uint32_t>(position), size = static_cast<uint32_t>(tile.block_size);
-    return {int64_t{tile.blocks[p / size]} * tile.num_kv_heads + tile.kv_head + head, p % size};
-}
-
-// Where the lanes of a key begin, which are block_size apart.
-template <class M, class Cell>
-PAGODA_INLINE const Cell* key_at(const AttendTile& tile, Place place) {
-    return static_cast<const Cell*>(tile.cache.keys) +
-           place.block * tile.block_size * (tile.head_dim / M::pair) + place.offset;
-}
-// The lanes of a value, of which those of the next token or pair follow.
-template <class M, class Cell>
-PAGODA_INLINE const Cell* value_at(const AttendTile& tile, Place place) {
-    const int64_t row = (place.block * tile.block_size + place.offset) / M::pair;
-    return static_cast<const Cell*>(tile.cache.values) + row * tile.head_dim;
-}
-
-// Where the groups of a tile are, for its first head. Blocks lie anywhere, so the processor cannot guess which memory comes next:
-// `soon` says where those of the next tile are.
-struct Places {
-    Place now[kGroups], soon[kGroups];
-
-    // Beyond the last of the tokens stands any group.
-    Places(const AttendTile& tile, int64_t first, int64_t end) {
-        for (int g = 0; g < kGroups; ++g) {
-            const int64_t position = first + g * kGroup, later = position + kKeyTile;
-            now[g] = place_of(tile, 0, position < end ? position : first);
-            soon[g] = later < tile.end ? place_of(tile, 0, later) : now[g];
-        }
-    }
-};
-
-// Where the groups of a tile of keys or values of one head begin.
-template <class Cell>
-struct Groups {
-    const Cell* now[kGroups];
-    const Cell* soon[kGroups];  // what is read after it: of the next head, or of the next tile's first
-    int64_t stride;             // from lane to lane of a key, from value to value
-
-    // `head_cells` are those of a head in a block.
-    template <class At>
-    Groups(const Places& places, int64_t stride_, int head, int heads, int64_t head_cells, At at) : stride(stride_) {
-        for (int g = 0; g < kGroups; ++g) {
-            now[g] = at(places.now[g]) + head * head_cells;
-            soon[g] = head + 1 < heads ? now[g] + head_cells : at(places.soon[g]);
-        }
-    }
-    // Of a tile that was gathered.
-    Groups(const Cell* lanes, int64_t group, int64_t stride_) : stride(stride_) {
-        for (int g = 0; g < kGroups; ++g) soon[g] = now[g] = lanes + g * group;
-    }
-};
-
-template <class M, class Cell>
-Groups<Cell> key_groups(const AttendTile& tile, const Places& places, int head) {
-    return {places, tile.block_size, head, tile.heads, int64_t{tile.block_size} * (tile.head_dim / M::pair),
-            [&](Place place) { return key_at<M, Cell>(tile, place); }};
-}
-template <class M, class Cell>
-Groups<Cell> value_groups(const AttendTile& tile, const Places& places, int head) {
-    return {places, tile.head_dim, head, tile.heads, int64_t{tile.block_size / M::pair} * tile.head_dim,
-            [&](Place place) { return value_at<M, Cell>(tile, place); }};
-}
-
-bool reads_keys(const AttendTile& tile) { return tile.block_size % kGroup == 0; }
-bool reads_values(const AttendTile& tile) { return reads_keys(tile) && tile.head_dim % kGroup == 0; }
-
-// Keys from `first` on as [lanes, kKeyTile]; what is behind the last of `count` is of no account.
-template <class M, class Cell>
-void gather_keys(const AttendTile& tile, int head, int64_t first, int count, typename M::Lane* out) {
-    const int64_t size = tile.block_size, lanes = tile.head_dim / M::pair;
-    for (int j = 0; j < count; ++j) {
-        const Cell* key = key_at<M, Cell>(tile, place_of(tile, head, first + j));
-        for (int64_t i = 0; i < lanes; ++i) out[i * kKeyTile + j] = M::lane(key[i * size]);
-    }
-}
-
-// Values from `first` on as [tokens or pairs, padded_dim].
-template <class M, class Cell>
-void gather_values(const AttendTile& tile, int head, int64_t first, int count, typename M::Lane* out) {
-    const int64_t d = tile.head_dim;
-    for (int j = 0; j < count; j += M::pair, out += tile.padded_dim) {
-        std::memset(out + d, 0, sizeof(*out) * static_cast<size_t>(tile.padded_dim - d));
-        if constexpr (M::pair == 2) {
-            if (tile.block_size == 1) {
-                using Element = decltype(Cell::first);
-                const auto* values = static_cast<const Element*>(tile.cache.values);
-                const Element* one = values + place_of(tile, head, first + j).block * d;
-                const Element* other = j + 1 < count ? values + place_of(tile, head, first + j + 1).block * d : nullptr;
-                for (int64_t i = 0; i < d; ++i) out[i] = M::lane(one[i], other ? other[i] : Element{});
-                continue;
-            }
-        }
-        const Cell* value = value_at<M, Cell>(tile, place_of(tile, head, first + j));
-        for (int64_t i = 0; i < d; ++i) out[i] = M::lane(value[i]);
-    }
-}
-
-// Scales of tokens from `first` on, and `beyond` behind the last of `count`.
-void gather_scales(const AttendTile& tile, int head, const float* scales, int64_t first, int count, float beyond,
-                   float* out) {
-    const int run = tile.block_size < kKeyTile ? tile.block_size : kKeyTile;
-    for (int j = 0; j < count; j += run) {
-        const Place place = place_of(tile, head, first + j);
-        const int here = count - j < run ? count - j : run;
-        std::memcpy(out + j, scales + place.block * tile.block_size + place.offset, sizeof(float) * here);
-    }
-    for (int j = count; j < kKeyTile; ++j) out[j] = beyond;
 }
 
 // Vectors of columns that fit the registers beside so many rows.
@@ -363,8 +241,8 @@ struct AttendMemory {
             p += n;
             return p - n;
         };
-        keys = take(int64_t{kKeyTile} * tile.padded_dim);
-        values = take(int64_t{kKeyTile} * tile.padded_dim);
+        keys = take(int64_t{kKeyTile} * tile.padded_row);
+        values = take(int64_t{kKeyTile} * tile.padded_row);
         key_scales = take(kKeyTile);
         value_scales = take(kKeyTile);
         scores = take(int64_t{tile.rows} * kKeyTile);
@@ -506,17 +384,24 @@ void attend_head(const AttendTile& tile, int head, int64_t first, int64_t end, c
     auto* gathered_keys = reinterpret_cast<Lane*>(memory.keys);
     auto* gathered_values = reinterpret_cast<Lane*>(memory.values);
     const Groups<Lane> key_lanes(gathered_keys, kGroup, kKeyTile);
-    const Groups<Lane> value_lanes(gathered_values, int64_t{tile.padded_dim} * kGroup / M::pair, tile.padded_dim);
     if constexpr (std::is_same_v<M, I16Math>) {
         gather_scales(tile, head, tile.cache.key_scales, first, count, 1.0f, memory.key_scales);
         gather_scales(tile, head, tile.cache.value_scales, first, count, 0.0f, memory.value_scales);
     }
-    if (!reads_keys(tile)) gather_keys<M, Cell>(tile, head, first, count, gathered_keys);
-    if (!reads_values(tile)) gather_values<M, Cell>(tile, head, first, count, gathered_values);
-    if (!reads_keys(tile)) return attend_tile<M>(tile, head, first, key_lanes, value_lanes, memory, part);
-    const auto keys = key_groups<M, Cell>(tile, places, head);
-    if (!reads_values(tile)) return attend_tile<M>(tile, head, first, keys, value_lanes, memory, part);
-    attend_tile<M>(tile, head, first, keys, value_groups<M, Cell>(tile, places, head), memory, part);
+    const auto with_values = [&](const auto& values) {
+        if (reads_keys(tile)) {
+            return attend_tile<M>(tile, head, first, key_groups<M, Cell>(tile, places, head), values, memory, part);
+        }
+        if (tile.cache.holds_latents()) {
+            transpose_rows<M>(values, count, tile.head_dim, gathered_keys);
+        } else {
+            gather_keys<M, Cell>(tile, head, first, count, gathered_keys);
+        }
+        attend_tile<M>(tile, head, first, key_lanes, values, memory, part);
+    };
+    if (reads_values(tile)) return with_values(value_groups<M, Cell>(tile, places, head));
+    gather_values<M, Cell>(tile, head, first, count, gathered_values);
+    with_values(Groups<Lane>(gathered_values, int64_t{tile.padded_row} * kGroup / M::pair, tile.padded_row));
 }
 
 // Online softmax (FlashAttention, Dao et al. 2022) over key tiles at fixed positions.
@@ -535,7 +420,7 @@ void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, 
         for (int64_t first = begin; first < end; first += kKeyTile) {
             const Places places(tile, first, end);
             if (first == begin && reads_values(tile)) {
-                prefetch(key_groups<M, Cell>(tile, places, 0), tile.head_dim / M::pair, kGroup);
+                if (reads_keys(tile)) prefetch(key_groups<M, Cell>(tile, places, 0), tile.head_dim / M::pair, kGroup);
                 prefetch(value_groups<M, Cell>(tile, places, 0), kGroup / M::pair, tile.head_dim);
             }
             for (int head = 0; head < tile.heads; ++head) {

@@ -67,7 +67,10 @@ class LowRankMaps:
     def remove(self, adapter: int) -> None: ...
 
 class Cache:
-    """Keys and values of one layer; `key_pair` elements of a key lie side by side."""
+    """Keys and values of one layer; `key_pair` elements of a key lie side by side.
+
+    Of latents there are values only, in rows of `head_dim` elements that are keys as well.
+    """
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Cache:
         num_kv_heads: int,
         block_size: int,
         head_dim: int,
+        value_dim: int,
     ) -> None: ...
 
 class StateCache:

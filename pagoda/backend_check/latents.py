@@ -76,7 +76,7 @@ _KINDS = {
     "one head": LatentKind(heads=1),
     "more heads than fit the registers": LatentKind(heads=29),
     "sizes of DeepSeek": LatentKind(heads=16, rank=512, rope_dim=64),
-    "sizes of no whole vectors": LatentKind(heads=3, rank=36, rope_dim=8),
+    "sizes of no whole vectors": LatentKind(heads=3, rank=38, rope_dim=8),
     "not rotated": LatentKind(is_rotated=False),
 }
 

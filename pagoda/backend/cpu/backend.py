@@ -7,7 +7,7 @@ contexts, never a sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -86,7 +86,6 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._native = native = load_native()
         self.capabilities = msgspec.structs.replace(
             self.capabilities,
-            lacks_operations=("head_linear", "rotate_and_cache_latents", "latent_attention"),
             max_experts=native.MAX_EXPERTS,
             max_conv_width=native.MAX_CONV_WIDTH,
             max_delta_key_dim=native.MAX_DELTA_KEY,
@@ -331,9 +330,9 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._known_experts[experts] = native
         return native
 
-    def native_layer(self, weight: PackedLinear) -> _native.LinearLayer:
+    def native_layer(self, segments: Iterable[Segment]) -> _native.LinearLayer:
         layer: _native.LinearLayer = self._native.LinearLayer()
-        for segment in weight.segments:
+        for segment in segments:
             bias_bytes = 0 if segment.bias is None else segment.bias.nbytes
             layer.add(self._native_linear(segment), address(segment.bias), bias_bytes)
         return layer
@@ -388,6 +387,25 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             num_kv_heads,
             block_size,
             parts * pair,
+            parts * pair,
+        )
+        return native
+
+    def native_latents(self, cache: LatentCache) -> _native.Cache:
+        num_blocks, _, rows, width, pair = cache.latents.shape
+        scales = address(cache.latent_scales)
+        native: _native.Cache = self._native.Cache(
+            KV_DTYPES[cache.latents.dtype],
+            pair,
+            0,
+            cache.latents.data_ptr(),
+            scales,
+            scales,
+            num_blocks,
+            1,
+            rows * pair,
+            width,
+            cache.rank,
         )
         return native
 

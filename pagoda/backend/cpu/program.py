@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Experts, KVCache, NeededInputs, StateCache, StepInput
+from pagoda.backend.base import (
+    Experts,
+    HeadLinears,
+    KVCache,
+    LatentCache,
+    NeededInputs,
+    StateCache,
+    StepInput,
+)
 from pagoda.backend.cpu.collectives import SharedMemoryCollectives
 from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear, address
 from pagoda.backend.graph import Attribute, Graph, Node, Value, group_of
@@ -236,7 +244,11 @@ def _numbers(node: Node) -> list[float]:
 def _handle(backend: CpuBackend, weight: object) -> object:
     """Object or address that a native program takes for a weight of the graph."""
     if isinstance(weight, PackedLinear):
-        return backend.native_layer(weight)
+        return backend.native_layer(weight.segments)
+    if isinstance(weight, HeadLinears):
+        return backend.native_layer(segment for head in weight.heads for segment in head.segments)
+    if isinstance(weight, LatentCache):
+        return backend.native_latents(weight)
     if isinstance(weight, Experts):
         return backend.native_experts(weight)
     if isinstance(weight, LowRankMaps):

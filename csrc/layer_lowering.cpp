@@ -1,0 +1,226 @@
+#include "layer_lowering.h"
+
+#include <map>
+#include <stdexcept>
+
+#include "heads.h"
+
+namespace pagoda {
+
+namespace {
+
+using Value = Program::Value;
+
+HeadShape shape_of(const Cache& cache, int64_t heads) {
+    return {static_cast<int>(heads), static_cast<int>(cache.num_kv_heads), static_cast<int>(cache.head_dim),
+            static_cast<int>(cache.block_size)};
+}
+// Metadata of layers with a state has no heads: see `attention_metadata` in pagoda/backend/cpu/backend.py.
+HeadShape shape_of(const StateCache& cache) { return {1, 1, 1, static_cast<int>(cache.block_size)}; }
+
+// ---- attention
+
+// Heads of queries in rows of so many elements. Throws if rows are not of whole heads, as many for each of the cache's.
+int64_t num_heads(const Node& own, const Cache& cache, int64_t elements) {
+    const int64_t d = cache.head_dim, heads = elements / d;
+    if (static_cast<int64_t>(own.numbers.at(0)) != d) {
+        throw std::invalid_argument(own.op + " of heads of " + std::to_string(static_cast<int64_t>(own.numbers.at(0))) +
+                                    " does not fit a cache of heads of " + std::to_string(d) + ".");
+    }
+    if (heads == 0 || elements % d != 0 || heads % cache.num_kv_heads != 0) {
+        throw std::invalid_argument(own.op + " of " + std::to_string(elements) + " elements does not fit a cache of " +
+                                    std::to_string(cache.num_kv_heads) + " KV heads of " + std::to_string(d) + ".");
+    }
+    return heads;
+}
+
+// Metadata of a step has to be of the heads and blocks that an operation goes through.
+void check_metadata(const AttentionMetadata& metadata, const HeadShape& wanted, int64_t num_blocks) {
+    const HeadShape& own = metadata.shape;
+    const auto words = [](const HeadShape& shape, int64_t blocks) {
+        return std::to_string(shape.num_heads) + " heads of " + std::to_string(shape.head_dim) + ", " +
+               std::to_string(shape.num_kv_heads) + " KV heads and " + std::to_string(blocks) + " blocks of " +
+               std::to_string(shape.block_size);
+    };
+    if (own == wanted && metadata.num_blocks <= num_blocks) return;
+    throw std::invalid_argument("Metadata of " + words(own, metadata.num_blocks) + " does not fit a graph of " +
+                                words(wanted, num_blocks) + ".");
+}
+
+void rotate_and_cache(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Value qkv = own.inputs[0], metadata = own.inputs.at(1), out = own.outputs[0];
+    const bool rotates = own.inputs.size() > 2;
+    const Value cosines = rotates ? own.inputs.at(2) : qkv, sines = rotates ? own.inputs.at(3) : qkv;
+    const int64_t r = rotates ? 2 * graph.width(cosines) : 0;
+    const auto head_dim = static_cast<int64_t>(own.numbers.at(0));
+    const Cache* cache = graph.weight<const Cache*>(own, 0);
+    const HeadShape shape = shape_of(*cache, num_heads(own, *cache, graph.width(out)));
+    if (graph.width(qkv) != graph.width(out) + 2 * cache->num_kv_heads * head_dim) {
+        throw std::invalid_argument("Rows of " + std::to_string(graph.width(qkv)) + " are not " + std::to_string(shape.num_heads) +
+                                    " queries and keys and values of a cache of " + std::to_string(cache->num_kv_heads) +
+                                    " KV heads of " + std::to_string(head_dim) + ".");
+    }
+    const HeadNorms norms{graph.vector(own, 1), graph.vector(own, 2), static_cast<float>(own.numbers.at(1)),
+                          own.numbers.at(2) != 0};
+    // Of queries and keys.
+    const int64_t normed = norms.all_heads ? graph.width(out) + (graph.width(qkv) - graph.width(out)) / 2 : 2 * head_dim;
+    program.record({.nodes = {index}, .uses = {qkv, cosines, sines, out}, .work = graph.width(qkv),
+                    .run = [=, &p = program](const Step&, void*) {
+                         const Rotary rotary{p.at(cosines), p.at(sines), r};
+                         pagoda::rotate_and_cache(p.table(), *p.at<const AttentionMetadata>(metadata), *cache, p.at(qkv),
+                                                  norms, rotary, p.at(out));
+                    },
+                    .check = [=, &p = program](const Step&) {
+                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);
+                    },
+                    .weight_bytes = norms.queries == nullptr ? 0 : normed * size_of(Dtype::f32)});
+}
+
+void attention(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Value queries = own.inputs[0], metadata = own.inputs.at(1), out = own.outputs[0];
+    const Cache* cache = graph.weight<const Cache*>(own, 0);
+    const HeadShape shape = shape_of(*cache, num_heads(own, *cache, graph.width(queries)));
+    const auto limit = [&](size_t place) {
+        const auto number = static_cast<int64_t>(own.numbers.at(place));
+        return number > 0 ? number : kUnlimited;
+    };
+    const AttentionOptions options{static_cast<float>(own.numbers.at(1)), {limit(2), limit(4), own.numbers.at(5) != 0},
+                                   static_cast<float>(own.numbers.at(3)), graph.vector(own, 1)};
+    program.record({.nodes = {index}, .uses = {queries, out}, .work = graph.width(queries) * kKeyTile,
+                    .run = [=, &p = program](const Step&, void* scratch) {
+                         pagoda::attention(p.table(), *p.at<const AttentionMetadata>(metadata), *cache,
+                                           {p.at(queries), nullptr}, options, p.at(out), scratch);
+                    },
+                    .scratch = [=, &p = program](const Step&) {
+                         return attention_scratch(*p.at<const AttentionMetadata>(metadata), *cache, options.reach);
+                    },
+                    .check = [=, &p = program](const Step&) {
+                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);
+                    }});
+}
+
+// ---- latents
+
+void head_linear(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Value x = own.inputs[0], out = own.outputs[0];
+    const auto* heads = graph.weight<const LinearLayer*>(own, 0);
+    int64_t bytes = 0, weights = 0;
+    for (const LinearLayer::Part& head : heads->parts) {
+        bytes += head.weight.bytes();
+        weights += head.weight.inputs() * head.weight.outputs();
+    }
+    program.record({.nodes = {index}, .uses = {x, out}, .work = weights,
+                    .run = [=, &p = program](const Step& step, void* scratch) {
+                        pagoda::head_linear(p.table(), *heads, p.at(x), p.num_rows(x, step), p.at(out), scratch);
+                    },
+                    .scratch = [=, &p = program](const Step& step) {
+                        return head_linear_scratch(p.table(), *heads, p.num_rows(x, step));
+                    },
+                    .weight_bytes = bytes, .flops = 2 * weights});
+}
+
+void rotate_and_cache_latents(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Value queries = own.inputs[0], latents = own.inputs.at(1), metadata = own.inputs.at(2), out = own.outputs[0];
+    const bool rotates = own.inputs.size() > 3;
+    const Value cosines = rotates ? own.inputs.at(3) : queries, sines = rotates ? own.inputs.at(4) : queries;
+    const int64_t r = rotates ? 2 * graph.width(cosines) : 0;
+    const auto* cache = graph.weight<const Cache*>(own, 0);
+    const float* norm = graph.vector(own, 1);
+    const auto eps = static_cast<float>(own.numbers.at(0));
+    const HeadShape shape = shape_of(*cache, graph.width(queries) / (cache->head_dim - cache->value_dim));
+    program.record({.nodes = {index}, .uses = {queries, latents, cosines, sines, out},
+                    .work = graph.width(queries) + graph.width(latents),
+                    .run = [=, &p = program](const Step&, void*) {
+                        const Rotary rotary{p.at(cosines), p.at(sines), r};
+                        pagoda::rotate_and_cache_latents(p.table(), *p.at<const AttentionMetadata>(metadata), *cache,
+                                                         p.at(queries), p.at(latents), norm, eps, rotary, p.at(out));
+                    },
+                    .check = [=, &p = program](const Step&) {
+                        check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);
+                    },
+                    .weight_bytes = cache->value_dim * size_of(Dtype::f32)});
+}
+
+void latent_attention(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Value queries = own.inputs[0], rotary = own.inputs.at(1), metadata = own.inputs.at(2), out = own.outputs[0];
+    const auto* cache = graph.weight<const Cache*>(own, 0);
+    const HeadShape shape = shape_of(*cache, graph.width(queries) / cache->value_dim);
+    const AttentionOptions options{static_cast<float>(own.numbers.at(0)), {}};
+    program.record({.nodes = {index}, .uses = {queries, rotary, out}, .work = graph.width(queries) * kKeyTile,
+                    .run = [=, &p = program](const Step&, void* scratch) {
+                        pagoda::attention(p.table(), *p.at<const AttentionMetadata>(metadata), *cache,
+                                          {p.at(queries), p.at(rotary)}, options, p.at(out), scratch);
+                    },
+                    .scratch = [=, &p = program](const Step&) {
+                        return attention_scratch(*p.at<const AttentionMetadata>(metadata), *cache, options.reach);
+                    },
+                    .check = [=, &p = program](const Step&) {
+                        check_metadata(*p.at<const AttentionMetadata>(metadata), shape, cache->num_blocks);
+                    }});
+}
+
+// ---- layers with a state
+
+void short_conv(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Value x = own.inputs[0], metadata = own.inputs.at(1), out = own.outputs[0];
+    const StateCache& cache = *graph.weight<const StateCache*>(own, 0);
+    const ShortConv conv{cache, graph.vector(own, 1), graph.vector(own, 2), own.numbers.at(0) != 0, own.numbers.at(1) != 0};
+    const int64_t taps = (cache.floats + 1) * cache.units;
+    if (cache.floats >= kMaxConvWidth) throw std::invalid_argument("a convolution is too wide");
+    program.record({.nodes = {index}, .uses = {x, out}, .work = taps,
+                    .run = [=, &p = program](const Step&, void*) {
+                         pagoda::short_conv(p.table(), *p.at<const AttentionMetadata>(metadata), conv, p.at(x), p.at(out));
+                    },
+                    .check = [=, &p = program](const Step&) {
+                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape_of(conv.cache), conv.cache.num_blocks);
+                    },
+                    .weight_bytes = (taps + (conv.bias == nullptr ? 0 : cache.units)) * size_of(Dtype::f32)});
+}
+
+void gated_delta(Program& program, const Graph& graph, int index) {
+    const Node& own = graph.node(index);
+    const Value qkv = own.inputs[0], gates = own.inputs.at(1), metadata = own.inputs.at(2), out = own.outputs[0];
+    const StateCache& cache = *graph.weight<const StateCache*>(own, 0);
+    const auto key_heads = static_cast<int64_t>(own.numbers.at(0)), key_dim = static_cast<int64_t>(own.numbers.at(1));
+    const GatedDelta layer{cache, graph.vector(own, 1), graph.vector(own, 2), key_heads, key_dim, graph.width(out) / cache.units};
+    if (key_dim > kMaxDeltaKey || key_dim % kDeltaKeyMultiple != 0) {
+        throw std::invalid_argument("keys of a delta rule have a multiple of " + std::to_string(kDeltaKeyMultiple) +
+                                    " elements, at most " + std::to_string(kMaxDeltaKey));
+    }
+    program.record({.nodes = {index}, .uses = {qkv, gates, out}, .work = 4 * cache.units * cache.floats,
+                    .run = [=, &p = program](const Step&, void*) {
+                         pagoda::gated_delta(p.table(), *p.at<const AttentionMetadata>(metadata), layer, p.at(qkv),
+                                             p.at(gates), p.at(out));
+                    },
+                    .check = [=, &p = program](const Step&) {
+                         check_metadata(*p.at<const AttentionMetadata>(metadata), shape_of(layer.cache), layer.cache.num_blocks);
+                    },
+                    .weight_bytes = 2 * cache.units * size_of(Dtype::f32)});
+}
+
+const std::map<std::string, void (*)(Program&, const Graph&, int)> kLayerLowerings = {
+    {"rotate_and_cache", rotate_and_cache},
+    {"attention", attention},
+    {"head_linear", head_linear},
+    {"rotate_and_cache_latents", rotate_and_cache_latents},
+    {"latent_attention", latent_attention},
+    {"short_conv", short_conv},
+    {"gated_delta", gated_delta},
+};
+
+}  // namespace
+
+bool lower_layer(Program& program, const Graph& graph, int index) {
+    const auto known = kLayerLowerings.find(graph.node(index).op);
+    if (known == kLayerLowerings.end()) return false;
+    known->second(program, graph, index);
+    return true;
+}
+
+}  // namespace pagoda
