@@ -1,6 +1,7 @@
 """Each CPU kernel beside the limit of the machine, measured in the same minute, and beside PyTorch.
 
-`python -m benchmarks.cpu.kernels [--threads N] [--isa NAME]`. Shapes are those of Qwen3-0.6B. Weights and caches
+`python -m benchmarks.cpu.kernels [--threads N] [--isa NAME]`. Shapes are those of Qwen3-0.6B; of latent attention,
+in which 16 heads read the same vectors, those of DeepSeek-V2-Lite. Weights and caches
 are larger than the processor's caches, so that they come from memory, as in a decoding step.
 """
 
@@ -25,11 +26,12 @@ from cyclopts import App
 
 from benchmarks.cpu.held_weights import held_weight
 from benchmarks.cpu.limits import Limits, median_seconds, start
-from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
+from pagoda.backend.base import HeadNorms, KVCache, LatentCache, TokenBatch
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import PackedLinear
 from pagoda.backend.graph import GraphBuilder, RotaryTable, Value
 from pagoda.backend.host import rotary_table
+from pagoda.backend.latent_layers import latent_attention
 from pagoda.backend.single import bind
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.cli import output
@@ -38,11 +40,13 @@ _STREAMED_BYTES = 2**28
 _SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072))
 _ROWS = (1, 4, 8, 16, 64, 256)
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 16, 8, 128, 16
+_RANK, _ROPE_DIM = 512, 64
 _TOKENS = 8192
 _CONTEXTS = (1024, 4096, 16384, 32768)
 _KV_DTYPES = (torch.bfloat16, torch.int8, torch.float16)
 
 _T = TypeVar("_T")
+_C = TypeVar("_C", KVCache, LatentCache)
 _app = App()
 
 
@@ -64,7 +68,8 @@ def main(*, threads: int | None = None, isa: str | None = None) -> None:
         titles = ("kernel", "tokens", "GB/s", "of the limit")
         console.print(output.table("Token by token", titles, _token_rows(ops, limits)))
         columns = ("step", "KV cache", "context", "GB/s", "GFLOP/s", "of the limit")
-        console.print(output.table("Attention", columns, _attention_rows(ops, limits)))
+        for title, steps in (("Attention", _steps()), ("Latent attention", _latent_steps())):
+            console.print(output.table(title, columns, _attention_rows(ops, limits, steps)))
 
 
 def _each(operation: Callable[[_T], object], arguments: Iterable[_T]) -> None:
@@ -219,6 +224,8 @@ class Step:
     kv_dtype: torch.dtype
     shared: int = 0
     """Tokens that all requests begin with."""
+    latent: bool = False
+    """True of latent attention."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -227,9 +234,10 @@ class Step:
 
     @property
     def kv_bytes(self) -> int:
+        vectors, width = (1, _RANK + _ROPE_DIM) if self.latent else (2 * _KV_HEADS, _HEAD_DIM)
         scale = 4 if self.kv_dtype == torch.int8 else 0
-        head = _HEAD_DIM * self.kv_dtype.itemsize + scale
-        return self.num_blocks * _BLOCK_SIZE * 2 * _KV_HEADS * head
+        vector = width * self.kv_dtype.itemsize + scale
+        return self.num_blocks * _BLOCK_SIZE * vectors * vector
 
     @property
     def num_blocks(self) -> int:
@@ -239,7 +247,12 @@ class Step:
     @property
     def flops(self) -> float:
         pairs = self.num_requests * self.num_new * (self.context - self.num_new / 2)
-        return 4 * pairs * _HEADS * _HEAD_DIM
+        widths = 2 * _RANK + _ROPE_DIM if self.latent else 2 * _HEAD_DIM
+        return 2 * pairs * _HEADS * widths
+
+    def bind(self, ops: CpuBackend, num_layers: int) -> Callable[[], object]:
+        """The attention of so many layers, one after the other."""
+        return _bind_latent(ops, self, num_layers) if self.latent else _bind(ops, self, num_layers)
 
 
 def _steps() -> Iterable[Step]:
@@ -254,8 +267,20 @@ def _steps() -> Iterable[Step]:
         yield Step("prompt", 1, 2048, 2048, kv_dtype)
 
 
-def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
-    for step in _steps():
+def _latent_steps() -> Iterable[Step]:
+    for kv_dtype in (torch.bfloat16, torch.int8):
+        for context in (4096, 32768):
+            yield Step("decode, 1 request", 1, 1, context, kv_dtype, latent=True)
+            yield Step("decode, 16 requests", 16, 1, context, kv_dtype, latent=True)
+        name = "decode, 16 requests that share 2,048 tokens"
+        yield Step(name, 16, 1, 2304, kv_dtype, 2048, latent=True)
+        yield Step("prompt", 1, 2048, 2048, kv_dtype, latent=True)
+
+
+def _attention_rows(
+    ops: CpuBackend, limits: Limits, steps: Iterable[Step]
+) -> Iterable[tuple[str, ...]]:
+    for step in steps:
         seconds = _attention_seconds(ops, step)
         moved, flops = step.kv_bytes / seconds, step.flops / seconds
         yield (
@@ -271,6 +296,11 @@ def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]
 def _attention_seconds(ops: CpuBackend, step: Step) -> float:
     """Seconds of one layer, whose cache was not read lately: layers follow one another, as in a worker's step."""
     num_layers = 2 if step.num_new > 1 else max(1, _STREAMED_BYTES // step.kv_bytes)
+    (seconds,) = median_seconds(step.bind(ops, num_layers))
+    return seconds / num_layers
+
+
+def _bind(ops: CpuBackend, step: Step, num_layers: int) -> Callable[[], object]:
     shape = (step.num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, step.dtype, step.kv_dtype)
     caches = [_filled(ops.allocate_kv_cache(*shape)) for _ in range(num_layers)]
 
@@ -288,19 +318,34 @@ def _attention_seconds(ops: CpuBackend, step: Step) -> float:
 
     queries = torch.randn(step.num_requests * step.num_new, _HEADS * _HEAD_DIM)
     metadata = ops.attention_metadata(_batch(step), _HEADS, caches[0])
-    (seconds,) = median_seconds(bind(ops, attend, {"queries": queries}, metadata))
-    return seconds / num_layers
+    return bind(ops, attend, {"queries": queries}, metadata)
 
 
-def _filled(cache: KVCache) -> KVCache:
-    for part in (cache.keys, cache.values):
-        if part.is_floating_point():
+def _bind_latent(ops: CpuBackend, step: Step, num_layers: int) -> Callable[[], object]:
+    shape = (step.num_blocks, _BLOCK_SIZE, _RANK, _ROPE_DIM, step.dtype, step.kv_dtype)
+    caches = [_filled(ops.allocate_latent_cache(*shape)) for _ in range(num_layers)]
+
+    def attend(ops: GraphBuilder, queries: Value, rotary: Value, metadata: Value) -> Value:
+        for cache in caches:
+            queries = latent_attention(ops, queries, rotary, metadata, cache, scale=0.1)
+        return queries
+
+    widths = {"queries": _HEADS * _RANK, "rotary": _HEADS * _ROPE_DIM}
+    num_tokens = step.num_requests * step.num_new
+    tensors = {name: torch.randn(num_tokens, width) for name, width in widths.items()}
+    metadata = ops.attention_metadata(_batch(step), _HEADS, caches[0])
+    return bind(ops, attend, tensors, metadata)
+
+
+def _filled(cache: _C) -> _C:
+    """The cache with random numbers, which scales, if it has any, make about as large as those of no scale."""
+    for name, part in cache.tensors.items():
+        if name.endswith("scales"):
+            part.fill_(1 / 40)
+        elif part.is_floating_point():
             part.normal_()
         else:
             part.random_(-127, 128)
-    for scales in (cache.key_scales, cache.value_scales):
-        if scales is not None:
-            scales.fill_(1 / 40)
     return cache
 
 
