@@ -204,7 +204,8 @@ def _known_linears(config: ModelSpec) -> dict[str, list[LinearSpec]]:
 
 def _adaptable(config: ModelSpec, layer: int) -> list[LinearSpec]:
     """Linear layers of a layer that may be adapted."""
-    linears: list[LinearSpec] = [*config.attention_linears(layer)]
+    attention = config.attention_linears(layer)
+    linears = [*attention.into, attention.out]
     if isinstance(config.layers[layer].mlp, MlpSpec):
         linears += config.mlp_linears(layer)
     return linears
@@ -214,14 +215,16 @@ def _unknown_module(directory: Path, module: str, config: ModelSpec) -> str:
     where = f"{directory / WEIGHTS_FILE} adapts {module.removeprefix(_PREFIX)}"
     names = config.family.names
     published = replace(config, names=names)
-    interleaved = {
+    of_attention = {
         linear.stored.tensor
         for layer in range(config.num_layers)
-        for linear in _adaptable(published, layer)
-        if linear.stored.group
+        for linear in filter(None, published.attention_linears(layer))
     }
-    if module.removeprefix(_PREFIX) in interleaved:
-        return f"{where}; adapters of maps whose rows take turns by heads are not supported."
+    if module.removeprefix(_PREFIX) in of_attention:
+        return (
+            f"{where}; adapters of maps whose rows take turns by heads, and of latent vectors of queries, are not "
+            "supported."
+        )
     if module.endswith(("embed_tokens", "lm_head", names.embedding, names.head)):
         return f"{where}; adapters of the embedding and of the head are not supported."
     experts = names.expert_up.partition("{")[0]

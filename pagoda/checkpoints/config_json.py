@@ -90,16 +90,16 @@ def _gives_score(values: Mapping[str, object]) -> bool:
 def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpec:
     """Checks the content of a config.json; `source` names the file in errors."""
     fields, family, is_bare = _text_part(Fields(values, source))
+    silent = {key for key in family.defaults if fields.values.get(key) is None}
+    if rope_table(fields) is not None:
+        silent.discard("rope_parameters")
+    fields = fields.updated({key: family.defaults[key] for key in silent})
     renamed = {
         usual: fields.values[own]
         for own, usual in family.renamed.items()
         if fields.values.get(own) is not None
     }
     fields = fields.updated(renamed)
-    silent = {key for key in family.defaults if fields.values.get(key) is None}
-    if rope_table(fields) is not None:
-        silent.discard("rope_parameters")
-    fields = fields.updated({key: family.defaults[key] for key in silent})
     _check_activation(fields, family)
     refuse_other_arithmetic(fields, family.own_keys)
     hidden_size = fields.positive("hidden_size")

@@ -129,7 +129,7 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
         for name, _ in spec.norm_tensors(index):
             yield [name]
         attention = spec.attention_linears(index)
-        biased = [*attention[:3]] * layer.attention.qkv_bias
+        biased = [*attention.into] * layer.attention.qkv_bias
         biased += [attention.out] * layer.attention.output_bias
         if layer.mlp.bias:
             biased += [linear for linear in linears if linear.role in _BIASED[type(layer.mlp)]]

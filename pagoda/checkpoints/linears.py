@@ -18,6 +18,10 @@ class Role(enum.Enum):
     KEY = enum.auto()
     VALUE = enum.auto()
     ATTENTION_OUT = enum.auto()
+    LATENT_IN = enum.auto()
+    """Map of hidden states to a latent vector, whole on every rank."""
+    LATENT_HEADS = enum.auto()
+    """Keys or values of all heads of a latent vector: dense, as every head computes with its own."""
     STATE_IN = enum.auto()
     """Maps of hidden states of a layer with a state."""
     STATE_GATE = enum.auto()
@@ -33,6 +37,10 @@ class Role(enum.Enum):
     EXPERT_OUT = enum.auto()
     WHOLE = enum.auto()
     """Table of positions or token types, or layer of a head that scores: dense, and whole on every rank."""
+
+
+NEVER_ROUNDED = frozenset({Role.LATENT_HEADS, Role.ROUTER, Role.STATE_GATE, Role.WHOLE})
+"""Roles of layers that stay dense when a model is quantized."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,11 @@ class AttentionLinears(NamedTuple):
     k: LinearSpec
     v: LinearSpec
     out: LinearSpec
+
+    @property
+    def into(self) -> tuple[LinearSpec, ...]:
+        """Layers that hidden states go through."""
+        return self.q, self.k, self.v
 
 
 class MlpLinears(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec, latent_linears
 from pagoda.checkpoints.linears import (
     AttentionLinears,
     ExpertLinears,
@@ -63,9 +64,13 @@ class AttentionSpec:
     """Outputs are times a sigmoid of a map of hidden states, whose rows lie behind each head's queries."""
     causal: bool = True
     """A token sees none behind itself; encoders see all of a text, which is computed in one step."""
+    latent: LatentSpec | None = None
+    """Sizes of latent attention, the same in all layers of a model; None of plain attention."""
 
     @property
-    def kind(self) -> Literal["full", "window", "chunk", "step"]:
+    def kind(self) -> Literal["full", "latent", "window", "chunk", "step"]:
+        if self.latent is not None:
+            return "latent"
         if not self.causal:
             return "step"
         if self.chunk is not None:
@@ -152,7 +157,7 @@ class LayerSpec:
     """Attention and MLP have the same input, behind one norm (Wang and Komatsuzaki 2021)."""
 
     @property
-    def kv_kind(self) -> Literal["full", "window", "chunk", "step", "state"]:
+    def kv_kind(self) -> Literal["full", "latent", "window", "chunk", "step", "state"]:
         """Kind of the layer by what it keeps of a sequence."""
         return self.attention.kind if self.state is None else "state"
 
@@ -237,6 +242,16 @@ class ModelSpec:
         return next(sparse, None)
 
     @property
+    def kv_vectors(self) -> tuple[int, int]:
+        """Vectors that a layer with attention keeps of a token for each KV head, and their numbers."""
+        return (2, self.head_dim) if self.latent is None else (1, self.latent.kept)
+
+    @property
+    def latent(self) -> LatentSpec | None:
+        """Sizes of latent attention, which all layers have or none."""
+        return self.layers[0].attention.latent
+
+    @property
     def long_rotary(self) -> bool:
         """True if factors for long contexts rotate keys: then keys are other ones than in a short context."""
         tables = (table.scaling for table in self.rotary.values())
@@ -261,10 +276,18 @@ class ModelSpec:
         changed = (change(index, layer) for index, layer in enumerate(self.layers))
         return replace(self, layers=tuple(changed))
 
-    def attention_linears(self, layer: int) -> AttentionLinears:
-        state = self.layers[layer].state
-        if state is not None:
-            return self._state_linears(layer, state)
+    def attention_linears(self, layer: int) -> AttentionLinears | LatentLinears:
+        spec = self.layers[layer]
+        if spec.state is not None:
+            return self.state_linears(layer, spec.state)
+        if spec.attention.latent is None:
+            return self.plain_linears(layer)
+        return latent_linears(
+            self.names, layer, spec.attention.latent, self.num_heads, self.hidden_size
+        )
+
+    def plain_linears(self, layer: int) -> AttentionLinears:
+        """Linear layers of plain attention."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         names, hidden = self.names, self.hidden_size
         sizes = {"query": q_size, "key": kv_size, "value": kv_size}
@@ -318,7 +341,8 @@ class ModelSpec:
         shape, group = (state.key_heads * sum(grains), self.hidden_size), sum(grains)
         return [StoredRows(tensor, shape, sum(grains[:i]), group=group) for i in range(len(grains))]
 
-    def _state_linears(self, layer: int, state: StateSpec) -> AttentionLinears:
+    def state_linears(self, layer: int, state: StateSpec) -> AttentionLinears:
+        """Linear layers of a layer that keeps a state."""
         hidden, sizes = self.hidden_size, dict(zip(state.parts, state.sizes, strict=True))
         names, roles = (self.names.state_in,) * 3, (Role.STATE_IN,) * 3
         into = self._linears(layer, names, sizes, hidden, roles)
@@ -455,6 +479,12 @@ class ModelSpec:
                 (names.query_norm, names.key_norm), self.head_norm_sizes(layer), strict=True
             )
             found += [(f"{names.of_layer(layer, name)}.weight", size) for name, size in of_heads]
+        if spec.attention.latent is not None:
+            latent = spec.attention.latent
+            sizes = {names.latent_norm: latent.rank, names.query_down_norm: latent.query_rank}
+            found += [
+                (f"{names.of_layer(layer, name)}.weight", it) for name, it in sizes.items() if it
+            ]
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
@@ -494,7 +524,7 @@ class ModelSpec:
 
     def layer_linears(self, layer: int, experts: range) -> Iterator[LinearSpec]:
         """All linear layers of a layer; of its experts, if it has any, those in the range."""
-        yield from self.attention_linears(layer)
+        yield from filter(None, self.attention_linears(layer))
         yield from self.gate_linears(layer)
         sparse = self.expert_linears(layer)
         if sparse is None:

@@ -73,7 +73,7 @@ class CheckpointQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         scheme = self.scheme_of(linear)
-        if scheme is None or isinstance(scheme, Fp8Scheme):
+        if scheme is None or isinstance(scheme, Fp8Scheme) or linear.role is Role.LATENT_HEADS:
             return DenseFormat()
         if isinstance(scheme, Int8Format | BlockFormat):
             return scheme

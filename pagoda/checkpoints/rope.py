@@ -42,6 +42,10 @@ class YarnScaling:
     mscale_all_dim: float | None
     truncate: bool
 
+    def temperature(self, mscale: float) -> float:
+        """Factor of queries, and of keys, that makes up for interpolation (part 3.4)."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
 
 @dataclass(frozen=True)
 class FrequencyFactors:

@@ -67,6 +67,19 @@ class TensorNames:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     attention_out: str = "self_attn.o_proj"
+    query_down: str = "self_attn.q_a_proj"
+    """Latent vector of queries, with its norm, and the queries of all heads, made of it."""
+    query_down_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    latents: str = "self_attn.kv_a_proj_with_mqa"
+    """Latent vector of keys and values, with the rotated part of keys behind it."""
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_up: str = "self_attn.kv_b_proj"
+    """Keys and values of all heads, of which those of each head lie together."""
+    key_up: str = ""
+    """Tensor of keys [heads, rank, nope_dim], `value_up` of values [heads, value_dim, rank]; empty where they
+    are in `latent_up`."""
+    value_up: str = ""
     attention_post_norm: str = "post_attention_layernorm"
     """Norm behind attention, in families that have one."""
     mlp_norm: str = "post_attention_layernorm"
@@ -170,6 +183,12 @@ GGUF_NAMES = TensorNames(
     query_norm="attn_q_norm",
     key_norm="attn_k_norm",
     attention_out="attn_output",
+    query_down="attn_q_a",
+    query_down_norm="attn_q_a_norm",
+    query_up="attn_q_b",
+    latents="attn_kv_a_mqa",
+    latent_norm="attn_kv_a_norm",
+    latent_up="attn_kv_b",
     attention_post_norm="post_attention_norm",
     mlp_norm="ffn_norm",
     mlp_post_norm="post_ffw_norm",
@@ -194,6 +213,9 @@ GGUF_NAMES = TensorNames(
 """Names that most architectures have in GGUF files (gguf-py/gguf/constants.py of llama.cpp)."""
 GGUF_NEIGHBOURS = replace(GGUF_NAMES, rotates_neighbours=True)
 """Names of Llama's architecture in GGUF files, in which rows of queries and keys are permuted."""
+
+GGUF_LATENTS = replace(GGUF_NEIGHBOURS, key_up="attn_k_b", value_up="attn_v_b")
+"""Names of latent attention in GGUF files; older ones have `latent_up` instead of `key_up` and `value_up`."""
 
 
 def head_order(head_dim: int, rotated: int) -> tuple[int, ...]:

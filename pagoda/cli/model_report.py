@@ -82,7 +82,8 @@ def _gives(spec: ModelSpec) -> str:
 
 
 def _kv_cache(spec: ModelSpec) -> Iterator[str]:
-    per_layer = 2 * spec.num_kv_heads * spec.head_dim * _KV_BYTES
+    vectors, numbers = spec.kv_vectors
+    per_layer = vectors * spec.num_kv_heads * numbers * _KV_BYTES
     if spec.encoder is not None:
         yield f"none is kept: {format_bytes(per_layer)} a token in 16 bits while a step runs"
         return
@@ -109,7 +110,10 @@ def _kv_cache(spec: ModelSpec) -> Iterator[str]:
 
 def _layers(spec: ModelSpec) -> Iterator[str]:
     yield f"{spec.num_layers} of {spec.hidden_size} channels"
-    yield f"{spec.num_heads} heads of {spec.head_dim} over {spec.num_kv_heads} of keys and values"
+    kept = f"{spec.num_kv_heads} of keys and values"
+    if spec.latent is not None:
+        kept = f"a latent vector of {spec.latent.kept} numbers a token"
+    yield f"{spec.num_heads} heads of {spec.head_dim} over {kept}"
     kinds = Counter(_kind(layer) for layer in spec.layers)
     yield " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
     experts = spec.experts
@@ -125,6 +129,8 @@ def _kind(layer: LayerSpec) -> str:
         return "attention both ways"
     if layer.attention.chunk is not None:
         return f"chunks of {layer.attention.chunk} tokens"
+    if layer.attention.latent is not None:
+        return "latent attention"
     if layer.attention.window is None:
         return "full attention"
     return f"a window of {layer.attention.window} tokens"

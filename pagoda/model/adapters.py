@@ -86,7 +86,7 @@ class Adapters:
         found: list[tuple[LowRankMaps, Sequence[LinearSpec]]] = []
         for index, layer in zip(self._shard.layers, self.layers, strict=True):
             attention = config.attention_linears(index)
-            found.append((layer.qkv, attention[:3]))
+            found.append((layer.qkv, attention.into))
             found.append((layer.attention_out, [attention.out]))
             if layer.gate_up is not None and layer.down is not None:
                 mlp = config.mlp_linears(index)
@@ -96,7 +96,7 @@ class Adapters:
     def _layer(self, index: int) -> AdaptedLayer:
         config = self._shard.config
         attention = config.attention_linears(index)
-        qkv, out = self._empty(attention[:3]), self._empty([attention.out])
+        qkv, out = self._empty(attention.into), self._empty([attention.out])
         if config.expert_linears(index) is not None:
             return AdaptedLayer(qkv, out, None, None)
         mlp = config.mlp_linears(index)

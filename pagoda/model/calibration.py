@@ -32,9 +32,10 @@ from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.experts import routed
 from pagoda.backend.single import compute, compute_node
 from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
+from pagoda.model.caches import allocate_cache
 from pagoda.model.decoder import Decoder, LayerCache
 from pagoda.model.gptq import (
     Grid,
@@ -140,13 +141,8 @@ def calibrate(
     )
     # Every layer writes the keys and values of all tokens before it reads them, and no state is read, so one cache
     # does for all. Layers with a state are a group of their own, with the same blocks.
-    cache = backend.allocate_kv_cache(
-        int(batch.block_tables[0].max()) + 1,
-        block_size,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype,
-    )
+    num_blocks = int(batch.block_tables[0].max()) + 1
+    cache = allocate_cache(backend, whole(config), num_blocks, block_size, dtype)
     caches = [
         LayerCache(int(layer.state is not None), cache, block_size) for layer in config.layers
     ]
@@ -183,6 +179,8 @@ class _Placeholders:
         self._source.read_into(name, out)
 
     def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
+        if linear.role is Role.LATENT_HEADS:
+            return self._source.linear(linear, dtype)
         shape = (linear.outputs, linear.inputs)
         weight = DenseWeight(torch.empty(shape, dtype=dtype, device="meta"))
         self._rounding.linears[id(weight)] = linear
@@ -217,8 +215,10 @@ class _RoundingBackend(Generic[LinearT, MetadataT, RoundedT]):
         self,
         parts: Sequence[LinearWeight],
         bias: Tensor | None,
-        dtype: torch.dtype,  # noqa: ARG002 - that of the placeholders
-    ) -> _Unread:
+        dtype: torch.dtype,
+    ) -> _Unread | LinearT:
+        if id(parts[0]) not in self.linears:
+            return self._inner.prepare_linear(parts, bias, dtype)
         return _Unread(tuple(self.linears.pop(id(part)) for part in parts), bias)
 
     def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[MetadataT]:

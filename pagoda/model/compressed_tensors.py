@@ -14,14 +14,14 @@ from torch import Tensor
 
 from pagoda.backend.base import Backend
 from pagoda.backend.weights import Int8Weight
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearSpec, Role
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.errors import ConfigError
 from pagoda.messages.jobs import QuantizeFormat
 from pagoda.model.gptq import StoredGrids
 from pagoda.model.rounding import ZeroPointGroups, round_asymmetric, round_symmetric
 
-_DENSE = frozenset({Role.EMBEDDING, Role.HEAD, Role.ROUTER, Role.STATE_GATE, Role.WHOLE})
+_DENSE = NEVER_ROUNDED | {Role.EMBEDDING, Role.HEAD}
 _PACKED_BITS = 32
 
 

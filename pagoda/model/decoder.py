@@ -16,6 +16,7 @@ from torch import Tensor
 from pagoda.backend.base import (
     Backend,
     KVCache,
+    LatentCache,
     LinearT,
     MetadataT,
     StateCache,
@@ -41,7 +42,7 @@ class LayerCache(NamedTuple):
     """The KV cache of a layer, of which it uses the blocks in the table of its KV group."""
 
     group: int
-    cache: KVCache
+    cache: KVCache | LatentCache
     block_size: int = 0
     """Tokens of a block, of layers with a state."""
 
@@ -95,10 +96,12 @@ class Decoder(Generic[LinearT, MetadataT]):
         self.caches = caches
         self._states = [
             state_caches(held.cache, held.block_size, shard.states(index))
+            if isinstance(held.cache, KVCache)
+            else []
             for index, held in zip(shard.layers, caches, strict=True)
         ]
         """Caches of the states of each layer, none of one with attention."""
-        self._groups: dict[int, KVCache | StateCache] = {
+        self._groups: dict[int, KVCache | LatentCache | StateCache] = {
             held.group: states[0] if states else held.cache
             for held, states in zip(caches, self._states, strict=True)
         }
@@ -216,7 +219,8 @@ class Decoder(Generic[LinearT, MetadataT]):
             of_shared = {} if shared is None else vars(shared)
             own = vars(layer) | vars(layer.mlp)
             own |= {f"shared_{name}": weight for name, weight in of_shared.items()}
-            own |= {} if layer.state is None else vars(layer.state)
+            for others in (layer.state, layer.latent):
+                own |= {} if others is None else vars(others)
             for name, weight in own.items():
                 named[f"layers.{index}.{name}"] = weight
         return {
@@ -345,6 +349,10 @@ class Decoder(Generic[LinearT, MetadataT]):
         )
         if layer.state is not None:
             return layer.state.record(ops, h, qkv, metadata, states)
+        if layer.latent is not None and isinstance(cache, LatentCache):
+            return layer.latent.record(ops, h, qkv, metadata, table, cache)
+        if not isinstance(cache, KVCache):
+            raise TypeError("The cache of plain attention holds keys and values.")
         spec, head_dim, norms = layer.spec.attention, self._shard.config.head_dim, layer.head_norms
         if norms is not None and spec.qk_norm == "all" and self._shard.tp_size > 1:
             # Queries and keys of a token are normed together with those of the other ranks.

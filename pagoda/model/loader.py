@@ -14,14 +14,25 @@ from pagoda.backend.base import (
     ExpertActivation,
     ExpertRouting,
     Experts,
+    HeadLinears,
     HeadNorms,
     LinearT,
 )
-from pagoda.backend.weights import GroupedWeight, LinearWeight, same_order, weight_bytes
+from pagoda.backend.latent_layers import prepare_head_linears
+from pagoda.backend.weights import (
+    DenseWeight,
+    GroupedWeight,
+    LinearWeight,
+    dequantize,
+    same_order,
+    weight_bytes,
+)
+from pagoda.checkpoints.latent_attention import LatentLinears
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
 from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec
 from pagoda.checkpoints.state_layers import ShortConvSpec, StateSpec
 from pagoda.errors import ConfigError
+from pagoda.model.latent_attention import LatentAttention
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import Part, Shard, take_part
 from pagoda.model.state_layers import DeltaRule, GatedConv, StateLayer
@@ -65,11 +76,15 @@ class Norm(NamedTuple):
 class Layer(Generic[LinearT]):
     attention_norm: Norm | None
     qkv: LinearT
-    """Queries, keys and values, one above the other; of a layer with a state, its three maps."""
+    """Queries, keys and values, one above the other; of a layer with a state, its three maps.
+
+    Of latent attention, the vector that is kept of a token."""
     gate: LinearT | None
     """Gate of attention's outputs."""
     state: StateLayer[LinearT] | None
     """Other weights of a layer with a state."""
+    latent: LatentAttention[LinearT] | None
+    """Other weights of latent attention."""
     head_norms: HeadNorms | None
     sinks: Tensor | None
     """[heads] float32."""
@@ -127,9 +142,10 @@ class WeightLoader(Generic[LinearT]):
 
         return Layer(
             attention_norm=norm(names.attention_norm, has=spec.pre_norm),
-            qkv=self.linear([linears.q, linears.k, linears.v], bias=attention.qkv_bias),
+            qkv=self.linear(linears.into, bias=attention.qkv_bias),
             gate=self._output_gate(index),
             state=None if spec.state is None else self._state(index, spec.state),
+            latent=self._latent(index, linears) if isinstance(linears, LatentLinears) else None,
             head_norms=None
             if attention.qk_norm is None or spec.state is not None
             else self._head_norms(index),
@@ -267,10 +283,36 @@ class WeightLoader(Generic[LinearT]):
         gates = config.gate_linears(index)
         return self.linear(gates, bias=config.layers[index].attention.qkv_bias) if gates else None
 
+    def _latent(self, index: int, linears: LatentLinears) -> LatentAttention[LinearT]:
+        config = self.shard.config
+        names, attention = config.names, config.layers[index].attention
+        down, down_norm = linears.query_down, names.of_layer(index, names.query_down_norm)
+        latent_norm = names.of_layer(index, names.latent_norm)
+        return LatentAttention(
+            self._norm_weight(latent_norm, linears.value_up.inputs),
+            None if down is None else self.linear([down]),
+            None if down is None else self._norm_weight(down_norm, down.outputs),
+            self.linear([linears.query_nope]),
+            self.linear([linears.query_rope]),
+            self._head_linears(linears.key_up, is_transposed=not names.key_up),
+            self._head_linears(linears.value_up, is_transposed=False),
+            attention.scale,
+        )
+
+    def _head_linears(self, linear: LinearSpec, *, is_transposed: bool) -> HeadLinears[LinearT]:
+        """The maps of this rank's heads, of a weight [heads out, in], or [heads in, out]."""
+        weight = self._weight(linear)
+        values = weight.values if isinstance(weight, DenseWeight) else dequantize(weight)
+        heads = values.to(self.dtype).view(len(self.shard.heads), -1, values.shape[1])
+        if is_transposed:
+            heads = heads.transpose(1, 2)
+        self._on_loaded(heads.nbytes)
+        return prepare_head_linears(self.backend, heads.contiguous(), self.dtype)
+
     def _state(self, index: int, spec: StateSpec) -> StateLayer[LinearT]:
         """Weights of a layer with a state besides its maps, of this rank's channels or heads."""
         config = self.shard.config
-        names, linears = config.names, config.attention_linears(index)
+        names, linears = config.names, config.state_linears(index, spec)
         parts = [self.shard.part_of(linear).outputs for linear in linears[:3]]
         if isinstance(spec, ShortConvSpec):
             return GatedConv(*self._conv(index, spec, [*parts[0]]))
@@ -325,7 +367,7 @@ class WeightLoader(Generic[LinearT]):
             for name, size in zip((names.query_norm, names.key_norm), sizes, strict=True)
         )
         if config.layers[index].attention.qk_norm == "all":
-            linears = config.attention_linears(index)
+            linears = config.plain_linears(index)
             own = [self.shard.part_of(linear).outputs for linear in (linears.q, linears.k)]
             queries, keys = (
                 norm[part.start : part.stop].clone()

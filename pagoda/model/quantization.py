@@ -20,7 +20,7 @@ from torch import Tensor
 from pagoda.backend.base import Backend
 from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.weights import BlockWeight, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
     GROUP_SIZES,
     BlockFormat,
@@ -55,7 +55,7 @@ class QuantizationOnLoad:
         return f"int4 weights (groups of {self.group_size}){by}"
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
-        if linear.role in (Role.ROUTER, Role.STATE_GATE, Role.WHOLE):
+        if linear.role in NEVER_ROUNDED:
             return DenseFormat()
         is_table = linear.role in _TABLES
         if self.group_size is None or (is_table and self.group_size != _BLOCK_GROUP_SIZE):

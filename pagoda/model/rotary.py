@@ -68,10 +68,6 @@ def _yarn_scale(scaling: YarnScaling) -> float:
     """Factor of cosines and sines, the paper's temperature of attention."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def of(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
     if scaling.mscale is not None and scaling.mscale_all_dim is not None:
-        return of(scaling.mscale) / of(scaling.mscale_all_dim)
-    return of(1.0)
+        return scaling.temperature(scaling.mscale) / scaling.temperature(scaling.mscale_all_dim)
+    return scaling.temperature(1.0)

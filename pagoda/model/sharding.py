@@ -91,6 +91,12 @@ class Shard:
         return len(self.kv_heads)
 
     @property
+    def kv_vectors(self) -> tuple[int, int]:
+        """Vectors that a layer with attention keeps of a token on this rank, and their numbers."""
+        of_head, numbers = self.config.kv_vectors
+        return of_head * self.num_kv_heads, numbers
+
+    @property
     def vocabulary(self) -> range:
         """The tokens whose rows of embedding and head this rank holds."""
         return self.channels(self.config.vocab_size)
@@ -107,12 +113,12 @@ class Shard:
     def part_of(self, linear: LinearSpec) -> Part:
         outputs, inputs = range(linear.outputs), range(linear.inputs)
         match linear.role:
-            case Role.QUERY:
-                outputs = _times(self.heads, self.config.head_dim)
+            case Role.QUERY | Role.LATENT_HEADS:
+                outputs = _times(self.heads, linear.outputs // self.config.num_heads)
             case Role.KEY | Role.VALUE:
-                outputs = _times(self.kv_heads, self.config.head_dim)
+                outputs = _times(self.kv_heads, linear.outputs // self.config.num_kv_heads)
             case Role.ATTENTION_OUT:
-                inputs = _times(self.heads, self.config.head_dim)
+                inputs = _times(self.heads, linear.inputs // self.config.num_heads)
             case Role.EXPERT_IN | Role.EXPERT_OUT if self.expert_parallel:
                 pass  # experts are whole
             case Role.MLP_IN | Role.EXPERT_IN | Role.EMBEDDING | Role.HEAD:
@@ -130,12 +136,13 @@ class Shard:
         state = self.config.layers[layer].state
         if state is None:
             return ()
-        linears = self.config.attention_linears(layer)[:3]
+        linears = self.config.state_linears(layer, state)[:3]
         return state.states([len(self.part_of(linear).outputs) for linear in linears])
 
     def state_units(self, layer: int) -> list[list[range]]:
         """This rank's units of each state of a layer, by their numbers in the whole layer."""
-        linears = self.config.attention_linears(layer)[:3]
+        kept = self.config.layers[layer].state
+        linears = () if kept is None else self.config.state_linears(layer, kept)[:3]
         numbers: list[list[range]] = []
         for state in self.states(layer):
             held = [self.part_of(linears[index]).outputs for index in state.maps]
@@ -227,7 +234,7 @@ class Shard:
             total += sum(linear.outputs for linear in config.classifier_linears)
         for layer in self.layers:
             attention, spec = config.attention_linears(layer), config.layers[layer]
-            into = [*attention][:3]
+            into = [*attention.into]
             if spec.state is None:
                 into += config.gate_linears(layer)
             biases = into * spec.attention.qkv_bias + [attention.out] * spec.attention.output_bias

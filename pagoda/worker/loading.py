@@ -28,10 +28,11 @@ from pagoda.checkpoints.weight_formats import DenseFormat, Quantization
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
 from pagoda.messages.adapters import Adapter
-from pagoda.messages.kv_groups import KVGroup, KVKind, full_group, layer_groups
+from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.adapters import Adapters, adapter_bytes
+from pagoda.model.caches import allocate_cache
 from pagoda.model.calibration import CalibratedWeights, calibrate
 from pagoda.model.decoder import Decoder, LayerCache
 from pagoda.model.gguf_weights import GgufWeights
@@ -144,11 +145,12 @@ class WorkerPlan:
 
     @property
     def _layer_bytes(self) -> int:
-        """Bytes of a token's K and V in one layer."""
-        head = self.shard.config.head_dim * self.kv_dtype.itemsize
+        """Bytes that one layer keeps of a token."""
+        vectors, numbers = self.shard.kv_vectors
+        vector = numbers * self.kv_dtype.itemsize
         if self.kv_dtype == torch.int8:
-            head += torch.float32.itemsize  # its scale
-        return 2 * self.shard.num_kv_heads * head
+            vector += torch.float32.itemsize  # its scale
+        return vectors * vector
 
     @property
     def sampling_bytes(self) -> int:
@@ -282,11 +284,11 @@ def load_runner(
         shared=shares_kv(config),
     )
     caches = [
-        backend.allocate_kv_cache(
+        allocate_cache(
+            backend,
+            shard,
             num_blocks,
             plan.block_size,
-            shard.num_kv_heads,
-            shard.config.head_dim,
             plan.dtype,
             plan.kv_dtype,
             allocation.new_tensor,
@@ -497,11 +499,9 @@ def _kv_groups(
 ) -> tuple[KVGroup, ...]:
     """The groups of the whole model's layers, the same on all ranks."""
     kinds = [(KVKind(layer.kv_kind), layer.attention.reach) for layer in shape.layers]
-    has_states = any(layer.state is not None for layer in shape.layers)
-    if keeps_all and not has_states and shape.encoder is None:
-        return (full_group(shape.num_layers, block_size),)
     if keeps_all and shape.encoder is None:
-        kinds = [(kind if kind is KVKind.STATE else KVKind.FULL, 0) for kind, _ in kinds]
+        windows = (KVKind.WINDOW, KVKind.CHUNK)
+        kinds = [(KVKind.FULL if kind in windows else kind, 0) for kind, _ in kinds]
     return layer_groups(kinds, block_size, capabilities.window_multiple)
 
 

@@ -60,7 +60,7 @@ _BIASED = (
     "Qwen2MoeForCausalLM",
 )
 _SPARSE = (
-    *("Qwen3NextForCausalLM", "Lfm2MoeForCausalLM"),
+    *("Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "DeepseekV2ForCausalLM"),
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
     *("GraniteMoeForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"),
     "OlmoeForCausalLM",
@@ -335,7 +335,8 @@ def test_an_explicit_null_in_a_text_part_means_what_it_means_alone(
     [
         ("Qwen3AudioMoeForCausalLM", "the nearest that is supported is Qwen3MoeForCausalLM; "),
         ("Gemma3nForConditionalGeneration", "the nearest that is supported is Gemma3ForCausalLM; "),
-        ("DeepseekV9ForCausalLM", ""),
+        ("ZyphraV9ForCausalLM", ""),
+        ("DeepseekV9ForCausalLM", "the nearest that is supported is DeepseekV3ForCausalLM; "),
     ],
 )
 def test_the_nearest_architecture_is_named(name: str, nearest: str) -> None:

@@ -127,6 +127,31 @@ _GLM4_MOE = {
     "routed_scaling_factor": 1.7,
     "num_nextn_predict_layers": 1,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+_V2_LITE: dict[str, Any] = {
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -216,6 +241,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
             "n_shared_experts": 2,
             "norm_topk_prob": False,
+        },
+    ),
+    "deepseek-v2-lite": ("DeepseekV2ForCausalLM", {**_LATENT, **_V2_LITE}),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 2,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                **_V2_LITE["rope_parameters"],
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "moonlight": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "rms_norm_eps": 1e-5,
         },
     ),
     "gpt-oss": ("GptOssForCausalLM", _GPT_OSS),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pagoda.checkpoints.families.bert import BERT, BERT_RANKER, XLM_ROBERTA, XLM_ROBERTA_RANKER
 from pagoda.checkpoints.families.cohere import COHERE, COHERE2
+from pagoda.checkpoints.families.deepseek_v2 import DEEPSEEK_V2
+from pagoda.checkpoints.families.deepseek_v3 import DEEPSEEK_V3
 from pagoda.checkpoints.families.exaone4 import EXAONE4
 from pagoda.checkpoints.families.gemma import GEMMA2, GEMMA3
 from pagoda.checkpoints.families.glm4 import GLM, GLM4
@@ -58,6 +60,8 @@ _ALL = (
     GLM,
     GLM4,
     GLM4_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     GPT_OSS,
     EXAONE4,
     SEED_OSS,

@@ -8,41 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.shared import expert_counts, with_attention, with_experts
+from pagoda.checkpoints.families.shared import (
+    layers_behind_dense,
+    sigmoid_experts,
+    with_attention,
+    with_experts,
+)
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES
+
+_SIZES = {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     qk_norm = "head" if fields.flag("use_qk_norm", False) else None
     spec = with_attention(spec, qk_norm=qk_norm, output_bias=False)
-    fields.require("scoring_func", "sigmoid")
-    num_experts, per_token = expert_counts(fields, "n_routed_experts", (128, 8))
-    inner = fields.positive("moe_intermediate_size", 1408)
-    num_shared = fields.count("n_shared_experts", 1)
-    num_groups = fields.positive("n_group", 1)
-    chosen_groups = fields.positive("topk_group", 1)
-    if num_experts % num_groups or num_experts // num_groups < min(2, num_experts):
-        fields.refuse("n_group", f"must divide n_routed_experts ({num_experts}) into two or more")
-    if not per_token <= chosen_groups * (num_experts // num_groups) <= num_experts:
-        fields.refuse("topk_group", f"must be at most n_group and have {per_token} experts")
-    experts = ExpertsSpec(
-        num_experts,
-        per_token,
-        inner,
-        renormalize=fields.flag("norm_topk_prob", True),
-        scores="sigmoid",
-        num_groups=num_groups,
-        groups_per_token=chosen_groups,
-        group_score="best_two",
-        scaling_factor=fields.number("routed_scaling_factor", 1.0),
-        correction=True,
-        shared_size=num_shared * inner,
-    )
-    first = fields.count("first_k_dense_replace", 1)
-    return with_experts(spec, experts, range(first, spec.num_layers))
+    experts = sigmoid_experts(fields, _SIZES, scale=1.0)
+    return with_experts(spec, experts, layers_behind_dense(fields, spec.num_layers, 1))
 
 
 def _gguf_values(fields: Fields) -> Mapping[str, object]:

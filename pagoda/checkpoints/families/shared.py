@@ -70,6 +70,56 @@ def with_state(
     return spec.with_layers(change)
 
 
+def sigmoid_experts(
+    fields: Fields, defaults: Mapping[str, int], *, scale: float, groups: tuple[int, int] = (1, 1)
+) -> ExpertsSpec:
+    """Experts scored by sigmoids, chosen by corrected scores within groups, and one for all tokens (DeepSeek-V3).
+
+    `defaults` are sizes where the file is silent, `scale` is that of `routed_scaling_factor`, and `groups` are
+    those of an expert layer and of a token.
+    """
+    fields.require("scoring_func", "sigmoid")
+    fields.require("topk_method", "noaux_tc")
+    usual = defaults["n_routed_experts"], defaults["num_experts_per_tok"]
+    num_experts, per_token = expert_counts(fields, "n_routed_experts", usual)
+    num_groups, chosen = expert_groups(fields, num_experts, per_token, groups, least=2)
+    inner = fields.positive("moe_intermediate_size", defaults["moe_intermediate_size"])
+    return ExpertsSpec(
+        num_experts,
+        per_token,
+        inner,
+        renormalize=fields.flag("norm_topk_prob", True),
+        scores="sigmoid",
+        num_groups=num_groups,
+        groups_per_token=chosen,
+        group_score="best_two",
+        scaling_factor=fields.number("routed_scaling_factor", scale),
+        correction=True,
+        shared_size=fields.count("n_shared_experts", 1) * inner,
+    )
+
+
+def expert_groups(
+    fields: Fields, num_experts: int, per_token: int, usual: tuple[int, int], least: int
+) -> tuple[int, int]:
+    """Groups of at least `least` experts each, and those that a token's experts are chosen from."""
+    num_groups = fields.positive("n_group", usual[0])
+    chosen = fields.positive("topk_group", usual[1])
+    if num_experts % num_groups or num_experts // num_groups < min(least, num_experts):
+        rule = f"must divide n_routed_experts ({num_experts})"
+        fields.refuse("n_group", rule if least == 1 else f"{rule} into two or more")
+    if not per_token <= chosen * (num_experts // num_groups) <= num_experts:
+        fields.refuse("topk_group", f"must be at most n_group and have {per_token} experts")
+    return num_groups, chosen
+
+
+def layers_behind_dense(fields: Fields, num_layers: int, usual: int) -> list[int]:
+    """Every `moe_layer_freq`-th layer behind the first `first_k_dense_replace`, by default `usual`, ones."""
+    first = fields.count("first_k_dense_replace", usual)
+    every = fields.positive("moe_layer_freq", 1)
+    return [layer for layer in range(first, num_layers) if layer % every == 0]
+
+
 def sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     """Every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
     step = fields.positive("decoder_sparse_step", 1)

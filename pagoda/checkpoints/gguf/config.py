@@ -14,10 +14,10 @@ from pagoda.checkpoints.families import GGUF_FAMILIES
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
-from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
-from pagoda.checkpoints.tensor_names import GGUF_NAMES
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 from pagoda.checkpoints.weight_formats import (
     IQ4_CODEBOOK,
     MXFP4,
@@ -75,7 +75,7 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
     """The model that metadata and tensors of a file describe; its tensors have the names of the file.
     Raises ConfigError: the file is not of a model that Pagoda runs."""
     _, form = _family(file)
-    names, fields = form.names, _fields(file)
+    names, fields = _names(file, form), _fields(file)
     config = parse_model_config(config_values(file), source=str(file.path))
     rotary = config.rotary["default"]
     scaling = rotary.scaling
@@ -112,6 +112,14 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
     if spec.experts is not None:
         fields.require("expert_weights_norm", spec.experts.renormalize)
     return spec
+
+
+def _names(file: GgufFile, form: GgufFormat) -> TensorNames:
+    """Names of the file's tensors; older files have keys and values of latent vectors in one tensor."""
+    names = form.names
+    if f"{names.of_layer(0, names.latent_up)}.weight" in file.tensors:
+        return replace(names, key_up="", value_up="")
+    return names
 
 
 def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
@@ -169,6 +177,8 @@ class GgufQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         """Raises ConfigError if the file has no such linear layer."""
+        if linear.role is Role.LATENT_HEADS:
+            return DenseFormat()
         return held_as(self.file.tensor(f"{linear.stored.tensor}.weight").type)
 
 
@@ -311,6 +321,10 @@ def _vocab_size(file: GgufFile, hidden_size: int) -> int:
 
 
 def _head_dim(fields: Fields, usual: int) -> int:
+    if (
+        "attention.kv_lora_rank" in fields
+    ):  # lengths are those of latent vectors, or of parts of heads
+        return fields.positive("rope.dimension_count", usual)
     head_dim = fields.positive("attention.key_length", usual)
     if fields.positive("attention.value_length", head_dim) != head_dim:
         fields.refuse("attention.value_length", f"must be the key length {head_dim}")
