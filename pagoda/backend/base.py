@@ -12,7 +12,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor, device, dtype, empty, float32, int64, uint8
 
-from pagoda.backend.graph import Graph, LinearShape, group_of
+from pagoda.backend.graph import Graph, LinearShape
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.sampling import SampledRow, SamplingRow, ScoredRows
@@ -286,10 +286,10 @@ class NeededInputs:
     """Inputs that some nodes of a graph read, and results that they start from, found once for all steps."""
 
     def __init__(self, graph: Graph, nodes: Sequence[int], given: Sequence[str] = ()) -> None:
-        read = graph.needed_inputs(nodes)
-        self.groups = [group_of(name) for name, value in read.items() if value.dtype == "metadata"]
+        read = graph.read_by(nodes)
+        self.groups = [group for group, value in graph.metadata.items() if value.index in read]
         """KV groups whose metadata is read."""
-        tensors = {name: value for name, value in read.items() if value.dtype != "metadata"}
+        tensors = {name: value for name, value in graph.inputs.items() if value.index in read}
         tensors |= {name: graph.results[name] for name in given}
         self._tensors = [
             (name, int64 if value.dtype == "int64" else float32, value.width, value.selected)

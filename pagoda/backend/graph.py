@@ -30,12 +30,6 @@ Attribute = float | tuple[int, ...] | None
 
 
 Dtype = Literal["float32", "int64", "metadata"]
-_METADATA = "metadata of group "
-
-
-def group_of(name: str) -> int:
-    """KV group of an input that is metadata of attention."""
-    return int(name.removeprefix(_METADATA))
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,9 @@ class Graph:
     values: tuple[Value, ...]
     nodes: tuple[Node, ...]
     inputs: Mapping[str, Value]
-    """Inputs by name: what steps bring along."""
+    """Tensors by name that steps bring along."""
+    metadata: Mapping[int, Value]
+    """Metadata of attention by KV group, which steps bring along too."""
     results: Mapping[str, Value]
     """Results by name: a step says which of them it wants."""
     weights: tuple[object, ...]
@@ -85,10 +81,9 @@ class Graph:
                 open_values.update(set(node.inputs) - known)
         return found[::-1]
 
-    def needed_inputs(self, nodes: Sequence[int]) -> dict[str, Value]:
-        """Inputs that some nodes read."""
-        read = {value for index in nodes for value in self.nodes[index].inputs}
-        return {name: value for name, value in self.inputs.items() if value.index in read}
+    def read_by(self, nodes: Sequence[int]) -> set[int]:
+        """Indices of the values that some nodes read."""
+        return {value for index in nodes for value in self.nodes[index].inputs}
 
 
 class LinearShape(Protocol):
@@ -120,6 +115,7 @@ class GraphBuilder:
         self._values: list[Value] = []
         self._nodes: list[Node] = []
         self._inputs: dict[str, Value] = {}
+        self._metadata: dict[int, Value] = {}
         self._results: dict[str, Value] = {}
         self._weights: list[object] = []
         self._known_weights: dict[int, int] = {}
@@ -143,10 +139,9 @@ class GraphBuilder:
 
     def metadata(self, group: int = 0) -> Value:
         """Metadata of attention of a KV group, an input that is declared once."""
-        name = f"{_METADATA}{group}"
-        if name not in self._inputs:
-            self._inputs[name] = self._value(0, dtype="metadata")
-        return self._inputs[name]
+        if group not in self._metadata:
+            self._metadata[group] = self._value(0, dtype="metadata")
+        return self._metadata[group]
 
     def result(self, name: str, value: Value) -> None:
         """Makes a value a result of the graph, under one name."""
@@ -165,6 +160,7 @@ class GraphBuilder:
             tuple(self._values),
             tuple(self._nodes),
             dict(self._inputs),
+            dict(self._metadata),
             dict(self._results),
             tuple(self._weights),
         )
@@ -487,10 +483,9 @@ class GraphBuilder:
             raise ValueError(
                 f"{len(sinks)} sinks are not those of {queries.width // head_dim} heads."
             )
-        if chunk is not None and chunk <= 0:
-            raise ValueError(f"A chunk is above 0, not {chunk}.")
-        if softcap is not None and softcap <= 0:
-            raise ValueError(f"A softcap is above 0, not {softcap}.")
+        for what, limit in (("window", window), ("chunk", chunk), ("softcap", softcap)):
+            if limit is not None and limit <= 0:
+                raise ValueError(f"A {what} is above 0, not {limit}.")
         if not causal and (window is not None or chunk is not None):
             raise ValueError("Windows and chunks are of causal attention.")
         (out,) = self._node(

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, cast
 
 from torch import Tensor
 
 from pagoda.backend.base import MetadataT, NeededInputs, StepInput
-from pagoda.backend.graph import Graph, Node, group_of
+from pagoda.backend.graph import Graph, Node
 from pagoda.backend.operation import Operation, OperationNamer, WeightNames
 from pagoda.backend.operations import OPERATIONS
 from pagoda.telemetry.tracer import Tracer
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """Nodes of steps that want some results and bring some along."""
+
+    inputs: NeededInputs
+    nodes: tuple[tuple[Node, Sequence[int]], ...]
+    """Nodes in order, each with the values that nothing reads after it."""
 
 
 class InterpretedGraph(Generic[MetadataT]):
@@ -23,72 +33,68 @@ class InterpretedGraph(Generic[MetadataT]):
     ) -> None:
         """`compute` takes a node and its inputs, and gives its output, or a tuple of them where it has several."""
         self._graph = graph
-        self._node_outputs = compute
+        self._compute = compute
         self._names = names
+        self._schedules: dict[tuple[tuple[str, ...], tuple[str, ...]], _Schedule] = {}
 
     def operations(self, results: Sequence[str]) -> Sequence[Operation]:  # noqa: ARG002
         """None: operations have spans of their own."""
         return ()
 
     def __call__(self, step: StepInput[MetadataT], results: Sequence[str]) -> tuple[Tensor, ...]:
-        computed = self._start(step)
-        for node, ends in self._needed(step, results):
-            self._compute(node, computed)
-            for value in ends:
-                computed.pop(value, None)
-        return self._results(computed, results)
+        return self._run(step, results, None)
 
     def traced(
         self, step: StepInput[MetadataT], results: Sequence[str], tracer: Tracer
     ) -> tuple[tuple[Tensor, ...], Sequence[int]]:
-        namer, computed = OperationNamer(self._names), self._start(step)
-        for node, ends in self._needed(step, results):
-            began = tracer.kernel()
-            self._compute(node, computed)
-            for value in ends:
-                computed.pop(value, None)
-            kind = OPERATIONS[node.op].kind
-            weight = self._graph.weights[node.weights[0]] if node.weights else None
-            tracer.span(namer.name(kind, weight), began, {"kind": kind})
-        return self._results(computed, results), ()
+        return self._run(step, results, tracer), ()
 
-    def _start(self, step: StepInput[MetadataT]) -> dict[int, object]:
-        """Values by index, of which some are metadata."""
-        graph = self._graph
-        computed: dict[int, object] = {
-            graph.inputs[name].index: tensor
-            for name, tensor in step.tensors.items()
-            if name in graph.inputs
+    def _run(
+        self, step: StepInput[MetadataT], results: Sequence[str], tracer: Tracer | None
+    ) -> tuple[Tensor, ...]:
+        graph, given = self._graph, step.given(self._graph)
+        schedule = self._schedule(tuple(results), tuple(given))
+        schedule.inputs.check(step)
+        values: dict[int, object] = {
+            value.index: step.tensors[name]
+            for name, value in graph.inputs.items()
+            if name in step.tensors
         }
-        computed |= {graph.results[name].index: step.tensors[name] for name in step.given(graph)}
-        for name, value in graph.inputs.items():
-            if value.dtype == "metadata" and group_of(name) in step.metadata:
-                computed[value.index] = step.metadata[group_of(name)]
-        return computed
+        values |= {graph.results[name].index: step.tensors[name] for name in given}
+        values |= {
+            value.index: step.metadata[group]
+            for group, value in graph.metadata.items()
+            if group in step.metadata
+        }
+        namer = OperationNamer(self._names)
+        for node, ends in schedule.nodes:
+            began = 0 if tracer is None else tracer.kernel()
+            # Steps without adapters bring no numbers of them.
+            computed = self._compute(node, [values.get(value) for value in node.inputs])
+            outputs = computed if len(node.outputs) > 1 else (computed,)
+            values.update(zip(node.outputs, outputs, strict=True))
+            for value in ends:
+                values.pop(value, None)
+            if tracer is not None:
+                kind = OPERATIONS[node.op].kind
+                weight = graph.weights[node.weights[0]] if node.weights else None
+                tracer.span(namer.name(kind, weight), began, {"kind": kind})
+        return tuple(cast("Tensor", values[graph.results[name].index]) for name in results)
 
-    def _needed(
-        self, step: StepInput[MetadataT], results: Sequence[str]
-    ) -> Iterator[tuple[Node, list[int]]]:
-        """Nodes in order, each with the values that nothing reads after it."""
+    def _schedule(self, results: tuple[str, ...], given: tuple[str, ...]) -> _Schedule:
+        schedule = self._schedules.get((results, given))
+        if schedule is None:
+            schedule = self._schedules[results, given] = self._new_schedule(results, given)
+        return schedule
+
+    def _new_schedule(self, results: tuple[str, ...], given: tuple[str, ...]) -> _Schedule:
         graph = self._graph
-        given = step.given(graph)
         needed = graph.needed(results, given)
-        NeededInputs(graph, needed, given).check(step)
         last = {value: index for index in needed for value in graph.nodes[index].inputs}
-        kept = {value.index for value in (*graph.inputs.values(), *graph.results.values())}
+        kept = {graph.results[name].index for name in results}
+        nodes = []
         for index in needed:
             node = graph.nodes[index]
-            yield (
-                node,
-                [value for value in {*node.inputs} if last[value] == index and value not in kept],
-            )
-
-    def _compute(self, node: Node, computed: dict[int, object]) -> None:
-        # Steps without adapters bring no numbers of them.
-        result = self._node_outputs(node, [computed.get(value) for value in node.inputs])
-        outputs = result if len(node.outputs) > 1 else (result,)
-        computed.update(zip(node.outputs, outputs, strict=True))
-
-    def _results(self, computed: dict[int, object], results: Sequence[str]) -> tuple[Tensor, ...]:
-        found = (computed[self._graph.results[name].index] for name in results)
-        return tuple(cast("Tensor", value) for value in found)
+            ends = [value for value in {*node.inputs} - kept if last[value] == index]
+            nodes.append((node, ends))
+        return _Schedule(NeededInputs(graph, needed, given), tuple(nodes))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, int64
 
 from pagoda.backend.base import Backend, StepInput
-from pagoda.backend.graph import Graph, GraphBuilder, Node, Value, group_of
+from pagoda.backend.graph import Graph, GraphBuilder, Node, Value
 
 
 def compute(
@@ -57,18 +57,22 @@ def compute_node(
 ) -> Any:
     """Outputs of a node of a graph, by any backend; `arguments` are its inputs."""
     names = {value.index: name for name, value in graph.inputs.items()}
-    inputs = {names.get(value, f"value {value}"): graph.values[value] for value in node.inputs}
+    groups = {value.index: group for group, value in graph.metadata.items()}
+    tensors, metadata = {}, {}
+    inputs: dict[str, Value] = {}
+    for index, argument in zip(node.inputs, arguments, strict=True):
+        if index in groups:
+            metadata[groups[index]] = argument
+            continue
+        name = names.get(index, f"value {index}")
+        inputs[name] = graph.values[index]
+        if isinstance(argument, Tensor):
+            tensors[name] = argument
     results = {f"result {value}": graph.values[value] for value in node.outputs}
     weights = tuple(graph.weights[weight] for weight in node.weights)
     own = replace(node, weights=tuple(range(len(weights))))
-    alone = Graph(graph.values, (own,), inputs, results, weights)
-    tensors, metadata = {}, {}
-    for index, argument in zip(node.inputs, arguments, strict=True):
-        name = names.get(index, f"value {index}")
-        if isinstance(argument, Tensor):
-            tensors[name] = argument
-        elif graph.values[index].dtype == "metadata":
-            metadata[group_of(name)] = argument
+    of_groups = {group: graph.metadata[group] for group in metadata}
+    alone = Graph(graph.values, (own,), inputs, of_groups, results, weights)
     found = backend.compile(alone)(StepInput(tensors, metadata), [*results])
     return found if len(found) > 1 else found[0]
 

@@ -202,6 +202,7 @@ def test_a_sink_takes_its_share_of_a_split_context(ops: Any) -> None:
         ({"sinks": torch.zeros(3)}, "3 sinks are not those of 4 heads"),
         ({"softcap": -1.0}, "A softcap is above 0, not -1.0"),
         ({"chunk": 0}, "A chunk is above 0, not 0"),
+        ({"window": 0}, "A window is above 0, not 0"),
         ({"chunk": 8, "causal": False}, "Windows and chunks are of causal attention"),
     ],
 )
@@ -212,4 +213,4 @@ def test_options_that_do_not_fit_are_refused(
     metadata = ops.attention_metadata(batch_of_spans([(0, 2, [0])]), HEADS, cache)
     queries = torch.zeros(2, HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match=message):
-        ops.attention(queries, cache, metadata, scale=1.0, window=None, **options)
+        ops.attention(queries, cache, metadata, scale=1.0, **{"window": None} | options)

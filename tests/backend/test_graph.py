@@ -123,7 +123,7 @@ def test_needed_nodes_are_those_that_results_depend_on(data: st.DataObject) -> N
     given_results = data.draw(st.lists(st.sampled_from(names), unique=True))
     needed = graph.needed(results, given_results)
     assert needed == sorted(set(needed))
-    known = {graph.inputs[name].index for name in graph.needed_inputs(needed)}
+    known = graph.read_by(needed) & {value.index for value in graph.inputs.values()}
     known |= {graph.results[name].index for name in given_results}
     for index in needed:
         assert known.issuperset(graph.nodes[index].inputs)

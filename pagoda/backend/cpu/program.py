@@ -22,7 +22,7 @@ from pagoda.backend.base import (
 )
 from pagoda.backend.cpu.collectives import SharedMemoryCollectives
 from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear, address
-from pagoda.backend.graph import Attribute, Graph, Node, Value, group_of
+from pagoda.backend.graph import Attribute, Graph, Node, Value
 from pagoda.backend.host import position_scale, rotary_table
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, OperationNamer, WeightNames
@@ -64,15 +64,7 @@ class CompiledGraph:
         self._names = names
         self._schedules: dict[tuple[tuple[str, ...], tuple[str, ...]], _Schedule] = {}
         self._native_nodes = [i for i, node in enumerate(graph.nodes) if node.op not in _BEFORE]
-        self._tensors = [
-            (name, value.index) for name, value in graph.inputs.items() if value.dtype != "metadata"
-        ]
-        metadata = {
-            group_of(name): value.index
-            for name, value in graph.inputs.items()
-            if value.dtype == "metadata"
-        }
-        self._groups = [*metadata]
+        self._tensors = [(name, value.index) for name, value in graph.inputs.items()]
         computed = [v for node in graph.nodes if node.op in _BEFORE for v in node.outputs]
         self._inputs = [*(index for _, index in self._tensors), *computed]
         # The program has no more than their addresses.
@@ -81,7 +73,7 @@ class CompiledGraph:
         self._program = program(
             backend.kernels,
             [(value.width, _ITEM_BYTES[value.dtype], value.selected) for value in graph.values],
-            [*self._inputs, *metadata.values()],
+            [*self._inputs, *(value.index for value in graph.metadata.values())],
             [value.index for value in graph.results.values()],
             graph.inputs["rows"].index if "rows" in graph.inputs else -1,
             graph.inputs["adapters"].index if "adapters" in graph.inputs else -1,
@@ -148,7 +140,7 @@ class CompiledGraph:
             num_tokens,
             num_rows,
             [address(values.get(index)) for index in self._inputs],
-            [step.metadata[g].native if g in step.metadata else None for g in self._groups],
+            [step.metadata[g].native if g in step.metadata else None for g in graph.metadata],
             [address(known.get(name)) for name in graph.results],
             address(native_times),
         )
