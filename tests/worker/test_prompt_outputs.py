@@ -18,7 +18,7 @@ from in_process import InProcessEngine, engine
 from tiny_models import FAMILIES, make_model
 
 from pagoda.frontend.pooling_files import read_pooling
-from pagoda.messages.frontend import GenerateRequest, Pooling, TokenLogprobs
+from pagoda.messages.frontend import GenerateRequest, Pooling, TokenChunk, TokenLogprobs
 from pagoda.messages.sampling_params import SamplingParams
 
 PROMPTS = [
@@ -214,6 +214,17 @@ def test_pooled_prompts(
     assert has_hits is (pooling is Pooling.LAST)
 
 
+def _check_last_state(
+    decoder: transformers.PreTrainedModel, request: GenerateRequest, chunk: TokenChunk
+) -> None:
+    """The chunk has the hidden state of the prompt's last token, as transformers computes it."""
+    with torch.no_grad():
+        states = decoder(torch.tensor([request.prompt_token_ids])).last_hidden_state[0]
+    assert chunk.embedding is not None
+    vector = torch.tensor(array("f", chunk.embedding))
+    torch.testing.assert_close(vector, states[-1], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"max_shard_size": "60KB"}], ids=["one file", "shards"])
 def test_files_of_an_embedding_model_may_lack_an_untied_head(
     sizes: dict[str, str], tmp_path: Path
@@ -229,11 +240,7 @@ def test_files_of_an_embedding_model_may_lack_an_untied_head(
     assert not read_pooling(tmp_path).generates
     request = _requests(max_tokens=0, pooling=Pooling.LAST)[3]
     *_, chunk = engine(tmp_path, "auto", pp=2).chunks([request])
-    with torch.no_grad():
-        states = decoder(torch.tensor([request.prompt_token_ids])).last_hidden_state[0]
-    assert chunk.embedding is not None
-    vector = torch.tensor(array("f", chunk.embedding))
-    torch.testing.assert_close(vector, states[-1], atol=1e-4, rtol=1e-4)
+    _check_last_state(decoder, request, chunk)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
@@ -247,8 +254,4 @@ def test_a_decoder_without_a_head_is_pooled(
     assert said["architectures"][0].endswith("Model")
     request = _requests(max_tokens=0, pooling=Pooling.LAST)[3]
     *_, chunk = engine(tmp_path, "reference").chunks([request])
-    with torch.no_grad():
-        states = decoder(torch.tensor([request.prompt_token_ids])).last_hidden_state[0]
-    assert chunk.embedding is not None
-    vector = torch.tensor(array("f", chunk.embedding))
-    torch.testing.assert_close(vector, states[-1], atol=1e-4, rtol=1e-4)
+    _check_last_state(decoder, request, chunk)
