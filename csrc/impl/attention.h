@@ -383,7 +383,7 @@ void attend_head(const AttendTile& tile, int head, int64_t first, int64_t end, c
     const int count = clamp_to_tile(end - first);
     auto* gathered_keys = reinterpret_cast<Lane*>(memory.keys);
     auto* gathered_values = reinterpret_cast<Lane*>(memory.values);
-    const Groups<Lane> key_lanes(gathered_keys, kGroup, kKeyTile);
+    const Groups<Lane> key_lanes(gathered_keys, int64_t{tile.head_dim} / M::pair * kGroup, kGroup);
     if constexpr (std::is_same_v<M, I16Math>) {
         gather_scales(tile, head, tile.cache.key_scales, first, count, 1.0f, memory.key_scales);
         gather_scales(tile, head, tile.cache.value_scales, first, count, 0.0f, memory.value_scales);

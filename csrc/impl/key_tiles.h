@@ -92,13 +92,14 @@ bool reads_values(const AttendTile& tile) {
     return tile.block_size % kGroup == 0 && tile.cache.value_dim % kGroup == 0;
 }
 
-// Keys from `first` on as [lanes, kKeyTile]; what is behind the last of `count` is of no account.
+// Keys from `first` on as [groups, lanes, kGroup]; what is behind the last of `count` is of no account.
 template <class M, class Cell>
 void gather_keys(const AttendTile& tile, int head, int64_t first, int count, typename M::Lane* out) {
     const int64_t size = tile.block_size, lanes = tile.head_dim / M::pair;
     for (int j = 0; j < count; ++j) {
         const Cell* key = key_at<M, Cell>(tile, place_of(tile, head, first + j));
-        for (int64_t i = 0; i < lanes; ++i) out[i * kKeyTile + j] = M::lane(key[i * size]);
+        typename M::Lane* to = out + j / kGroup * lanes * kGroup + j % kGroup;
+        for (int64_t i = 0; i < lanes; ++i) to[i * kGroup] = M::lane(key[i * size]);
     }
 }
 
@@ -167,7 +168,7 @@ PAGODA_INLINE ivec shuffle_bytes(ivec x, __m128i order) {
 PAGODA_INLINE void store_lanes(void* p, ivec x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 #endif
 
-// Four elements of the rows of kWidth tokens as the lanes of keys, which are kKeyTile apart.
+// Four elements of the rows of kWidth tokens as the lanes of keys, which are kGroup apart.
 template <class M, class Cell>
 PAGODA_INLINE void transpose_four(const Cell* rows, int64_t stride, typename M::Lane* out) {
     if constexpr (M::pair == 1) {
@@ -177,27 +178,28 @@ PAGODA_INLINE void transpose_four(const Cell* rows, int64_t stride, typename M::
         const ivec first = zip_low_lanes(x[0], x[1]), second = zip_low_lanes(x[2], x[3]);
         const ivec third = zip_high_lanes(x[0], x[1]), fourth = zip_high_lanes(x[2], x[3]);
         store_lanes(out, low_lanes(first, second));
-        store_lanes(out + kKeyTile, high_lanes(first, second));
-        store_lanes(out + 2 * kKeyTile, low_lanes(third, fourth));
-        store_lanes(out + 3 * kKeyTile, high_lanes(third, fourth));
+        store_lanes(out + kGroup, high_lanes(first, second));
+        store_lanes(out + 2 * kGroup, low_lanes(third, fourth));
+        store_lanes(out + 3 * kGroup, high_lanes(third, fourth));
     } else {
         // Of pairs of two tokens in two pairs of elements.
         const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
         const ivec even = shuffle_bytes(four_lanes_of_rows(rows, 2 * stride), order);
         const ivec odd = shuffle_bytes(four_lanes_of_rows(rows + stride, 2 * stride), order);
         store_lanes(out, low_lanes(even, odd));
-        store_lanes(out + kKeyTile, high_lanes(even, odd));
+        store_lanes(out + kGroup, high_lanes(even, odd));
     }
 }
 
-// Rows of `count` values, which are keys as well, as [lanes, kKeyTile].
+// Rows of `count` values, which are keys as well, as [groups, lanes, kGroup].
 template <class M, class Cell>
 void transpose_rows(const Groups<Cell>& rows, int count, int64_t d, typename M::Lane* out) {
     for (int token = 0; token < count; token += kWidth) {
         const Cell* from = rows.now[token / kGroup] + token % kGroup / M::pair * rows.stride;
+        typename M::Lane* to = out + token / kGroup * (d / M::pair) * kGroup + token % kGroup;
         for (int64_t i = 0; i < d; i += 4) {
             const int64_t element = i + 4 <= d ? i : d - 4;
-            transpose_four<M>(from + element, rows.stride, out + element / M::pair * kKeyTile + token);
+            transpose_four<M>(from + element, rows.stride, to + element / M::pair * kGroup);
         }
     }
 }
