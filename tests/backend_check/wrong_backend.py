@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import UNNAMED, KVCache, StepInput
+from pagoda.backend.base import UNNAMED, KVCache, LatentCache, StepInput
 from pagoda.backend.graph import Graph, Node
 from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.operation import WeightNames
@@ -162,6 +162,22 @@ def _swaps_halves(x: Tensor, metadata: Any, cache: Any, *rest: Any, **options: A
     return out
 
 
+def _latents_unnormed(*args: Any, **options: Any) -> Tensor:
+    *rest, norm = args
+    out: Tensor = OPERATIONS_BEFORE["rotate_and_cache_latents"](*rest, norm / norm, **options)
+    return out
+
+
+def _latents_of_their_own(own: ReferenceBackend, *shape: Any) -> LatentCache:
+    return own.allocate_latent_cache(*shape[:6])
+
+
+def _heads_in_turn(x: Tensor, weight: Any) -> Tensor:
+    """The maps of heads in the order of the last to the first."""
+    out: Tensor = OPERATIONS_BEFORE["head_linear"](x, replace(weight, heads=weight.heads[::-1]))
+    return out
+
+
 def _reduces_several_rows(x: Tensor, group: Any) -> Tensor:
     return x if len(x) == 1 else group.all_reduce(x)
 
@@ -200,6 +216,15 @@ BROKEN: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "a snapshot": ("short_conv", {"operations": {"short_conv": _keeps_no_snapshot}}),
     "places of units": ("short_conv", {"operations": {"short_conv": _swaps_halves}}),
+    "maps of heads": ("head_linear", {"operations": {"head_linear": _heads_in_turn}}),
+    "norms of latents": (
+        "rotate_and_cache_latents, latent_attention",
+        {"operations": {"rotate_and_cache_latents": _latents_unnormed}},
+    ),
+    "memory of latents": (
+        "formats, block sizes and layout of latents",
+        {"methods": {"allocate_latent_cache": _latents_of_their_own}},
+    ),
     "a sum over ranks": ("all_reduce", {"operations": {"all_reduce": _reduces_several_rows}}),
     "results that the next step overwrites": (
         "results of graphs",

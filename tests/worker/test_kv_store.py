@@ -49,6 +49,27 @@ def test_a_block_goes_out_and_in(backend: str, dtype: torch.dtype) -> None:
             assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 0), (torch.int8, 4)], ids=str)
+def test_latents_take_one_vector_of_each_token(
+    backend: str, dtype: torch.dtype, scale: int
+) -> None:
+    chosen, _ = choose_backend(backend)
+    shape = (NUM_BLOCKS, BLOCK_SIZE, 48, 16, torch.bfloat16, dtype)
+    caches = [chosen.allocate_latent_cache(*shape) for _ in range(LAYERS)]
+    store = KVStore(caches)
+    assert store.num_blocks == NUM_BLOCKS
+    assert store.block_bytes == LAYERS * BLOCK_SIZE * (64 * dtype.itemsize + scale)
+    assert {tensor.kind for tensor in store.tensors} == {"latents", "latent_scales"} - (
+        set() if scale else {"latent_scales"}
+    )
+    caches[1].latents[2] = 7
+    outside = memoryview(bytearray(store.block_bytes))
+    store.read(2, outside)
+    store.write(5, outside)
+    assert torch.equal(caches[1].latents[5], caches[1].latents[2])
+
+
 def test_layouts_tell_bytes_apart() -> None:
     layouts = {
         KVStore(_caches("reference", dtype)).layout
