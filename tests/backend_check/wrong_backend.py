@@ -178,6 +178,12 @@ def _heads_in_turn(x: Tensor, weight: Any) -> Tensor:
     return out
 
 
+def _counts_no_tokens(x: Tensor, logits: Tensor, experts: Any) -> Tensor:
+    uncounted = replace(experts, counts=torch.zeros_like(experts.counts))
+    out: Tensor = OPERATIONS_BEFORE["experts"](x, logits, uncounted)
+    return out
+
+
 def _reduces_several_rows(x: Tensor, group: Any) -> Tensor:
     return x if len(x) == 1 else group.all_reduce(x)
 
@@ -215,6 +221,7 @@ BROKEN: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"methods": {"allocate_kv_cache": _tokens_first}},
     ),
     "a snapshot": ("short_conv", {"operations": {"short_conv": _keeps_no_snapshot}}),
+    "counts of tokens": ("experts", {"operations": {"experts": _counts_no_tokens}}),
     "places of units": ("short_conv", {"operations": {"short_conv": _swaps_halves}}),
     "maps of heads": ("head_linear", {"operations": {"head_linear": _heads_in_turn}}),
     "norms of latents": (
