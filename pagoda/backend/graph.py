@@ -3,6 +3,7 @@
 A model records its graph once, through a `GraphBuilder`. The `reference` backend computes a graph node by node and
 says what each operation means; other backends translate it. `pagoda.backend.operations` names all operations: a
 new one is a line there, a method of the builder, a function of the reference, and a kernel of each other backend.
+Operations of layers with a state, and of latent attention, are recorded by functions of modules of their own.
 
 Activations are flat: the tokens of every sequence in the step, one after the other, with no padding between
 sequences. They are float32 between operations: a product of bfloat16 rounds its activations to bfloat16, and
