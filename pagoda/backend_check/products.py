@@ -228,14 +228,13 @@ def _quantize(subject: Subject) -> str:
         raise LackingError("its capabilities have weights of neither int8 nor int4")
     values = random_tensor(70, 192, seed=1)
     pairs: list[tuple[str, LinearWeight, LinearWeight]] = []
-    for backend in (subject.backend,):
-        if "int8" in formats:
-            for symmetric in (False, True):
-                own = backend.quantize_int8(values, symmetric=symmetric)
-                pairs.append(("int8", own, quantize_int8(values, symmetric=symmetric)))
-        if "int4" in formats:
-            own_groups = backend.quantize_int4(values, 64)
-            pairs.append(("int4", own_groups, quantize_int4(values, 64)))
+    if "int8" in formats:
+        for symmetric in (False, True):
+            own = subject.backend.quantize_int8(values, symmetric=symmetric)
+            pairs.append(("int8", own, quantize_int8(values, symmetric=symmetric)))
+    if "int4" in formats:
+        own_groups = subject.backend.quantize_int4(values, 64)
+        pairs.append(("int4", own_groups, quantize_int4(values, 64)))
     for name, own_weight, expected in pairs:
         ensure_close(dequantize(own_weight), dequantize(expected), 1e-6, f"quantize_{name}")
     return ", ".join(name for name, *_ in pairs)

@@ -126,9 +126,7 @@ class PromptReader:
             pooling = self._scored_as if prompt.pooling is Pooling.SCORE else prompt.pooling
             if pooling is Pooling.MEAN:
                 pooled = range(start, start + count)
-            elif (
-                pooling is Pooling.FIRST and first == 0
-            ):  # of an encoder, which takes prompts whole
+            elif pooling is Pooling.FIRST and first == 0:  # encoders take prompts whole
                 pooled = range(start, start + 1)
             elif pooling is Pooling.LAST and is_last:
                 pooled = range(start + count - 1, start + count)

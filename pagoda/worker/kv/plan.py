@@ -56,9 +56,8 @@ _Tensors = Sequence[tuple[int, KVTensor]]
 
 def _attention_parts(shard: Shard, layer: int, tensors: _Tensors) -> Iterator[tuple[int, KVPart]]:
     for region, tensor in tensors:
-        heads = (
-            range(1) if tensor.kind.startswith("latent") else shard.kv_heads
-        )  # all ranks have it
+        # Latents are of all heads: every rank has them.
+        heads = range(1) if tensor.kind.startswith("latent") else shard.kv_heads
         yield region, KVPart(layer, tensor.kind, heads.start, len(heads), tensor.head_stride)
 
 
