@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from driver import Driver, load
+from driver import GREEDY, Driver, load
 from family_models import make_model
 from tiny_models import save_model
 from torch import Tensor
 
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import StepPlan
+from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.worker.group_sampler import BROKE_A_STEP
 from pagoda.worker.runner import Runner
 from pagoda.worker.sampler import Sampled, Sampler
@@ -71,6 +71,34 @@ def test_a_request_that_raises_fails_alone(
     assert [driver.output(slot) for slot in range(3)] == expected
     assert driver.output(3) == expected[0]
     assert not driver.results[-1].errors
+
+
+def _start(slot: int, prompt: list[int], block_id: int) -> SlotStart:
+    return SlotStart(slot, prompt, len(prompt), 0, [[block_id]], GREEDY)
+
+
+def test_a_failed_slot_leaves_steps_that_are_prepared_and_may_be_used_again(
+    directory: Path,
+) -> None:
+    expected = _expected(directory, 3)
+    runner = load(directory)
+    starts = [_start(slot, prompt, slot) for slot, prompt in enumerate(PROMPTS)]
+    starts.append(_start(3, [320], 3))  # not in the vocabulary: the embedding raises
+    first = runner.submit(StepPlan(0, [0, 3, 1, 2], [3, 1, 4, 2], starts))
+    second = runner.submit(StepPlan(1, [3, 0, 1, 2], [1, 1, 1, 1]))
+    with pytest.raises(RuntimeError, match="Step 1 is not the next one"):
+        second.result()
+    with pytest.raises(RuntimeError, match="2 steps are under way; step 2 came too early"):
+        runner.submit(StepPlan(2, [0], [1]))
+    results = [first.result()]
+    again = [_start(3, PROMPTS[0], 4)]
+    third = runner.submit(StepPlan(2, [0, 1, 2, 3], [1, 1, 1, 3], again, freed_slots=[3]))
+    results += [second.result(), third.result()]
+    assert [result.errors for result in results] == [{3: BROKE_A_STEP}, {3: BROKE_A_STEP}, {}]
+    for result in results:
+        tokens = dict(zip(result.slots, result.token_ids, strict=True))
+        assert [tokens[slot] for slot in range(3)] == [[answer[result.step]] for answer in expected]
+    assert dict(zip(results[2].slots, results[2].token_ids, strict=True))[3] == [expected[0][0]]
 
 
 def test_what_is_computed_twice_is_remembered_and_counted_once(
