@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -250,20 +250,38 @@ def _check_layout(backend: Backend[Any, Any], kind: Kind, what: str) -> None:
         )
     head = kind.head_dim * DTYPES[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
     wanted = 2 * kind.kv_heads * kind.block_size * head
-    try:
-        store = KVStore([cache])
-    except ValueError as error:
-        raise FailedError(f"the KV cache of {what} cannot be moved as bytes: {error}") from None
-    ensure(
-        store.block_bytes == wanted,
-        f"a block of {what} takes {store.block_bytes} bytes, but {wanted} are planned for",
-    )
     spoil(cache)
     other = cache_of(backend, kind)
     spoil(other)
-    target = KVStore([other])
-    attend(backend, kind, cache, [(0, 0, 149), (2, 0, 70)])
-    blocks = kind.blocks(0)
+    check_moved(
+        lambda held, shares, blocks: attend(backend, kind, held, shares, blocks),
+        (cache, other),
+        kind.blocks(0),
+        wanted,
+        what,
+    )
+
+
+Attend = Callable[[Any, Sequence[Share], Sequence[list[int]]], list[Tensor]]
+"""Computes a step with a cache, shares of sequences and other blocks than theirs, if there are any."""
+
+
+def check_moved(
+    attend: Attend, caches: tuple[Any, Any], blocks: list[int], block_bytes: int, what: str
+) -> None:
+    """Copies the blocks of sequence 0 as bytes from one cache to other places in another one.
+
+    Raises FailedError: that cannot be done, or a token behind them has other bits there.
+    """
+    try:
+        store, target = (KVStore([cache]) for cache in caches)
+    except ValueError as error:
+        raise FailedError(f"the cache of {what} cannot be moved as bytes: {error}") from None
+    ensure(
+        store.block_bytes == block_bytes,
+        f"a block of {what} takes {store.block_bytes} bytes, but {block_bytes} are planned for",
+    )
+    attend(caches[0], [(0, 0, 149), (2, 0, 70)], ())
     moved = blocks[1:] + blocks[:1]
     for source, place in zip(blocks, moved, strict=True):
         copy = bytearray(store.block_bytes)
@@ -271,8 +289,8 @@ def _check_layout(backend: Backend[Any, Any], kind: Kind, what: str) -> None:
         target.write(place, memoryview(copy))
     last = [(0, 149, 1)]
     ensure_same(
-        attend(backend, kind, other, last, [moved])[0],
-        attend(backend, kind, cache, last)[0],
+        attend(caches[1], last, [moved])[0],
+        attend(caches[0], last, ())[0],
         f"a token behind blocks of {what} that were copied as bytes to other places",
     )
 

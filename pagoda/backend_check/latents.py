@@ -25,6 +25,7 @@ from pagoda.backend_check.attention import (
     WHOLE,
     Kind,
     Share,
+    check_moved,
     first_dtype,
     spoil,
     token_batch,
@@ -34,7 +35,6 @@ from pagoda.backend_check.products import TOLERANCE as PRODUCT_TOLERANCE
 from pagoda.backend_check.subject import (
     ROWS,
     Check,
-    FailedError,
     Record,
     Subject,
     check_rows,
@@ -44,7 +44,6 @@ from pagoda.backend_check.subject import (
     outputs,
     random_tensor,
 )
-from pagoda.worker.kv.store import KVStore
 
 _OPERATIONS = ("rotate_and_cache_latents", "latent_attention", "rotary_table")
 
@@ -174,27 +173,13 @@ def _check_layout(backend: Backend[Any, Any], kind: LatentKind, what: str) -> No
         {each.data_ptr() for each in cache.tensors.values()} == {*given},
         f"allocate_latent_cache of {what} takes memory that `new` did not give",
     )
-    try:
-        store, target = KVStore([cache]), KVStore([other])
-    except ValueError as error:
-        raise FailedError(f"the latents of {what} cannot be moved as bytes: {error}") from None
     vector = cache.width * DTYPES[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
-    ensure(
-        store.block_bytes == kind.block_size * vector,
-        f"a block of {what} takes {store.block_bytes} bytes, but {kind.block_size * vector} are planned for",
-    )
-    _attend(backend, kind, cache, [(0, 0, 149), (2, 0, 70)])
-    blocks = kind.places.blocks(0)
-    moved = blocks[1:] + blocks[:1]
-    for source, place in zip(blocks, moved, strict=True):
-        copy = bytearray(store.block_bytes)
-        store.read(source, memoryview(copy))
-        target.write(place, memoryview(copy))
-    last = [(0, 149, 1)]
-    ensure_same(
-        _attend(backend, kind, other, last, [moved])[0],
-        _attend(backend, kind, cache, last)[0],
-        f"a token behind blocks of {what} that were copied as bytes to other places",
+    check_moved(
+        lambda held, shares, blocks: _attend(backend, kind, held, shares, blocks),
+        (cache, other),
+        kind.places.blocks(0),
+        kind.block_size * vector,
+        what,
     )
 
 

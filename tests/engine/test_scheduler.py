@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from harness import Harness, assert_complete, expected_tokens, make_request, make_scheduler
@@ -10,6 +12,7 @@ from pagoda.engine.places import MAX_CRASHES
 from pagoda.engine.request import OrderKey
 from pagoda.engine.scheduler import Scheduler
 from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepPlan, StepResult, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
@@ -144,12 +147,13 @@ def test_nobody_yields_to_a_request_that_still_waits_for_its_last_sample() -> No
     assert scheduler.counters.num_preemptions == 1
 
 
-def test_a_budget_below_the_batch_multiple_is_raised_to_it() -> None:
+def _limits(budgets: tuple[int, ...], **options: Any) -> list[SchedulerLimits]:
+    """Limits of budgets on a backend that computes multiples of eight tokens."""
     capabilities = Capabilities(
         block_sizes=(16,),
         max_batch_tokens=100,
         max_batch_seqs=4,
-        max_model_len=64,
+        max_model_len=70,
         batch_multiple=8,
     )
     worker = WorkerReady(
@@ -159,16 +163,29 @@ def test_a_budget_below_the_batch_multiple_is_raised_to_it() -> None:
         max_model_len=99,
         vocab_size=9,
         summary="",
+        **options,
     )
     config = EngineConfig(worker=WorkerConfig(model="m"), max_num_seqs=9)
-    limits = [
+    return [
         SchedulerLimits.within(
             msgspec.structs.replace(config, max_num_batched_tokens=budget), worker
         )
-        for budget in (5, 30, 1000)
+        for budget in budgets
     ]
+
+
+def test_a_budget_below_the_batch_multiple_is_raised_to_it() -> None:
+    limits = _limits((5, 30, 1000))
     assert [one.max_num_batched_tokens for one in limits] == [8, 24, 96]
-    assert {(one.max_num_seqs, one.max_model_len) for one in limits} == {(4, 64)}
+    assert {(one.max_num_seqs, one.max_model_len) for one in limits} == {(4, 70)}
+
+
+def test_the_longest_whole_prompt_need_not_be_a_batch_multiple() -> None:
+    """A step that was cut to a multiple would never take it."""
+    groups = (KVGroup(layers=(0, 1), kind=KVKind.STEP, block_size=16),)
+    limits = _limits((5, 30, 1000), kv_groups=groups)
+    assert [one.max_num_batched_tokens for one in limits] == [70, 70, 96]
+    assert {(one.whole_prompts, one.max_model_len) for one in limits} == {(True, 70)}
 
 
 def test_a_blocked_head_is_looked_at_again_only_when_something_became_free(

@@ -9,15 +9,12 @@ from harness import VOCAB_SIZE, Harness
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.engine.batching import SchedulerLimits
-from pagoda.engine.config import EngineConfig
 from pagoda.executor.sim import SimExecutor, sim_embedding
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import Capabilities, StepPlan, WorkerReady
-from pagoda.messages.worker_config import WorkerConfig
+from pagoda.messages.worker import StepPlan
 
 GROUPS = (KVGroup(layers=(0, 1, 2), kind=KVKind.STEP, block_size=4),)
 PROMPTS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=64)
@@ -93,26 +90,3 @@ def test_prompts_are_never_cut(
 def test_a_step_has_room_for_the_longest_prompt(budget: int) -> None:
     limits = Harness(max_num_batched_tokens=budget, kv_groups=GROUPS).scheduler.limits
     assert (limits.whole_prompts, limits.max_num_batched_tokens) == (True, max(budget, 64))
-
-
-def test_the_longest_prompt_need_not_be_of_whole_chunks() -> None:
-    """A step that was cut to a multiple would never take it."""
-    capabilities = Capabilities(
-        block_sizes=(4,),
-        max_batch_tokens=1000,
-        max_batch_seqs=8,
-        max_model_len=1000,
-        batch_multiple=16,
-    )
-    worker = WorkerReady(
-        capabilities=capabilities,
-        num_blocks=64,
-        block_size=4,
-        max_model_len=70,
-        vocab_size=VOCAB_SIZE,
-        summary="",
-        kv_groups=GROUPS,
-    )
-    config = EngineConfig(worker=WorkerConfig(model="m"), max_num_batched_tokens=40)
-    limits = SchedulerLimits.within(config, worker)
-    assert (limits.max_model_len, limits.max_num_batched_tokens) == (70, 70)
