@@ -119,8 +119,7 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
         return [f"{stored.tensor}{end}" for end in _WEIGHTS]
 
     experts = range(spec.experts.num_experts if spec.experts else 0)
-    tables = (spec.positions, spec.token_types)
-    for linear in filter(None, (spec.embedding, spec.head, *tables, *spec.classifier_linears)):
+    for linear in spec.outer_linears:
         yield weight(linear)
     for index, layer in enumerate(spec.layers):
         linears = [*spec.layer_linears(index, experts)]

@@ -28,6 +28,10 @@ class GgufFormat:
     """`values` take `rope.scaling.yarn_log_multiplier` into account."""
     required: frozenset[str] = frozenset()
     """Keys of `keys` without which a file is of another family of the same architecture."""
+    tensor: str | None = None
+    """Tensor without which it is so; other families of the architecture do not have it."""
+    causal: bool = True
+    """Value of `attention.causal`, which encoders deny."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,9 @@ class LinearSpec:
     """Place in a tensor that holds several layers; None where the weight is the tensor `<name>.weight`."""
     head_order: tuple[int, ...] | None = None
     """Stored rows of each head in the order in which they are computed; None if that is their own."""
+    value_order: tuple[int, ...] | None = None
+    """Stored heads of values of a delta rule in the order in which they are computed; None if that is their own.
+    They are the outputs of its maps, and the inputs of the one back to hidden states."""
     grain: int = 1
     """Outputs, or inputs, of a layer with a state that stay on one rank."""
 

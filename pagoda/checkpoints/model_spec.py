@@ -271,6 +271,12 @@ class ModelSpec:
             return self.embedding
         return LinearSpec(self.names.head, self.vocab_size, self.hidden_size, Role.HEAD)
 
+    @property
+    def outer_linears(self) -> list[LinearSpec]:
+        """Tables and heads, which belong to no layer; a tied head is the embedding table."""
+        tables = (self.embedding, self.head, self.positions, self.token_types)
+        return [*filter(None, tables), *self.classifier_linears]
+
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
         """The model whose layer `i` is `change(i, layer)`."""
         changed = (change(index, layer) for index, layer in enumerate(self.layers))
@@ -312,20 +318,23 @@ class ModelSpec:
         spec, names, hidden = self.layers[layer], self.names, self.hidden_size
         if isinstance(spec.state, GatedDeltaSpec):
             state, grain = spec.state, spec.state.values_per_key
-            heads, own = state.value_heads, (names.state_output_gate, names.state_b, names.state_a)
+            heads, order = state.value_heads, self.value_order(state)
             gates, shape = names.of_layer(layer, names.state_gates), (2 * heads, hidden)
             rows = self._delta_rows(layer, state)[3]
-            placed: list[tuple[str, StoredRows | None]] = [
+            in_turns = [
                 (f"{rows.tensor}.z", rows),
                 (f"{gates}.b", StoredRows(gates, shape, 0, group=2 * grain)),
                 (f"{gates}.a", StoredRows(gates, shape, grain, group=2 * grain)),
             ]
-            if names.state_output_gate:
-                placed = [(names.of_layer(layer, name), None) for name in own]
+            own = (names.state_output_gate, names.state_b, names.state_a)
+            placed = [
+                (names.of_layer(layer, name), None) if name else turn
+                for name, turn in zip(own, in_turns, strict=True)
+            ]
             kinds = [(state.inner, Role.STATE_IN, state.grains[2])]
             kinds += [(heads, Role.STATE_GATE, grain)] * 2
             return [
-                LinearSpec(name, size, hidden, role, stored, grain=together)
+                LinearSpec(name, size, hidden, role, stored, value_order=order, grain=together)
                 for (name, stored), (size, role, together) in zip(placed, kinds, strict=True)
             ]
         if spec.state is not None or not spec.attention.output_gate:
@@ -352,9 +361,19 @@ class ModelSpec:
         if isinstance(state, GatedDeltaSpec) and not self.names.state_output_gate:
             own = self._delta_rows(layer, state)
             q, k, v = (replace(it, rows=rows) for it, rows in zip((q, k, v), own, strict=False))
-        name = self.names.of_layer(layer, self.names.state_out)
-        out = LinearSpec(name, hidden, state.inner, Role.STATE_OUT, grain=state.grains[2])
+        name, grain = self.names.of_layer(layer, self.names.state_out), state.grains[2]
+        out = LinearSpec(name, hidden, state.inner, Role.STATE_OUT, grain=grain)
+        if isinstance(state, GatedDeltaSpec):
+            order = self.value_order(state)
+            v, out = replace(v, value_order=order), replace(out, value_order=order)
         return AttentionLinears(q, k, v, out)
+
+    def value_order(self, state: GatedDeltaSpec) -> tuple[int, ...] | None:
+        """Stored heads of values in the order in which they are computed, those of one head of keys together."""
+        if not self.names.tiled_values or state.values_per_key == 1:
+            return None
+        keys, turns = range(state.key_heads), range(state.values_per_key)
+        return tuple(turn * state.key_heads + key for key in keys for turn in turns)
 
     def head_order(self, layer: int) -> tuple[int, ...] | None:
         """Stored dimensions of the heads of queries and keys in the order in which they are computed."""

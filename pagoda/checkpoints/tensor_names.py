@@ -96,11 +96,13 @@ class TensorNames:
     state_gates: str = "linear_attn.in_proj_ba"
     """Gates of a delta rule, two of each head of values."""
     state_output_gate: str = ""
-    """Tensor of a delta rule's gate of outputs, `state_b` and `state_a` those of its other gates; empty where they
-    take turns with queries, keys and values in `state_in`, and with each other in `state_gates`."""
+    """Gate of a delta rule's outputs; empty where it takes turns with queries, keys and values in `state_in`."""
     state_b: str = ""
+    """Gates of a delta rule, as `state_a`; empty where they take turns in `state_gates`."""
     state_a: str = ""
     state_decay: str = "linear_attn.A_log"
+    """Factors within the exponent of what a state keeps, or, with `log_decay`, logarithms of their negatives."""
+    log_decay: bool = True
     state_bias: str = "linear_attn.dt_bias"
     state_norm: str = "linear_attn.norm"
     router: str = "mlp.gate"
@@ -122,6 +124,8 @@ class TensorNames:
     """Dimensions `2i` and `2i + 1` of a head turn together in the order of the file, not `i` and `i + r/2`."""
     norm_offset: float = 0.0
     """Number that is added to the weights of RMS norms in the file."""
+    tiled_values: bool = False
+    """Heads of values of a delta rule lie one for each head of keys, then the next for each, and so on."""
     flat_convolutions: bool = False
     """Weights of convolutions are [channels, width], not [channels, 1, width]."""
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import mmap
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import BlockWeight, LinearWeight
+from pagoda.backend.weights import BlockWeight, DenseWeight, LinearWeight
 from pagoda.checkpoints.gguf.config import checked_tensor
 from pagoda.checkpoints.gguf.reader import GgufFile, GgufTensor
-from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.errors import ConfigError
 from pagoda.model.ggml_blocks import floats, linear_weight
+from pagoda.model.sharding import Part, take_part
 from pagoda.model.weights import own_rows
 
 
@@ -37,6 +40,8 @@ class GgufWeights:
         shape = stored.shape[1:] if stored.shape[0] == 1 else stored.shape
         tensor = checked_tensor(self._file, stored.weight, shape)
         weight = linear_weight(own_rows(self._rows(tensor), linear), tensor.type, dtype)
+        if linear.role is Role.STATE_OUT and linear.value_order is not None:
+            weight = _in_value_order(weight, linear, linear.value_order, dtype)
         if isinstance(weight, BlockWeight):
             for numbers in (weight.group_scales(), weight.group_minima()):
                 _check_finite(tensor, numbers)
@@ -53,6 +58,29 @@ class GgufWeights:
             self._mapped[path], dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.start
         )
         return flat.view(math.prod(tensor.shape[:-1]), -1)
+
+
+def _in_value_order(
+    weight: LinearWeight, linear: LinearSpec, order: tuple[int, ...], dtype: torch.dtype
+) -> LinearWeight:
+    """A weight whose inputs are heads that are brought into an order.
+    Raises ConfigError: the weight cannot be cut between heads."""
+    size, outputs = linear.inputs // len(order), range(linear.outputs)
+    parts = [
+        take_part(linear, weight, Part(outputs, range(head * size, (head + 1) * size)), dtype)
+        for head in order
+    ]
+    first = parts[0]
+
+    def joined(field: str) -> Tensor:
+        return torch.cat([getattr(part, field) for part in parts], dim=1)
+
+    if isinstance(first, BlockWeight):
+        tensors: dict[str, Any] = {
+            name: joined(name) for name, it in vars(first).items() if isinstance(it, Tensor)
+        }
+        return replace(first, **tensors)
+    return DenseWeight(joined("values"))
 
 
 def _check_finite(tensor: GgufTensor, numbers: Tensor | None) -> None:

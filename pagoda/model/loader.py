@@ -36,7 +36,7 @@ from pagoda.model.latent_attention import LatentAttention
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import Part, Shard, take_part
 from pagoda.model.state_layers import DeltaRule, GatedConv, StateLayer
-from pagoda.model.weights import WeightSource, in_head_order, own_rows
+from pagoda.model.weights import WeightSource, in_head_order, in_value_order, own_rows
 from pagoda.telemetry.tracer import Tracer
 
 
@@ -318,19 +318,24 @@ class WeightLoader(Generic[LinearT]):
             return GatedConv(*self._conv(index, spec, [*parts[0]]))
         firsts = (0, spec.sizes[0], 2 * spec.sizes[0])
         rows = [first + row for first, part in zip(firsts, parts, strict=True) for row in part]
-        weight, _ = self._conv(index, spec, rows)
+        order = config.value_order(spec)
+        channels = torch.arange(spec.channels)
+        channels[firsts[2] :] = in_value_order(channels[firsts[2] :], order)
+        weight, _ = self._conv(index, spec, channels[rows].tolist())
         output_gate, *gates = config.gate_linears(index)
         heads = self.shard.part_of(gates[0]).outputs
         decay, bias = (
-            self._vector(names.of_layer(index, name), spec.value_heads)[heads.start : heads.stop]
+            in_value_order(self._vector(names.of_layer(index, name), spec.value_heads), order)[
+                heads.start : heads.stop
+            ].clone()
             for name in (names.state_decay, names.state_bias)
         )
         norm = f"{names.of_layer(index, names.state_norm)}.weight"
         return DeltaRule(
             weight,
             self.linear(gates),
-            -decay.exp(),
-            bias.clone(),
+            -decay.exp() if names.log_decay else decay,
+            bias,
             self.linear([output_gate]),
             self._vector(norm, spec.value_dim),
             config.norm.eps,

@@ -16,7 +16,7 @@ from torch import Tensor
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.contents import full_names, unread_tensors
-from pagoda.checkpoints.linears import LinearSpec
+from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import StoredRows
 from pagoda.errors import ConfigError
@@ -63,9 +63,17 @@ def in_head_order(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return rows.view(-1, len(order), *rows.shape[1:])[:, list(order)].reshape(rows.shape)
 
 
+def in_value_order(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Rows [heads d, ...] of which the heads are brought into an order; None leaves them."""
+    if order is None:
+        return rows
+    return rows.view(len(order), -1, *rows.shape[1:])[list(order)].reshape(rows.shape)
+
+
 def own_rows(rows: Tensor, linear: LinearSpec) -> Tensor:
     """A layer's rows [outputs, ...] of all rows of a tensor, in the order in which they are computed."""
-    return in_head_order(stored_rows(rows, linear), linear.head_order)
+    own = in_head_order(stored_rows(rows, linear), linear.head_order)
+    return own if linear.role is Role.STATE_OUT else in_value_order(own, linear.value_order)
 
 
 def stored_rows(rows: Tensor, linear: LinearSpec) -> Tensor:

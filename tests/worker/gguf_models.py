@@ -15,6 +15,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
+from gguf_deltas import delta_tensors
 from gguf_files import finish
 from safetensors.torch import load_file
 
@@ -43,6 +44,10 @@ ARCHITECTURES = {
     "Cohere": "command-r",
     "Cohere2": "cohere2",
     "Lfm2": "lfm2",
+    "Lfm2Moe": "lfm2moe",
+    "Qwen3Next": "qwen3next",
+    "Qwen3_5": "qwen35",
+    "Glm": "chatglm",
     "GptOss": "gpt-oss",
     "Llama4": "llama4",
     "Ministral3": "mistral3",
@@ -64,6 +69,12 @@ _WINDOWED = (
     "gpt_oss",
     "exaone4",
 )
+_RENAMED = {
+    "_correction_bias": "_correction.bias",
+    ".expert_bias": ".expert_bias.bias",
+    ".dt_bias": ".dt_proj.bias",
+}
+"""Parts of names of tensors with what the package knows them by."""
 HALVES: dict[Kind, tuple[int, ...]] = {
     Kind.Q2_K: (80, 82),
     Kind.Q3_K: (108,),
@@ -93,13 +104,19 @@ def save_gguf(
     known_as = _ENUM.get(architecture, architecture.upper().replace("-", "_"))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[known_as], 99)
     stored = {}
-    for name, values in _published(model, path.parent).items():
+    published = _published(model, path.parent)
+    if getattr(config, "linear_num_value_heads", None) is not None:
+        published = dict(delta_tensors(published, config, tiled=architecture == "qwen35"))
+    for name, values in published.items():
         if architecture in _PERMUTED and ".q_proj." in name:
             values = _neighbours(values, config.num_attention_heads)
         if architecture in _PERMUTED and ".k_proj." in name:
             values = _neighbours(values, config.num_key_value_heads)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        is_offset = architecture.startswith(("gemma", "qwen3next", "qwen35"))
+        if is_offset and name.endswith("norm.weight") and "linear_attn" not in name:
             values = values + 1
+        if name.endswith(".A_log"):
+            values = -values.exp()
         if values.dim() > 1:  # as the converter squeezes all
             values = values.squeeze()
         if is_dense:
@@ -108,9 +125,9 @@ def save_gguf(
             )
         if name.endswith(".sinks"):
             name += ".weight"
-        short = names.get_name(
-            name.replace("_correction_bias", "_correction.bias"), try_suffixes=(".weight", ".bias")
-        )
+        for other, known in _RENAMED.items():
+            name = name.replace(other, known)
+        short = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert short is not None, name
         kind = choose(short) if values.dim() > 1 else Kind.F32
         data = quantized(values.numpy(), kind)
@@ -239,7 +256,7 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers + _num_extra(config))
     writer.add_feed_forward_length(_inner_size(config))
     writer.add_head_count(config.num_attention_heads)
-    if config.model_type == "lfm2":
+    if config.model_type in ("lfm2", "lfm2_moe"):
         heads = {"full_attention": config.num_key_value_heads, "conv": 0}
         writer.add_head_count_kv([heads[kind] for kind in config.layer_types])
         writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -267,13 +284,16 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "llama4_text":
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
-    if config.model_type == "glm4_moe":
+    if config.model_type in ("glm4_moe", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if getattr(config, "linear_num_value_heads", None) is not None:
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
     if config.model_type == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
@@ -299,6 +319,11 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
         ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("n_shared_experts", writer.add_expert_shared_count),
         ("first_k_dense_replace", writer.add_leading_dense_block_count),
+        ("num_dense_layers", writer.add_leading_dense_block_count),
+        ("linear_conv_kernel_dim", writer.add_ssm_conv_kernel),
+        ("linear_key_head_dim", writer.add_ssm_state_size),
+        ("linear_num_key_heads", writer.add_ssm_group_count),
+        ("linear_num_value_heads", writer.add_ssm_time_step_rank),
         ("routed_scaling_factor", writer.add_expert_weights_scale),
         ("num_nextn_predict_layers", writer.add_nextn_predict_layers),
     ):

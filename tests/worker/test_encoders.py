@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from encoder_models import ENCODERS, RANKERS, make_encoder
+from gguf_encoders import save_gguf_encoder
 from in_process import InProcessEngine
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -200,3 +201,35 @@ def test_heads_of_several_labels_are_refused(tmp_path: Path) -> None:
     make_encoder("BertForSequenceClassification", num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="id2label says that the head has 3 labels"):
         _engine(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in ENCODERS if name != "bert-masked"])
+def test_vectors_of_gguf_files_are_those_of_directories(name: str, tmp_path: Path) -> None:
+    kind, options = ENCODERS[name]
+    model = make_encoder(kind, **options)
+    model.save_pretrained(tmp_path)
+    save_gguf_encoder(model, tmp_path / "m.gguf")
+    requests = _requests(Pooling.MEAN)
+    expected = _vectors(_engine(tmp_path), requests)
+    found = _vectors(_engine(tmp_path / "m.gguf", dtype="float32"), requests)
+    assert all(torch.equal(vector, found[name]) for name, vector in expected.items())
+
+
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta"])
+def test_scores_of_gguf_files_are_those_of_directories(name: str, tmp_path: Path) -> None:
+    kind, options = RANKERS[name]
+    model = make_encoder(kind, num_labels=1, **options)
+    model.save_pretrained(tmp_path)
+    save_gguf_encoder(model, tmp_path / "m.gguf")
+    requests = _requests(Pooling.SCORE)
+    expected = _vectors(_engine(tmp_path), requests)
+    found = _vectors(_engine(tmp_path / "m.gguf", dtype="float32"), requests)
+    assert all(torch.equal(vector, found[name]) for name, vector in expected.items())
+
+
+def test_gguf_files_without_the_layer_in_front_of_scores(tmp_path: Path) -> None:
+    """llama.cpp's converter leaves out the pooler, through which scores of BERT pass."""
+    model = make_encoder("BertForSequenceClassification", num_labels=1)
+    save_gguf_encoder(model, tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match=r"m.gguf lacks the tensor cls.weight"):
+        _engine(tmp_path / "m.gguf", dtype="float32")

@@ -28,7 +28,9 @@ IN_GGUF = [
     name
     for name, (kind, _) in FAMILIES.items()
     if (_BY_ALIAS | KNOWN)[kind].gguf is not None
-    and not name.endswith(("-scale", "-mixed", "-groups", "-bias", "-chunked", "-unnormed"))
+    and not name.endswith(
+        ("-scale", "-mixed", "-groups", "-bias", "-chunked", "-unnormed", "next-dense")
+    )
 ]
 """Others have what files do not say."""
 IN_GGUF += ["granite4", "granite4-nope", "granite4-moe"]

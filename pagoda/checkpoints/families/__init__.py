@@ -13,7 +13,8 @@ from pagoda.checkpoints.families.glm4_moe import GLM4_MOE
 from pagoda.checkpoints.families.gpt_oss import GPT_OSS
 from pagoda.checkpoints.families.granite import GRANITE
 from pagoda.checkpoints.families.granite_moe import GRANITE4, GRANITE_MOE
-from pagoda.checkpoints.families.lfm2 import LFM2, LFM2_MOE
+from pagoda.checkpoints.families.lfm2 import LFM2
+from pagoda.checkpoints.families.lfm2_moe import LFM2_MOE
 from pagoda.checkpoints.families.llama import LLAMA
 from pagoda.checkpoints.families.llama4 import LLAMA4
 from pagoda.checkpoints.families.ministral import MINISTRAL
@@ -26,8 +27,9 @@ from pagoda.checkpoints.families.phi3 import PHI3
 from pagoda.checkpoints.families.qwen2 import QWEN2
 from pagoda.checkpoints.families.qwen2_moe import QWEN2_MOE
 from pagoda.checkpoints.families.qwen3 import QWEN3
+from pagoda.checkpoints.families.qwen3_5 import QWEN3_5
 from pagoda.checkpoints.families.qwen3_moe import QWEN3_MOE
-from pagoda.checkpoints.families.qwen3_next import QWEN3_5, QWEN3_NEXT
+from pagoda.checkpoints.families.qwen3_next import QWEN3_NEXT
 from pagoda.checkpoints.families.seed_oss import SEED_OSS
 from pagoda.checkpoints.families.smollm3 import SMOLLM3
 from pagoda.checkpoints.families.stablelm import STABLELM

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import score_head, with_layer_norm
-from pagoda.checkpoints.family import Family
+from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.pooling_spec import EncoderSpec
 from pagoda.checkpoints.rope import RotarySpec
-from pagoda.checkpoints.tensor_names import TensorNames
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 
 def _encoder(spec: ModelSpec, fields: Fields, first_position: int) -> ModelSpec:
@@ -67,6 +67,21 @@ _NAMES = TensorNames(
     down="output.dense",
     mlp_post_norm="output.LayerNorm",
 )
+_GGUF = GgufFormat(
+    "bert",
+    names=replace(
+        GGUF_NAMES,
+        positions="position_embd",
+        token_types="token_types",
+        embedding_norm="token_embd_norm",
+        attention_post_norm="attn_output_norm",
+        mlp_post_norm="layer_output_norm",
+    ),
+    keys={"attention.layer_norm_epsilon": "layer_norm_eps"},
+    read=frozenset({"classifier.output_labels"}),
+    causal=False,
+)
+"""Files in which positions begin with the first row: those of RoBERTa are cut there."""
 _BERT_DEFAULTS = {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 512}
 _ROBERTA_DEFAULTS = {**_BERT_DEFAULTS, "pad_token_id": 1}
 BERT = Family(
@@ -74,6 +89,7 @@ BERT = Family(
     "BGE, E5, GTE and all-MiniLM (vectors)",
     _bert,
     names=_NAMES,
+    gguf=_GGUF,
     defaults=_BERT_DEFAULTS,
     activation="gelu",
     aliases=frozenset({"BertForMaskedLM"}),
@@ -83,6 +99,7 @@ BERT_RANKER = Family(
     "ms-marco-MiniLM (scores of pairs)",
     _bert_ranker,
     names=_NAMES,
+    gguf=replace(_GGUF, tensor="cls.output.weight"),
     defaults=_BERT_DEFAULTS,
     activation="gelu",
 )

@@ -33,6 +33,7 @@ GLM = Family(
     "GLM-4-9B",
     _adapt_first,
     names=_NAMES,
+    gguf=GgufFormat("chatglm", names=GGUF_NEIGHBOURS),
     defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-7},
     partial_rotary=0.5,
 )
@@ -41,7 +42,7 @@ GLM4 = Family(
     "GLM-4-0414, GLM-Z1",
     _adapt,
     names=_NAMES,
-    gguf=GgufFormat("glm4", names=replace(GGUF_NEIGHBOURS, gate="ffn_up", up="ffn_up")),
+    gguf=GgufFormat("glm4", names=GGUF_NEIGHBOURS),
     defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-7},
     partial_rotary=0.5,
 )

@@ -1,7 +1,4 @@
-"""LFM2: gated short convolutions in most layers, attention with norms of heads in the others (Liquid AI 2025).
-
-LFM2-8B-A1B has experts scored by sigmoids behind two dense layers.
-"""
+"""LFM2: gated short convolutions in most layers, attention with norms of heads in the others (Liquid AI 2025)."""
 
 from __future__ import annotations
 
@@ -10,22 +7,20 @@ from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import (
     conv_width,
-    expert_counts,
     layer_kinds,
     with_attention,
-    with_experts,
     with_state,
 )
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
-from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
 from pagoda.checkpoints.state_layers import ShortConvSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _ATTENTION, _CONV = "full_attention", "conv"
 
 
-def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+def adapt_lfm2(spec: ModelSpec, fields: Fields) -> ModelSpec:
     bias = fields.flag("conv_bias", False)
     mlp = MlpSpec(_intermediate_size(fields))
     conv = ShortConvSpec(spec.hidden_size, conv_width(fields, "conv_L_cache", 3), bias)
@@ -34,22 +29,6 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     spec = spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
     layers = [layer for layer, kind in enumerate(kinds) if kind == _CONV]
     return with_state(spec, conv, layers, bias=bias)
-
-
-def _adapt_sparse(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    spec = _adapt(spec, fields)
-    num_experts, per_token = expert_counts(fields, "num_experts", (32, 4))
-    experts = ExpertsSpec(
-        num_experts,
-        per_token,
-        fields.positive("moe_intermediate_size", 1792),
-        fields.flag("norm_topk_prob", True),
-        scores="sigmoid",
-        scaling_factor=fields.number("routed_scaling_factor", 1.0),
-        correction=fields.flag("use_expert_bias", True),
-    )
-    first = fields.count("num_dense_layers", 2)
-    return with_experts(spec, experts, range(first, spec.num_layers))
 
 
 def _usual_kinds(spec: ModelSpec, fields: Fields) -> list[str]:
@@ -75,14 +54,16 @@ def _intermediate_size(fields: Fields) -> int:
     return -(-size // multiple) * multiple
 
 
-def _gguf_values(fields: Fields) -> Mapping[str, object]:
+def gguf_kinds(fields: Fields) -> Mapping[str, object]:
     """Kinds of layers: those without heads of keys and values are convolutions."""
     heads = fields.integers("attention.head_count_kv")
     kinds = [_ATTENTION if count else _CONV for count in heads]
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
 
 
-_NAMES = TensorNames(
+GGUF_WIDTH = "shortconv.l_cache"
+GGUF_LFM2 = replace(GGUF_NAMES, norm="token_embd_norm")
+NAMES = TensorNames(
     norm="model.embedding_norm",
     attention_norm="operator_norm",
     query_norm="self_attn.q_layernorm",
@@ -93,39 +74,21 @@ _NAMES = TensorNames(
     up="feed_forward.w3",
     down="feed_forward.w2",
 )
-_RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
-_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
+DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
 LFM2 = Family(
     "Lfm2ForCausalLM",
     "LFM2 350M, 700M, 1.2B and 2.6B",
-    _adapt,
-    names=_NAMES,
+    adapt_lfm2,
+    names=NAMES,
     gguf=GgufFormat(
         "lfm2",
-        names=replace(GGUF_NAMES, norm="token_embd_norm"),
-        keys={"shortconv.l_cache": "conv_L_cache"},
-        values=_gguf_values,
-        required=frozenset({"shortconv.l_cache"}),
+        names=GGUF_LFM2,
+        keys={GGUF_WIDTH: "conv_L_cache"},
+        values=gguf_kinds,
+        required=frozenset({GGUF_WIDTH}),
     ),
-    renamed={"block_ff_dim": "intermediate_size", **_RENAMED},
-    defaults=_DEFAULTS,
+    renamed={"block_ff_dim": "intermediate_size", **RENAMED},
+    defaults=DEFAULTS,
     own_keys=frozenset({"full_attn_idxs"}),
-)
-LFM2_MOE = Family(
-    "Lfm2MoeForCausalLM",
-    "LFM2-8B-A1B",
-    _adapt_sparse,
-    names=replace(
-        _NAMES,
-        router="feed_forward.gate",
-        correction="feed_forward.expert_bias",
-        expert_gate="feed_forward.experts.{expert}.w1",
-        expert_up="feed_forward.experts.{expert}.w3",
-        expert_down="feed_forward.experts.{expert}.w2",
-    ),
-    renamed=_RENAMED,
-    defaults={**_DEFAULTS, "block_auto_adjust_ff_dim": False},
-    own_keys=frozenset(
-        {"num_dense_layers", "num_experts", "routed_scaling_factor", "use_expert_bias"}
-    ),
 )

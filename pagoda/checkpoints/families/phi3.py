@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pagoda.checkpoints.families.shared import with_attention
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
+from pagoda.checkpoints.tensor_names import TensorNames
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -26,13 +24,7 @@ PHI3 = Family(
     names=TensorNames(
         query=_JOINED, key=_JOINED, value=_JOINED, gate="mlp.gate_up_proj", up="mlp.gate_up_proj"
     ),
-    gguf=GgufFormat(
-        "phi3",
-        names=replace(
-            GGUF_NAMES, query="attn_qkv", key="attn_qkv", value="attn_qkv", gate="ffn_up"
-        ),
-        keys={"attention.sliding_window": "sliding_window"},
-    ),
+    gguf=GgufFormat("phi3", keys={"attention.sliding_window": "sliding_window"}),
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     partial_rotary=1.0,
 )

@@ -182,6 +182,15 @@ def every_nth_full(
     return typed_windows(fields, num_layers, usual, usual_window)
 
 
+NEXT_LAYERS = "nextn_predict_layers"
+
+
+def gguf_layers(fields: Fields) -> Mapping[str, object]:
+    """Layers of a model without those for the prediction of several tokens, which files count as well."""
+    extra = fields.count(NEXT_LAYERS, 0)
+    return {"num_hidden_layers": fields.positive("block_count") - extra}
+
+
 WINDOW_PATTERN = "attention.sliding_window_pattern"
 
 

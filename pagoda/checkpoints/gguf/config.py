@@ -24,6 +24,7 @@ from pagoda.checkpoints.weight_formats import (
     BlockFormat,
     DenseFormat,
     WeightFormat,
+    part_format,
 )
 from pagoda.errors import ConfigError
 
@@ -49,7 +50,12 @@ BLOCKS = {
 """Formats in memory of quantized types."""
 
 EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
+_JOINED = "attn_qkv"
 _LAYER_NORM = "attention.layer_norm_epsilon"
+SCORE = "cls.output"
+"""Layer that gives the score of a text; behind `cls`."""
+_COUNTED = {"type_vocab_size": "token_types.weight", "num_labels": f"{SCORE}.weight"}
+"""Keys of config.json that only tensors say, by their rows."""
 FREQUENCY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _CONV_WIDTH = "shortconv.l_cache"
@@ -75,7 +81,7 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
     """The model that metadata and tensors of a file describe; its tensors have the names of the file.
     Raises ConfigError: the file is not of a model that Pagoda runs."""
     _, form = _family(file)
-    names, fields = _names(file, form), _fields(file)
+    names, fields = _spelled(form.names, file), _fields(file)
     config = parse_model_config(config_values(file), source=str(file.path))
     rotary = config.rotary["default"]
     scaling = rotary.scaling
@@ -102,9 +108,11 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
             mlp = replace(mlp, bias=has_bias(names.gate, names.up, names.down))
         return replace(layer, attention=attention, mlp=mlp)
 
+    classifier = config.classifier
     spec = replace(
         config.with_layers(with_biases),
         names=names,
+        classifier=None if classifier is None else replace(classifier, out=SCORE, dense="cls"),
         rotary={**config.rotary, "default": replace(rotary, scaling=scaling)},
         quantization=None if all(map(is_dense, matrices(file))) else GgufQuantization(file),
     )
@@ -114,19 +122,26 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
     return spec
 
 
-def _names(file: GgufFile, form: GgufFormat) -> TensorNames:
-    """Names of the file's tensors; older files have keys and values of latent vectors in one tensor."""
-    names = form.names
-    if f"{names.of_layer(0, names.latent_up)}.weight" in file.tensors:
-        return replace(names, key_up="", value_up="")
+def _spelled(names: TensorNames, file: GgufFile) -> TensorNames:
+    """Names of a file, which may hold queries, keys and values in one tensor, and gates and ups in one.
+
+    Older files have keys and values of latent vectors in one, too."""
+    found = {name.rpartition(".")[0].partition(".")[2].partition(".")[2] for name in file.tensors}
+    if _JOINED in found and names.query not in found:
+        names = replace(names, query=_JOINED, key=_JOINED, value=_JOINED)
+    if names.up in found and names.gate not in found:
+        names = replace(names, gate=names.up)
+    if names.latent_up in found:
+        names = replace(names, key_up="", value_up="")
     return names
 
 
 def _check_tensors(file: GgufFile, spec: ModelSpec) -> None:
     """Raises ConfigError: a tensor is in no model that Pagoda runs."""
     others = {FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS}
-    others |= {f"{name}.weight" for name in (spec.names.embedding, spec.names.head)}
-    others |= {name for name, _ in spec.last_norm_tensors}
+    others |= {linear.stored.weight for linear in spec.outer_linears}
+    others |= {linear.stored.bias for linear in spec.classifier_linears}
+    others |= {name for name, _ in spec.last_norm_tensors + spec.embedding_norm_tensors}
     num_blocks = _fields(file).positive("block_count")
 
     def is_in_block(name: str) -> bool:
@@ -179,7 +194,18 @@ class GgufQuantization:
         """Raises ConfigError if the file has no such linear layer."""
         if linear.role is Role.LATENT_HEADS:
             return DenseFormat()
-        return held_as(self.file.tensor(f"{linear.stored.tensor}.weight").type)
+        stored = self.file.tensor(f"{linear.stored.tensor}.weight")
+        held = held_as(stored.type)
+        if linear.role is not Role.STATE_OUT or linear.value_order is None:
+            return held
+        # Its heads are brought into another order.
+        cut = part_format(held, linear.inputs, range(linear.inputs // len(linear.value_order)))
+        if cut is None:
+            raise ConfigError(
+                f"{stored.path}: tensor {stored.name} is of type {stored.type.name}, "
+                "whose blocks are not those of one head."
+            )
+        return cut
 
 
 def matrices(file: GgufFile) -> Iterator[GgufTensor]:
@@ -232,6 +258,9 @@ def config_values(file: GgufFile) -> dict[str, object]:
         "tie_word_embeddings": HEAD not in file.tensors,
         "torch_dtype": DTYPE,
     }
+    for key, name in _COUNTED.items():
+        if name in file.tensors:
+            values[key] = _num_rows(file.tensors[name])
     if fields.positive("block_count") > len(file.tensors):
         fields.refuse("block_count", f"must not be more than the {len(file.tensors)} tensors")
     if _LAYER_NORM not in form.keys:
@@ -243,13 +272,18 @@ def config_values(file: GgufFile) -> dict[str, object]:
         values["partial_rotary_factor"] = 1 if count == head_dim else (count + 0.5) / head_dim
     elif count != head_dim:
         fields.refuse(rotated, f"must be the key length {head_dim}")
-    fields.require("attention.causal", True)
+    fields.require("attention.causal", form.causal)
     own = {name: fields.values[key] for key, name in form.keys.items() if fields.values.get(key)}
     told = dict(form.values(fields))
     rope, more = values["rope_scaling"], told.pop("rope_scaling", {})
     if isinstance(rope, dict) and isinstance(more, dict):
         values["rope_scaling"] = {**rope, **more}
     return {**values, **told, **own}
+
+
+def _num_rows(tensor: GgufTensor) -> int:
+    """Rows of a matrix, of which llama.cpp writes a single one as a vector."""
+    return tensor.shape[0] if len(tensor.shape) > 1 else 1
 
 
 def _num_kv_heads(fields: Fields, form: GgufFormat, num_heads: int) -> int:
@@ -270,13 +304,18 @@ def _family(file: GgufFile) -> tuple[Family, GgufFormat]:
     architecture = file.metadata.text("general.architecture")
     asked = {name for name in fields.values if name not in _COMMON and _is_set(fields, name)}
     candidates = [(it, it.gguf) for it in GGUF_FAMILIES[architecture] if it.gguf is not None]
-    fits = [it for it in candidates if it[1].required <= asked <= {*it[1].keys, *it[1].read}]
+    fits = [
+        (family, form)
+        for family, form in candidates
+        if form.required <= asked <= {*form.keys, *form.read}
+        and (form.tensor is None or form.tensor in file.tensors)
+    ]
     if not fits:
         known = {key for _, form in candidates for key in (*form.keys, *form.read)}
         missing = candidates[0][1].required - asked
         wrong = [*sorted(asked - known), *sorted(missing), *sorted(asked)][0]
         fields.refuse(wrong, f"is not supported in models of {architecture}")
-    return fits[0]
+    return max(fits, key=lambda it: it[1].tensor is not None)
 
 
 def _fields(file: GgufFile) -> Fields:

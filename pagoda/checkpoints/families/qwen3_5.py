@@ -1,0 +1,105 @@
+"""Qwen3.5: a gated delta rule in three of four layers, gated attention in the others (Qwen 2025).
+
+Layers that predict several tokens at once (`mtp.` in files) are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pagoda.checkpoints.families.shared import (
+    NEXT_LAYERS,
+    conv_width,
+    gguf_layers,
+    layer_kinds,
+    with_attention,
+    with_state,
+)
+from pagoda.checkpoints.family import Family, GgufFormat
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ModelSpec
+from pagoda.checkpoints.state_layers import GatedDeltaSpec
+from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
+
+_DELTA, _ATTENTION = "linear_attention", "full_attention"
+
+
+def adapt_delta(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    every = fields.positive("full_attention_interval", 4)
+    usual = [_DELTA if (layer + 1) % every else _ATTENTION for layer in range(spec.num_layers)]
+    kinds = layer_kinds(fields, spec.num_layers, (_DELTA, _ATTENTION), usual)
+    spec = with_attention(spec, qk_norm="head", output_gate=True)
+    layers = [layer for layer, kind in enumerate(kinds) if kind == _DELTA]
+    return with_state(spec, _delta(fields), layers, bias=False)
+
+
+def _delta(fields: Fields) -> GatedDeltaSpec:
+    names = ("linear_num_key_heads", "linear_num_value_heads")
+    key_heads, value_heads = map(fields.positive, names, (16, 32))
+    if value_heads % key_heads:
+        fields.refuse(names[1], f"must be a multiple of {names[0]} ({key_heads})")
+    key_dim = fields.positive("linear_key_head_dim", 128)
+    width = conv_width(fields, "linear_conv_kernel_dim", 4)
+    value_dim = fields.positive("linear_value_head_dim", 128)
+    return GatedDeltaSpec(key_heads, value_heads, key_dim, value_dim, width)
+
+
+def gguf_values(fields: Fields) -> Mapping[str, object]:
+    heads = fields.positive("ssm.time_step_rank")
+    values = {
+        "linear_value_head_dim": fields.positive("ssm.inner_size") // heads,
+        # Files do not say so: llama.cpp renormalizes in all models of these architectures.
+        "norm_topk_prob": True,
+    }
+    return {**gguf_layers(fields), **values}
+
+
+GGUF_KEYS = {
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+GGUF_READ = frozenset({NEXT_LAYERS, "ssm.inner_size"})
+GGUF_DELTA = replace(
+    GGUF_NAMES,
+    mlp_norm="post_attention_norm",
+    state_in="attn_qkv",
+    state_conv="ssm_conv1d",
+    state_out="ssm_out",
+    state_output_gate="attn_gate",
+    state_gates="ssm_ba",
+    state_decay="ssm_a",
+    log_decay=False,
+    state_bias="ssm_dt.bias",
+    state_norm="ssm_norm",
+)
+NAMES = TensorNames(
+    norm_offset=1.0,
+    state_in="linear_attn.in_proj_qkv",
+    state_conv="linear_attn.conv1d",
+    state_out="linear_attn.out_proj",
+)
+QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    "Qwen3.5 without experts: 0.8B to 27B",
+    adapt_delta,
+    names=replace(
+        NAMES,
+        state_output_gate="linear_attn.in_proj_z",
+        state_b="linear_attn.in_proj_b",
+        state_a="linear_attn.in_proj_a",
+    ),
+    gguf=GgufFormat(
+        "qwen35",
+        names=replace(GGUF_DELTA, state_b="ssm_beta", state_a="ssm_alpha", tiled_values=True),
+        keys=GGUF_KEYS,
+        values=gguf_values,
+        read=GGUF_READ,
+    ),
+    defaults={"head_dim": 256},
+    partial_rotary=0.25,
+    model_types=frozenset({"qwen3_5_text"}),
+)
