@@ -16,8 +16,9 @@ from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.errors import ConfigError, InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ParserChoice
 from pagoda.frontend.chat_template import ChatTemplate, read_template
-from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer
-from pagoda.frontend.pooling_files import PoolingDefaults, read_pooling
+from pagoda.frontend.gguf_tokenizer import build_tokenizer
+from pagoda.frontend.gguf_vocabulary import Vocabulary
+from pagoda.frontend.pooling_files import PoolingDefaults, read_gguf_pooling, read_pooling
 from pagoda.frontend.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_tokenizer
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -133,7 +134,8 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
 def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelText:
     """Takes everything out of the metadata of a GGUF file, but for the chat template that the operator names.
     Raises ConfigError: the file cannot be read, or its metadata does not say what it should."""
-    metadata = read_gguf(path).metadata
+    file = read_gguf(path)
+    metadata = file.metadata
     vocabulary = Vocabulary(metadata)
     special_tokens = vocabulary.special_tokens()
     source = metadata.text("tokenizer.chat_template", "")
@@ -147,6 +149,7 @@ def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelTex
         chat_template=ChatTemplate(source, special_tokens=special_tokens) if source else None,
         eos_token_ids=vocabulary.end_token_ids(),
         default_sampling=_sampling_defaults(path, preferred),
+        pooling=read_gguf_pooling(file),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import msgspec
 
 from pagoda.checkpoints.config_json import read_model_config
+from pagoda.checkpoints.gguf.config import gguf_model_config
+from pagoda.checkpoints.gguf.reader import GgufFile
+from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.pooling_spec import Task
-from pagoda.checkpoints.sentence_modules import FILE, SentenceModule, read_modules
+from pagoda.checkpoints.sentence_modules import FILE, read_modules
 from pagoda.errors import ConfigError
 from pagoda.messages.frontend import Pooling
 
@@ -25,6 +28,12 @@ _MODES = {
     "cls": Pooling.FIRST,
 }
 """Keys of older and values of newer files."""
+_GGUF_POOLING = "pooling_type"
+_GGUF_MODES = {1: Pooling.MEAN, 2: Pooling.FIRST, 3: Pooling.LAST}
+"""Numbers of llama.cpp; 0 is for none, 4 for scores."""
+_FIRST_OF_DECODER = (
+    "pools the first token, which in a decoder has seen no other; only encoders are pooled so"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ def read_pooling(directory: Path) -> PoolingDefaults:
     """Pooling as `modules.json` and the files that it names say, or the default where there is no such file.
     Raises ConfigError: a file cannot be read, or says what Pagoda does not do; names the file."""
     modules = read_modules(directory)
-    defaults = _by_architecture(directory, modules)
+    defaults = _by_architecture(lambda: read_model_config(directory, modules))
     path = directory / "config_sentence_transformers.json"
     if path.is_file():
         said = _read(path, _Prompts)
@@ -91,17 +100,30 @@ def read_pooling(directory: Path) -> PoolingDefaults:
         if module.kind == "Pooling":
             pooling = _mode(directory / module.path / "config.json")
     if pooling is Pooling.FIRST and not defaults.encodes:
-        raise ConfigError(
-            f"{str(path)!r} pools the first token, which in a decoder has seen no other; only encoders are "
-            "pooled so."
-        )
+        raise ConfigError(f"{str(path)!r} {_FIRST_OF_DECODER}.")
     return replace(defaults, pooling=pooling, normalize=normalize)
 
 
-def _by_architecture(directory: Path, modules: Sequence[SentenceModule]) -> PoolingDefaults:
+def read_gguf_pooling(file: GgufFile) -> PoolingDefaults:
+    """Pooling as the metadata of a GGUF file say, or the default where they are silent.
+    Raises ConfigError: they ask for what Pagoda does not do."""
+    fields = file.metadata.below(f"{file.metadata.text('general.architecture', '')}.")
+    asked = fields.values.get(_GGUF_POOLING)
+    if asked is None and fields.flag("attention.causal", True):
+        return PoolingDefaults()
+    defaults = _by_architecture(lambda: gguf_model_config(file))
+    if defaults.task == "score" or asked not in _GGUF_MODES:
+        return defaults
+    pooling = _GGUF_MODES[fields.count(_GGUF_POOLING)]
+    if pooling is Pooling.FIRST and not defaults.encodes:
+        fields.refuse(_GGUF_POOLING, _FIRST_OF_DECODER)
+    return replace(defaults, pooling=pooling)
+
+
+def _by_architecture(read: Callable[[], ModelSpec]) -> PoolingDefaults:
     """Pooling of a model of an architecture, without files that say more."""
     try:
-        spec = read_model_config(directory, modules)
+        spec = read()
     except ConfigError:  # which a worker will say
         return PoolingDefaults()
     encodes = spec.encoder is not None

@@ -25,11 +25,13 @@ from tokenizers import (
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from transformers import Qwen2Tokenizer
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.errors import ConfigError, InvalidRequestError
-from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer
+from pagoda.frontend.gguf_tokenizer import build_tokenizer
+from pagoda.frontend.gguf_vocabulary import Vocabulary
 from pagoda.frontend.model_text import load_gguf_text, load_model_text, load_text
 from pagoda.frontend.tokenizer import Tokenizer
 
@@ -172,8 +174,16 @@ SEED_PATTERN = (
     r"\s+(?!\S)|\s+"
 )
 """Patterns in tokenizer.json of gpt-oss and of Seed-OSS."""
+
+
+def qwen35() -> Backend:
+    trained = train_byte_level(cut(PRETOKENIZE_REGEX), ignore_merges=False)
+    trained.normalizer = normalizers.NFC()
+    return trained
+
+
 BYTE_LEVEL = {
-    **{"qwen2": qwen2, "llama-bpe": llama3, "gpt-2": gpt2, "smollm": smollm},
+    **{"qwen2": qwen2, "qwen35": qwen35, "llama-bpe": llama3, "gpt-2": gpt2, "smollm": smollm},
     **{"command-r": smollm, "exaone4": gpt2, "glm4": cut_as(LLAMA3_PATTERN)},
     **{"gpt-4o": cut_as(GPT4O_PATTERN), "seed-coder": cut_as(SEED_PATTERN)},
 }
@@ -364,7 +374,10 @@ LETTERS = {"tokens": ["a", "b", "ab"], "merges": ["a b"], "pre": "gpt-2", "model
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model must be gpt2 or llama, got 'bert'."),
+        (
+            {"model": "rwkv"},
+            "tokenizer.ggml.model must be one of gpt2, llama, bert, t5, got 'rwkv'.",
+        ),
         ({"model": None}, "lacks tokenizer.ggml.model, a string."),
         ({"tokens": None}, "lacks tokenizer.ggml.tokens, a list of strings."),
         ({"tokens": "abc"}, "tokenizer.ggml.tokens must be a list of strings, got 'abc'."),

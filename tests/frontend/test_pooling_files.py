@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter
+from gguf_files import add_values, finish
 
+from pagoda.checkpoints.gguf.reader import GgufFile, read_gguf
 from pagoda.errors import ConfigError
-from pagoda.frontend.pooling_files import PoolingDefaults, read_pooling
+from pagoda.frontend.pooling_files import PoolingDefaults, read_gguf_pooling, read_pooling
 from pagoda.messages.frontend import Pooling
 
 _PREFIX = "sentence_transformers.models."
@@ -151,3 +155,51 @@ def test_prompts(tmp_path: Path) -> None:
     path.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "other"}))
     with pytest.raises(ConfigError, match="has no prompt of its default_prompt_name 'other'"):
         read_pooling(tmp_path)
+
+
+def _gguf(path: Path, architecture: str, **values: Any) -> GgufFile:
+    """A file of one layer, as far as its metadata go."""
+    writer = GGUFWriter(path / "m.gguf", architecture)
+    shape = {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": 8,
+        "feed_forward_length": 8,
+    }
+    epsilons = {"attention.layer_norm_epsilon": 1e-5, "attention.layer_norm_rms_epsilon": 1e-5}
+    keys = {**shape, **epsilons, "attention.head_count": 2, **values}
+    add_values(writer, {f"{architecture}.{key}": value for key, value in keys.items()})
+    for name, rows in (("token_embd", 40), ("token_types", 2)):
+        if name == "token_embd" or architecture == "bert":
+            writer.add_tensor(f"{name}.weight", np.zeros((rows, 8), np.float32))
+    finish(writer)
+    return read_gguf(writer.path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "expected"),
+    [
+        ("qwen3", {}, PoolingDefaults()),
+        ("qwen3", {"pooling_type": 3}, PoolingDefaults(Pooling.LAST)),
+        ("qwen3", {"pooling_type": 1}, PoolingDefaults(Pooling.MEAN)),
+        (
+            "bert",
+            {"attention.causal": False},
+            PoolingDefaults(Pooling.FIRST, task="embed", generates=False, encodes=True),
+        ),
+        (
+            "bert",
+            {"attention.causal": False, "pooling_type": 1},
+            PoolingDefaults(Pooling.MEAN, task="embed", generates=False, encodes=True),
+        ),
+    ],
+)
+def test_gguf_files(
+    architecture: str, values: dict[str, Any], expected: PoolingDefaults, tmp_path: Path
+) -> None:
+    assert read_gguf_pooling(_gguf(tmp_path, architecture, **values)) == expected
+
+
+def test_gguf_files_of_decoders_do_not_pool_the_first_token(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"qwen3\.pooling_type pools the first token, .* got 2"):
+        read_gguf_pooling(_gguf(tmp_path, "qwen3", pooling_type=2))
