@@ -10,9 +10,12 @@ from typing import Any
 from pagoda.backend.base import UnsupportedError
 from pagoda.backend_check.subject import Check, FailedError, LackingError, Subject, ensure
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
+from pagoda.devices import DeviceSet
+from pagoda.errors import ConfigError
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
+from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.input_batch import MAX_STEPS
 from pagoda.worker.loading import load_runner, plan_worker
@@ -91,11 +94,20 @@ class _Engine:
         return self.answers
 
 
-def _load(backend: str, dtype: str) -> tuple[Runner, int]:
+@dataclass(frozen=True)
+class _Place:
+    """A backend by name, and the devices of its one rank; the first one where none are named."""
+
+    backend: str
+    devices: tuple[str, ...] = ()
+
+
+def _load(place: _Place, dtype: str) -> tuple[Runner, int]:
     """The embedded model; block size."""
     config = WorkerConfig(
         model=resolve_model(EMBEDDED_MODEL).model,
-        backend=backend,
+        backend=place.backend,
+        parallel=ParallelConfig(devices=place.devices),
         dtype=dtype,
         num_blocks=_NUM_BLOCKS,
         max_num_seqs=8,
@@ -107,9 +119,9 @@ def _load(backend: str, dtype: str) -> tuple[Runner, int]:
     return loaded.runner, loaded.ready.block_size
 
 
-def together(backend: str, dtype: str, sampling: SamplingParams) -> _Answers:
+def together(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
     """All prompts in one step, then a token of each in every step, with two steps under way."""
-    engine = _Engine(*_load(backend, dtype))
+    engine = _Engine(*_load(place, dtype))
     for slot, prompt in enumerate(PROMPTS):
         engine.start(slot, prompt, sampling)
     engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
@@ -118,9 +130,9 @@ def together(backend: str, dtype: str, sampling: SamplingParams) -> _Answers:
     return engine.finish()
 
 
-def in_pieces(backend: str, dtype: str, sampling: SamplingParams) -> _Answers:
+def in_pieces(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
     """Each prompt seven tokens at a time, in the company of answers that run already."""
-    engine = _Engine(*_load(backend, dtype))
+    engine = _Engine(*_load(place, dtype))
     running: dict[int, int] = {}
     for slot, prompt in enumerate(PROMPTS):
         engine.start(slot, prompt, sampling)
@@ -141,11 +153,12 @@ def _dense(subject: Subject) -> list[str]:
     return [name for name in ("float32", "bfloat16", "float16") if name in known]
 
 
-def _answers(subject: Subject) -> str:
+def _answers(subject: Subject, devices: tuple[str, ...] = ()) -> str:
     """The model's answers are those of the reference in float32."""
     if "float32" not in _dense(subject):
         raise LackingError("its capabilities have no weights of float32")
-    own, expected = (_served(name, "float32") for name in (subject.name, "reference"))
+    places = (_Place(subject.name, devices), _Place("reference"))
+    own, expected = (_served(place, "float32") for place in places)
     for slot, tokens in expected.tokens.items():
         ensure(
             own.tokens.get(slot) == tokens,
@@ -158,24 +171,23 @@ def _answers(subject: Subject) -> str:
     return f"{len(expected.tokens)} prompts, {NUM_TOKENS} tokens each, two steps under way"
 
 
-def _served(backend: str, dtype: str) -> _Answers:
+def _served(place: _Place, dtype: str) -> _Answers:
     try:
-        return together(backend, dtype, GREEDY)
+        return together(place, dtype, GREEDY)
     except UnsupportedError as error:
         raise LackingError(str(error).removesuffix(".")) from None
 
 
-def _company(subject: Subject) -> str:
+def _company(subject: Subject, devices: tuple[str, ...] = ()) -> str:
     """Answers have the same bits whatever else is in a step, and however prompts are cut."""
     checked: list[str] = []
+    place = _Place(subject.name, devices)
     for dtype in _dense(subject):
         if dtype not in subject.backend.capabilities.kv_cache_dtypes:
             continue
         for sampling in (GREEDY, DRAWN) if not checked else (DRAWN,):
             try:
-                both: list[Any] = [
-                    way(subject.name, dtype, sampling) for way in (together, in_pieces)
-                ]
+                both: list[Any] = [way(place, dtype, sampling) for way in (together, in_pieces)]
             except UnsupportedError as error:
                 raise LackingError(str(error).removesuffix(".")) from None
             if both[0] != both[1]:
@@ -184,7 +196,19 @@ def _company(subject: Subject) -> str:
     return f"{', '.join(checked)}: prompts at once and in pieces of 7, greedy and drawn"
 
 
+def _two_devices(subject: Subject) -> str:
+    """Answers are the same where the rank drives two devices; a backend may say that one is all that it drives."""
+    if subject.entry.max_devices == 1:
+        return "a rank drives one device"
+    devices = (str(DeviceSet(subject.entry.device_kind, (0, 1))),)
+    try:
+        return f"{_answers(subject, devices)}; {_company(subject, devices)}"
+    except ConfigError as error:  # this machine has one device
+        raise LackingError(str(error).removesuffix(".")) from None
+
+
 FURTHER = (
     Check("pagoda-tiny, answers", _answers),
     Check("pagoda-tiny, any company", _company),
+    Check("pagoda-tiny, two devices of a rank", _two_devices),
 )

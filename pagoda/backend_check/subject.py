@@ -13,6 +13,7 @@ from pagoda.backend.base import Backend, TokenBatch
 from pagoda.backend.graph import Value
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.single import compute
+from pagoda.devices import BackendEntry
 from pagoda.parallel.collectives import HostGroup
 
 PIECES = ((0, 1), (1, 2), (7, 5), (24, 17))
@@ -35,6 +36,7 @@ class Subject:
     """A backend by name, with the function that opens it as a rank of a group."""
 
     name: str
+    entry: BackendEntry
     open: Callable[[HostGroup], Backend[Any, Any]]
     backend: Backend[Any, Any]
     reference: ReferenceBackend

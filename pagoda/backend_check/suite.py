@@ -60,7 +60,7 @@ def open_subject(name: str) -> Subject:
         )
         return backend
 
-    return Subject(name, opened, opened(Alone()), ReferenceBackend())
+    return Subject(name, entry, opened, opened(Alone()), ReferenceBackend())
 
 
 def operation_checks() -> dict[str, Check | None]:

@@ -30,7 +30,7 @@ def wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     about.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1\n")
     about.joinpath("entry_points.txt").write_text("[pagoda.backends]\nwrong = wrong_entry:ENTRY\n")
     tmp_path.joinpath("wrong_entry.py").write_text(
-        "from pagoda.devices import BackendEntry\nENTRY = BackendEntry('wrong_backend', 'wrong')\n"
+        "from pagoda.devices import BackendEntry\nENTRY = BackendEntry('wrong_backend', 'wrong', 2)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(Path(__file__).parent)
@@ -54,6 +54,8 @@ def test_the_toy_passes(toy: str) -> None:
     assert failed == []
     assert found["pagoda-tiny, answers"].verdict == "ok"
     assert found["rotate_and_cache, attention"].verdict == "ok"
+    two = found["pagoda-tiny, two devices of a rank"]
+    assert (two.verdict, two.detail[:9]) == ("ok", "4 prompts")
     assert found["weights of int8"].detail == "the toy has weights of float32 only"
     source = (TOY / "pagoda_toy" / "backend.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 300

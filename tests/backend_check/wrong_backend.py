@@ -252,11 +252,19 @@ BROKEN: Mapping[str, tuple[str, dict[str, Any]]] = {
         "pagoda-tiny, any company",
         {"operations": {"linear": _shared_sums}},
     ),
+    "a second device": (
+        "pagoda-tiny, two devices of a rank",
+        {"on_two": _more("rms_norm", lambda out: out.flip(-1) * 0.5 + out * 0.5)},
+    ),
 }
 """Wrong backends by what is wrong with them: the check that must fail, and how they are made."""
 
 chosen = ""
 
 
-def open_backend(devices: DeviceSet, group: HostGroup) -> Any:  # noqa: ARG001
-    return Wrong(group, **BROKEN[chosen][1])
+def open_backend(devices: DeviceSet, group: HostGroup) -> Any:
+    fields = dict(BROKEN[chosen][1])
+    on_two = fields.pop("on_two", {})
+    if len(devices.numbers) == 2:
+        fields["operations"] = on_two
+    return Wrong(group, **fields)
