@@ -21,6 +21,7 @@ _ATTENTION, _CONV = "full_attention", "conv"
 
 
 def adapt_lfm2(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    """The model with attention in some layers, and short convolutions in the others."""
     bias = fields.flag("conv_bias", False)
     mlp = MlpSpec(_intermediate_size(fields))
     conv = ShortConvSpec(spec.hidden_size, conv_width(fields, "conv_L_cache", 3), bias)
@@ -62,6 +63,7 @@ def gguf_kinds(fields: Fields) -> Mapping[str, object]:
 
 
 GGUF_WIDTH = "shortconv.l_cache"
+"""Metadata of a convolution's tokens."""
 GGUF_LFM2 = replace(GGUF_NAMES, norm="token_embd_norm")
 NAMES = TensorNames(
     norm="model.embedding_norm",

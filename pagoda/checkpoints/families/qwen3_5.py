@@ -26,6 +26,7 @@ _DELTA, _ATTENTION = "linear_attention", "full_attention"
 
 
 def adapt_delta(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    """The model with gated attention in some layers, and a gated delta rule in the others."""
     every = fields.positive("full_attention_interval", 4)
     usual = [_DELTA if (layer + 1) % every else _ATTENTION for layer in range(spec.num_layers)]
     kinds = layer_kinds(fields, spec.num_layers, (_DELTA, _ATTENTION), usual)
@@ -46,10 +47,11 @@ def _delta(fields: Fields) -> GatedDeltaSpec:
 
 
 def gguf_values(fields: Fields) -> Mapping[str, object]:
+    """Size of values, of which files tell that of all heads, and what they do not tell."""
     heads = fields.positive("ssm.time_step_rank")
     values = {
         "linear_value_head_dim": fields.positive("ssm.inner_size") // heads,
-        # Files do not say so: llama.cpp renormalizes in all models of these architectures.
+        # llama.cpp renormalizes in all models of these architectures.
         "norm_topk_prob": True,
     }
     return {**gguf_layers(fields), **values}
@@ -62,6 +64,7 @@ GGUF_KEYS = {
     "ssm.state_size": "linear_key_head_dim",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+"""Metadata of delta rules, with the keys of config.json that say the same."""
 GGUF_READ = frozenset({NEXT_LAYERS, "ssm.inner_size"})
 GGUF_DELTA = replace(
     GGUF_NAMES,
