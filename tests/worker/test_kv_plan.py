@@ -5,20 +5,49 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.messages.transfers import KVPart, KVPeer, KVRank
+from pagoda.model.sharding import shard_of
+from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.kv.plan import (
     OwnPart,
     PlanError,
     Run,
     find_runs,
     make_spans,
+    own_parts,
     plan_slices,
 )
+from pagoda.worker.kv.store import KVStore
+from pagoda.worker.loading import LayerPlace
 
 NUM_BLOCKS = 9
+LATENT_MODEL = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "topk_method": "greedy",
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "max_position_embeddings": 64,
+}
 HEAD_BYTES = {"keys": 6, "values": 4, "key_scales": 2}
 
 Memory = list[tuple[KVPart, bytearray]]
@@ -163,3 +192,32 @@ def test_kv_that_does_not_fit(theirs: KVPart, clause: str) -> None:
     parts = [OwnPart(KVPart(0, "keys", 0, 2, 6, stride=12), 0, 8)]
     with pytest.raises(PlanError, match=clause):
         plan_slices(parts, 0, KVPeer(peer_id="p", ranks=(rank,)))
+
+
+def test_every_rank_gives_and_takes_latents_whole() -> None:
+    """Two ranks here read from four there, each from one, whatever heads they compute."""
+    config = parse_model_config(LATENT_MODEL, source="test")
+    backend = ReferenceBackend()
+
+    def parts(ranks: int) -> list[tuple[OwnPart, ...]]:
+        parallel = ParallelConfig(tensor_parallel_size=ranks)
+        places = [LayerPlace(0, layer) for layer in range(config.num_layers)]
+        caches = [
+            backend.allocate_latent_cache(NUM_BLOCKS, 16, 24, 8, torch.float32, torch.int8)
+            for _ in places
+        ]
+        return [
+            own_parts(KVStore(caches), shard_of(config, parallel, place), places)
+            for place in parallel.places(0)
+        ]
+
+    theirs = tuple(
+        KVRank(parts=tuple(own.part for own in rank), num_blocks=NUM_BLOCKS, descriptors={})
+        for rank in parts(4)
+    )
+    for number, ours in enumerate(parts(2)):
+        (read,) = plan_slices(ours, number, KVPeer(peer_id="p", ranks=theirs)).items()
+        rank, slices = read
+        assert rank == number
+        assert sorted(piece.num_bytes for piece in slices) == [16 * 4] * 2 + [16 * 32] * 2
+        assert all(piece.is_whole for piece in slices)
