@@ -53,6 +53,8 @@ ARCHITECTURES = {
     "Ministral3": "mistral3",
     "Glm4": "glm4",
     "Exaone4": "exaone4",
+    "DeepseekV2": "deepseek2",
+    "DeepseekV3": "deepseek2",
 }
 _ENUM = {"granitemoe": "GRANITE_MOE", "glm4moe": "GLM4_MOE"}
 """Architectures whose names in the package are not just their own in capitals."""
@@ -91,20 +93,27 @@ Choose = Callable[[str], Kind]
 
 
 def save_gguf(
-    model: transformers.PreTrainedModel, path: Path, choose: Choose = lambda _: Kind.F32
+    model: transformers.PreTrainedModel,
+    path: Path,
+    choose: Choose = lambda _: Kind.F32,
+    *,
+    joins_latents: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Returns the weights as they are in the file, by their names there, dequantized by the `gguf` package."""
+    """Returns the weights as they are in the file, by their names there, dequantized by the `gguf` package.
+
+    With `joins_latents`, latent attention is as in files of before April 2025.
+    """
     config = model.config
     architecture = ARCHITECTURES[type(model).__name__.removesuffix("ForCausalLM")]
     is_dense = getattr(config, "num_local_experts", None) == 0
     if architecture == "granitemoe" and is_dense:
         architecture = "granite"
     writer = GGUFWriter(path, architecture)
-    _add_shape(writer, config)
+    _add_shape(writer, config, joins_latents=joins_latents)
     known_as = _ENUM.get(architecture, architecture.upper().replace("-", "_"))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[known_as], 99)
     stored = {}
-    published = _published(model, path.parent)
+    published = _published(model, path.parent, joins_latents=joins_latents)
     if getattr(config, "linear_num_value_heads", None) is not None:
         published = dict(delta_tensors(published, config, tiled=architecture == "qwen35"))
     for name, values in published.items():
@@ -151,7 +160,9 @@ def _num_extra(config: Any) -> int:
     return getattr(config, "num_nextn_predict_layers", None) or 0
 
 
-def _published(model: transformers.PreTrainedModel, scratch: Path) -> dict[str, torch.Tensor]:
+def _published(
+    model: transformers.PreTrainedModel, scratch: Path, *, joins_latents: bool
+) -> dict[str, torch.Tensor]:
     """Tensors by their names in a checkpoint; those of experts as one, as the converter merges them."""
     with tempfile.TemporaryDirectory(dir=scratch) as directory:
         model.save_pretrained(directory)
@@ -172,8 +183,21 @@ def _published(model: transformers.PreTrainedModel, scratch: Path) -> dict[str, 
     published: dict[str, torch.Tensor] = {}
     for name, tensor in merged.items():
         values = torch.stack(tensor) if isinstance(tensor, list) else tensor
-        published |= _split(name, values)
+        if "kv_b_proj" in name and not joins_latents:
+            published |= _heads_of_latents(name, values, model.config)
+        else:
+            published |= _split(name, values)
     return published
+
+
+def _heads_of_latents(name: str, values: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """Keys, transposed, and values of each head, which the converter takes apart."""
+    heads = values.unflatten(0, (config.num_attention_heads, -1))
+    keys, others = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    return {
+        name.replace("kv_b", "k_b"): keys.transpose(1, 2),
+        name.replace("kv_b", "v_b"): others,
+    }
 
 
 _JOINED = {
@@ -248,9 +272,9 @@ def _inner_size(config: Any) -> int:
     return size
 
 
-def _add_shape(writer: GGUFWriter, config: Any) -> None:
+def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = _rope(config)
+    rope, is_latent = _rope(config), hasattr(config, "kv_lora_rank")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + _num_extra(config))
@@ -263,10 +287,13 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
     elif config.model_type == "granitemoehybrid":
         writer.add_head_count_kv([config.num_key_value_heads] * config.num_hidden_layers)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
-    else:
+    elif not is_latent:
         writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if is_latent:
+        _add_latents(writer, config, joins_latents=joins_latents)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     rms_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None)
     if rms_eps is not None:
@@ -284,8 +311,9 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "llama4_text":
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
-    if config.model_type in ("glm4_moe", "lfm2_moe"):
+    if config.model_type in ("glm4_moe", "lfm2_moe", "deepseek_v3"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -326,9 +354,31 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
         ("linear_num_value_heads", writer.add_ssm_time_step_rank),
         ("routed_scaling_factor", writer.add_expert_weights_scale),
         ("num_nextn_predict_layers", writer.add_nextn_predict_layers),
+        ("n_group", writer.add_expert_group_count),
+        ("topk_group", writer.add_expert_group_used_count),
     ):
         if getattr(config, name, None) is not None:
             add(getattr(config, name))
+
+
+def _add_latents(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
+    """Sizes of latent attention, which is one KV head to llama.cpp, but was plain heads in older files."""
+    rope, key_length = _rope(config), config.qk_nope_head_dim + config.qk_rope_head_dim
+    if joins_latents:
+        writer.add_head_count_kv(config.num_attention_heads)
+        writer.add_key_length(key_length)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(key_length)
+        writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    if rope.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def _frequency_factors(config: Any) -> np.ndarray | None:

@@ -6,6 +6,7 @@ Each weight comes with the numbers that its format says it stands for, worked ou
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -343,20 +344,29 @@ def save_quantized(
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
+    return store_quantized(model, directory, how)
+
+
+def store_quantized(
+    model: transformers.PreTrainedModel, directory: Path, how: Format
+) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
+    """Writes a model; returns it with the weights that the files stand for, and those weights."""
     model.save_pretrained(directory)
     tensors: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     meant: dict[str, np.ndarray] = {}
     for name, tensor in load_file(_file(directory)).items():
         module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") and not (how.head and module == "lm_head"):
+        if re.search(r"_proj(_with_mqa)?\.weight$", name) is None and not (
+            how.head and module == "lm_head"
+        ):
             tensors[name] = dense[name] = tensor
             continue
         stored, meant[module] = how.store(tensor.double().numpy())
         dense[name] = torch.from_numpy(meant[module]).float()
         tensors |= {f"{module}.{kind}": part for kind, part in stored.items()}
     save_file(dense, _file(directory), metadata={"format": "pt"})
-    model = family.from_pretrained(directory).float().eval()
+    model = type(model).from_pretrained(directory).float().eval()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, _file(directory))
     path = directory / "config.json"
     written = json.loads(path.read_bytes())

@@ -42,6 +42,8 @@ def _model(name: str) -> Any:
     sizes = SIZES | {size: 192 for size in OTHER_SIZES if size in known}
     if "linear_key_head_dim" in known:
         sizes |= STATE_SIZES
+    if "kv_lora_rank" in known:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     for count in ("num_experts", "num_local_experts", "n_routed_experts"):
         if known.get(count):
             sizes["num_experts_per_tok"] = known[count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.checkpoints.families.shared import with_attention
+from pagoda.checkpoints.families.shared import NEXT_LAYERS, gguf_layers, with_attention
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -21,7 +21,7 @@ GGUF_LATENT_KEYS = {
 }
 GGUF_LATENT_READ = frozenset(
     {"attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla"}
-    | {"expert_shared_count", "expert_weights_scale", "leading_dense_block_count"}
+    | {"expert_shared_count", "expert_weights_scale", "leading_dense_block_count", NEXT_LAYERS}
 )
 _LOG_SCALE = 0.1
 """Factor of `mscale_all_dim` in files with latent attention (llama.cpp's src/llama-model.cpp)."""
@@ -58,6 +58,7 @@ def gguf_latents(fields: Fields) -> Mapping[str, object]:
     query_rank = "attention.q_lora_rank"
     mscale = fields.below("rope.scaling.").amount("yarn_log_multiplier", 0.0) / _LOG_SCALE
     return {
+        **gguf_layers(fields),
         "q_lora_rank": fields.positive(query_rank) if query_rank in fields else None,
         "qk_nope_head_dim": key - rotated,
         "qk_rope_head_dim": rotated,
