@@ -7,7 +7,8 @@ from pagoda.checkpoints.families.cohere import COHERE, COHERE2
 from pagoda.checkpoints.families.deepseek_v2 import DEEPSEEK_V2
 from pagoda.checkpoints.families.deepseek_v3 import DEEPSEEK_V3
 from pagoda.checkpoints.families.exaone4 import EXAONE4
-from pagoda.checkpoints.families.gemma import GEMMA2, GEMMA3
+from pagoda.checkpoints.families.gemma2 import GEMMA2
+from pagoda.checkpoints.families.gemma3 import GEMMA3
 from pagoda.checkpoints.families.glm4 import GLM, GLM4
 from pagoda.checkpoints.families.glm4_moe import GLM4_MOE
 from pagoda.checkpoints.families.gpt_oss import GPT_OSS

@@ -83,7 +83,6 @@ _GGUF = GgufFormat(
 )
 """Files in which positions begin with the first row: those of RoBERTa are cut there."""
 _BERT_DEFAULTS = {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 512}
-_ROBERTA_DEFAULTS = {**_BERT_DEFAULTS, "pad_token_id": 1}
 BERT = Family(
     "BertModel",
     "BGE, E5, GTE and all-MiniLM (vectors)",
@@ -94,30 +93,27 @@ BERT = Family(
     activation="gelu",
     aliases=frozenset({"BertForMaskedLM"}),
 )
-BERT_RANKER = Family(
-    "BertForSequenceClassification",
-    "ms-marco-MiniLM (scores of pairs)",
-    _bert_ranker,
-    names=_NAMES,
+BERT_RANKER = replace(
+    BERT,
+    architecture="BertForSequenceClassification",
+    models="ms-marco-MiniLM (scores of pairs)",
+    adapt=_bert_ranker,
     gguf=replace(_GGUF, tensor="cls.output.weight"),
-    defaults=_BERT_DEFAULTS,
-    activation="gelu",
+    aliases=frozenset(),
 )
-XLM_ROBERTA = Family(
-    "XLMRobertaModel",
-    "multilingual E5, BGE-M3, all-distilroberta (vectors)",
-    _roberta,
-    names=_NAMES,
-    defaults=_ROBERTA_DEFAULTS,
-    activation="gelu",
+XLM_ROBERTA = replace(
+    BERT,
+    architecture="XLMRobertaModel",
+    models="multilingual E5, BGE-M3, all-distilroberta (vectors)",
+    adapt=_roberta,
+    gguf=None,
+    defaults={**_BERT_DEFAULTS, "pad_token_id": 1},
     aliases=frozenset({"RobertaModel", "RobertaForMaskedLM", "XLMRobertaForMaskedLM"}),
 )
-XLM_ROBERTA_RANKER = Family(
-    "XLMRobertaForSequenceClassification",
-    "bge-reranker, bge-reranker-v2-m3, stsb-roberta (scores of pairs)",
-    _roberta_ranker,
-    names=_NAMES,
-    defaults=_ROBERTA_DEFAULTS,
-    activation="gelu",
+XLM_ROBERTA_RANKER = replace(
+    XLM_ROBERTA,
+    architecture="XLMRobertaForSequenceClassification",
+    models="bge-reranker, bge-reranker-v2-m3, stsb-roberta (scores of pairs)",
+    adapt=_roberta_ranker,
     aliases=frozenset({"RobertaForSequenceClassification"}),
 )

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import (
+    NEXT_LAYERS,
+    gguf_layers,
     layers_behind_dense,
     sigmoid_experts,
     with_attention,
@@ -30,14 +32,9 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 
 def _gguf_values(fields: Fields) -> Mapping[str, object]:
-    """Layers without those for the prediction of several tokens, which files count as well."""
     if fields.count("expert_gating_func", 2) != 2:
         fields.refuse("expert_gating_func", "must be 2, a sigmoid")
-    num_extra = fields.count("nextn_predict_layers", 0)
-    return {
-        "num_hidden_layers": fields.positive("block_count") - num_extra,
-        "norm_topk_prob": fields.flag("expert_weights_norm", True),
-    }
+    return {**gguf_layers(fields), "norm_topk_prob": fields.flag("expert_weights_norm", True)}
 
 
 GLM4_MOE = Family(
@@ -57,7 +54,7 @@ GLM4_MOE = Family(
             "leading_dense_block_count": "first_k_dense_replace",
         },
         values=_gguf_values,
-        read=frozenset({"nextn_predict_layers"}),
+        read=frozenset({NEXT_LAYERS}),
     ),
     defaults={"rms_norm_eps": 1e-5},
     partial_rotary=0.5,

@@ -1,0 +1,98 @@
+"""Gemma 2: norms before and behind, scaled embeddings, capped scores and logits (Gemma Team 2024).
+
+All but some layers have a window. Gemma 3 has most of it in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pagoda.checkpoints.families.shared import (
+    WINDOW_PATTERN,
+    every_nth_full,
+    gguf_windows,
+    with_attention,
+)
+from pagoda.checkpoints.family import Family, GgufFormat
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_spec import ModelSpec, Multipliers
+from pagoda.checkpoints.tensor_names import TensorNames
+
+
+def _adapt_second(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    return adapt(spec, fields, every=2, caps=(50.0, 30.0))
+
+
+def adapt(
+    spec: ModelSpec,
+    fields: Fields,
+    *,
+    every: int,
+    caps: tuple[float | None, float | None],
+    qk_norm: str | None = None,
+) -> ModelSpec:
+    """The part that Gemma 2 and 3 share; `caps` are those of scores and of logits where the file is silent."""
+    spec = with_attention(
+        spec.with_layers(lambda _, layer: replace(layer, post_norm=True)),
+        every_nth_full(fields, spec.num_layers, every),
+        scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        softcap=_cap(fields, "attn_logit_softcapping", caps[0]),
+        qk_norm=qk_norm,
+    )
+    multipliers = Multipliers(
+        embedding=math.sqrt(spec.hidden_size),
+        logits_softcap=_cap(fields, "final_logit_softcapping", caps[1]),
+    )
+    return replace(spec, multipliers=multipliers)
+
+
+def _cap(fields: Fields, name: str, usual: float | None) -> float | None:
+    """The cap in the field `name`; null and 0 say that there is none."""
+    return fields.number(name, usual) if fields.values.get(name, usual) else None
+
+
+def gguf_values(fields: Fields, largest: int) -> Mapping[str, object]:
+    """The scale of scores, which files do not say: only the largest model, by its layers, has another one."""
+    scalar: float = fields.positive("attention.key_length", 256)
+    if fields.positive("block_count") == largest:
+        scalar = fields.positive("embedding_length") / fields.positive("attention.head_count")
+    return {"query_pre_attn_scalar": scalar, **gguf_windows(fields)}
+
+
+NAMES = TensorNames(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    norm_offset=1.0,
+)
+DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.sliding_window": "sliding_window",
+}
+KNOWN = frozenset({"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"})
+GGUF = GgufFormat(
+    "gemma2",
+    keys=CAPS,
+    values=lambda fields: gguf_values(fields, 46),
+    read=frozenset({WINDOW_PATTERN}),
+)
+
+GEMMA2 = Family(
+    "Gemma2ForCausalLM",
+    "Gemma 2",
+    _adapt_second,
+    names=NAMES,
+    gguf=GGUF,
+    defaults=DEFAULTS,
+    activation="gelu_tanh",
+    own_keys=KNOWN,
+)
