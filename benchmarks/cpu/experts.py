@@ -23,11 +23,12 @@ from torch import Tensor
 
 from benchmarks.cpu.held_weights import held_weight
 from benchmarks.cpu.limits import Limits, median_seconds, start
-from pagoda.backend.base import ExpertRouting, Experts
+from pagoda.backend.base import Experts
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import PackedLinear
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.single import bind
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.cli import output
 
 _HIDDEN, _INNER = 2048, 768

@@ -12,7 +12,6 @@ from torch import Tensor
 from pagoda.backend.base import (
     Backend,
     ExpertActivation,
-    ExpertRouting,
     Experts,
     UnsupportedError,
 )
@@ -40,6 +39,7 @@ from pagoda.backend_check.subject import (
     outputs,
     random_tensor,
 )
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.weight_formats import BlockFormat
 

@@ -118,7 +118,7 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
             return [stored.weight, f"{stored.tensor}_blocks"]
         return [f"{stored.tensor}{end}" for end in _WEIGHTS]
 
-    experts = range(spec.experts.num_experts if spec.experts else 0)
+    experts = range(spec.experts.routing.num_experts if spec.experts else 0)
     for linear in spec.outer_linears:
         yield weight(linear)
     for index, layer in enumerate(spec.layers):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentLinears, LatentSpec, latent_linears
 from pagoda.checkpoints.linears import (
     AttentionLinears,
@@ -111,24 +112,9 @@ class ClampedGate:
 class ExpertsSpec:
     """Several MLPs, of which every token goes through a few (Shazeer et al. 2017)."""
 
-    num_experts: int
-    experts_per_token: int
+    routing: ExpertRouting
     intermediate_size: int
     """Inner channels of each expert."""
-    renormalize: bool
-    """The scores of a token's experts are scaled to add up to one."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of logits: softmax over all experts, or a sigmoid of each."""
-    num_groups: int = 1
-    """Groups of equally many experts, one behind the other."""
-    groups_per_token: int = 1
-    """Groups that a token's experts are chosen from."""
-    group_score: Literal["best", "best_two"] = "best"
-    """A group is as good as its best expert, or as the sum of its two best."""
-    scaling_factor: float = 1.0
-    """Factor of all weights."""
-    weighs_inputs: bool = False
-    """Weights are for what experts are given instead of for what they give."""
     correction: bool = False
     """A number of each expert is added to its score for the choice (Wang et al. 2024)."""
     shared_size: int = 0
@@ -431,7 +417,7 @@ class ModelSpec:
         names = self.names
         spelled = (names.expert_gate, names.expert_up, names.expert_down)
         router, roles = names.of_layer(layer, names.router), (Role.EXPERT_IN, Role.EXPERT_OUT)
-        inner, count = experts.intermediate_size, experts.num_experts
+        inner, count = experts.intermediate_size, experts.routing.num_experts
         shared = shared_router = None
         if experts.shared_size:
             spelled_shared = (names.shared_gate, names.shared_up, names.shared_down)
@@ -507,7 +493,7 @@ class ModelSpec:
         if spec.attention.sinks:
             found.append((names.of_layer(layer, names.sinks), self.num_heads))
         if isinstance(spec.mlp, ExpertsSpec) and spec.mlp.correction:
-            found.append((names.of_layer(layer, names.correction), spec.mlp.num_experts))
+            found.append((names.of_layer(layer, names.correction), spec.mlp.routing.num_experts))
         return found
 
     def _conv_tensors(self, layer: int, state: StateSpec) -> list[tuple[str, int]]:
@@ -559,5 +545,5 @@ class ModelSpec:
     def weights_per_token(self, layer: int) -> int:
         """Weights of a layer that one token is multiplied with."""
         mlp = self.layers[layer].mlp
-        chosen = range(mlp.experts_per_token if isinstance(mlp, ExpertsSpec) else 0)
+        chosen = range(mlp.routing.experts_per_token if isinstance(mlp, ExpertsSpec) else 0)
         return sum(m.outputs * m.inputs for m in self.layer_linears(layer, chosen))

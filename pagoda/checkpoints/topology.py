@@ -54,8 +54,8 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
         raise ConfigError(
             f"--enable-expert-parallel needs a model with experts, which {model} does not have; leave it out."
         )
-    if parallel.expert_parallel and config.experts and tp_size > config.experts.num_experts:
-        experts = config.experts.num_experts
+    if parallel.expert_parallel and config.experts and tp_size > config.experts.routing.num_experts:
+        experts = config.experts.routing.num_experts
         raise ConfigError(
             f"--tensor-parallel-size {tp_size} is more than the {experts} experts of {model}; with "
             f"--enable-expert-parallel it may be at most {experts}."
@@ -73,7 +73,9 @@ def can_share(config: ModelSpec, tp_size: int, *, expert_parallel: bool) -> bool
     return (
         can_share_heads(config.num_heads, config.num_kv_heads, tp_size)
         and all(tp_size <= count for count, _ in channels)
-        and not (expert_parallel and config.experts and tp_size > config.experts.num_experts)
+        and not (
+            expert_parallel and config.experts and tp_size > config.experts.routing.num_experts
+        )
     )
 
 

@@ -116,10 +116,10 @@ def _layers(spec: ModelSpec) -> Iterator[str]:
     yield f"{spec.num_heads} heads of {spec.head_dim} over {kept}"
     kinds = Counter(_kind(layer) for layer in spec.layers)
     yield " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
-    experts = spec.experts
-    if experts is not None:
+    if spec.experts is not None:
+        routing = spec.experts.routing
         sparse = sum(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
-        yield f"{experts.experts_per_token} of {experts.num_experts} experts a token in {sparse}"
+        yield f"{routing.experts_per_token} of {routing.num_experts} experts a token in {sparse}"
 
 
 def _kind(layer: LayerSpec) -> str:

@@ -54,7 +54,7 @@ def weight_traffic(spec: ModelSpec, dtype: str, quantization: str = "none") -> W
 
 def held_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
     """Bytes of all weights in memory, without norms and biases; arguments are those of `weight_traffic`."""
-    every = range(spec.experts.num_experts if spec.experts else 0)
+    every = range(spec.experts.routing.num_experts if spec.experts else 0)
     linears = [it for layer in range(spec.num_layers) for it in spec.layer_linears(layer, every)]
     tables = [spec.embedding] if spec.tie_word_embeddings else [spec.embedding, spec.head]
     itemsize = BYTES_PER_WEIGHT[spec.dtype if dtype == "auto" else dtype]
@@ -72,7 +72,7 @@ def held_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
 
 def _read_a_step(spec: ModelSpec) -> Iterator[LinearSpec]:
     """Linear layers that a token is multiplied with; the first experts stand for those that it needs."""
-    chosen = range(spec.experts.experts_per_token if spec.experts else 0)
+    chosen = range(spec.experts.routing.experts_per_token if spec.experts else 0)
     for layer in range(spec.num_layers):
         yield from spec.layer_linears(layer, chosen)
     yield spec.head

@@ -137,7 +137,7 @@ def quantized_linears(config: ModelSpec) -> list[LinearSpec]:
 
 
 def _linears(config: ModelSpec) -> Sequence[LinearSpec]:
-    experts = range(config.experts.num_experts if config.experts else 0)
+    experts = range(config.experts.routing.num_experts if config.experts else 0)
     return [
         linear
         for layer in range(config.num_layers)

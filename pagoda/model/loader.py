@@ -12,7 +12,6 @@ from torch import Tensor
 from pagoda.backend.base import (
     Backend,
     ExpertActivation,
-    ExpertRouting,
     Experts,
     HeadLinears,
     HeadNorms,
@@ -29,7 +28,7 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.latent_attention import LatentLinears
 from pagoda.checkpoints.linears import LinearSpec, MlpLinears, PlainMlpLinears
-from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec
+from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec
 from pagoda.checkpoints.state_layers import ShortConvSpec, StateSpec
 from pagoda.errors import ConfigError
 from pagoda.model.latent_attention import LatentAttention
@@ -128,7 +127,9 @@ class WeightLoader(Generic[LinearT]):
         self._on_loaded = on_loaded
         experts = shard.config.experts
         self.expert_counts = torch.zeros(
-            0 if experts is None else experts.num_experts, dtype=torch.int64, device=backend.device
+            0 if experts is None else experts.routing.num_experts,
+            dtype=torch.int64,
+            device=backend.device,
         )
         """Tokens that went to each expert, of all layers together."""
 
@@ -254,9 +255,9 @@ class WeightLoader(Generic[LinearT]):
         correction = None
         if spec.correction:
             name = config.names.of_layer(index, config.names.correction)
-            correction = self._vector(name, spec.num_experts)
+            correction = self._vector(name, spec.routing.num_experts)
         experts = Experts(
-            _routing(spec),
+            spec.routing,
             held.start,
             gate,
             up,
@@ -379,20 +380,6 @@ class WeightLoader(Generic[LinearT]):
                 for norm, part in zip((queries, keys), own, strict=True)
             )
         return HeadNorms(queries, keys, config.norm.eps)
-
-
-def _routing(spec: ExpertsSpec) -> ExpertRouting:
-    return ExpertRouting(
-        spec.num_experts,
-        spec.experts_per_token,
-        spec.renormalize,
-        spec.scores,
-        spec.num_groups,
-        spec.groups_per_token,
-        spec.group_score,
-        spec.scaling_factor,
-        spec.weighs_inputs,
-    )
 
 
 def _check_act_orders(linears: Sequence[LinearSpec], weights: Sequence[LinearWeight]) -> None:

@@ -169,8 +169,8 @@ class Shard:
         if experts is None:
             return range(0)
         if not self.expert_parallel:
-            return range(experts.num_experts)
-        return even_share(experts.num_experts, self.tp_rank, self.tp_size)
+            return range(experts.routing.num_experts)
+        return even_share(experts.routing.num_experts, self.tp_rank, self.tp_size)
 
     def linears(self) -> Iterator[LinearSpec]:
         """Linear layers that this rank holds a part of."""
@@ -211,7 +211,7 @@ class Shard:
                 dense += weights
         experts = self.config.experts
         if experts is not None:
-            held = held * experts.experts_per_token // experts.num_experts
+            held = held * experts.routing.experts_per_token // experts.routing.num_experts
         return 2 * (dense + held)
 
     def _linear_bytes(

@@ -94,7 +94,7 @@ def check_model(spec: ModelSpec, backend: Backend[Any, Any]) -> None:
 def _sizes(spec: ModelSpec) -> Iterator[tuple[str, int]]:
     """Sizes of a model by the limits that they have to keep."""
     if spec.experts is not None:
-        yield "max_experts", spec.experts.num_experts
+        yield "max_experts", spec.experts.routing.num_experts
     for state in {layer.state for layer in spec.layers if layer.state is not None}:
         yield "max_conv_width", state.width
         if isinstance(state, GatedDeltaSpec):

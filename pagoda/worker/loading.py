@@ -421,7 +421,7 @@ def _description(
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "expert_bytes": shard.expert_bytes(plan.quantization, itemsize),
         "experts_held": len(shard.experts),
-        "experts_per_token": experts.experts_per_token if experts else 0,
+        "experts_per_token": experts.routing.experts_per_token if experts else 0,
     }
     if not operations:  # they come as spans
         return {"model": model}

@@ -29,10 +29,11 @@ from hypothesis import strategies as st
 from single_operations import SingleOperations, one_by_one
 from torch import Tensor
 
-from pagoda.backend.base import ExpertActivation, ExpertRouting, Experts, StepInput
+from pagoda.backend.base import ExpertActivation, Experts, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.graph import Graph, GraphBuilder
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.gguf.reader import BLOCK_TYPES
 from pagoda.model.ggml_blocks import linear_weight
 from pagoda.parallel.collectives import Collectives

@@ -377,7 +377,7 @@ def test_layers_with_experts() -> None:
 def test_experts_and_their_names() -> None:
     qwen = parse(**MOE, num_experts=4, num_experts_per_tok=2)
     assert qwen.experts.intermediate_size == 768
-    assert not qwen.experts.renormalize
+    assert not qwen.experts.routing.renormalize
     new = parse(**MOE, num_local_experts=4, num_experts_per_tok=2)
     assert new == qwen
     maps = qwen.expert_linears(1)
@@ -387,8 +387,11 @@ def test_experts_and_their_names() -> None:
     ]
     assert qwen.weights_per_token(1) == 2 * 64 * 768 * 3 + 4 * 64 + 64 * 32 * (4 + 2 + 2 + 4)
     mixtral = parse(**MIXTRAL, sliding_window=16)
-    assert mixtral.experts.renormalize
-    assert (mixtral.experts.num_experts, mixtral.experts.experts_per_token) == (8, 2)
+    assert mixtral.experts.routing.renormalize
+    assert (mixtral.experts.routing.num_experts, mixtral.experts.routing.experts_per_token) == (
+        8,
+        2,
+    )
     assert windows(mixtral) == [16, 16, 16]
     assert windows(parse(**MIXTRAL)) == [None, None, None]
     maps = mixtral.expert_linears(0)

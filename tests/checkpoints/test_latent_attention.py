@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagoda.checkpoints.config_json import parse_model_config
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.linears import Role
 from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
@@ -120,20 +121,20 @@ def test_published_models() -> None:
     assert [isinstance(layer.mlp, ExpertsSpec) for layer in large.layers] == 3 * [False] + 58 * [
         True
     ]
-    assert lite.experts == ExpertsSpec(64, 6, 1408, renormalize=False, shared_size=2816)
-    assert large.experts == ExpertsSpec(
+    assert lite.experts == ExpertsSpec(
+        ExpertRouting(64, 6, renormalize=False), 1408, shared_size=2816
+    )
+    routing = ExpertRouting(
         256,
         8,
-        2048,
         renormalize=True,
         scores="sigmoid",
         num_groups=8,
         groups_per_token=4,
         group_score="best_two",
         scaling_factor=2.5,
-        correction=True,
-        shared_size=2048,
     )
+    assert large.experts == ExpertsSpec(routing, 2048, correction=True, shared_size=2048)
     # 15.7 and 671 billion weights, as their makers count them.
     assert round(whole(lite).weight_bytes(None, 2) / 2e8) == 157
     assert round(whole(large).weight_bytes(large.quantization, 2) / 2e9) == 671

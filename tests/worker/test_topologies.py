@@ -68,15 +68,15 @@ def test_experts_shared_out_whole(oracle: Oracle, backend: str, tp: int, pp: int
     assert config.experts is not None
     num_tokens = sum(len(request.prompt_token_ids) + LENGTH - 1 for request in oracle.requests)
     sparse = [isinstance(layer.mlp, ExpertsSpec) for layer in config.layers]
-    passes = sum(sparse) * config.experts.experts_per_token
+    passes = sum(sparse) * config.experts.routing.experts_per_token
     least = num_tokens * passes
     if sparse[-1]:
         # To the experts of the last layer go those tokens only that the next ones are sampled from.
         unwanted = num_tokens - LENGTH * len(oracle.requests)
-        least -= unwanted * config.experts.experts_per_token
+        least -= unwanted * config.experts.routing.experts_per_token
     # The engine plans one step of a request ahead before it sees that the answer is complete.
     assert least <= sum(load.expert_tokens) <= least + 10 * passes
-    assert len(load.expert_tokens) == config.experts.num_experts
+    assert len(load.expert_tokens) == config.experts.routing.num_experts
     assert len(load.expert_rank_tokens) == tp
     assert sum(load.expert_rank_tokens) == sum(load.expert_tokens)
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import ExpertActivation, ExpertRouting, Experts
+from pagoda.backend.base import ExpertActivation, Experts
 from pagoda.backend.reference.linear import Linear, linear
 from pagoda.backend.reference.rows import sigmoid, silu_and_mul, swiglu_oai
+from pagoda.checkpoints.expert_routing import ExpertRouting
 
 
 def experts(x: Tensor, logits: Tensor, experts: Experts[Linear]) -> Tensor:

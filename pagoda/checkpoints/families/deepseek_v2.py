@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.latents import (
     GGUF_LATENT_KEYS,
     GGUF_LATENT_READ,
@@ -30,22 +31,20 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     method = fields.text("topk_method", "greedy")
     if method not in _METHODS:
         fields.refuse("topk_method", f"must be one of {', '.join(_METHODS)}")
-    num_experts, per_token = expert_counts(fields, "n_routed_experts", (64, 6))
+    counts = expert_counts(fields, "n_routed_experts", (64, 6))
     if method == "greedy":
         for name in ("n_group", "topk_group"):
             fields.require(name, 1)
-    num_groups, chosen = expert_groups(fields, num_experts, per_token, (1, 1), least=1)
-    inner = fields.positive("moe_intermediate_size", 1407)
-    experts = ExpertsSpec(
-        num_experts,
-        per_token,
-        inner,
+    num_groups, chosen = expert_groups(fields, *counts, (1, 1), least=1)
+    routing = ExpertRouting(
+        *counts,
         renormalize=False,
         num_groups=num_groups,
         groups_per_token=chosen,
         scaling_factor=fields.number("routed_scaling_factor", 1.0),
-        shared_size=fields.count("n_shared_experts", 2) * inner,
     )
+    inner = fields.positive("moe_intermediate_size", 1407)
+    experts = ExpertsSpec(routing, inner, shared_size=fields.count("n_shared_experts", 2) * inner)
     layers = layers_behind_dense(fields, spec.num_layers, 0)
     return with_experts(with_latents(spec, fields), experts, layers)
 

@@ -21,28 +21,25 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     return first.with_layers(lambda _, layer: replace(layer, post_norm=True))
 
 
-_NAMES = TensorNames(
-    attention_post_norm="post_self_attn_layernorm",
-    mlp_post_norm="post_mlp_layernorm",
-    gate="mlp.gate_up_proj",
-    up="mlp.gate_up_proj",
-    rotates_neighbours=True,
-)
 GLM = Family(
     "GlmForCausalLM",
     "GLM-4-9B",
     _adapt_first,
-    names=_NAMES,
+    names=TensorNames(
+        attention_post_norm="post_self_attn_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+        gate="mlp.gate_up_proj",
+        up="mlp.gate_up_proj",
+        rotates_neighbours=True,
+    ),
     gguf=GgufFormat("chatglm", names=GGUF_NEIGHBOURS),
     defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-7},
     partial_rotary=0.5,
 )
-GLM4 = Family(
-    "Glm4ForCausalLM",
-    "GLM-4-0414, GLM-Z1",
-    _adapt,
-    names=_NAMES,
+GLM4 = replace(
+    GLM,
+    architecture="Glm4ForCausalLM",
+    models="GLM-4-0414, GLM-Z1",
+    adapt=_adapt,
     gguf=GgufFormat("glm4", names=GGUF_NEIGHBOURS),
-    defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-7},
-    partial_rotary=0.5,
 )

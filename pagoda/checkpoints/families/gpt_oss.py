@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
     WINDOW_PATTERN,
     every_nth_full,
@@ -22,13 +23,11 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     windows = every_nth_full(fields, spec.num_layers, 2, usual_window=128)
     bias = fields.flag("attention_bias", True)
     spec = with_attention(spec, windows, qkv_bias=bias, output_bias=bias, sinks=True)
-    num_experts, per_token = expert_counts(fields, "num_local_experts", (128, 4))
+    counts = expert_counts(fields, "num_local_experts", (128, 4))
     gate = ClampedGate(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
     experts = ExpertsSpec(
-        num_experts,
-        per_token,
+        ExpertRouting(*counts, renormalize=True),  # a softmax over those chosen alone
         fields.positive("intermediate_size"),
-        renormalize=True,  # a softmax over those chosen alone
         bias=True,
         clamp=gate,
     )

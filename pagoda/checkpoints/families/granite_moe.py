@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.granite import (
     GGUF_KEYS,
     MULTIPLIERS,
@@ -38,14 +39,10 @@ def _adapt_fourth(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 def _with_experts(spec: ModelSpec, fields: Fields, num_shared: int) -> ModelSpec:
     """Experts weighed by a softmax over those chosen, which is that over all of them, renormalized."""
-    num_experts, per_token = expert_counts(fields, "num_local_experts", (8, 2))
-    experts = ExpertsSpec(
-        num_experts,
-        per_token,
-        fields.positive("intermediate_size"),
-        renormalize=True,
-        shared_size=num_shared,
-    )
+    counts = expert_counts(fields, "num_local_experts", (8, 2))
+    routing = ExpertRouting(*counts, renormalize=True)
+    inner = fields.positive("intermediate_size")
+    experts = ExpertsSpec(routing, inner, shared_size=num_shared)
     return with_experts(spec, experts, range(spec.num_layers))
 
 

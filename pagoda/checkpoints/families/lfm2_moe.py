@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.lfm2 import (
     DEFAULTS,
     GGUF_LFM2,
@@ -22,14 +23,15 @@ from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     spec = adapt_lfm2(spec, fields)
-    num_experts, per_token = expert_counts(fields, "num_experts", (32, 4))
-    experts = ExpertsSpec(
-        num_experts,
-        per_token,
-        fields.positive("moe_intermediate_size", 1792),
+    routing = ExpertRouting(
+        *expert_counts(fields, "num_experts", (32, 4)),
         fields.flag("norm_topk_prob", True),
         scores="sigmoid",
         scaling_factor=fields.number("routed_scaling_factor", 1.0),
+    )
+    experts = ExpertsSpec(
+        routing,
+        fields.positive("moe_intermediate_size", 1792),
         correction=fields.flag("use_expert_bias", True),
     )
     first = fields.count("num_dense_layers", 2)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
     expert_counts,
     unrotated_layers,
@@ -48,17 +49,10 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
         )
         return replace(layer, attention=attention, mlp=mlp)
 
-    num_experts, per_token = expert_counts(fields, "num_local_experts", (16, 1))
+    counts = expert_counts(fields, "num_local_experts", (16, 1))
+    routing = ExpertRouting(*counts, renormalize=False, scores="sigmoid", weighs_inputs=True)
     inner = fields.positive("intermediate_size")
-    experts = ExpertsSpec(
-        num_experts,
-        per_token,
-        inner,
-        renormalize=False,
-        scores="sigmoid",
-        weighs_inputs=True,
-        shared_size=inner,
-    )
+    experts = ExpertsSpec(routing, inner, shared_size=inner)
     spec = without_rotation(spec.with_layers(change), still)
     return with_experts(spec, experts, _sparse_layers(fields, spec.num_layers))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import expert_counts, with_attention, with_experts
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
@@ -12,9 +13,9 @@ from pagoda.checkpoints.tensor_names import GGUF_NEIGHBOURS, TensorNames
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     has_window = fields.values.get("sliding_window") is not None
     window = fields.positive("sliding_window") if has_window else None
-    num_experts, per_token = expert_counts(fields, "num_local_experts", (8, 2))
-    inner = fields.positive("intermediate_size")
-    experts = ExpertsSpec(num_experts, per_token, inner, renormalize=True)
+    counts = expert_counts(fields, "num_local_experts", (8, 2))
+    routing = ExpertRouting(*counts, renormalize=True)
+    experts = ExpertsSpec(routing, fields.positive("intermediate_size"))
     windowed = with_attention(spec, (window,) * spec.num_layers)
     return with_experts(windowed, experts, range(spec.num_layers))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import expert_counts, with_attention, with_experts
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
@@ -9,9 +10,9 @@ from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    num_experts, per_token = expert_counts(fields, "num_experts", (64, 8))
-    inner = fields.positive("intermediate_size")
-    experts = ExpertsSpec(num_experts, per_token, inner, fields.flag("norm_topk_prob", False))
+    counts = expert_counts(fields, "num_experts", (64, 8))
+    routing = ExpertRouting(*counts, fields.flag("norm_topk_prob", False))
+    experts = ExpertsSpec(routing, fields.positive("intermediate_size"))
     spec = with_attention(spec, qk_norm="all")
     return with_experts(spec, experts, range(spec.num_layers))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
     expert_counts,
     layer_windows,
@@ -39,12 +40,10 @@ def with_shared_expert(
     """The model with experts and one that every token goes through by a score; values are for silent files."""
     if fields.values.get("num_experts") == 0:
         return spec  # all layers are dense
-    num_experts, per_token = expert_counts(fields, "num_experts", counts)
+    own = expert_counts(fields, "num_experts", counts)
     experts = ExpertsSpec(
-        num_experts,
-        per_token,
+        ExpertRouting(*own, fields.flag("norm_topk_prob", renormalize)),
         fields.positive("moe_intermediate_size", inner),
-        renormalize=fields.flag("norm_topk_prob", renormalize),
         shared_size=fields.positive("shared_expert_intermediate_size", shared),
         scores_shared=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
     expert_counts,
     sparse_layers,
@@ -21,10 +22,9 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     name = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
     if fields.values.get(name) == 0:
         return spec  # all layers are dense
-    num_experts, per_token = expert_counts(fields, name, (128, 8))
-    inner = fields.positive("moe_intermediate_size", 768)
-    renormalize = fields.flag("norm_topk_prob", False)
-    experts = ExpertsSpec(num_experts, per_token, inner, renormalize)
+    counts = expert_counts(fields, name, (128, 8))
+    routing = ExpertRouting(*counts, fields.flag("norm_topk_prob", False))
+    experts = ExpertsSpec(routing, fields.positive("moe_intermediate_size", 768))
     return with_experts(spec, experts, sparse_layers(fields, spec.num_layers))
 
 

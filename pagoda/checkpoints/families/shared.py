@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import (
     ExpertsSpec,
@@ -81,22 +82,20 @@ def sigmoid_experts(
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
     usual = defaults["n_routed_experts"], defaults["num_experts_per_tok"]
-    num_experts, per_token = expert_counts(fields, "n_routed_experts", usual)
-    num_groups, chosen = expert_groups(fields, num_experts, per_token, groups, least=2)
-    inner = fields.positive("moe_intermediate_size", defaults["moe_intermediate_size"])
-    return ExpertsSpec(
-        num_experts,
-        per_token,
-        inner,
-        renormalize=fields.flag("norm_topk_prob", True),
+    counts = expert_counts(fields, "n_routed_experts", usual)
+    num_groups, chosen = expert_groups(fields, *counts, groups, least=2)
+    routing = ExpertRouting(
+        *counts,
+        fields.flag("norm_topk_prob", True),
         scores="sigmoid",
         num_groups=num_groups,
         groups_per_token=chosen,
         group_score="best_two",
         scaling_factor=fields.number("routed_scaling_factor", scale),
-        correction=True,
-        shared_size=fields.count("n_shared_experts", 1) * inner,
     )
+    inner = fields.positive("moe_intermediate_size", defaults["moe_intermediate_size"])
+    shared = fields.count("n_shared_experts", 1) * inner
+    return ExpertsSpec(routing, inner, correction=True, shared_size=shared)
 
 
 def expert_groups(

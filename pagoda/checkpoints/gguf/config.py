@@ -118,7 +118,7 @@ def gguf_model_config(file: GgufFile) -> ModelSpec:
     )
     _check_tensors(file, spec)
     if spec.experts is not None:
-        fields.require("expert_weights_norm", spec.experts.renormalize)
+        fields.require("expert_weights_norm", spec.experts.routing.renormalize)
     return spec
 
 
