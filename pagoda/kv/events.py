@@ -88,7 +88,7 @@ class CacheRecorder:
 
     The lists of the last event of a group in a tier grow until events are drained: blocks that follow each other,
     or that are evicted together, are one event. So these events are in their order; which of two groups or tiers
-    changed first is not told.
+    changed first is not told. Removals without a group are in their order among all events of their tier.
     """
 
     def __init__(
@@ -179,5 +179,8 @@ class CacheRecorder:
         return events
 
     def _append(self, medium: Medium, group: int | None, event: BlockStored | BlockRemoved) -> None:
+        for key in list(self._last):
+            if key[0] is medium and None in (group, key[1]):
+                del self._last[key]
         self._events.append(event)
         self._last[medium, group] = event

@@ -79,6 +79,26 @@ def test_events_of_a_tier_grow_beside_those_of_another() -> None:
     assert events.drain() == [*stored, *removed]
 
 
+def test_events_of_the_disk_are_in_their_order_though_removals_name_no_group() -> None:
+    events = CacheRecorder(has_disk=True)
+    events.remove(b"0", Medium.DISK, None)
+    for group in (0, 1):
+        events.store(b"a%d" % group, None, [1, 2], Medium.DISK, group)
+    for group in (0, 1):
+        events.remove(b"a%d" % group, Medium.DISK, None)
+    events.store(b"b0", b"a0", [3, 4], Medium.DISK)
+    events.remove(b"0", Medium.HOST)
+    told = [(type(event), event.block_hashes) for event in events.drain()]  # type: ignore[union-attr]
+    assert told == [
+        (BlockRemoved, [b"0"]),
+        (BlockStored, [b"a0"]),
+        (BlockStored, [b"a1"]),
+        (BlockRemoved, [b"a0", b"a1"]),
+        (BlockStored, [b"b0"]),
+        (BlockRemoved, [b"0"]),
+    ]
+
+
 @pytest.mark.parametrize("name", GROUPED)
 def test_blocks_of_each_group_are_told_with_what_its_layers_keep(name: str) -> None:
     groups, tokens = grouped(name, SIZE), list(range(49))
@@ -166,7 +186,7 @@ def test_whoever_applies_all_events_knows_what_each_tier_holds(
                 events.lose([(key, 0) for key, tier in held if tier == lost], lost)
             held = {(key, tier) for key, tier in held if tier == Medium.DISK}
         elif medium in tiers and (key, medium) in held:
-            events.remove(key, medium)
+            events.remove(key, medium, None if medium is Medium.DISK else 0)
             held.remove((key, medium))
         elif medium in tiers:
             events.store(key, b"%d" % (name - 1) if name else None, [name], medium)
