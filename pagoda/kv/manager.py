@@ -450,9 +450,10 @@ class KVManager:
                 raise ValueError(f"Group {group} has not all blocks that are not to be loaded.")
         for blocks in kept:
             self.pool.share(blocks.values())
-        if len(targets) > self.pool.num_available:
+        if len(targets) > (num_left := self.pool.num_available):
             for blocks in kept:
                 self.pool.release(list(blocks.values()))
+            raise ValueError(f"{len(targets)} blocks are to be loaded, {num_left} are left.")
         new = self.pool.allocate(len(targets))
         for (group, index), block in zip(targets, new, strict=True):
             kept[group][index] = block

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -103,6 +104,21 @@ def test_freed_blocks_remember_which_step_may_still_use_them() -> None:
     kv.grow(table, 16)
     kv.free(table)
     assert sorted(block.used_by for block in blocks) == [7, 7, 9, 9]
+
+
+def test_a_load_for_which_too_few_blocks_are_left_takes_none() -> None:
+    """Cached blocks that the load keeps are not among those that it may fill."""
+    kv, tokens = KVManager(4, 4), list(range(20))
+    kv.free(filled(kv, tokens[:8]))
+    other = kv.pool.allocate(1)
+    table = kv.new_table()
+    with pytest.raises(ValueError, match="2 blocks are to be loaded, 1 are left"):
+        kv.begin_load(table, tokens, 4, [(0, 2), (0, 3)])
+    assert table.blocks == []
+    kv.pool.check()
+    assert kv.pool.references() == {other[0].block_id: 1}
+    new = kv.begin_load(table, tokens, 3, [(0, 2)])
+    assert table.blocks == [*found(kv, tokens), *new]
 
 
 def test_keys_stay_what_they_are() -> None:
