@@ -47,7 +47,7 @@ class GroupTable:
 class BlockTable:
     """Blocks of one request in all groups."""
 
-    __slots__ = ("groups", "keys", "num_published", "num_reusable_tokens")
+    __slots__ = ("groups", "holds_until", "keys", "num_published", "num_reusable_tokens")
 
     def __init__(self, root_key: bytes, num_groups: int = 1) -> None:
         self.groups = [GroupTable() for _ in range(num_groups)]
@@ -57,6 +57,8 @@ class BlockTable:
         """Leading blocks that have been offered to the prefix index."""
         self.num_reusable_tokens = sys.maxsize
         """Leading tokens whose K and V may come from a cache; others are computed for their hidden states."""
+        self.holds_until = 0
+        """Computed tokens up to which no block lies behind what later tokens need."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -326,6 +328,8 @@ class KVManager:
         this request came: it belongs to a beginning that several have in common. Others would drive out what is
         worth more.
         """
+        if num_computed_tokens <= table.holds_until:
+            return False
         has_dropped = False
         for group, held in zip(self.groups, table.groups, strict=True):
             first = min(group.first_block(num_computed_tokens), held.end)
@@ -341,6 +345,8 @@ class KVManager:
             self.pool.release(dropped[:shared])
             self.pool.release(dropped[shared:], likely=False)
             has_dropped = True
+        both = zip(self.groups, table.groups, strict=True)
+        table.holds_until = min(group.last_use(held.first) for group, held in both)
         return has_dropped
 
     def publish(
@@ -489,7 +495,7 @@ class KVManager:
             self.pool.release(held.blocks)
             held.blocks.clear()
             held.first = held.num_adopted = 0
-        table.num_published = 0
+        table.num_published = table.holds_until = 0
 
     def _key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes:
         while len(table.keys) <= index + 1:

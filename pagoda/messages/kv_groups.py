@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -59,6 +60,18 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     def first_block(self, num_computed_tokens: int) -> int:
         """The first block that the token behind `num_computed_tokens` needs."""
         return self.first_token(num_computed_tokens) // self.block_size
+
+    def last_use(self, index: int) -> int:
+        """The most computed tokens of a sequence behind which the next one needs block `index`."""
+        if self.keeps_all:
+            return sys.maxsize
+        end = (index + 1) * self.block_size
+        if self.kind is KVKind.STATE:
+            return end
+        first = -(-end // self.window_multiple) * self.window_multiple
+        if self.kind is KVKind.CHUNK:
+            return -(-first // self.window) * self.window - 1
+        return first + self.window - 2
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill or begin."""

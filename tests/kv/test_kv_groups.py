@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
+import msgspec
 import pytest
 from group_models import GEMMA_LIKE, NAMES, grouped, state
 from hypothesis import given
@@ -69,6 +72,21 @@ def test_the_first_token_that_is_read(
 ) -> None:
     group = KVGroup(layers=(0,), kind=kind, block_size=4, window=window, window_multiple=multiple)
     assert {n: group.first_token(n) for n in firsts} == firsts
+
+
+@given(
+    st.sampled_from(NAMES), st.integers(1, 3), st.sampled_from([1, 2, 16, 64]), st.integers(0, 20)
+)
+def test_blocks_are_needed_until_their_last_use(
+    name: str, block_size: int, multiple: int, index: int
+) -> None:
+    for group in grouped(name, block_size):
+        group = msgspec.structs.replace(group, window_multiple=multiple)
+        last = group.last_use(index)
+        if group.keeps_all:
+            assert last == sys.maxsize
+        else:
+            assert group.first_block(last) <= index < group.first_block(last + 1)
 
 
 @given(
