@@ -48,8 +48,8 @@ class GroupLookup:
         self._pool = pool
         self._prefix = prefix
         self._next_segment = next_segment
-        self._found: dict[tuple[int, int], KVConnector | None] = {}
-        """Places of blocks that are there, by group and index; None for the device."""
+        self._found: list[dict[int, KVConnector]] = [{} for _ in layout.groups]
+        """Connectors that have what the device lacks, by group and index."""
         self.pending: PendingLookup | None = None
         """An answer that is still to come, and may lengthen the prefix."""
 
@@ -75,9 +75,10 @@ class GroupLookup:
         """Blocks of the prefix that a group has without a gap, of which it has `start` on the device."""
         ratio = self._layout.ratios[group]
         view = self._view(group, end // ratio)
-        index, count = start // ratio, len(view.keys)
+        keys, found, find = view.keys, self._found[group], self._pool.find
+        index, count = start // ratio, len(keys)
         while index < count:
-            if self._is_on_device(view.keys[index]):
+            if find(keys[index]) is not None:
                 index += 1
                 continue
             segment = self._next_segment(view, index)
@@ -87,44 +88,35 @@ class GroupLookup:
             if segment.end == index:
                 break
             for position in range(index, segment.end):
-                if not self._is_on_device(view.keys[position]):
-                    self._found[group, position] = segment.connector
+                if find(keys[position]) is None:
+                    found[position] = segment.connector
             index = segment.end
         return index * ratio
 
     def _has(self, group: int, index: int) -> bool:
         """True if a group that does not keep all has a block."""
-        if (group, index) in self._found:
-            return True
         view = self._view(group, index + 1)
-        if self._is_on_device(view.keys[index]):
-            self._found[group, index] = None
+        if self._pool.find(view.keys[index]) is not None:
             return True
         segment = self._next_segment(view, index)
         if isinstance(segment, PendingLookup):
             self.pending = segment
             return False
         if segment.end > index:
-            self._found[group, index] = segment.connector
+            self._found[group][index] = segment.connector
         return segment.end > index
-
-    def _is_on_device(self, key: bytes) -> bool:
-        return self._pool.find(key) is not None
 
     def _segments(self, end: int) -> list[Segment]:
         """Blocks beyond the device, group after group; adjacent ones of one connector together."""
         segments: list[Segment] = []
-        for group in range(len(self._layout.groups)):
-            for index in self._layout.needed(group, end):
-                connector = self._found.get((group, index))
-                if connector is None:
-                    continue
-                one = Segment(connector, index, index + 1, group)
-                last = segments[-1] if segments else None
-                if last is not None and last == one._replace(start=last.start, end=index):
-                    segments[-1] = last._replace(end=one.end)
-                else:
-                    segments.append(one)
+        for group, found in enumerate(self._found):
+            needed, connector, start = self._layout.needed(group, end), None, 0
+            for index in (*needed, needed.stop):
+                following = found.get(index) if index < needed.stop else None
+                if following is not connector:
+                    if connector is not None:
+                        segments.append(Segment(connector, start, index, group))
+                    connector, start = following, index
         return segments
 
 
