@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -157,22 +157,36 @@ class KVManager:
         Groups that keep all have all of it, and the others what the token behind it needs. It never covers the
         last token: that one is computed, so that the request can sample.
         """
-        end = 0
+        end, leading = 0, dict[int, list[Block]]()
         if self._prefix_caching:
             end = self._num_reusable(table, token_ids)
-            for group in range(len(self.groups)):
-                if self.groups[group].keeps_all:
-                    end = self._leading(table, token_ids, group, end)
+            for group, it in enumerate(self.groups):
+                if it.keeps_all:
+                    leading[group] = self._leading(table, token_ids, group, end)
+                    end = len(leading[group]) * self._ratios[group]
             end = self.layout.longest_usable(
                 end, lambda group, index: self._find(table, token_ids, group, index) is not None
             )
-        return self.cached_part(table, token_ids, end)
+        return self._hit(table, token_ids, end, leading)
 
     def cached_part(self, table: BlockTable, token_ids: Sequence[int], end: int) -> PrefixHit:
         """The cached ones of the blocks that a prefix of `end` blocks needs."""
+        return self._hit(table, token_ids, end, {})
+
+    def _hit(
+        self,
+        table: BlockTable,
+        token_ids: Sequence[int],
+        end: int,
+        leading: Mapping[int, Sequence[Block]],
+    ) -> PrefixHit:
+        """Cached ones of the blocks that a prefix needs; `leading` are those of some groups from the first on."""
         needed = [self.layout.needed(group, end) for group in range(len(self.groups))]
-        hits: list[list[Block]] = []
+        hits: list[Sequence[Block]] = []
         for group, indices in enumerate(needed):
+            if group in leading:
+                hits.append(leading[group][indices.start : indices.stop])
+                continue
             found = (self._find(table, token_ids, group, index) for index in indices)
             hits.append([block for block in found if block is not None])
         return PrefixHit(end, [indices.start for indices in needed], hits)
@@ -189,13 +203,19 @@ class KVManager:
         """The key of block `index` of a group."""
         return group_key(self._key(table, token_ids, (index + 1) * self._ratios[group] - 1), group)
 
-    def _leading(self, table: BlockTable, token_ids: Sequence[int], group: int, most: int) -> int:
-        """Leading blocks of `block_size`, at most `most`, that a group has without a gap."""
-        ratio = self._ratios[group]
-        for index in range(most // ratio):
-            if self._find(table, token_ids, group, index) is None:
-                return index * ratio
-        return most - most % ratio
+    def _leading(
+        self, table: BlockTable, token_ids: Sequence[int], group: int, most: int
+    ) -> list[Block]:
+        """Leading cached blocks of a group without a gap, of at most `most` blocks of `block_size`."""
+        ratio, keys, find = self._ratios[group], table.keys, self.pool.find
+        blocks: list[Block] = []
+        for end in range(ratio, most + 1, ratio):
+            key = keys[end] if end < len(keys) else self._key(table, token_ids, end - 1)
+            block = find(group_key(key, group))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def prefix_keys(
         self, table: BlockTable, token_ids: Sequence[int], *, whole: bool = False
