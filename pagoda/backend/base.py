@@ -44,7 +44,9 @@ class TokenBatch:
     block_tables: tuple[Tensor, ...]
     """Block tables of the KV groups, each [s, b] int64: ids of the cache blocks that hold each sequence.
 
-    Entries past its end, and of blocks that lie wholly behind the windows of all its tokens, are any valid id."""
+    Entries past its end are any valid id, and so are those of blocks that lie wholly behind what its tokens read:
+    from the first token of a window or chunk on, rounded down to `Capabilities.window_multiple`. Such blocks may
+    hold NaN."""
     adapters: Tensor | None = None
     """[n] int64, number of each token's adapter, -1 for none; None where no token has one."""
     token_types: Tensor | None = None
@@ -210,7 +212,7 @@ class Experts(Generic[LinearT_co]):
 
 @dataclass(frozen=True, eq=False)
 class HeadLinears(Generic[LinearT_co]):
-    """A linear map of each head, of its own inputs; all are of one shape."""
+    """A linear map of each head, of its own inputs; all are dense, of one shape, and without biases."""
 
     heads: tuple[LinearT_co, ...]
 
@@ -248,6 +250,8 @@ class NeededInputs:
         """KV groups whose metadata is read."""
         tensors = {name: value for name, value in graph.inputs.items() if value.index in read}
         tensors |= {name: graph.results[name] for name in given}
+        self.names = frozenset(tensors)
+        """Inputs that are read, and results that are brought along."""
         self._tensors = [
             (name, int64 if value.dtype == "int64" else float32, value.width, value.selected)
             for name, value in tensors.items()

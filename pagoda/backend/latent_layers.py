@@ -23,6 +23,8 @@ def head_linear(ops: GraphBuilder, x: Value, weight: HeadLinears[Any]) -> Value:
     Raises ValueError: shapes do not fit.
     """
     heads = len(weight.heads)
+    if any((own.inputs, own.outputs) != (weight.inputs, weight.outputs) for own in weight.heads):
+        raise ValueError("The maps of heads are of one shape.")
     if x.width != heads * weight.inputs:
         raise ValueError(f"Rows of {x.width} are not {heads} heads of {weight.inputs} inputs.")
     return ops.record("head_linear", [x], [weight], {}, heads * weight.outputs)

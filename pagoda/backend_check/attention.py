@@ -22,10 +22,13 @@ from pagoda.backend_check.subject import (
     outputs,
     random_tensor,
 )
+from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.worker.kv.store import KVStore
 
 LENGTHS = (150, 1, 70)
 """Tokens of the sequences."""
+LONG = 1100
+"""Tokens of a long context, which backends may read in parts."""
 SPARE_BLOCKS = 3
 TOLERANCE = {"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3, "int8": 3e-2}
 DTYPES = {
@@ -66,6 +69,9 @@ class Kind:
     causal: bool = True
     block_size: int = 16
     kv_dtype: str = "float32"
+    lengths: tuple[int, ...] = LENGTHS
+    broken: int | None = None
+    """Sequence whose numbers are NaN."""
 
     @property
     def width(self) -> int:
@@ -73,16 +79,17 @@ class Kind:
 
     def blocks(self, sequence: int) -> list[int]:
         """Blocks of a sequence, not in order, and apart from those of others."""
-        counts = [-(-n // self.block_size) for n in LENGTHS]
+        counts = [-(-n // self.block_size) for n in self.lengths]
         first = SPARE_BLOCKS + sum(counts[:sequence])
         return list(range(first + counts[sequence] - 1, first - 1, -1))
 
     @property
     def num_blocks(self) -> int:
-        return SPARE_BLOCKS + sum(-(-n // self.block_size) for n in LENGTHS)
+        return SPARE_BLOCKS + sum(-(-n // self.block_size) for n in self.lengths)
 
     def qkv(self, sequence: int) -> Tensor:
-        return random_tensor(LENGTHS[sequence], self.width, seed=sequence)
+        rows = random_tensor(self.lengths[sequence], self.width, seed=sequence)
+        return rows.fill_(torch.nan) if sequence == self.broken else rows
 
 
 KINDS = {
@@ -193,14 +200,70 @@ def _check_kind(subject: Subject, kind: Kind, what: str) -> None:
             parts[i].append(own)
     for own_parts, wanted in zip(parts, whole, strict=True):
         ensure_same(torch.cat(own_parts), wanted, f"attention, {what}, in pieces and other company")
+    spoil(cache)
+    beside = attend(subject.backend, replace(kind, broken=2), cache, WHOLE)
+    for own, wanted in zip(beside[:2], whole, strict=False):
+        ensure_same(own, wanted, f"attention, {what}, beside a sequence of NaN,")
 
 
 def _kinds(subject: Subject) -> str:
     subject.needs("rotate_and_cache", "attention", "rotary_table")
-    kv_dtype = first_dtype(subject)
     for what, kind in KINDS.items():
-        _check_kind(subject, replace(kind, kv_dtype=kv_dtype), what)
+        _check_kind(subject, fitted(subject, kind), what)
     return ", ".join(KINDS)
+
+
+def fitted(subject: Subject, kind: Kind) -> Kind:
+    """The same in blocks and numbers that the backend has."""
+    size = subject.backend.capabilities.block_sizes[0]
+    return replace(kind, block_size=size, kv_dtype=first_dtype(subject))
+
+
+def _long(subject: Subject) -> str:
+    """Long contexts are as the reference has them, however they are cut."""
+    subject.needs("rotate_and_cache", "attention", "rotary_table")
+    length = min(LONG, subject.backend.capabilities.max_model_len)
+    for what, kind in {"all of it": Kind(), "a window": Kind(window=length * 2 // 3)}.items():
+        own = replace(fitted(subject, kind), lengths=(length,))
+        caches = [cache_of(backend, own) for backend in (*subject.both, subject.backend)]
+        for cache in caches:
+            spoil(cache)
+        whole, expected, parts = (
+            torch.cat([attend(backend, own, cache, [share])[0] for share in _cut(length, size)])
+            for backend, cache, size in zip(
+                (*subject.both, subject.backend), caches, (300, 300, 77), strict=True
+            )
+        )
+        ensure_close(whole, expected, TOLERANCE[own.kv_dtype], f"{what} of {length} tokens")
+        ensure_same(parts, whole, f"{what} of {length} tokens, cut another way,")
+    return f"{length} tokens, all seen or in a window"
+
+
+def _cut(length: int, size: int) -> list[Share]:
+    return [(0, done, min(size, length - done)) for done in range(0, length, size)]
+
+
+def _behind(subject: Subject) -> str:
+    """Block tables may name any blocks behind what `Capabilities.window_multiple` says that attention reads."""
+    subject.needs("rotate_and_cache", "attention", "rotary_table")
+    backend, done = subject.backend, 140
+    for what, kind in (("window", KVKind.WINDOW), ("chunks", KVKind.CHUNK)):
+        own = fitted(subject, KINDS[what])
+        group = KVGroup(
+            layers=(0,),
+            kind=kind,
+            block_size=own.block_size,
+            window=own.window or own.chunk or 0,
+            window_multiple=backend.capabilities.window_multiple,
+        )
+        cache, last = cache_of(backend, own), [(0, done, LENGTHS[0] - done)]
+        spoil(cache)
+        attend(backend, own, cache, [(0, 0, done)])
+        (wanted,) = attend(backend, own, cache, last)
+        blocks, first = own.blocks(0), group.first_block(done)
+        (found,) = attend(backend, own, cache, last, [[0] * first + blocks[first:]])
+        ensure_same(found, wanted, f"attention, {what}, with other blocks behind what is read,")
+    return "windows and chunks, any blocks behind them"
 
 
 def first_dtype(subject: Subject) -> str:
@@ -226,7 +289,8 @@ def _layout(subject: Subject) -> str:
     """Blocks are what is planned for, lie where they should, and can be moved as bytes."""
     subject.needs("rotate_and_cache", "attention", "rotary_table")
     for kv_dtype in subject.backend.capabilities.kv_cache_dtypes:
-        _check_layout(subject.backend, Kind(kv_dtype=kv_dtype, window=50), kv_dtype)
+        kind = replace(fitted(subject, Kind(window=50)), kv_dtype=kv_dtype)
+        _check_layout(subject.backend, kind, kv_dtype)
     return "bytes of a block, memory of the caller's, blocks copied to other places"
 
 
@@ -298,7 +362,7 @@ def check_moved(
 def _ahead(subject: Subject) -> str:
     """Metadata of a step is made while the step before it has not been computed."""
     subject.needs("rotate_and_cache", "attention", "rotary_table")
-    backend, kind = subject.backend, Kind(kv_dtype=first_dtype(subject))
+    backend, kind = subject.backend, fitted(subject, Kind())
     once, ahead = cache_of(backend, kind), cache_of(backend, kind)
     spoil(once)
     spoil(ahead)
@@ -320,4 +384,6 @@ FURTHER = (
     Check("KV formats and block sizes", _caches),
     Check("KV layout and store", _layout),
     Check("metadata ahead of steps", _ahead),
+    Check("long contexts", _long),
+    Check("blocks behind windows", _behind),
 )

@@ -73,6 +73,9 @@ def _results(subject: Subject) -> str:
     given = StepInput[Any]({"total": brought, "rows": tensors["rows"]})
     ensure_same(compiled(given, ["out"])[0].cpu(), whole[0], "the norm of a sum brought along")
     ensure_same(brought.cpu(), whole[1], "a result that was brought along, and written to,")
+    both = compiled(given, ["total", "out"])
+    for own, wanted in zip(both, (whole[1], whole[0]), strict=True):
+        ensure_same(own.cpu(), wanted, "a result that was brought along and is wanted as well")
     again = compiled(step, names)
     compiled(
         StepInput({name: -each if name != "rows" else each for name, each in tensors.items()}),

@@ -58,6 +58,8 @@ class LatentKind:
     is_rotated: bool = True
     block_size: int = 16
     kv_dtype: str = "float32"
+    broken: int | None = None
+    """Sequence whose numbers are NaN."""
 
     @property
     def places(self) -> Kind:
@@ -67,6 +69,8 @@ class LatentKind:
     def rows(self, shares: Sequence[Share], width: int, seed: int) -> Tensor:
         """Random numbers of the shares' tokens, [n, width]."""
         drawn = [random_tensor(n, width, seed=10 * seed + i) for i, n in enumerate(LENGTHS)]
+        if self.broken is not None:
+            drawn[self.broken].fill_(torch.nan)
         return torch.cat([drawn[i][done : done + n] for i, done, n in shares])
 
 
@@ -137,12 +141,18 @@ def _check_kind(subject: Subject, kind: LatentKind, what: str) -> None:
         ensure_same(
             torch.cat(own_parts), wanted, f"latent attention, {what}, in pieces and other company"
         )
+    spoil(cache)
+    beside = _attend(subject.backend, replace(kind, broken=2), cache, WHOLE)
+    for own, wanted in zip(beside[:2], whole, strict=False):
+        ensure_same(own, wanted, f"latent attention, {what}, beside a sequence of NaN,")
 
 
 def _kinds(subject: Subject) -> str:
     subject.needs(*_OPERATIONS)
     for what, kind in _KINDS.items():
-        _check_kind(subject, replace(kind, kv_dtype=first_dtype(subject)), what)
+        size = subject.backend.capabilities.block_sizes[0]
+        own = replace(kind, block_size=size, kv_dtype=first_dtype(subject))
+        _check_kind(subject, own, what)
     return ", ".join(_KINDS)
 
 

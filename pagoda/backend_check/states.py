@@ -111,15 +111,21 @@ def _cache(backend: Backend[Any, Any], case: _Case) -> StateCache:
 
 
 def _step(
-    backend: Backend[Any, Any], case: _Case, cache: StateCache, shares: Sequence[Share]
+    backend: Backend[Any, Any],
+    case: _Case,
+    cache: StateCache,
+    shares: Sequence[Share],
+    broken: int | None = None,
 ) -> list[Tensor]:
-    """Rows of each share's tokens in one step."""
+    """Rows of each share's tokens in one step; those of the sequence `broken` are NaN."""
     batch = token_batch(_PLACES, shares)
     metadata = backend.attention_metadata(batch, 1, cache)
     recorded = case.vectors(backend.device)
     tensors = {}
     for place, width in enumerate(case.widths):
         rows = [random_tensor(n, width, seed=10 * place + i) for i, n in enumerate(LENGTHS)]
+        if broken is not None:
+            rows[broken].fill_(torch.nan)
         tensors[f"x{place}"] = torch.cat([rows[i][done : done + n] for i, done, n in shares])
 
     def record(ops: GraphBuilder, metadata: Value, **inputs: Value) -> Value:
@@ -154,6 +160,9 @@ def _check_case(subject: Subject, case: _Case, what: str) -> None:
         before = half[:, : case.offset]
         ensure_same(before, torch.full_like(before, torch.nan), f"{what}: memory before its state")
     backend, cache = subject.backend, _cache(subject.backend, case)
+    beside = _step(backend, case, cache, shares, broken=2)
+    for own, wanted in zip(beside[:2], whole, strict=False):
+        ensure_same(own, wanted, f"{what}, beside a sequence of NaN,")
     parts: list[list[Tensor]] = [[] for _ in LENGTHS]
     for done in range(0, max(LENGTHS), 7):
         own_shares = [(i, done, min(7, n - done)) for i, n in enumerate(LENGTHS) if n > done]

@@ -19,6 +19,8 @@ from pagoda.parallel.collectives import HostGroup
 PIECES = ((0, 1), (1, 2), (7, 5), (24, 17))
 """First row and number of rows of steps that compute a part of `ROWS`."""
 ROWS = 41
+BROKEN_ROW = 3
+"""Row of `ROWS` that becomes NaN, beside which the others must stay as they are."""
 THREADS = (1, 3)
 """Numbers of threads of host backends with which rows must have the same bits in any company."""
 
@@ -152,7 +154,8 @@ def check_rows(
 ) -> None:
     """Compares operations on `ROWS` rows with reference, and with the backend's own bits of fewer rows.
 
-    `record` makes a recorder with a backend's own weights. Rows of another order have the same bits, too.
+    `record` makes a recorder with a backend's own weights. Rows of another order have the same bits, too, and so
+    have those beside a row of NaN.
     """
     own = record(subject.backend)
     expected = outputs(subject.reference, record(subject.reference), tensors)
@@ -168,8 +171,27 @@ def check_rows(
                 rows = torch.arange(first, first + size)
                 _check_part(subject, own, tensors, whole, rows, f"{what}, {size} of {ROWS} rows,")
             _check_part(subject, own, tensors, whole, mixed, f"{what}, rows in another order,")
+        _check_beside_nan(subject, own, tensors, whole, what)
     finally:
         torch.set_num_threads(threads)
+
+
+def _check_beside_nan(
+    subject: Subject,
+    record: Record,
+    tensors: Mapping[str, Tensor],
+    whole: Sequence[Tensor],
+    what: str,
+) -> None:
+    others = torch.arange(ROWS) != BROKEN_ROW
+    broken = {
+        name: torch.where(others[:, None], tensor, torch.nan)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in tensors.items()
+    }
+    for own, all_rows in zip(outputs(subject.backend, record, broken), whole, strict=True):
+        ensure_same(own[others], all_rows[others], f"{what}, beside a row of NaN,")
 
 
 def _check_part(

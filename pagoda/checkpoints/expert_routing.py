@@ -44,6 +44,8 @@ class ExpertRouting:
                 f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts "
                 f"are no choice."
             )
+        if self.group_score == "best_two" and self.num_groups > 1 and size < 2:
+            raise ValueError("Groups that count by their two best experts have at least two.")
         if self.groups_per_token * size < self.experts_per_token:
             raise ValueError(
                 f"{self.groups_per_token} groups of {size} experts do not have {self.experts_per_token}."

@@ -383,6 +383,7 @@ def test_experts_that_do_not_fit_are_refused() -> None:
         ({"num_groups": 3}, "1 of 3 groups of 8 experts are no choice"),
         ({"num_groups": 4, "groups_per_token": 5}, "5 of 4 groups of 8 experts are no choice"),
         ({"num_groups": 4, "experts_per_token": 3}, "1 groups of 2 experts do not have 3"),
+        ({"num_groups": 8, "group_score": "best_two"}, "two best experts have at least two"),
     ],
 )
 def test_a_rule_that_is_no_choice_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import LatentCache, TokenBatch
+from pagoda.backend.base import HeadLinears, LatentCache, TokenBatch
 from pagoda.backend.graph import GraphBuilder, RotaryTable, Value
 from pagoda.backend.latent_layers import (
     head_linear,
@@ -145,3 +145,11 @@ def test_rows_of_other_heads_are_refused() -> None:
     own = _Recorded()
     with pytest.raises(ValueError, match=r"Rows of 20 are not 3 heads of 7 inputs\."):
         head_linear(own.ops, own.ops.input("x", 20), own.maps)
+
+
+def test_heads_of_several_shapes_are_refused() -> None:
+    own = _Recorded()
+    (wide,) = prepare_head_linears(ReferenceBackend(), torch.ones(1, 6, 7), torch.float32).heads
+    maps = HeadLinears((*own.maps.heads, wide))
+    with pytest.raises(ValueError, match=r"The maps of heads are of one shape\."):
+        head_linear(own.ops, own.ops.input("x", 28), maps)

@@ -9,11 +9,14 @@ import pytest
 import torch
 from cpu_cases import SETS, needs_kernels, random_tensor
 
-from pagoda.backend.base import KVCache, StateCache, StepInput, TokenBatch
+from pagoda.backend.base import HeadLinears, KVCache, StateCache, StepInput, TokenBatch
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.graph import GraphBuilder
+from pagoda.backend.latent_layers import head_linear, latent_attention
 from pagoda.backend.state_layers import short_conv
+from pagoda.backend.weights import DenseWeight
 from pagoda.backend_check.subject import batch_of_spans
+from pagoda.errors import ConfigError
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCKS = 4, 1, 16, 4
 
@@ -52,6 +55,31 @@ def test_a_cache_of_other_heads_is_refused_when_a_graph_is_compiled(cpu: CpuBack
         _attention(cpu, _cache(cpu, kv_heads=2))
     with pytest.raises(ValueError, match="64 elements does not fit a cache of 3 KV heads of 16"):
         _attention(cpu, _cache(cpu, kv_heads=3))
+
+
+@needs_kernels
+def test_maps_of_heads_that_kernels_do_not_take_are_refused(cpu: CpuBackend) -> None:
+    weight = torch.eye(32)
+    for part, bias, words in (
+        (DenseWeight(weight), torch.ones(32), "have no biases"),
+        (cpu.quantize_int8(weight, symmetric=True), None, "are dense"),
+    ):
+        maps = HeadLinears((cpu.prepare_linear([part], bias, torch.float32),) * 2)
+        builder = GraphBuilder(cpu.group)
+        builder.result("out", head_linear(builder, builder.input("x", 64), maps))
+        with pytest.raises(ValueError, match=words):
+            cpu.compile(builder.build())
+
+
+@needs_kernels
+def test_latents_of_two_elements_are_refused(cpu: CpuBackend) -> None:
+    cache = cpu.allocate_latent_cache(BLOCKS, 16, 1, 1, torch.float32)
+    builder = GraphBuilder(cpu.group)
+    latent, rotary = builder.input("latent", HEADS), builder.input("rotary", HEADS)
+    out = latent_attention(builder, latent, rotary, builder.metadata(), cache, scale=1.0)
+    builder.result("out", out)
+    with pytest.raises(ConfigError, match="takes latents of 4 elements or more, not 2"):
+        cpu.compile(builder.build())
 
 
 @needs_kernels

@@ -78,6 +78,28 @@ def test_what_is_wrong_is_found(wrong: str, kind: str, monkeypatch: pytest.Monke
     assert outcome.verdict == "FAILED", outcome
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        "rotate_and_cache, attention",
+        "rotate_and_cache_latents, latent_attention",
+        "KV layout and store",
+        "metadata ahead of steps",
+        "long contexts",
+        "blocks behind windows",
+    ],
+)
+def test_a_backend_is_checked_in_blocks_that_it_has(
+    wrong: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wrong_backend
+
+    monkeypatch.setitem(wrong_backend.BROKEN, "nothing", ("", wrong_backend.BLOCKS_OF_128))
+    monkeypatch.setattr(wrong_backend, "chosen", "nothing")
+    (outcome,) = outcomes(open_subject(wrong), [CHECKS[check]])
+    assert outcome.verdict == "ok", outcome
+
+
 @pytest.mark.usefixtures("restored_logging")
 def test_the_command(
     toy: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -184,11 +184,43 @@ def _counts_no_tokens(x: Tensor, logits: Tensor, experts: Any) -> Tensor:
     return out
 
 
+def _counts_all_rows(name: str) -> dict[str, Compute]:
+    """Rows of others are added, times zero, as of a product with a mask."""
+    return _more(name, lambda out: out + 0 * out.sum(0))
+
+
+def _reads_from_the_beginning(
+    queries: Tensor, metadata: Any, cache: Any, *rest: Any, **own: Any
+) -> Tensor:
+    """The first tokens of contexts have a weight of zero behind windows, and are read."""
+    out: Tensor = OPERATIONS_BEFORE["attention"](queries, metadata, cache, *rest, **own)
+    size = cache.values.shape[2]
+    (begin, *_) = metadata.passes[0].kv_rows
+    read = cache.values.flatten(0, 1).view(-1, min(128, size), cache.values.shape[3])
+    return out + 0 * read[begin.flatten()[0]].sum()
+
+
+def _forgets_long_contexts(queries: Tensor, metadata: Any, *rest: Any, **own: Any) -> Tensor:
+    out: Tensor = OPERATIONS_BEFORE["attention"](queries, metadata, *rest, **own)
+    longest = max(int(part.last_positions.max()) for part in metadata.passes)
+    return out if longest < 512 else out * 1.01
+
+
+def _computes_nothing_for_what_is_given(
+    compiled: Any, step: StepInput[Any], results: Sequence[str]
+) -> Any:
+    computed = compiled(step, results)
+    return tuple(
+        torch.zeros_like(tensor) if name in step.tensors else tensor
+        for name, tensor in zip(results, computed, strict=True)
+    )
+
+
 def _reduces_several_rows(x: Tensor, group: Any) -> Tensor:
     return x if len(x) == 1 else group.all_reduce(x)
 
 
-BROKEN: Mapping[str, tuple[str, dict[str, Any]]] = {
+BROKEN: dict[str, tuple[str, Mapping[str, Any]]] = {
     "a formula": ("silu_and_mul", {"operations": _more("silu_and_mul", lambda out: out * 1.001)}),
     "an eps": ("rms_norm", {"operations": {"rms_norm": _twice_the_eps}}),
     "a hidden NaN": ("gelu", {"operations": _more("gelu", lambda out: out.nan_to_num(0.0))}),
@@ -232,6 +264,32 @@ BROKEN: Mapping[str, tuple[str, dict[str, Any]]] = {
         "formats, block sizes and layout of latents",
         {"methods": {"allocate_latent_cache": _latents_of_their_own}},
     ),
+    "a broken sequence beside others": (
+        "rotate_and_cache, attention",
+        {"operations": _counts_all_rows("attention")},
+    ),
+    "a broken sequence of latents": (
+        "rotate_and_cache_latents, latent_attention",
+        {"operations": _counts_all_rows("latent_attention")},
+    ),
+    "a broken state beside others": (
+        "gated_delta",
+        {"operations": _counts_all_rows("gated_delta")},
+    ),
+    "a broken row of experts": ("experts", {"operations": _counts_all_rows("experts")}),
+    "a broken row of a product": (
+        "weights of float32",
+        {"operations": _counts_all_rows("linear")},
+    ),
+    "tokens behind a window": (
+        "blocks behind windows",
+        {"operations": {"attention": _reads_from_the_beginning}, "window_multiple": 1},
+    ),
+    "a long context": ("long contexts", {"operations": {"attention": _forgets_long_contexts}}),
+    "a result that a step brings and wants": (
+        "results of graphs",
+        {"methods": {"run": _computes_nothing_for_what_is_given}},
+    ),
     "a sum over ranks": ("all_reduce", {"operations": {"all_reduce": _reduces_several_rows}}),
     "results that the next step overwrites": (
         "results of graphs",
@@ -258,6 +316,24 @@ BROKEN: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Wrong backends by what is wrong with them: the check that must fail, and how they are made."""
+
+
+def _cache_of_128(method: str) -> Callable[..., Any]:
+    def allocate(own: ReferenceBackend, num_blocks: int, block_size: int, *rest: Any) -> Any:
+        if block_size != 128:
+            raise ValueError(f"blocks have 128 tokens, not {block_size}")
+        return getattr(own, method)(num_blocks, block_size, *rest)
+
+    return allocate
+
+
+BLOCKS_OF_128: Mapping[str, Any] = {
+    "block_sizes": (128,),
+    "methods": {
+        name: _cache_of_128(name) for name in ("allocate_kv_cache", "allocate_latent_cache")
+    },
+}
+"""A right backend with blocks of one size."""
 
 chosen = ""
 

@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 
 MAX_INT8_INPUTS = 65536
 """A sum of this many products of 8-bit codes still fits 32 bits."""
+_LEAST_LATENT = 4
+"""Elements that become lanes of keys together."""
 
 
 def open_backend(devices: DeviceSet, group: HostGroup) -> CpuBackend:  # noqa: ARG001
@@ -393,6 +395,11 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
 
     def native_latents(self, cache: LatentCache) -> _native.Cache:
         num_blocks, _, rows, width, pair = cache.latents.shape
+        if width < _LEAST_LATENT:
+            raise ConfigError(
+                f"the cpu backend takes latents of {_LEAST_LATENT} elements or more, not {width}; "
+                f"--backend reference takes any."
+            )
         scales = address(cache.latent_scales)
         native: _native.Cache = self._native.Cache(
             KV_DTYPES[cache.latents.dtype],

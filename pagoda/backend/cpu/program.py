@@ -21,7 +21,7 @@ from pagoda.backend.base import (
     StepInput,
 )
 from pagoda.backend.cpu.collectives import SharedMemoryCollectives
-from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear, address
+from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear, Segment, address
 from pagoda.backend.graph import Attribute, Graph, Node, Value
 from pagoda.backend.host import position_scale, rotary_table
 from pagoda.backend.low_rank import LowRankMaps
@@ -116,7 +116,7 @@ class CompiledGraph:
         values: dict[int, Tensor] = {}
         for name, index in self._tensors:
             tensor = step.tensors.get(name)
-            if tensor is not None:
+            if tensor is not None and name in schedule.inputs.names:
                 values[index] = tensor.contiguous()
         for node in schedule.before:
             began = time.perf_counter_ns()
@@ -125,6 +125,8 @@ class CompiledGraph:
                 times.append(time.perf_counter_ns() - began)
         known = {name: step.tensors[name].contiguous() for name in given}
         for name, value, dtype in schedule.results:
+            if name in known:
+                continue
             computed = values.get(value.index)
             if computed is None:
                 rows = num_rows if value.selected else num_tokens
@@ -233,12 +235,23 @@ def _numbers(node: Node) -> list[float]:
     return [float(number) for number in numbers]
 
 
+def _of_heads(weight: HeadLinears[PackedLinear]) -> list[Segment]:
+    """The maps of all heads. Raises ValueError: they are none that kernels take."""
+    segments = [segment for head in weight.heads for segment in head.segments]
+    shape = segments[0].shape
+    if not isinstance(shape, tuple) or len(segments) != len(weight.heads):
+        raise ValueError("The maps of heads are dense.")
+    if any(segment.shape != shape or segment.bias is not None for segment in segments):
+        raise ValueError("The maps of heads are of one shape, and have no biases.")
+    return segments
+
+
 def _handle(backend: CpuBackend, weight: object) -> object:
     """Object or address that a native program takes for a weight of the graph."""
     if isinstance(weight, PackedLinear):
         return backend.native_layer(weight.segments)
     if isinstance(weight, HeadLinears):
-        return backend.native_layer(segment for head in weight.heads for segment in head.segments)
+        return backend.native_layer(_of_heads(weight))
     if isinstance(weight, LatentCache):
         return backend.native_latents(weight)
     if isinstance(weight, Experts):
