@@ -66,6 +66,8 @@ def read_model_config(
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a JSON object.")
     spec = parse_model_config(values, source=str(path))
+    if _ties_differ(values) and any(directory.glob("*.safetensors")):
+        spec = replace(spec, tie_word_embeddings=not _has_head(directory))
     modules = read_modules(directory) if modules is None else modules
     tokens = score_tokens(directory, modules)
     if tokens is not None and max(tokens.yes, tokens.no or 0) >= spec.vocab_size:
@@ -76,6 +78,15 @@ def read_model_config(
     if modules and not spec.tie_word_embeddings and not _has_head(directory):
         spec = replace(spec, headless=True, tie_word_embeddings=True)
     return replace(spec, score_tokens=tokens)
+
+
+def _ties_differ(values: Mapping[str, object]) -> bool:
+    """True of a model that sees or hears whose head is tied by one flag of its file, and not by the other.
+
+    transformers 5 writes so of Mistral Small 3.1, whose head is its own, and takes a head that differs."""
+    text, name = values.get("text_config"), "tie_word_embeddings"
+    flags = [part.get(name) for part in (values, text) if isinstance(part, Mapping)]
+    return True in flags and False in flags
 
 
 def _has_head(directory: Path) -> bool:

@@ -66,7 +66,7 @@ _FACTORS = (
     *("scale_depth", "scale_emb", "topk_group"),
 )
 """Keys that mean nothing where they are absent, null or 1."""
-_NAMES = {"scoring_func": "softmax", "topk_method": "greedy"}
+_USUAL = {"scoring_func": "softmax", "topk_method": "greedy", "is_causal": True}
 """Keys that mean nothing where they are absent, null or this."""
 
 _TEMPERATURE = "llama_4_scaling_beta"
@@ -82,7 +82,7 @@ def refuse_other_arithmetic(fields: Fields, known: Set[str]) -> None:
     for name in _FACTORS:
         if name not in known:
             fields.require(name, 1)
-    for name, neutral in _NAMES.items():
+    for name, neutral in _USUAL.items():
         if name not in known:
             fields.require(name, neutral)
     for name in ("rope_parameters", "rope_scaling"):

@@ -21,7 +21,9 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Low frequencies are divided by `factor`, high ones kept, those between blended (Llama 3.1)."""
+    """Low frequencies are divided by `factor`, high ones kept, those between blended (Llama 3.1).
+
+    None lie between where both bounds are the same (Llama 4 Scout)."""
 
     factor: float
     low_freq_factor: float
@@ -192,8 +194,8 @@ def longest_sequence(fields: Fields, scaling: RopeScaling | None) -> int:
 
 def _llama3_scaling(rope: Fields) -> Llama3Scaling:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-        rope.refuse("high_freq_factor", f"must be above low_freq_factor ({low})")
+    if high < low:
+        rope.refuse("high_freq_factor", f"must be at least low_freq_factor ({low})")
     return Llama3Scaling(
         factor=rope.number("factor"),
         low_freq_factor=low,

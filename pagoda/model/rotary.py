@@ -43,7 +43,8 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Blends by how often a wave fits into the original context (Llama 3.1)."""
     waves = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((waves - low) / (high - low)).clamp(0, 1)
+    width = max(high - low, torch.finfo(waves.dtype).tiny)
+    kept = ((waves - low) / width).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pagoda.checkpoints.config_json import parse_model_config, read_model_config
 from pagoda.checkpoints.families import FAMILIES
@@ -212,8 +214,8 @@ def test_sliding_windows() -> None:
             ": rope_theta must be above 1 where frequencies are scaled by YaRN, got 1.",
         ),
         (
-            {"rope_scaling": _LLAMA3 | {"high_freq_factor": 1}},
-            ": rope_scaling.high_freq_factor must be above low_freq_factor (1.0), got 1.",
+            {"rope_scaling": _LLAMA3 | {"high_freq_factor": 0.5}},
+            ": rope_scaling.high_freq_factor must be at least low_freq_factor (1.0), got 0.5.",
         ),
         (
             {"rope_scaling": {"type": "linear", "factor": 1e308}},
@@ -257,6 +259,10 @@ def test_sliding_windows() -> None:
         (
             {"partial_rotary_factor": 0.5},
             ": partial_rotary_factor is not supported; it must be absent or 1, got 0.5.",
+        ),
+        (
+            {"is_causal": False},
+            ": is_causal is not supported; it must be absent or true, got False.",
         ),
         ({"mlp_bias": True}, ": mlp_bias is not supported; it must be absent or false, got True."),
         (
@@ -330,6 +336,22 @@ def test_an_explicit_null_in_a_text_part_means_what_it_means_alone(
     )
 
 
+@pytest.mark.parametrize(("outer", "inner"), [(True, False), (False, True)])
+def test_tensors_tell_whether_a_head_is_tied_where_flags_differ(
+    outer: bool, inner: bool, tmp_path: Path
+) -> None:
+    """As transformers 5 writes Mistral Small 3.1."""
+    text = BASE | {"model_type": "mistral", "tie_word_embeddings": inner}
+    values = {"tie_word_embeddings": outer, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_model_config(tmp_path).tie_word_embeddings is outer  # without files
+    path, embedding = tmp_path / "model.safetensors", torch.zeros(1)
+    save_file({"language_model.model.embed_tokens.weight": embedding}, path)
+    assert read_model_config(tmp_path).tie_word_embeddings
+    save_file({"language_model.lm_head.weight": embedding}, path)
+    assert not read_model_config(tmp_path).tie_word_embeddings
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
@@ -360,6 +382,13 @@ def test_switches_that_leave_the_arithmetic_alone_are_accepted() -> None:
         "final_logit_softcapping": None,
     }
     assert parse(**neutral, use_mrope=False, mlp_bias=False) == parse()
+    assert parse(use_qk_norm=True, is_causal=True) == parse()
+    assert parse(**MOE, use_qk_norm=True, qkv_bias=False) == parse(**MOE)  # Qwen3-Coder
+    llama = {"architectures": ["Llama4ForCausalLM"]}
+    assert parse(**llama, attn_temperature_tuning=4) == parse(**llama)
+    assert parse(**llama, attn_temperature_tuning=0) == parse(
+        **llama, attn_temperature_tuning=False
+    )
 
 
 def test_layers_with_experts() -> None:

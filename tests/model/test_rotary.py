@@ -24,6 +24,13 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+        {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
         _YARN,
         _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
         _YARN | {"attention_factor": 0.7},

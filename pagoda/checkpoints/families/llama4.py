@@ -37,7 +37,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     norm: Literal["unit"] | None = "unit" if fields.flag("use_qk_norm", True) else None
     period, factor = fields.number("floor_scale", 8192.0), fields.number("attn_scale", 0.1)
     temperature = TemperatureSpec(period, factor, offset=1.0)
-    tuned = temperature if fields.flag("attn_temperature_tuning", True) else None
+    tuned = temperature if _tunes_temperature(fields) else None
     mlp = MlpSpec(fields.positive("intermediate_size_mlp", 16_384))
 
     def change(index: int, layer: LayerSpec) -> LayerSpec:
@@ -55,6 +55,14 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
     experts = ExpertsSpec(routing, inner, shared_size=inner)
     spec = without_rotation(spec.with_layers(change), still)
     return with_experts(spec, experts, _sparse_layers(fields, spec.num_layers))
+
+
+def _tunes_temperature(fields: Fields) -> bool:
+    """The flag, which older files write as 4."""
+    name = "attn_temperature_tuning"
+    return (
+        fields.count(name) > 0 if type(fields.values.get(name)) is int else fields.flag(name, True)
+    )
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> list[int]:

@@ -9,6 +9,7 @@ from pagoda.checkpoints.model_spec import ModelSpec
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("use_qk_norm", True)
     return with_attention(spec, layer_windows(fields, spec.num_layers), qk_norm="head")
 
 
@@ -19,4 +20,5 @@ QWEN3 = Family(
     gguf=GgufFormat("qwen3"),
     defaults={"head_dim": 128},
     model_types=frozenset({"qwen3", "qwen3_vl_text"}),
+    own_keys=frozenset({"use_qk_norm"}),
 )

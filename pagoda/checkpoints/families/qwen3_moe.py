@@ -15,6 +15,7 @@ from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
 
 
 def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
+    fields.require("use_qk_norm", True)
     windowed = fields.flag("use_sliding_window", False)
     window = fields.positive("sliding_window", 4096) if windowed else None
     spec = with_attention(spec, (window,) * spec.num_layers, qk_norm="head")
@@ -43,5 +44,5 @@ QWEN3_MOE = Family(
         values=lambda _: {"norm_topk_prob": True},
     ),
     defaults={"head_dim": 128},
-    own_keys=frozenset({"num_experts", "num_local_experts"}),
+    own_keys=frozenset({"num_experts", "num_local_experts", "use_qk_norm"}),
 )
