@@ -77,6 +77,24 @@ def test_rotary_scalings(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["attn_factor", "yarn_attn_factor"])
+def test_a_temperature_of_yarn_that_is_named(name: str, tmp_path: Path) -> None:
+    prefix = "llama.rope.scaling"
+    asked = {f"{prefix}.type": "yarn", f"{prefix}.factor": 8.0}
+    asked |= {f"{prefix}.original_context_length": 8192}
+    named = {**asked, f"{prefix}.{name}": 1.2079441541679836}
+    assert values(tmp_path, named) == values(tmp_path, asked)
+
+
+def test_layers_with_a_delta_rule_by_their_flags(tmp_path: Path) -> None:
+    given = {name.replace("llama.", "qwen35."): value for name, value in KEYS.items()}
+    given |= {"general.architecture": "qwen35", "qwen35.attention.recurrent_layers": [True, False]}
+    given |= {"qwen35.ssm.inner_size": 64, "qwen35.ssm.time_step_rank": 4}
+    taken = dict.fromkeys(name for name in KEYS if name.startswith("llama."))
+    found = values(tmp_path, {**taken, **given})
+    assert found["layer_types"] == ["linear_attention", "full_attention"]
+
+
 def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
     config = values(tmp_path, {"llama.attention.sliding_window": 128})
     assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], 128)
@@ -107,8 +125,16 @@ def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
             "llama.rope.scaling.type must be one of none, linear, yarn, got 'longrope'.",
         ),
         (
-            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 0.5},
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.attn_factor": 0.5},
             "attn_factor must be 1, got 0.5.",
+        ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 8.0,
+                "llama.rope.scaling.attn_factor": 0.5,
+            },
+            "attn_factor must be 1, or 1.2079 as the factor has it, got 0.5.",
         ),
         (
             {"tokenizer.ggml.tokens": ["a"] * 11},

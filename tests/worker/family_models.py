@@ -41,6 +41,7 @@ _ROPE_BY_KIND = {
 _YARN_BY_KIND = {
     "full_attention": {
         "rope_type": "yarn",
+        "attention_factor": 1.2079441541679836,
         "rope_theta": 5e5,
         "factor": 8.0,
         "original_max_position_embeddings": 64,

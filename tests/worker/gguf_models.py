@@ -287,6 +287,11 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
     elif config.model_type == "granitemoehybrid":
         writer.add_head_count_kv([config.num_key_value_heads] * config.num_hidden_layers)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
     elif not is_latent:
         writer.add_head_count_kv(config.num_key_value_heads)
     if is_latent:
@@ -319,6 +324,8 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if rope.get("attention_factor") is not None:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     if getattr(config, "linear_num_value_heads", None) is not None:
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
         writer.add_full_attention_interval(4)
@@ -334,6 +341,8 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         writer.add_sliding_window(config.sliding_window)
     if config.model_type in ("olmo3", "exaone4") and config.sliding_window:
         writer.add_sliding_window_pattern([kind[0] == "s" for kind in config.layer_types])
+    if config.model_type == "stablelm":
+        writer.add_parallel_residual(True)  # as of all files that config.json does not say it of
     for name, add in (
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
@@ -342,7 +351,6 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         ("residual_multiplier", writer.add_residual_scale),
         ("logits_scaling", writer.add_logit_scale),
         ("logit_scale", writer.add_logit_scale),
-        ("use_parallel_residual", writer.add_parallel_residual),
         ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("n_shared_experts", writer.add_expert_shared_count),

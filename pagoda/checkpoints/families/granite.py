@@ -47,10 +47,16 @@ GGUF_KEYS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+GGUF_STATES = frozenset(
+    {"ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"}
+)
+"""Metadata of Mamba layers, which files of Granite 4 have even where the model has no such layer."""
 GRANITE = Family(
     "GraniteForCausalLM",
     "Granite 3",
     adapt_granite,
-    gguf=GgufFormat("granite", names=GGUF_NEIGHBOURS, keys=GGUF_KEYS, values=gguf_positions),
+    gguf=GgufFormat(
+        "granite", names=GGUF_NEIGHBOURS, keys=GGUF_KEYS, values=gguf_positions, read=GGUF_STATES
+    ),
     own_keys=MULTIPLIERS | {"mlp_bias"},
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.granite import (
     GGUF_KEYS,
+    GGUF_STATES,
     MULTIPLIERS,
     adapt_granite,
     gguf_positions,
@@ -70,6 +71,7 @@ GRANITE_MOE = Family(
             "expert_shared_feed_forward_length": "shared_intermediate_size",
         },
         values=gguf_positions,
+        read=GGUF_STATES,
     ),
     aliases=frozenset({"GraniteMoeSharedForCausalLM"}),
     own_keys=MULTIPLIERS | {"num_local_experts", "shared_intermediate_size"},

@@ -23,6 +23,8 @@ from pagoda.checkpoints.state_layers import GatedDeltaSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _DELTA, _ATTENTION = "linear_attention", "full_attention"
+_KEEP_STATES = "attention.recurrent_layers"
+"""Metadata of newer files: whether each layer has a delta rule."""
 
 
 def adapt_delta(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -49,12 +51,17 @@ def _delta(fields: Fields) -> GatedDeltaSpec:
 def gguf_values(fields: Fields) -> Mapping[str, object]:
     """Size of values, of which files tell that of all heads, and what they do not tell."""
     heads = fields.positive("ssm.time_step_rank")
-    values = {
+    values: dict[str, object] = {
         "linear_value_head_dim": fields.positive("ssm.inner_size") // heads,
         # llama.cpp renormalizes in all models of these architectures.
         "norm_topk_prob": True,
     }
-    return {**gguf_layers(fields), **values}
+    layers = gguf_layers(fields)
+    flags = fields.values.get(_KEEP_STATES)
+    if isinstance(flags, list):
+        own = flags[: layers["num_hidden_layers"]]
+        values["layer_types"] = [_DELTA if flag else _ATTENTION for flag in own]
+    return {**layers, **values}
 
 
 GGUF_KEYS = {
@@ -65,7 +72,7 @@ GGUF_KEYS = {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 """Metadata of delta rules, with the keys of config.json that say the same."""
-GGUF_READ = frozenset({NEXT_LAYERS, "ssm.inner_size"})
+GGUF_READ = frozenset({NEXT_LAYERS, _KEEP_STATES, "ssm.inner_size"})
 GGUF_DELTA = replace(
     GGUF_NAMES,
     mlp_norm="post_attention_norm",

@@ -184,7 +184,7 @@ def every_nth_full(
 NEXT_LAYERS = "nextn_predict_layers"
 
 
-def gguf_layers(fields: Fields) -> Mapping[str, object]:
+def gguf_layers(fields: Fields) -> Mapping[str, int]:
     """Layers of a model without those for the prediction of several tokens, which files count as well."""
     extra = fields.count(NEXT_LAYERS, 0)
     return {"num_hidden_layers": fields.positive("block_count") - extra}

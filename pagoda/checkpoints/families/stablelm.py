@@ -19,10 +19,9 @@ STABLELM = Family(
     _adapt,
     gguf=GgufFormat(
         "stablelm",
-        keys={
-            "attention.layer_norm_epsilon": "layer_norm_eps",
-            "use_parallel_residual": "use_parallel_residual",
-        },
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps"},
+        # llama.cpp's converter says so of all models that are silent on it; those that are so lack a norm.
+        read=frozenset({"use_parallel_residual"}),
     ),
     partial_rotary=0.25,
     own_keys=frozenset({"use_qkv_bias"}),

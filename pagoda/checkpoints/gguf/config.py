@@ -375,7 +375,7 @@ def _head_dim(fields: Fields, usual: int) -> int:
 def _rope_scaling(fields: Fields, form: GgufFormat) -> dict[str, object]:
     rope = fields.below("rope.scaling.")
     kind = rope.text("type", "none")
-    if rope.number("attn_factor", 1.0) != 1:
+    if kind != "yarn" and rope.number("attn_factor", 1.0) != 1:
         rope.refuse("attn_factor", "must be 1")
     if kind == "none":
         # Files of 2023 have one factor instead.
@@ -387,14 +387,20 @@ def _rope_scaling(fields: Fields, form: GgufFormat) -> dict[str, object]:
         return {"rope_type": kind, "factor": rope.number("factor")}
     if kind != "yarn":
         rope.refuse("type", "must be one of none, linear, yarn")
-    for name in ("yarn_ext_factor", "yarn_attn_factor"):
-        if rope.number(name, 1.0) != 1:
-            rope.refuse(name, "must be 1")
+    factor = rope.number("factor")
+    if rope.number("yarn_ext_factor", 1.0) != 1:
+        rope.refuse("yarn_ext_factor", "must be 1")
+    # OLMo 3's files name the temperature of YaRN, which others leave to its formula.
+    usual = 1 + 0.1 * math.log(factor)
+    for name in ("attn_factor", "yarn_attn_factor"):
+        named = rope.number(name, 1.0)
+        if named != 1 and not math.isclose(named, usual, rel_tol=1e-5):
+            rope.refuse(name, f"must be 1, or {usual:.5g} as the factor has it")
     if not form.scales_yarn:
         rope.require("yarn_log_multiplier", 0)
     return {
         "rope_type": kind,
-        "factor": rope.number("factor"),
+        "factor": factor,
         "original_max_position_embeddings": rope.positive("original_context_length"),
         "beta_fast": rope.number("yarn_beta_fast", 32.0),
         "beta_slow": rope.number("yarn_beta_slow", 1.0),
