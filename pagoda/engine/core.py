@@ -41,6 +41,8 @@ STABLE_S = 30.0
 MAX_IDLE_LOSSES = 8
 """Short-lived workers in a row, lost without a step in flight, after which the engine gives up. Of losses during
 steps the scheduler fails the request that causes them."""
+_FIRST_PAUSE_S = 0.25
+"""Pause behind the second loss in a row; behind the first there is none."""
 _MAX_PAUSE_S = 10.0
 _STEP_TIME_WEIGHT = 0.1
 _log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class WorkerRestarts:
         self.count = 0
         self._restart_at: float | None = None
         self._ready_at: float | None = None
-        self._losses_in_row = 0
+        self._next_pause_s = 0.0
         self._idle_losses_in_row = 0
 
     def on_ready(self) -> None:
@@ -71,14 +73,13 @@ class WorkerRestarts:
         now, ready_at = self._clock.now(), self._ready_at
         self._ready_at = None
         if ready_at is not None and now - ready_at >= STABLE_S:
-            self._losses_in_row = self._idle_losses_in_row = 0
+            self._next_pause_s, self._idle_losses_in_row = 0.0, 0
         self.count += 1
-        self._losses_in_row += 1
         self._idle_losses_in_row += is_idle
         if self._idle_losses_in_row > MAX_IDLE_LOSSES:
             raise EngineDeadError(f"{MAX_IDLE_LOSSES} workers were lost in a row; last: {reason}")
-        pause_s = 0.25 * 2 ** (self._losses_in_row - 2) if self._losses_in_row > 1 else 0.0
-        self._restart_at = now + min(_MAX_PAUSE_S, pause_s)
+        self._restart_at = now + self._next_pause_s
+        self._next_pause_s = min(_MAX_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._next_pause_s))
 
     def is_due(self) -> bool:
         """True, once, when the worker is to be started."""

@@ -6,7 +6,7 @@ from harness import Harness, assert_complete, make_request
 from mortal_executor import SpeakingExecutor, speaking
 
 from pagoda.engine.config import EngineConfig, SimConfig
-from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore
+from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore, WorkerRestarts
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
@@ -63,6 +63,19 @@ def test_losses_in_a_row_are_retried_later_and_later_then_given_up() -> None:
     assert pauses[0] == 0
     assert pauses[1:] == sorted(pauses[1:])
     assert max(pauses) == 10
+
+
+def test_workers_may_be_lost_during_steps_any_number_of_times() -> None:
+    clock = VirtualClock()
+    restarts = WorkerRestarts(clock)
+    for _ in range(2000):
+        restarts.on_ready()
+        restarts.on_loss("gone", is_idle=False)
+    assert restarts.next_event_at() == clock.now() + 10
+    restarts.on_ready()
+    clock.advance_to(clock.now() + STABLE_S)
+    restarts.on_loss("gone", is_idle=False)
+    assert restarts.next_event_at() == clock.now()
 
 
 @pytest.mark.parametrize(
