@@ -14,7 +14,7 @@ from pagoda.kv.block_keys import group_key, prefix_keys
 from pagoda.messages.kv_groups import KVGroup, full_group
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer
 
-GROUPED = ("window", "mixed", "chunk", "state", "all")
+GROUPED = ("window", "mixed", "chunk", "state", "all", "several")
 DISK = KVTiersConfig(disk_path="/nowhere", disk_bytes=1000, disk_min_touches=1)
 TWICE = msgspec.structs.replace(DISK, disk_min_touches=2)
 HOST = KVTiersConfig(host_bytes=1)

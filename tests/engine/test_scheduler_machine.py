@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from group_models import NAMES, grouped
+from group_models import EVERY, grouped
 from harness import VOCAB_SIZE, check_sums
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -29,7 +29,7 @@ class SchedulerMachine(SchedulerRules):
         multiple=st.sampled_from([1, 4]),
         mixed=st.booleans(),
         num_stages=st.sampled_from([1, 1, 2, 3]),
-        model=st.sampled_from(["full", *NAMES]),
+        model=st.sampled_from(["full", *EVERY]),
     )
     def build(
         self,

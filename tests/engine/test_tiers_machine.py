@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from group_models import NAMES, grouped
+from group_models import EVERY, grouped
 from harness import VOCAB_SIZE, assert_nothing_under_way, check_books
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -39,7 +39,7 @@ class TiersMachine(SchedulerRules):
         min_touches=st.integers(1, 2),
         fails=st.booleans(),
         num_stages=st.sampled_from([1, 1, 2]),
-        model=st.sampled_from(["full", *NAMES]),
+        model=st.sampled_from(["full", *EVERY]),
     )
     def build(
         self,

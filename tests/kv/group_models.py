@@ -22,6 +22,8 @@ def grouped(name: str, block_size: int) -> tuple[KVGroup, ...]:
             return layer_groups([full, (KVKind.CHUNK, 3 * block_size)], block_size)
         case "fine":
             return (*layer_groups([full], block_size), state(block_size))
+        case "several":
+            return layer_groups([full, full, window, full], block_size)
         case "state":
             return (*layer_groups([full], block_size), state(2 * block_size))
     return (*layer_groups([window, full], block_size), state(2 * block_size))
@@ -32,3 +34,5 @@ def state(block_size: int) -> KVGroup:
 
 
 NAMES = ("full", "window", "mixed", "chunk", "fine", "state", "all")
+EVERY = (*NAMES, "several")
+"""Also a model of which several groups keep all."""

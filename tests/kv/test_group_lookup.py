@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from group_models import NAMES, grouped
+from group_models import EVERY, grouped
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_tiers import READY, end_of
@@ -89,7 +89,7 @@ def places(name: str) -> st.SearchStrategy[Where]:
 def test_the_longest_prefix_is_found_and_just_what_the_device_lacks_is_loaded(
     data: st.DataObject,
 ) -> None:
-    name = data.draw(st.sampled_from([it for it in NAMES if it != "full"]))
+    name = data.draw(st.sampled_from(EVERY[1:]))
     where = data.draw(places(name))
     stack = Stack(KVLayout(4, grouped(name, 4)))
     stack.put(where)
@@ -145,7 +145,7 @@ def near(stack: Stack) -> Callable[[bytes], bool]:
 
 @given(st.data())
 def test_what_is_found_of_other_groups_completes_the_longest_prefix(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([it for it in NAMES if it != "full"]))
+    name = data.draw(st.sampled_from(EVERY[1:]))
     where = data.draw(places(name))
     layout = KVLayout(4, grouped(name, 4))
     stack = Stack(layout)

@@ -18,7 +18,7 @@ from pagoda.messages.transfers import RemoteBlocks, Transfer
 from pagoda.messages.worker import StepPlan
 from pagoda.pd.messages import KVBlocks, KVPrefilled
 
-GROUPED = ("window", "mixed", "chunk", "state", "all")
+GROUPED = ("window", "mixed", "chunk", "state", "all", "several")
 EXACT = PROMPT[:40]
 """A prompt that fills its blocks."""
 
