@@ -217,19 +217,10 @@ class KVTransferHooks(KVHooks):
             self._places.enter(request, RequestState.AWAITING_KV)
         elif found.num_blocks == 0:
             return LoadStart.READY
-        elif self._has_room(request, found):
+        else:  # there is room for it: going on from a longer prefix takes no more blocks
             self._load(request, found)
             self._places.enter(request, RequestState.LOADING)
-        else:
-            return LoadStart.READY
         return LoadStart.LEFT_LINE
-
-    def _has_room(self, request: Request, found: TierMatch) -> bool:
-        """True if what is to be loaded fits; windows at its end may be others than those at the end of a hit."""
-        if self._kv.layout.is_chain:
-            return True
-        present = self._kv.cached_part(request.table, request.token_ids, found.end)
-        return self._places.has_room(request, present, in_turn=False)
 
     def _load(self, request: Request, found: TierMatch) -> None:
         self._leave_line(request)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -167,25 +167,11 @@ class KVManager:
             end = self.layout.longest_usable(
                 end, lambda group, index: self._find(table, token_ids, group, index) is not None
             )
-        return self._hit(table, token_ids, end, leading)
-
-    def cached_part(self, table: BlockTable, token_ids: Sequence[int], end: int) -> PrefixHit:
-        """The cached ones of the blocks that a prefix of `end` blocks needs."""
-        return self._hit(table, token_ids, end, {})
-
-    def _hit(
-        self,
-        table: BlockTable,
-        token_ids: Sequence[int],
-        end: int,
-        leading: Mapping[int, Sequence[Block]],
-    ) -> PrefixHit:
-        """Cached ones of the blocks that a prefix needs; `leading` are those of some groups from the first on."""
         needed = [self.layout.needed(group, end) for group in range(len(self.groups))]
-        hits: list[Sequence[Block]] = []
+        hits: list[list[Block]] = []
         for group, indices in enumerate(needed):
             if group in leading:
-                hits.append(leading[group][indices.start : indices.stop])
+                hits.append(leading[group][: indices.stop])
                 continue
             found = (self._find(table, token_ids, group, index) for index in indices)
             hits.append([block for block in found if block is not None])

@@ -6,7 +6,7 @@ import sys
 
 import msgspec
 import pytest
-from group_models import GEMMA_LIKE, NAMES, grouped, state
+from group_models import EVERY, GEMMA_LIKE, NAMES, grouped, state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,6 +109,24 @@ def test_no_course_of_a_sequence_holds_more_than_most_blocks(
             assert held <= most
             done = scheduled if chunk % 2 else done
             done = scheduled if scheduled == done + run else done
+
+
+@given(
+    st.sampled_from(EVERY),
+    st.integers(0, 60),
+    st.integers(0, 60),
+    st.integers(1, 60),
+    st.integers(1, 20),
+)
+def test_going_on_from_a_longer_prefix_takes_no_more_blocks(
+    name: str, start: int, more: int, rest: int, run: int
+) -> None:
+    """So what tiers have of a prefix fits where the request fits without it."""
+    for group in grouped(name, 4):
+        longer, end = start + more, start + more + rest
+        most = group.most_blocks(longer, end, run)
+        assert group.num_blocks_for(longer) - group.first_block(longer) <= most
+        assert most <= group.most_blocks(start, end, run)
 
 
 def test_what_lies_behind_a_window_is_given_back_and_stays_cached() -> None:
