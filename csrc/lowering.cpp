@@ -189,13 +189,8 @@ void Lowering::select_rows(int index) {
                          copy_rows(p.at(x), floats, p.at<int64_t>(rows), step.num_rows, p.at(out));
                      },
                      .check = [=, &p = program_](const Step& step) {
-                         if (p.at(x) == nullptr) throw std::invalid_argument("A step of this graph needs what rows are selected of.");
-                         if (step.num_rows > step.num_tokens) throw std::out_of_range("More rows are wanted than there are.");
-                         for (int64_t i = 0; i < step.num_rows; ++i) {
-                             const int64_t row = p.at<int64_t>(rows)[i];
-                             if (row >= 0 && row < step.num_tokens) continue;
-                             throw std::out_of_range("A wanted row is not one of the step's " + std::to_string(step.num_tokens) + ".");
-                         }
+                         if (p.at(x) == nullptr && step.num_rows > 0) throw std::invalid_argument("A step of this graph needs what rows are selected of.");
+                         p.check_rows(step);
                      }});
 }
 

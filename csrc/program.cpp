@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace pagoda {
@@ -130,6 +131,15 @@ void Program::find_values(const Schedule& schedule, const Step& step, const std:
     for (size_t i = 0; i < storage_.size(); ++i) addresses_[i] = addresses_[static_cast<size_t>(storage_[i])];
 }
 
+void Program::check_rows(const Step& step) const {
+    const auto* rows = at<int64_t>(rows_);
+    if (step.num_rows > step.num_tokens) throw std::out_of_range("More rows are wanted than there are.");
+    for (int64_t i = 0; i < step.num_rows; ++i) {
+        if (rows[i] >= 0 && rows[i] < step.num_tokens) continue;
+        throw std::out_of_range("A wanted row is not one of the step's " + std::to_string(step.num_tokens) + ".");
+    }
+}
+
 void Program::run(int number, Step step, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& results,
                   int64_t* times) {
     const Schedule& schedule = schedules_.at(static_cast<size_t>(number));
@@ -141,7 +151,10 @@ void Program::run(int number, Step step, const std::vector<uintptr_t>& inputs, c
     }
     if (adapters != nullptr) {
         adapted_tokens_.assign(adapters, nullptr, step.num_tokens);
-        if (rows_ >= 0) adapted_selected_.assign(adapters, at<int64_t>(rows_), step.num_rows);
+        if (rows_ >= 0 && at(rows_) != nullptr) {
+            check_rows(step);
+            adapted_selected_.assign(adapters, at<int64_t>(rows_), step.num_rows);
+        }
     }
     size_t scratch_bytes = 0;
     int64_t work = 0;

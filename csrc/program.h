@@ -75,6 +75,8 @@ class Program {
     T* at(Value value) const {
         return reinterpret_cast<T*>(addresses_[static_cast<size_t>(value)]);
     }
+    // Throws std::out_of_range if selected rows are none of the step's.
+    void check_rows(const Step& step) const;
     const AdaptedRows& adapted_rows(Value value) const {
         return shape(value).selected ? adapted_selected_ : adapted_tokens_;
     }

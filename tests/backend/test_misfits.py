@@ -13,6 +13,7 @@ from pagoda.backend.base import HeadLinears, KVCache, StateCache, StepInput, Tok
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.graph import GraphBuilder
 from pagoda.backend.latent_layers import head_linear, latent_attention
+from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.state_layers import short_conv
 from pagoda.backend.weights import DenseWeight
 from pagoda.backend_check.subject import batch_of_spans
@@ -80,6 +81,46 @@ def test_latents_of_two_elements_are_refused(cpu: CpuBackend) -> None:
     builder.result("out", out)
     with pytest.raises(ConfigError, match="takes latents of 4 elements or more, not 2"):
         cpu.compile(builder.build())
+
+
+@needs_kernels
+def test_rows_whose_adapters_alone_are_selected_must_be_of_the_step(cpu: CpuBackend) -> None:
+    weight = cpu.prepare_linear([DenseWeight(torch.eye(32))], None, torch.float32)
+    maps = LowRankMaps(32, (32,), torch.float32)
+    cpu.set_low_rank(maps, 0, [LowRank(torch.ones(1, 32), torch.ones(32, 1), 1.0)])
+    builder = GraphBuilder(cpu.group)
+    rows, adapters = builder.input("rows"), builder.input("adapters")
+    hidden = builder.scale(builder.select_rows(builder.input("x", 32), rows), 1.0)
+    chosen = builder.select_rows(adapters, rows)
+    builder.result("hidden", hidden)
+    builder.result(
+        "out", builder.add_low_rank(builder.linear(hidden, weight), hidden, chosen, maps)
+    )
+    compiled, hidden_rows = cpu.compile(builder.build()), torch.eye(32)[:2]
+
+    def out(*rows: int, **adapters: torch.Tensor) -> torch.Tensor:
+        step: StepInput[Any] = StepInput(
+            {"hidden": hidden_rows, "rows": torch.tensor(rows), **adapters}
+        )
+        return compiled(step, ["out"])[0]
+
+    numbers = torch.tensor([-1, 0, -1])
+    assert torch.equal(out(1, 0, adapters=numbers)[0], hidden_rows[0] + 1)
+    assert torch.equal(out(5, 6), hidden_rows)
+    for wrong in (3, -1, 10**9):
+        with pytest.raises(IndexError, match="not one of the step's 3"):
+            out(wrong, 0, adapters=numbers)
+
+
+@needs_kernels
+def test_a_step_without_tokens_has_no_rows(cpu: CpuBackend) -> None:
+    builder = GraphBuilder(cpu.group)
+    total = builder.add(builder.input("x", 8), builder.input("y", 8))
+    builder.result("out", builder.select_rows(total, builder.input("rows")))
+    none: StepInput[Any] = StepInput(
+        {"x": torch.ones(0, 8), "y": torch.ones(0, 8), "rows": torch.ones(0, dtype=torch.int64)}
+    )
+    assert cpu.compile(builder.build())(none, ["out"])[0].shape == (0, 8)
 
 
 @needs_kernels
