@@ -21,6 +21,7 @@
 #include "pages.h"
 #include "populator.h"
 #include "sampler.h"
+#include "sampling_table.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -68,21 +69,6 @@ std::vector<std::string> available_instruction_sets() {
     return names;
 }
 
-// The rows of a step that are sampled, in order.
-struct SamplingBatch {
-    std::vector<SamplingRow> rows;
-
-    void add(bool greedy, float scale, float lowest_power, int64_t top_k, uint64_t top_p, uint64_t typical_p,
-             uint64_t seed, uint64_t position, int64_t logprobs, Address allowed, Address stops, int64_t num_stops,
-             Address bias_ids, Address biases, int64_t num_biases, Address seen, Address counts, int64_t num_seen,
-             float repetition, float frequency, float presence) {
-        rows.push_back({nullptr, greedy, scale, lowest_power, top_k, top_p, typical_p, seed, position, logprobs,
-                        to<uint32_t>(allowed), to<int64_t>(stops), num_stops, to<int64_t>(bias_ids),
-                        to<float>(biases), num_biases, to<int64_t>(seen), to<float>(counts), num_seen, repetition,
-                        frequency, presence});
-    }
-};
-
 // The kernels of one instruction set, and memory that they use from call to call: for one caller at a time.
 class Kernels {
    public:
@@ -117,12 +103,16 @@ class Kernels {
         return pagoda::value_pair(table_->math(Dtype(dtype), Dtype(cache_dtype)), block_size);
     }
 
-    void sample(SamplingBatch& batch, Address logits, int64_t row_stride, int64_t vocab, int64_t most, Address numbers,
-                Address logprobs) {
+    // The next token of each of some slots, from a row of logits for each.
+    void sample(const SamplingTable& params, const std::vector<int64_t>& slots, Address logits, int64_t row_stride,
+                int64_t most, Address numbers, Address logprobs) {
         const nb::gil_scoped_release released;
-        const auto n = static_cast<int64_t>(batch.rows.size());
-        for (int64_t i = 0; i < n; ++i) batch.rows[static_cast<size_t>(i)].logits = to<float>(logits) + i * row_stride;
-        pagoda::sample(*table_, batch.rows.data(), n, vocab, {to<int64_t>(numbers), to<float>(logprobs), most}, buffer_);
+        rows_.clear();
+        for (const int64_t slot : slots) {
+            rows_.push_back(params.row(slot, to<float>(logits) + static_cast<int64_t>(rows_.size()) * row_stride));
+        }
+        pagoda::sample(*table_, rows_.data(), static_cast<int64_t>(rows_.size()), params.vocab(),
+                       {to<int64_t>(numbers), to<float>(logprobs), most}, buffer_);
     }
 
     // Reports, as `sample` does, on one given token of each row.
@@ -145,6 +135,7 @@ class Kernels {
    private:
     const KernelTable* table_ = nullptr;
     Buffer buffer_;
+    std::vector<SamplingRow> rows_;
 };
 
 void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x, int64_t count) {
@@ -335,7 +326,12 @@ NB_MODULE(_native, m) {
         .def("value_pair", &Kernels::value_pair)
         .def("sample", &Kernels::sample)
         .def("score", &Kernels::score);
-    nb::class_<SamplingBatch>(m, "SamplingBatch").def(nb::init<>()).def("add", &SamplingBatch::add);
+    nb::class_<SamplingTable>(m, "SamplingTable")
+        .def("__init__", [](SamplingTable* self, int64_t num_slots, int64_t vocab, const nb::dict& columns) {
+            new (self) SamplingTable(num_slots, vocab, [&](const char* name) {
+                return to(nb::cast<Address>(columns[name]));
+            });
+        });
     nb::class_<PackedLinear>(m, "PackedLinear")
         .def_static("dense",
                     [](int dtype, int64_t outputs, int64_t inputs, Address panels) {

@@ -1,5 +1,7 @@
 """The kernels in csrc/. Tensors are given by address; 0 stands for none."""
 
+from collections.abc import Sequence
+
 LOW_RANK_BLOCK: int
 MAX_HEAD_DIM: int
 MAX_EXPERTS: int
@@ -153,10 +155,10 @@ class Kernels:
 
     def sample(
         self,
-        batch: SamplingBatch,
+        table: SamplingTable,
+        slots: Sequence[int],
         logits: int,
         row_stride: int,
-        vocab_size: int,
         most: int,
         numbers: int,
         logprobs: int,
@@ -173,11 +175,10 @@ class Kernels:
         logprobs: int,
     ) -> None: ...
 
-class SamplingBatch:
-    """Rows of logits to sample from; see csrc/sampler.h."""
+class SamplingTable:
+    """Columns of `pagoda.backend.sampling_table.SamplingTable` by name; see csrc/sampling_table.h."""
 
-    def __init__(self) -> None: ...
-    def add(self, *arguments: float) -> None: ...
+    def __init__(self, num_slots: int, vocab_size: int, columns: dict[str, int]) -> None: ...
 
 class PackedLinear:
     """A packed weight without bias."""

@@ -15,7 +15,8 @@ from torch import Tensor, device, dtype, empty, float32, int64, uint8
 from pagoda.backend.graph import Graph, LinearShape
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
-from pagoda.backend.sampling import SampledRow, SamplingRow, ScoredRows
+from pagoda.backend.sampling import SampledRows, ScoredRows
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.errors import ConfigError
@@ -374,10 +375,12 @@ class Backend(Protocol[LinearT_co, MetadataT]):
     def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
         """Forgets an adapter's parts, if there are any."""
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
-        """The next token of each row of logits [rows, vocab] float32, which are used up.
+    def sample(self, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
+        """The next token of each of some slots of the table from its row of logits [slots, vocab] float32, which
+        are used up. Raises ValueError: they do not fit each other; IndexError: the table has no such slot.
 
         `pagoda.backend.sampling` says how tokens are chosen; all backends choose the same ones of the same logits.
+        The table is what it is now: its arrays stay where they are, and elements change from call to call.
         """
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:

@@ -1,4 +1,6 @@
-"""Rows of logits as a backend is given them to sample from, and tokens as it gives them back.
+"""Rules by which a backend samples from rows of logits, and tokens as it gives them back.
+
+`pagoda.backend.sampling_table` holds the rules of all requests by slot.
 
 **The distribution.** A token's *power* is `(logit - highest) * scale` in float32, where `scale` is `log2(e)`
 over the temperature: 2 to this power is how likely the token is against the likeliest one. Its *weight* is that
@@ -111,6 +113,33 @@ class SampledRow:
 
 
 @dataclass(frozen=True, eq=False)
+class SampledRows:
+    """Results of the rows of a step, as arrays. Elements that a row does not have may be anything."""
+
+    outcomes: Tensor
+    """[rows] int64, numbers of `Outcome`."""
+    token_ids: Tensor
+    """[rows] int64, of rows that are drawn."""
+    ranks: Tensor
+    """[rows] int64, from 1 on, of rows that are drawn and report log-probabilities."""
+    top_token_ids: Tensor
+    """[rows, k] int64, the likeliest tokens, of these rows; k is as large as any row wants."""
+    logprobs: Tensor
+    """[rows, 1 + k] float32, of the token that is drawn, then of the likeliest, of these rows."""
+
+    def token_logprobs(self, rows: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+        """Reports of some rows that are drawn, with `counts[i]` likeliest tokens of `rows[i]` at most."""
+        ranks, top = self.ranks.tolist(), self.top_token_ids.tolist()
+        logprobs = self.logprobs.tolist()
+        return [
+            TokenLogprobs(
+                logprobs[row][0], ranks[row], top[row][:count], logprobs[row][1 : 1 + count]
+            )
+            for row, count in zip(rows, counts, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
 class ScoredRows:
     """Reports on one given token of each of some rows of logits, as of tokens that are sampled."""
 
@@ -124,7 +153,7 @@ class ScoredRows:
     """[rows, 1 + k] float32, of the given token, then of the likeliest."""
 
 
-def check_logits(logits: Tensor, rows: Sequence[SamplingRow] | Tensor) -> None:
+def check_logits(logits: Tensor, rows: Sequence[int] | Tensor) -> None:
     """Raises ValueError unless logits are [rows, vocab]."""
     if logits.ndim != 2 or len(logits) != len(rows):
         raise ValueError(f"Logits of {list(logits.shape)} are not of {len(rows)} rows.")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.sampling import SamplingRow, SamplingRules
+from pagoda.backend.base import Backend
+from pagoda.backend.sampling import Outcome, SampledRow, SampledRows, SamplingRow, SamplingRules
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend_check.subject import Check, Subject, ensure, random_tensor
 from pagoda.messages.sampling_params import SamplingParams
 
 VOCABULARIES = (1, 31, 130, 1000, 8193)
-_BATCHES = 12
+_BATCHES = 8
+_SLOTS = 9
 KINDS = ("flat", "normal", "peaked", "tied", "constant", "huge", "zeros", "nan", "inf", "-inf")
 """Shapes of distributions."""
 
@@ -37,6 +41,35 @@ def row_of(
     return SamplingRow(
         rules, position, rules.allowed, bool(stops), array("q", seen), array("f", counts)
     )
+
+
+def table_of(vocab: int, rows: Sequence[SamplingRow]) -> SamplingTable:
+    """A table whose first slots have these parameters."""
+    table = SamplingTable(len(rows), vocab)
+    for slot, row in enumerate(rows):
+        table.put(slot, row)
+    return table
+
+
+def rows_of(found: SampledRows, table: SamplingTable, slots: Sequence[int]) -> list[SampledRow]:
+    """The results row by row, without what a row does not have."""
+    rows = []
+    for i, slot in enumerate(slots):
+        outcome, count = Outcome(int(found.outcomes[i])), table.row(slot).rules.sampling.logprobs
+        if outcome is not Outcome.DRAWN:
+            rows.append(SampledRow(outcome))
+            continue
+        report = None if count is None else found.token_logprobs([i], [count])[0]
+        rows.append(SampledRow(outcome, int(found.token_ids[i]), report))
+    return rows
+
+
+def sample_all(
+    backend: Backend[Any, Any], logits: Tensor, rows: Sequence[SamplingRow]
+) -> list[SampledRow]:
+    """Results of a backend for logits [rows, vocab] with these parameters."""
+    slots, table = range(len(rows)), table_of(logits.shape[1], rows)
+    return rows_of(backend.sample(logits, table, slots), table, slots)
 
 
 def mask(tokens: list[int], vocab: int) -> Tensor:
@@ -95,21 +128,48 @@ def random_row(vocab: int, rng: random.Random) -> SamplingRow:
 def _sample(subject: Subject) -> str:
     rng, counted = random.Random(1), 0
     for vocab in VOCABULARIES:
+        # One table for all batches, of which each takes slots in any order, as requests come and go.
+        table = table_of(vocab, [random_row(vocab, rng) for _ in range(_SLOTS)])
         for batch in range(_BATCHES):
-            kinds = [rng.choice(KINDS) for _ in range(rng.randint(1, 6))]
+            slots = rng.sample(range(_SLOTS), rng.randint(1, 6))
+            kinds = [rng.choice(KINDS) for _ in slots]
             logits = torch.stack(
                 [logits_like(kind, vocab, batch + i) for i, kind in enumerate(kinds)]
             )
-            rows = [random_row(vocab, rng) for _ in kinds]
-            own = subject.backend.sample(logits.to(subject.backend.device, copy=True), rows)
-            expected = subject.reference.sample(logits.clone(), rows)
-            for found, wanted, row in zip(own, expected, rows, strict=True):
-                ensure(
-                    found == wanted,
-                    f"sample of {vocab} tokens gives {found}, not {wanted}, for {row.rules.sampling}",
-                )
-            counted += len(rows)
+            counted += _compare(subject, logits, table, slots)
+            for slot in slots:
+                _go_on(table, slot, rng)
+            counted += _compare(subject, logits, table, slots)
+            table.put(slots[0], random_row(vocab, rng))
     return f"{counted} rows, every token and log-probability"
+
+
+def _compare(subject: Subject, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> int:
+    """Compares the rows of a step with the reference's; returns how many there are."""
+    device, vocab = subject.backend.device, logits.shape[1]
+    own = subject.backend.sample(logits.to(device, copy=True), table, slots)
+    expected = subject.reference.sample(logits.clone(), table, slots)
+    for slot, found, wanted in zip(
+        slots, rows_of(own, table, slots), rows_of(expected, table, slots), strict=True
+    ):
+        ensure(
+            found == wanted,
+            f"sample of {vocab} tokens gives {found}, not {wanted}, for {table.row(slot).rules.sampling}",
+        )
+    return len(slots)
+
+
+def _go_on(table: SamplingTable, slot: int, rng: random.Random) -> None:
+    """Changes what a further token changes: the position, masks, stops, and tokens to penalise."""
+    row, vocab = table.row(slot), table.vocab_size
+    table.advance([slot])
+    table.allow(slot, rng.choice([None, row.rules.allowed, mask([rng.randrange(vocab)], vocab)]))
+    table.hold_back_stops(slot, held=False)
+    if len(row.seen) < vocab:
+        row.seen.append(min(set(range(vocab)).difference(row.seen)))
+        row.counts.append(1)
+    row.counts[0] += 1
+    table.seen_more(slot)
 
 
 def _score(subject: Subject) -> str:

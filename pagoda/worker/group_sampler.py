@@ -8,7 +8,7 @@ tokens: so ranks agree by construction, and only the first keeps the state of sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -132,9 +132,10 @@ class GroupSampler:
         token_ids, errors = self._of_first(drawn, _DRAWN)
         return Sampled(token_ids, sampled.logprobs, errors)
 
-    def append(self, slot: int, token_id: int) -> None:
+    def append(self, token_ids: Mapping[int, int]) -> None:
+        """Remembers a token of each of some slots."""
         if self._leads:
-            self._sampler.append(slot, token_id)
+            self._sampler.append(token_ids)
 
     def _modes(self, rows: Rows, *, has_argmax: bool) -> tuple[Rows, Rows]:
         """Slots that need the likeliest token only, and slots that need all logits; unknown to other ranks."""
@@ -142,11 +143,13 @@ class GroupSampler:
             return {}, {}
         if not has_argmax:
             return {}, rows
-        needs_logits = self._sampler.needs_logits
-        logits = {slot: row for slot, row in rows.items() if needs_logits(slot)}
-        if not logits:
-            return rows, logits
-        return {slot: row for slot, row in rows.items() if slot not in logits}, logits
+        needing = self._sampler.needing_logits(rows)
+        if not needing:
+            return rows, {}
+        if len(needing) == len(rows):
+            return {}, rows
+        logits = {slot: row for slot, row in rows.items() if slot in needing}
+        return {slot: row for slot, row in rows.items() if slot not in needing}, logits
 
     def _of_first(self, value: T, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """The first rank's value, on all ranks."""

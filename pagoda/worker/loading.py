@@ -339,7 +339,10 @@ def load_runner(
     runner: Runner | StageRunner
     if shard.is_last:
         sampler = GroupSampler(
-            Sampler(shard.config.vocab_size, backend.sample), group, tracer, await_masks
+            Sampler(config.max_num_seqs, shard.config.vocab_size, backend.sample),
+            group,
+            tracer,
+            await_masks,
         )
         # States move on as they are computed: a part of a step cannot be computed a second time.
         has_states = any(layer.state is not None for layer in shard.config.layers)

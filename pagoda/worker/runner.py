@@ -272,7 +272,7 @@ class Runner:
             self._prompts.start(start)
         for slot, token_ids in plan.forced_tokens:
             for token_id in token_ids:
-                self._sampler.append(slot, token_id)
+                self._sampler.append({slot: token_id})
 
     def _log_fields(self, slot: int) -> dict[str, str]:
         """Extra fields of a log line about a slot's request."""
@@ -341,8 +341,7 @@ class Runner:
         places = dict(zip(tokens.slots, tokens.ends, strict=True))
         drawn = sampled.token_ids
         self.batch.write([places[slot] for slot in drawn], list(drawn.values()))
-        for slot, token_id in drawn.items():
-            self._sampler.append(slot, token_id)
+        self._sampler.append(drawn)
 
 
 def _finite(values: Mapping[int, T | None]) -> dict[int, T]:

@@ -1,17 +1,18 @@
 """Sampling: logits become tokens.
 
-The sampler keeps what the requests of all slots have said so far; the backend chooses the tokens. A row's token
-depends on its own logits, parameters, seed and position only, in every bit.
+The sampler keeps the parameters of all slots in one table, by which the backend chooses the tokens of a step. A
+row's token depends on its own logits, parameters, seed and position only, in every bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow
+from pagoda.backend.sampling import Outcome, SampledRows
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.worker import SlotStart
 from pagoda.worker.prompt_outputs import PromptOutputs
@@ -29,7 +30,7 @@ _ERRORS = {
     Outcome.NOTHING_ALLOWED: NOTHING_ALLOWED,
 }
 
-SampleRows = Callable[[Tensor, Sequence[SamplingRow]], list[SampledRow]]
+SampleRows = Callable[[Tensor, SamplingTable, Sequence[int]], SampledRows]
 """`Backend.sample`."""
 
 
@@ -54,10 +55,13 @@ def merged(parts: Iterable[Sampled]) -> Sampled:
     return whole
 
 
-def argmax_tokens(slots: Iterable[int], found: Tensor) -> Sampled:
+def argmax_tokens(slots: Collection[int], found: Tensor) -> Sampled:
     """Result of argmax sampling from `found` [slots, 3] int64, as `Decoder.argmax` gives it."""
+    tokens, _, are_finite = found.T.tolist()
+    if all(are_finite):
+        return Sampled(dict(zip(slots, tokens, strict=True)))
     sampled = Sampled()
-    for slot, (token, _, is_finite) in zip(slots, found.tolist(), strict=True):
+    for slot, token, is_finite in zip(slots, tokens, are_finite, strict=True):
         if is_finite:
             sampled.token_ids[slot] = token
         else:
@@ -68,43 +72,78 @@ def argmax_tokens(slots: Iterable[int], found: Tensor) -> Sampled:
 class Sampler:
     """State of sampling of all slots."""
 
-    def __init__(self, vocab_size: int, sample_rows: SampleRows) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, num_slots: int, vocab_size: int, sample_rows: SampleRows) -> None:
+        self._table = SamplingTable(num_slots, vocab_size)
+        self._reported = self._table.columns["logprobs"]
         self._sample_rows = sample_rows
         self._states: dict[int, SamplingState] = {}
+        self._changing: set[int] = set()
+        """Slots in which a further token changes more than the position."""
+        self._with_logits: set[int] = set()
+        """Slots whose next step needs more than the likeliest token."""
+        self._reporting: set[int] = set()
+        """Slots that report log-probabilities."""
 
     def start(self, start: SlotStart) -> None:
-        self._states[start.slot] = SamplingState(start, self._vocab_size)
+        state = self._states[start.slot] = SamplingState(start, self._table)
+        if start.sampling.logprobs is not None:
+            self._reporting.add(start.slot)
+        self._note(start.slot, state)
 
     def free(self, slot: int) -> None:
         """Forgets a slot, even one whose start failed."""
         self._states.pop(slot, None)
+        for slots in (self._changing, self._with_logits, self._reporting):
+            slots.discard(slot)
 
     def take_masks(self, masks: dict[int, bytes]) -> None:
         """Takes the masks of slots for their next tokens; `append` forgets them."""
         for slot, mask in masks.items():
-            if slot in self._states:
-                self._states[slot].take_mask(mask)
+            state = self._states.get(slot)
+            if state is not None:
+                state.take_mask(mask)
+                self._note(slot, state)
 
-    def needs_logits(self, slot: int) -> bool:
-        """False if the slot's next step needs the likeliest token only."""
-        return self._states[slot].needs_logits()
+    def needing_logits(self, slots: Iterable[int]) -> set[int]:
+        """Slots among these whose next step needs more than the likeliest token."""
+        return self._with_logits.intersection(slots)
 
     def sample(self, logits: Tensor, slots: list[int]) -> Sampled:
         """The next token of each slot from logits [slots, vocab] float32, which are used up.
 
         Nothing is remembered: sampling again gives the same tokens until `append` adds one.
         """
-        rows = self._sample_rows(logits, [self._states[slot].row() for slot in slots])
-        sampled = Sampled()
-        for slot, row in zip(slots, rows, strict=True):
-            if row.outcome is not Outcome.DRAWN:
-                sampled.errors[slot] = _ERRORS[row.outcome]
-                continue
-            sampled.token_ids[slot] = row.token_id
-            if row.logprobs is not None:
-                sampled.logprobs[slot] = row.logprobs
+        rows = self._sample_rows(logits, self._table, slots)
+        outcomes = rows.outcomes.tolist()
+        sampled = Sampled(dict(zip(slots, rows.token_ids.tolist(), strict=True)))
+        if any(outcomes):
+            for slot, outcome in zip(slots, outcomes, strict=True):
+                if outcome != Outcome.DRAWN:
+                    del sampled.token_ids[slot]
+                    sampled.errors[slot] = _ERRORS[Outcome(outcome)]
+        reporting = self._reporting.intersection(sampled.token_ids)
+        if reporting:
+            chosen = [row for row, slot in enumerate(slots) if slot in reporting]
+            counts = [int(self._reported[slots[row]]) for row in chosen]
+            for row, report in zip(chosen, rows.token_logprobs(chosen, counts), strict=True):
+                sampled.logprobs[slots[row]] = report
         return sampled
 
-    def append(self, slot: int, token_id: int) -> None:
-        self._states[slot].append(token_id)
+    def append(self, token_ids: Mapping[int, int]) -> None:
+        """Remembers a token of each of some slots."""
+        self._table.advance(token_ids)
+        for slot in self._changing.intersection(token_ids):
+            state = self._states[slot]
+            state.append(token_ids[slot])
+            self._note(slot, state)
+
+    def _note(self, slot: int, state: SamplingState) -> None:
+        """Sorts a slot whose state has changed."""
+        for slots, belongs in (
+            (self._changing, state.changes),
+            (self._with_logits, state.needs_logits),
+        ):
+            if belongs:
+                slots.add(slot)
+            else:
+                slots.discard(slot)

@@ -1,4 +1,4 @@
-"""State of sampling of a request: its rules, and the tokens that penalties are for.
+"""State of sampling of a request: what the tokens that it says change in its slot of the sampling table.
 
 The state lives as long as the request's slot and grows by one token a step; nothing is rebuilt from the context.
 """
@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.sampling import SamplingRow, SamplingRules
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.worker import SlotStart
 
 
 class SamplingState:
-    def __init__(self, start: SlotStart, vocab_size: int) -> None:
+    def __init__(self, start: SlotStart, table: SamplingTable) -> None:
         sampling = start.sampling
-        self._num_words = -(-vocab_size // 32)
+        self._slot, self._table = start.slot, table
         output = start.token_ids[start.num_prompt_tokens :]
         bias = sampling.logit_bias or {}
         self._rules = SamplingRules(
             sampling=sampling,
-            allowed=_mask(sampling.allowed_token_ids, vocab_size),
+            allowed=_mask(sampling.allowed_token_ids, table.vocab_size),
             stops=array("q", sorted({*start.eos_token_ids, *sampling.stop_token_ids})),
             bias_ids=array("q", bias),
             biases=array("f", bias.values()),
@@ -33,9 +34,8 @@ class SamplingState:
             or self._rules.allowed is not None
             or len(bias) > 0
         )
-        self._mask: Tensor | None = None
-        """Tokens that the grammar allows at the next position; None without one."""
-        self._num_output_tokens = len(output)
+        self._is_masked = False
+        """True if a grammar says what the next token may be."""
         self._counts_output = bool(sampling.presence_penalty or sampling.frequency_penalty)
         repeats = sampling.repetition_penalty != 1
         self._penalises = repeats or self._counts_output
@@ -48,45 +48,55 @@ class SamplingState:
         if self._counts_output:
             for token_id in output:
                 self._counts[self._see(token_id)] += 1
+        self._holds_back_stops = self._must_go_on(len(output))
+        table.put(
+            start.slot,
+            SamplingRow(
+                rules=self._rules,
+                position=len(output),
+                allowed=self._rules.allowed,
+                holds_back_stops=self._holds_back_stops,
+                seen=self._seen,
+                counts=self._counts,
+            ),
+        )
 
+    @property
+    def changes(self) -> bool:
+        """False if a further token changes nothing but the position, so that it need not be appended."""
+        return self._penalises or self._holds_back_stops or self._is_masked
+
+    @property
     def needs_logits(self) -> bool:
         """False if the next token is the likeliest one, whatever was said, and nothing is reported of it."""
         return (
             self._always_needs_logits
-            or self._mask is not None
+            or self._is_masked
             or len(self._seen) > 0
-            or self._holds_back_stops()
-        )
-
-    def row(self) -> SamplingRow:
-        """The state as it is now, which `append` changes."""
-        return SamplingRow(
-            rules=self._rules,
-            position=self._num_output_tokens,
-            allowed=self._rules.allowed if self._mask is None else self._mask,
-            holds_back_stops=self._mask is None and self._holds_back_stops(),
-            seen=self._seen,
-            counts=self._counts,
+            or self._holds_back_stops
         )
 
     def take_mask(self, mask: bytes) -> None:
         """Takes the mask of the next token, which also says what `min_tokens` does.
         Raises ValueError: it is of another vocabulary."""
-        bits = torch.frombuffer(bytearray(mask), dtype=torch.int32)
-        if len(bits) != self._num_words:
-            raise ValueError(
-                f"A mask of tokens has {len(bits)} words instead of {self._num_words}."
-            )
-        allowed = self._rules.allowed
-        self._mask = bits if allowed is None else bits & allowed
+        self._table.allow_bytes(self._slot, mask, self._rules.allowed)
+        self._table.hold_back_stops(self._slot, held=False)
+        self._is_masked = True
 
     def append(self, token_id: int) -> None:
-        self._mask = None
-        self._num_output_tokens += 1
+        """Takes a token that was said, once the table counts it."""
+        table, slot = self._table, self._slot
+        if self._is_masked or self._holds_back_stops:
+            if self._is_masked:
+                table.allow(slot, self._rules.allowed)
+            self._is_masked = False
+            self._holds_back_stops = self._must_go_on(table.position(slot))
+            table.hold_back_stops(slot, held=self._holds_back_stops)
         if self._penalises:
             place = self._see(token_id)
             if self._counts_output:
                 self._counts[place] += 1
+            table.seen_more(slot)
 
     def _see(self, token_id: int) -> int:
         place = self._places.setdefault(token_id, len(self._seen))
@@ -95,8 +105,9 @@ class SamplingState:
             self._counts.append(0)
         return place
 
-    def _holds_back_stops(self) -> bool:
-        held_back = self._num_output_tokens < self._rules.sampling.min_tokens
+    def _must_go_on(self, num_output_tokens: int) -> bool:
+        """True if the answer may not end with the next token."""
+        held_back = num_output_tokens < self._rules.sampling.min_tokens
         return held_back and len(self._rules.stops) > 0
 
 

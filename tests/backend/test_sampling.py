@@ -9,14 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import REFERENCE, SETS, backend_of, examples, needs_kernels, seeds, threads
+from cpu_cases import REFERENCE, SETS, examples, needs_kernels, seeds, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.sampling import Outcome, SampledRow
-from pagoda.backend_check.sampling import KINDS, logits_like, mask, random_row, row_of
+from pagoda.backend.sampling_table import SamplingTable
+from pagoda.backend_check.sampling import (
+    KINDS,
+    logits_like,
+    mask,
+    random_row,
+    row_of,
+    rows_of,
+    sample_all,
+    table_of,
+)
 
 NATIVE = {name: CpuBackend(name) for name in SETS}
 VOCABULARIES = (1, 31, 128, 130, 257, 1000, 8191, 8193, 20_000)
@@ -39,12 +49,55 @@ def test_the_same_in_every_bit(vocab: int, kinds: list[str], seed: int, n: int) 
     rng = random.Random(seed)
     logits = torch.stack([logits_like(kind, vocab, seed + i) for i, kind in enumerate(kinds)])
     rows = [random_row(vocab, rng) for _ in kinds]
-    expected = REFERENCE.sample(logits.clone(), rows)
+    expected = sample_all(REFERENCE, logits.clone(), rows)
     torch.set_num_threads(n)
     for backend in NATIVE.values():
-        assert backend.sample(logits.clone(), rows) == expected
-    last = backend.sample(logits[-1:].clone(), rows[-1:])
+        assert sample_all(backend, logits.clone(), rows) == expected
+    last = sample_all(backend, logits[-1:].clone(), rows[-1:])
     assert last == expected[-1:]
+
+
+@needs_kernels
+def test_slots_are_taken_in_any_order(ops: Any) -> None:
+    rng = random.Random(3)
+    rows = [random_row(300, rng) for _ in range(9)]
+    logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(4))
+    expected = sample_all(ops, logits.clone(), rows)
+    table, slots = table_of(300, rows), [7, 0, 8, 3]
+    found = ops.sample(logits[slots], table, slots)
+    assert rows_of(found, table, slots) == [expected[slot] for slot in slots]
+
+
+def test_a_table_that_changes(ops: Any) -> None:
+    """Position, mask, stops and penalties are what they are when a step samples."""
+    logits = torch.zeros(1, 300)
+    logits[0, [5, 40, 7]] = torch.tensor([3.0, 2.0, 1.2])
+    stop = row_of(300, temperature=0.0, stops=(5,), presence_penalty=2.0, logprobs=0)
+    table = table_of(300, [stop])
+
+    def token() -> int:
+        return int(ops.sample(logits.clone(), table, [0]).token_ids)
+
+    assert token() == 40
+    table.hold_back_stops(0, held=False)
+    assert token() == 5
+    for seen in (5, 40):
+        stop.seen.append(seen)
+        stop.counts.append(1)
+    table.seen_more(0)
+    assert token() == 7  # the others are 1 and 0 now
+    stop.counts[0] = 0
+    assert token() == 5
+    table.allow(0, mask([7, 40], 300))
+    assert token() == 7
+    table.allow(0, None)
+    table.put(0, row_of(300, temperature=0.0))
+    assert token() == 5
+
+
+def test_a_slot_that_there_is_not(ops: Any) -> None:
+    with pytest.raises(IndexError):
+        ops.sample(torch.zeros(1, 50), table_of(50, [row_of(50)]), [1])
 
 
 # ---- the distribution
@@ -93,7 +146,7 @@ def test_draws_are_distributed_as_they_should_be(ops: Any, setting: str) -> None
     """Chi-square against exact probabilities, at a level of about one in a million."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 1.5
     rows = [row_of(40, seed=7, position=i, **SETTINGS[setting]) for i in range(DRAWS)]
-    sampled = ops.sample(logits.repeat(DRAWS, 1), rows)
+    sampled = sample_all(ops, logits.repeat(DRAWS, 1), rows)
     found = Counter(row.token_id for row in sampled)
     probabilities = exact_probabilities(logits, **SETTINGS[setting]).tolist()
     possible = {token: p * DRAWS for token, p in enumerate(probabilities) if p > 0}
@@ -111,7 +164,7 @@ def test_draws_are_distributed_as_they_should_be(ops: Any, setting: str) -> None
 def kept(ops: Any, logits: list[float], **params: Any) -> set[int]:
     """Every token that some position draws."""
     rows = [row_of(len(logits), position=i, **params) for i in range(300)]
-    return {row.token_id for row in ops.sample(torch.tensor([logits] * 300), rows)}
+    return {row.token_id for row in sample_all(ops, torch.tensor([logits] * 300), rows)}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +188,7 @@ def test_ties_and_bounds(
 def test_the_first_of_equal_logits_is_the_likeliest(ops: Any) -> None:
     logits = torch.zeros(1, 9000)
     logits[0, [8500, 300, 131]] = 2.0
-    [row] = ops.sample(logits, [row_of(9000, temperature=0.0, logprobs=4)])
+    [row] = sample_all(ops, logits, [row_of(9000, temperature=0.0, logprobs=4)])
     assert row.token_id == 131
     assert row.logprobs is not None
     assert row.logprobs.rank == 1
@@ -146,25 +199,29 @@ def test_a_mask_of_a_grammar_leaves_its_tokens(ops: Any) -> None:
     vocab, tokens = 1000, [31, 32, 999]
     logits = torch.randn(60, vocab, generator=torch.Generator().manual_seed(1))
     rows = [row_of(vocab, position=i, allowed=mask(tokens, vocab)) for i in range(60)]
-    assert {row.token_id for row in ops.sample(logits, rows)} == set(tokens)
+    assert {row.token_id for row in sample_all(ops, logits, rows)} == set(tokens)
 
 
 def test_what_may_not_be_given(ops: Any) -> None:
     with pytest.raises(ValueError, match="are not of 2 rows"):
-        ops.sample(torch.zeros(3, 50), [row_of(50), row_of(50)])
+        ops.sample(torch.zeros(3, 50), table_of(50, [row_of(50), row_of(50)]), [0, 1])
+    with pytest.raises(ValueError, match="Logits are of 51 tokens, the parameters of 50"):
+        ops.sample(torch.zeros(1, 51), table_of(50, [row_of(50)]), [0])
 
 
-@needs_kernels
 def test_a_mask_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="must be 2 words of int32"):
-        backend_of(SETS[-1]).sample(torch.zeros(1, 50), [row_of(50, allowed=mask([0], 200))])
+        table_of(50, [row_of(50, allowed=mask([0], 200))])
+    with pytest.raises(ValueError, match="has 3 words instead of 2"):
+        SamplingTable(1, 50).allow_bytes(0, bytes(12), None)
 
 
 @needs_kernels
 def test_rows_of_a_wider_tensor(ops: Any) -> None:
     wide = torch.randn(3, 500, generator=torch.Generator().manual_seed(2))
     rows = [row_of(300, position=i, top_p=0.9) for i in range(3)]
-    assert ops.sample(wide[:, :300], rows) == REFERENCE.sample(wide[:, :300].clone(), rows)
+    expected = sample_all(REFERENCE, wide[:, :300].clone(), rows)
+    assert sample_all(ops, wide[:, :300], rows) == expected
 
 
 @pytest.mark.parametrize("vocab", [1, 130, 8193])
@@ -176,7 +233,7 @@ def test_given_tokens_are_reported_like_sampled_ones(ops: Any, vocab: int, num_t
         row_of(vocab, allowed=mask([token_id], vocab), logprobs=num_top)
         for token_id in token_ids.tolist()
     ]
-    reported = [row.logprobs for row in ops.sample(logits.clone(), rows)]
+    reported = [row.logprobs for row in sample_all(ops, logits.clone(), rows)]
     wide = torch.nn.functional.pad(logits, (0, 5))[:, :vocab]
     scored = ops.score(wide, token_ids, num_top)
     assert scored.finite
@@ -194,7 +251,7 @@ def test_rows_that_are_not_finite_are_not_scored(ops: Any) -> None:
 
 
 def test_no_rows(ops: Any) -> None:
-    assert ops.sample(torch.zeros(0, 50), []) == []
+    assert sample_all(ops, torch.zeros(0, 50), []) == []
 
 
 def test_a_bad_row_is_told_from_the_others(ops: Any) -> None:
@@ -203,7 +260,7 @@ def test_a_bad_row_is_told_from_the_others(ops: Any) -> None:
     logits[1, 3] = math.nan
     overflows = row_of(40, seen=(7,), counts=(0,), repetition_penalty=0.01)
     rows = [row_of(40), row_of(40), overflows, row_of(40, allowed=mask([4], 40), stops=(4,))]
-    assert ops.sample(logits, rows) == [
+    assert sample_all(ops, logits, rows) == [
         SampledRow(Outcome.DRAWN, 7),
         SampledRow(Outcome.NOT_FINITE),
         SampledRow(Outcome.OVERFLOWN),

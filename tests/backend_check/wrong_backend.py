@@ -15,6 +15,7 @@ from pagoda.backend.graph import Graph, Node
 from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.backend import OPERATIONS, ReferenceBackend
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.devices import DeviceSet
 from pagoda.parallel.collectives import HostGroup
 
@@ -116,11 +117,33 @@ def _tables_of_others(own: ReferenceBackend, batch: Any, *rest: Any) -> Any:
 
 
 _KEPT: dict[int, Any] = {}
+_TABLES: dict[SamplingTable, SamplingTable] = {}
+_TAKEN: set[tuple[SamplingTable, int]] = set()
 
 
-def _unlikely(own: ReferenceBackend, logits: Tensor, rows: Any) -> Any:
-    found = own.sample(logits, rows)
-    return [replace(each, token_id=max(0, each.token_id - 1)) for each in found]
+def _unlikely(own: ReferenceBackend, *args: Any) -> Any:
+    found = own.sample(*args)
+    return replace(found, token_ids=(found.token_ids - 1).clamp(min=0))
+
+
+def _slots_in_order(own: ReferenceBackend, logits: Tensor, table: Any, slots: Any) -> Any:
+    return own.sample(logits, table, sorted(slots))
+
+
+def _keeps_parameters(own: ReferenceBackend, logits: Tensor, table: Any, slots: Any) -> Any:
+    """What a slot was first sampled by counts for good."""
+    kept = _TABLES.setdefault(table, SamplingTable(table.num_slots, table.vocab_size))
+    for slot in slots:
+        if (table, slot) not in _TAKEN:
+            _TAKEN.add((table, slot))
+            kept.put(slot, table.row(slot))
+    return own.sample(logits, kept, slots)
+
+
+def _reports_once(own: ReferenceBackend, *args: Any) -> Any:
+    """Log-probabilities of all rows are those of the first."""
+    found = own.sample(*args)
+    return replace(found, logprobs=found.logprobs[:1].expand_as(found.logprobs))
 
 
 def _ranks_from_zero(own: ReferenceBackend, *args: Any) -> Any:
@@ -296,6 +319,9 @@ BROKEN: dict[str, tuple[str, Mapping[str, Any]]] = {
         {"methods": {"run": _reuses_results}},
     ),
     "a sampled token": ("sample", {"methods": {"sample": _unlikely}}),
+    "slots of rows": ("sample", {"methods": {"sample": _slots_in_order}}),
+    "parameters that change": ("sample", {"methods": {"sample": _keeps_parameters}}),
+    "reports of rows": ("sample", {"methods": {"sample": _reports_once}}),
     "a rank of a token": ("score", {"methods": {"score": _ranks_from_zero}}),
     "a format that it says it lacks": (
         "weights of int8",

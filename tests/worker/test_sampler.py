@@ -11,12 +11,13 @@ from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.sampling import kept_weights, uniform_bits
+from pagoda.backend_check.sampling import mask, row_of
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 from pagoda.worker.sampler import NOT_FINITE, NOTHING_ALLOWED, OVERFLOWN, Sampled, Sampler
-from pagoda.worker.sampling_state import SamplingState
 
 VOCAB = 50
+SLOTS = 400
 REFERENCE = ReferenceBackend()
 """tests/backend/test_sampling.py finds the same on all backends."""
 
@@ -33,7 +34,7 @@ def _start(
 
 
 def _sample(logits: Tensor, *starts: SlotStart) -> Sampled:
-    sampler = Sampler(logits.shape[1], REFERENCE.sample)
+    sampler = Sampler(SLOTS, logits.shape[1], REFERENCE.sample)
     for start in starts:
         sampler.start(start)
     return sampler.sample(logits.clone(), [start.slot for start in starts])
@@ -42,8 +43,7 @@ def _sample(logits: Tensor, *starts: SlotStart) -> Sampled:
 def _step(sampler: Sampler, logits: Tensor, slots: list[int]) -> Sampled:
     """Samples and remembers what was drawn."""
     sampled = sampler.sample(logits.clone(), slots)
-    for slot, token_id in sampled.token_ids.items():
-        sampler.append(slot, token_id)
+    sampler.append(sampled.token_ids)
     return sampled
 
 
@@ -100,7 +100,7 @@ def test_rules(logits: dict[int, float], start: dict[str, Any], expected: int) -
 
 
 def test_penalties_grow_with_every_token() -> None:
-    sampler = Sampler(VOCAB, REFERENCE.sample)
+    sampler = Sampler(SLOTS, VOCAB, REFERENCE.sample)
     sampler.start(_start(frequency_penalty=1.0))
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8] = 2.5, 1.0
@@ -109,12 +109,12 @@ def test_penalties_grow_with_every_token() -> None:
 
 
 def test_sampling_again_gives_the_same() -> None:
-    sampler = Sampler(VOCAB, REFERENCE.sample)
+    sampler = Sampler(SLOTS, VOCAB, REFERENCE.sample)
     sampler.start(_start(temperature=1.0, seed=5, frequency_penalty=1.0, min_tokens=1, logprobs=2))
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     first = sampler.sample(logits.clone(), [0])
     assert sampler.sample(logits.clone(), [0]) == first
-    sampler.append(0, first.token_ids[0])
+    sampler.append(first.token_ids)
     assert len({sampler.sample(logits.clone(), [0]).token_ids[0] for _ in range(5)}) == 1
 
 
@@ -160,8 +160,8 @@ def test_nucleus_equals_a_full_sort() -> None:
         for top_p in (0.05, 0.5, 0.9, 0.999):
             ordered, order = logits[0].double().softmax(0).sort(descending=True)
             nucleus = order[ordered.cumsum(0) - ordered < top_p]
-            state = SamplingState(_start(temperature=1.0, top_p=top_p), logits.shape[1])
-            kept = kept_weights(logits[0], state.row()).nonzero()[:, 0]
+            row = row_of(300, temperature=1.0, top_p=top_p)
+            kept = kept_weights(logits[0], row).nonzero()[:, 0]
             assert kept.tolist() == nucleus.sort().values.tolist()
 
 
@@ -296,7 +296,7 @@ def test_rows_are_independent(rows: list[dict[str, Any]], seed: int) -> None:
     starts = [_start(slot, (1, 2), (5,), (9,), **row) for slot, row in enumerate(rows)]
 
     def run(slots: list[int]) -> list[Sampled]:
-        sampler = Sampler(vocab, REFERENCE.sample)
+        sampler = Sampler(SLOTS, vocab, REFERENCE.sample)
         for slot in slots:
             sampler.start(starts[slot])
         return [_step(sampler, logits[slots], slots) for logits in steps]
@@ -309,10 +309,57 @@ def test_rows_are_independent(rows: list[dict[str, Any]], seed: int) -> None:
 
 
 def test_a_freed_slot_leaves_nothing() -> None:
-    sampler = Sampler(VOCAB, REFERENCE.sample)
+    sampler = Sampler(SLOTS, VOCAB, REFERENCE.sample)
     sampler.start(_start(frequency_penalty=2.0, output=(7, 7), logit_bias={3: 100.0}))
     sampler.free(0)
     sampler.start(_start())
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 1.0
     assert sampler.sample(logits, [0]).token_ids == {0: 7}
+
+
+def test_a_mask_counts_for_one_token() -> None:
+    """It says all that min_tokens does; behind it, that and the allowed tokens count again."""
+    sampler = Sampler(SLOTS, VOCAB, REFERENCE.sample)
+    start = _start(5, eos=(7,), min_tokens=3, allowed_token_ids=(3, 7, 9), frequency_penalty=0.1)
+    sampler.start(start)
+    sampler.start(_start(4))
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 7], logits[:, 9], logits[:, 3], logits[:, 20] = 8.0, 5.0, 2.0, 9.0
+
+    def step(allowed: list[int] | None = None) -> int:
+        if allowed is not None:
+            words = mask(allowed, VOCAB).tolist()
+            masks = b"".join(word.to_bytes(4, "little", signed=True) for word in words)
+            sampler.take_masks({5: masks, 6: masks})
+        sampled = _step(sampler, logits, [4, 5])
+        assert sampled.token_ids[4] == 20
+        return sampled.token_ids[5]
+
+    assert [step(), step([7, 20]), step(), step([3, 20]), step()] == [9, 7, 9, 3, 7]
+    with pytest.raises(ValueError, match="has 3 words instead of 2"):
+        sampler.take_masks({5: bytes(12)})
+
+
+def test_who_needs_logits() -> None:
+    sampler = Sampler(SLOTS, VOCAB, REFERENCE.sample)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 0},
+        {"temperature": 1.0},
+        {"eos": (7,), "min_tokens": 1},
+        {"presence_penalty": 1.0},
+        {},
+    ]
+    for slot, kind in enumerate(kinds):
+        sampler.start(_start(slot, **kind))
+    slots = range(len(kinds))
+    sampler.take_masks({5: b"\xff" * 8})
+    assert sampler.needing_logits(slots) == {1, 2, 3, 5}
+    sampler.append(dict.fromkeys(slots, 9))
+    assert sampler.needing_logits(slots) == {1, 2, 4}
+    for slot in slots:
+        sampler.free(slot)
+        sampler.start(_start(slot))
+    assert sampler.needing_logits(slots) == set()
+    assert not sampler.sample(torch.zeros(6, VOCAB), list(slots)).logprobs

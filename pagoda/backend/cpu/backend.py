@@ -27,7 +27,6 @@ from pagoda.backend.base import (
 )
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.program import CompiledGraph
-from pagoda.backend.cpu.sampling import add_row, sampled_row
 from pagoda.backend.cpu.weights import (
     DTYPES,
     GATES,
@@ -44,7 +43,8 @@ from pagoda.backend.graph import Graph
 from pagoda.backend.host import HostBackend, check_token_ids
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
-from pagoda.backend.sampling import Outcome, SampledRow, SamplingRow, ScoredRows, check_logits
+from pagoda.backend.sampling import Outcome, SampledRows, ScoredRows, check_logits
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
@@ -98,6 +98,9 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             WeakKeyDictionary()
         )
         self._known_maps: WeakKeyDictionary[LowRankMaps, _native.LowRankMaps] = WeakKeyDictionary()
+        self._known_tables: WeakKeyDictionary[SamplingTable, _native.SamplingTable] = (
+            WeakKeyDictionary()
+        )
         self._adapter_memory: dict[int, WeightMemory] = {}
         self._memory = WeightMemory(self._native.advise_large_pages)
 
@@ -225,23 +228,27 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self._native.pack_blocks(shape, *map(address, tensors), panels.data_ptr())
         return Segment(panels, bias, outputs, shape)
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
-        check_logits(logits, rows)
-        vocab_size = _checked(logits).shape[1]
-        if logits.stride(1) != 1:
+    def sample(self, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
+        table.check(logits, slots)
+        if _checked(logits).stride(1) != 1:
             logits = logits.contiguous()
-        batch = self._native.SamplingBatch()
-        for row in rows:
-            add_row(batch, row, vocab_size)
-        most = max((row.rules.sampling.logprobs or 0 for row in rows), default=0)
-        numbers = torch.empty((len(rows), 3 + most), dtype=torch.int64)
-        logprobs = torch.empty((len(rows), 1 + most))
-        reports = (most, numbers.data_ptr(), logprobs.data_ptr())
-        self.kernels.sample(batch, logits.data_ptr(), logits.stride(0), vocab_size, *reports)
-        return [
-            sampled_row(row, found, values, vocab_size)
-            for row, found, values in zip(rows, numbers.tolist(), logprobs.tolist(), strict=True)
-        ]
+        num_top = table.most_reported(slots)
+        numbers = torch.empty((len(slots), 3 + num_top), dtype=torch.int64)
+        logprobs = torch.empty((len(slots), 1 + num_top))
+        reports = (num_top, numbers.data_ptr(), logprobs.data_ptr())
+        native = self._native_table(table)
+        self.kernels.sample(native, slots, logits.data_ptr(), logits.stride(0), *reports)
+        outcomes, token_ids, ranks, *_ = numbers.unbind(1)
+        return SampledRows(outcomes, token_ids, ranks, numbers[:, 3:], logprobs)
+
+    def _native_table(self, table: SamplingTable) -> _native.SamplingTable:
+        native = self._known_tables.get(table)
+        if native is None:
+            columns = {name: column.buffer_info()[0] for name, column in table.columns.items()}
+            places = columns | {"mask": table.masks.data_ptr()}
+            shape = (table.num_slots, table.vocab_size)
+            native = self._known_tables[table] = self._native.SamplingTable(*shape, places)
+        return native
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
         check_logits(logits, token_ids)

@@ -40,9 +40,10 @@ from pagoda.backend.reference import (
 from pagoda.backend.reference.attention import AttentionMetadata, plan_attention
 from pagoda.backend.reference.linear import Linear, prepare_linear, set_low_rank
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.reference.sampling import sample_row, score_rows
+from pagoda.backend.reference.sampling import sample_rows, score_rows
 from pagoda.backend.reference.states import StateMetadata, plan_states
-from pagoda.backend.sampling import SampledRow, SamplingRow, ScoredRows, check_logits
+from pagoda.backend.sampling import SampledRows, ScoredRows
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.devices import DeviceSet
 from pagoda.parallel.collectives import Collectives, HostGroup
@@ -96,9 +97,8 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
     def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
         maps.parts.pop(adapter, None)
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
-        check_logits(logits, rows)
-        return [sample_row(own, row) for own, row in zip(logits, rows, strict=True)]
+    def sample(self, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
+        return sample_rows(logits, table, slots)
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
         return score_rows(logits, token_ids, num_top)

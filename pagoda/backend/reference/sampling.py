@@ -8,6 +8,7 @@ are of whole numbers. Random numbers are a pure function of (seed, position), by
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from pagoda.backend.sampling import (
     WEIGHT_BITS,
     Outcome,
     SampledRow,
+    SampledRows,
     SamplingRow,
     ScoredRows,
     check_logits,
 )
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.frontend import TokenLogprobs
 
 _POLYNOMIAL = (1.32647273e-3, 9.67151299e-3, 5.55073358e-2, 2.40222424e-1, 6.93147004e-1, 1.0)
@@ -51,6 +54,27 @@ def score_rows(logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
         torch.tensor([entry.top_token_ids for entry in entries]).long().reshape(shape),
         torch.tensor([[entry.logprob, *entry.top_logprobs] for entry in entries]),
     )
+
+
+def sample_rows(logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
+    """The next token of each slot from logits [slots, vocab] float32, which stay as they are."""
+    table.check(logits, slots)
+    rows = [sample_row(own, table.row(slot)) for own, slot in zip(logits, slots, strict=True)]
+    found = SampledRows(
+        outcomes=torch.tensor([row.outcome for row in rows], dtype=torch.int64),
+        token_ids=torch.tensor([row.token_id for row in rows], dtype=torch.int64),
+        ranks=torch.zeros(len(rows), dtype=torch.int64),
+        top_token_ids=torch.zeros(len(rows), table.most_reported(slots), dtype=torch.int64),
+        logprobs=torch.zeros(len(rows), 1 + table.most_reported(slots)),
+    )
+    for i, row in enumerate(rows):
+        if row.logprobs is not None:
+            count = len(row.logprobs.top_token_ids)
+            found.ranks[i] = row.logprobs.rank
+            found.top_token_ids[i, :count] = torch.tensor(row.logprobs.top_token_ids)
+            found.logprobs[i, 0] = row.logprobs.logprob
+            found.logprobs[i, 1 : 1 + count] = torch.tensor(row.logprobs.top_logprobs)
+    return found
 
 
 def sample_row(logits: Tensor, row: SamplingRow) -> SampledRow:

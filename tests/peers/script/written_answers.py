@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 import pagoda.worker.sampling_state as sampling_state
-from pagoda.backend.sampling import SamplingRow
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.messages.worker import SlotStart
 
 FORMAT = "PAGODA_PEERS_FORMAT"
@@ -91,17 +91,27 @@ def load_answers() -> tuple[Answer, ...]:
 class ScriptedSampling:
     """The sampling of a request; what it says is compared with the answer as text, however it was cut."""
 
+    changes = True
+    needs_logits = True
+
     def __init__(
-        self, start: SlotStart, vocab_size: int, tokenizer: Tokenizer, answers: tuple[Answer, ...]
+        self,
+        start: SlotStart,
+        table: SamplingTable,
+        tokenizer: Tokenizer,
+        answers: tuple[Answer, ...],
     ) -> None:
-        self._state = _Sampling(start, vocab_size)
+        self._state = _Sampling(start, table)
+        self._slot, self._table = start.slot, table
+        self._rules = table.row(start.slot).rules
         self._tokenizer = tokenizer
         self._said = list(start.token_ids[start.num_prompt_tokens :])
         self._end = start.eos_token_ids[0] if start.eos_token_ids else None
         self._prompt = self._text(list(start.token_ids[: start.num_prompt_tokens]))
         self._answers = answers
-        self._answer: str | None = None
-        """None until the first token is sampled, which says if there is a grammar."""
+        self._is_constrained = self._rules.allowed is not None
+        self._answer = self._find(constrained=self._is_constrained)
+        self._wish()
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
@@ -111,10 +121,8 @@ class ScriptedSampling:
         style = os.environ.get(FORMAT, "hermes")
         return next((it.written(self._prompt, style) for it in found), "")
 
-    def _next(self, *, constrained: bool) -> int | None:
+    def _next(self) -> int | None:
         """The token that goes on with the answer; None if there is none, or something else has been said."""
-        if self._answer is None:
-            self._answer = self._find(constrained=constrained)
         said = self._text(self._said)
         if not self._answer or not self._answer.startswith(said):
             return None
@@ -123,31 +131,36 @@ class ScriptedSampling:
             return self._end
         return int(self._tokenizer.encode(rest, add_special_tokens=False).ids[0])
 
-    def needs_logits(self) -> bool:
-        return self._answer != "" or self._state.needs_logits()
-
-    def row(self) -> SamplingRow:
-        row = self._state.row()
-        token_id = self._next(constrained=row.allowed is not None)
-        if token_id is None:
-            return row
-        biases = dict(zip(row.rules.bias_ids, row.rules.biases, strict=True)) | {token_id: _BIAS}
+    def _wish(self) -> None:
+        """Makes the next token all but certain."""
+        token_id, rules = self._next(), self._rules
+        biases = dict(zip(rules.bias_ids, rules.biases, strict=True))
+        if token_id is not None:
+            biases[token_id] = _BIAS
         ids, values = array("q", biases), array("f", biases.values())
-        return replace(row, rules=replace(row.rules, bias_ids=ids, biases=values))
+        row = self._table.row(self._slot)
+        self._table.put(
+            self._slot, replace(row, rules=replace(row.rules, bias_ids=ids, biases=values))
+        )
 
     def take_mask(self, mask: bytes) -> None:
         self._state.take_mask(mask)
+        if not self._is_constrained:  # the first mask says that there is a grammar
+            self._is_constrained = True
+            self._answer = self._find(constrained=True)
+            self._wish()
 
     def append(self, token_id: int) -> None:
         self._said = [*self._said, token_id]
         self._state.append(token_id)
+        self._wish()
 
 
 def install(tokenizer_file: str) -> None:
     """Lets all requests of this worker be answered as they are written."""
     tokenizer, answers = Tokenizer.from_file(tokenizer_file), load_answers()
 
-    def scripted(start: SlotStart, vocab_size: int) -> ScriptedSampling:
-        return ScriptedSampling(start, vocab_size, tokenizer, answers)
+    def scripted(start: SlotStart, table: SamplingTable) -> ScriptedSampling:
+        return ScriptedSampling(start, table, tokenizer, answers)
 
     sampling_state.SamplingState = scripted

@@ -31,8 +31,9 @@ from pagoda.backend.host import check_token_ids
 from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.operations import OPERATIONS
-from pagoda.backend.reference.sampling import sample_row, score_rows
-from pagoda.backend.sampling import SampledRow, SamplingRow, ScoredRows, check_logits
+from pagoda.backend.reference.sampling import sample_rows, score_rows
+from pagoda.backend.sampling import SampledRows, ScoredRows
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.devices import BackendUnavailableError, DeviceSet
 from pagoda.messages.worker import Capabilities
@@ -123,9 +124,8 @@ class ToyBackend:
     def remove_low_rank(self, maps: Any, adapter: int) -> None:
         raise UnsupportedError("the toy has no adapters.")
 
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledRow]:
-        check_logits(logits, rows)
-        return [sample_row(own, row) for own, row in zip(logits, rows, strict=True)]
+    def sample(self, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
+        return sample_rows(logits, table, slots)
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
         return score_rows(logits, token_ids, num_top)
