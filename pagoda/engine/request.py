@@ -96,6 +96,9 @@ class Request:
     num_computed_tokens: int = 0
     num_pending_samples: int = 0
     """Steps in flight that will sample a token of the request which is not known yet."""
+    num_overtaken: int = 0
+    """Oldest steps in flight that were to sample and will not: a step before them has given several tokens, which
+    they compute."""
     num_known_samples: int = 0
     """Steps in flight, older than those, whose samples are known: a grammar forces them."""
     known_tokens: deque[int] = field(default_factory=deque)
@@ -234,6 +237,14 @@ class Request:
             self.num_known_samples += 1
             self.known_tokens.append(token_id)
 
+    def overtake(self, num_more: int) -> None:
+        """A step has given `num_more` tokens besides the one that was expected of it, which lie where steps in
+        flight were to sample: these compute tokens that are known now, and only those behind them sample."""
+        num_overtaken = min(num_more, self.num_pending_samples)
+        self.num_pending_samples -= num_overtaken
+        self.num_overtaken += num_overtaken
+        self.num_worker_tokens += num_more - num_overtaken
+
     def held_back_tokens(self) -> list[int]:
         """Tokens that the next sample avoids where the grammar has a choice: those that would end the answer."""
         if self.constraint is None:
@@ -245,6 +256,7 @@ class Request:
     def forget_steps(self) -> None:
         """The steps in flight are lost."""
         self.num_pending_samples = self.num_known_samples = self.num_masked = 0
+        self.num_overtaken = 0
         self.known_tokens.clear()
 
     def slot_start(self, slot: int) -> SlotStart:

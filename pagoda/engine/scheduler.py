@@ -184,7 +184,10 @@ class Scheduler:
         for part in step.scheduled:
             request, slot, samples = part.request, part.slot, part.samples
             is_known = False
-            if samples:
+            if samples and request.num_overtaken:
+                request.num_overtaken -= 1
+                samples = False
+            elif samples:
                 is_known = request.num_known_samples > 0
                 if is_known:
                     request.num_known_samples -= 1
@@ -209,6 +212,12 @@ class Scheduler:
                     raise RuntimeError(f"The result of step {result.step} lacks slot {slot}.")
                 if is_known:
                     continue
+                num_more = len(sampled[slot]) - 1
+                if num_more and request.constraint is not None:
+                    raise RuntimeError(
+                        f"Step {result.step} gave several tokens of slot {slot}, but a mask is for one."
+                    )
+                request.overtake(num_more)
                 chunk = self.append(request, sampled[slot], logprobs.get(slot))
                 self.counters.num_generated_tokens += len(chunk.token_ids)
                 if scores is not None:

@@ -139,6 +139,9 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     `num_tokens[i]` further tokens of `slots[i]`. A slot samples when its computed tokens have reached all
     its tokens, and the worker appends the sampled token to the slot by itself: a following plan may
     already count on it before the engine has seen it. A slot whose `max_tokens` is 0 ends there instead.
+
+    A slot without a mask may sample several tokens, all of which the worker appends. Plans under way, which count
+    on one, then compute tokens that are known, and sample once these are computed.
     """
 
     step: int
