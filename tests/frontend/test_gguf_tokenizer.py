@@ -176,6 +176,18 @@ SEED_PATTERN = (
 """Patterns in tokenizer.json of gpt-oss and of Seed-OSS."""
 
 
+def deepseek3() -> Backend:
+    """As tokenizer.json of DeepSeek-V3 cuts texts."""
+    words = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    others = r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    kana = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+    splits = [
+        pre_tokenizers.Split(Regex(pattern), "isolated")
+        for pattern in (r"\p{N}{1,3}", kana, f"{words}|{others}")
+    ]
+    return train_byte_level(pre_tokenizers.Sequence([*splits, TO_BYTES]), ignore_merges=False)
+
+
 def qwen35() -> Backend:
     trained = train_byte_level(cut(PRETOKENIZE_REGEX), ignore_merges=False)
     trained.normalizer = normalizers.NFC()
@@ -186,6 +198,7 @@ BYTE_LEVEL = {
     **{"qwen2": qwen2, "qwen35": qwen35, "llama-bpe": llama3, "gpt-2": gpt2, "smollm": smollm},
     **{"command-r": smollm, "exaone4": gpt2, "glm4": cut_as(LLAMA3_PATTERN)},
     **{"gpt-4o": cut_as(GPT4O_PATTERN), "seed-coder": cut_as(SEED_PATTERN)},
+    "deepseek-v3": deepseek3,
 }
 
 
