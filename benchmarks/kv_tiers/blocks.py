@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from pagoda.backend.base import KVCache
+from pagoda.backend.kv_store import layout_of
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.kv.objects import Manifest, ObjectFiles, open_directory
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferPlace
 from pagoda.worker.kv.jobs import Jobs
-from pagoda.worker.kv.store import KVStore
+from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
 
 
@@ -30,7 +31,7 @@ class Blocks:
             for _ in range(2 * shape.num_layers)
         ]
         pairs = zip(self._tensors[::2], self._tensors[1::2], strict=True)
-        memory = self._memory = KVStore([KVCache(keys, values) for keys, values in pairs])
+        memory = self._memory = HostKVStore([KVCache(keys, values) for keys, values in pairs])
         manifest = Manifest(
             model=model,
             model_digest="none",
@@ -38,7 +39,7 @@ class Blocks:
             kv_dtype="bfloat16",
             quantization="none",
             arithmetic="none",
-            layout=memory.layout,
+            layout=layout_of(memory.tensors),
             block_size=block_size,
             payload_bytes=memory.block_bytes,
         )
@@ -91,7 +92,7 @@ class Blocks:
         digest = hashlib.sha256()
         block = memoryview(bytearray(self._memory.block_bytes))
         for block_id in self._device.block_ids:
-            self._memory.read(block_id, block)
+            self._memory.read([block_id], [block])
             digest.update(block)
         return digest.digest()
 

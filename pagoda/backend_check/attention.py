@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms, KVCache, LatentCache, TokenBatch
 from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.kv_store import KVOnDevice
 from pagoda.backend_check.subject import (
     Check,
     FailedError,
@@ -23,7 +24,7 @@ from pagoda.backend_check.subject import (
     random_tensor,
 )
 from pagoda.messages.kv_groups import KVGroup, KVKind
-from pagoda.worker.kv.store import KVStore
+from pagoda.worker.kv.store import store_of
 
 LENGTHS = (150, 1, 70)
 """Tokens of the sequences."""
@@ -116,8 +117,13 @@ def cache_of(backend: Backend[Any, Any], kind: Kind, new: Any = None) -> KVCache
     return backend.allocate_kv_cache(*shape, dtype, kv_dtype, *(() if new is None else (new,)))
 
 
-def spoil(cache: KVCache | LatentCache) -> None:
+def spoil(backend: Backend[Any, Any], cache: KVCache | LatentCache) -> None:
     """Fills blocks with what ended requests may have left."""
+    if isinstance(backend, KVOnDevice):
+        store = backend.open_kv_store([cache])
+        nan = memoryview(bytearray(b"\xff" * store.block_bytes))
+        store.write(range(store.num_blocks), [nan] * store.num_blocks).wait()
+        return
     for tensor in cache.tensors.values():
         tensor.fill_(torch.nan if tensor.is_floating_point() else -128)
 
@@ -183,8 +189,8 @@ def attend(
 
 def _check_kind(subject: Subject, kind: Kind, what: str) -> None:
     caches = [cache_of(backend, kind) for backend in subject.both]
-    for cache in caches:
-        spoil(cache)
+    for backend, cache in zip(subject.both, caches, strict=True):
+        spoil(backend, cache)
     whole, expected = (
         attend(backend, kind, cache, WHOLE)
         for backend, cache in zip(subject.both, caches, strict=True)
@@ -192,7 +198,7 @@ def _check_kind(subject: Subject, kind: Kind, what: str) -> None:
     for own, wanted in zip(whole, expected, strict=True):
         ensure_close(own, wanted, TOLERANCE[kind.kv_dtype], f"attention, {what}")
     cache = cache_of(subject.backend, kind)
-    spoil(cache)
+    spoil(subject.backend, cache)
     parts: list[list[Tensor]] = [[] for _ in LENGTHS]
     for shares in PIECES if kind.causal else APART:
         found = attend(subject.backend, kind, cache, shares)
@@ -200,7 +206,7 @@ def _check_kind(subject: Subject, kind: Kind, what: str) -> None:
             parts[i].append(own)
     for own_parts, wanted in zip(parts, whole, strict=True):
         ensure_same(torch.cat(own_parts), wanted, f"attention, {what}, in pieces and other company")
-    spoil(cache)
+    spoil(subject.backend, cache)
     beside = attend(subject.backend, replace(kind, broken=2), cache, WHOLE)
     for own, wanted in zip(beside[:2], whole, strict=False):
         ensure_same(own, wanted, f"attention, {what}, beside a sequence of NaN,")
@@ -226,8 +232,8 @@ def _long(subject: Subject) -> str:
     for what, kind in {"all of it": Kind(), "a window": Kind(window=length * 2 // 3)}.items():
         own = replace(fitted(subject, kind), lengths=(length,))
         caches = [cache_of(backend, own) for backend in (*subject.both, subject.backend)]
-        for cache in caches:
-            spoil(cache)
+        for backend, cache in zip((*subject.both, subject.backend), caches, strict=True):
+            spoil(backend, cache)
         whole, expected, parts = (
             torch.cat([attend(backend, own, cache, [share])[0] for share in _cut(length, size)])
             for backend, cache, size in zip(
@@ -257,7 +263,7 @@ def _behind(subject: Subject) -> str:
             window_multiple=backend.capabilities.window_multiple,
         )
         cache, last = cache_of(backend, own), [(0, done, LENGTHS[0] - done)]
-        spoil(cache)
+        spoil(backend, cache)
         attend(backend, own, cache, [(0, 0, done)])
         (wanted,) = attend(backend, own, cache, last)
         blocks, first = own.blocks(0), group.first_block(done)
@@ -302,11 +308,8 @@ def _check_layout(backend: Backend[Any, Any], kind: Kind, what: str) -> None:
         return given[-1]
 
     cache = cache_of(backend, kind, new)
-    tensors = list(cache.tensors.values())
-    ensure(
-        {each.data_ptr() for each in tensors} == {each.data_ptr() for each in given},
-        f"allocate_kv_cache of {what} takes memory that `new` did not give",
-    )
+    if not isinstance(backend, KVOnDevice):
+        ensure_given(cache, given, f"allocate_kv_cache of {what}")
     for name, tensor in cache.tensors.items():
         ensure(
             tensor.shape[:2] == (kind.num_blocks, kind.kv_heads),
@@ -314,10 +317,11 @@ def _check_layout(backend: Backend[Any, Any], kind: Kind, what: str) -> None:
         )
     head = kind.head_dim * DTYPES[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
     wanted = 2 * kind.kv_heads * kind.block_size * head
-    spoil(cache)
+    spoil(backend, cache)
     other = cache_of(backend, kind)
-    spoil(other)
+    spoil(backend, other)
     check_moved(
+        backend,
         lambda held, shares, blocks: attend(backend, kind, held, shares, blocks),
         (cache, other),
         kind.blocks(0),
@@ -326,19 +330,32 @@ def _check_layout(backend: Backend[Any, Any], kind: Kind, what: str) -> None:
     )
 
 
+def ensure_given(cache: KVCache | LatentCache, given: Sequence[Tensor], what: str) -> None:
+    """Raises FailedError: a cache lies elsewhere than in the memory that its backend was given."""
+    ensure(
+        {each.data_ptr() for each in cache.tensors.values()} == {each.data_ptr() for each in given},
+        f"{what} takes memory that `new` did not give",
+    )
+
+
 Attend = Callable[[Any, Sequence[Share], Sequence[list[int]]], list[Tensor]]
 """Computes a step with a cache, shares of sequences and other blocks than theirs, if there are any."""
 
 
 def check_moved(
-    attend: Attend, caches: tuple[Any, Any], blocks: list[int], block_bytes: int, what: str
+    backend: Backend[Any, Any],
+    attend: Attend,
+    caches: tuple[Any, Any],
+    blocks: list[int],
+    block_bytes: int,
+    what: str,
 ) -> None:
     """Copies the blocks of sequence 0 as bytes from one cache to other places in another one.
 
     Raises FailedError: that cannot be done, or a token behind them has other bits there.
     """
     try:
-        store, target = (KVStore([cache]) for cache in caches)
+        store, target = (store_of(backend, [cache]) for cache in caches)
     except ValueError as error:
         raise FailedError(f"the cache of {what} cannot be moved as bytes: {error}") from None
     ensure(
@@ -347,10 +364,9 @@ def check_moved(
     )
     attend(caches[0], [(0, 0, 149), (2, 0, 70)], ())
     moved = blocks[1:] + blocks[:1]
-    for source, place in zip(blocks, moved, strict=True):
-        copy = bytearray(store.block_bytes)
-        store.read(source, memoryview(copy))
-        target.write(place, memoryview(copy))
+    copies = [memoryview(bytearray(store.block_bytes)) for _ in blocks]
+    store.read(blocks, copies, store.computed()).wait()
+    target.write(moved, copies, target.computed()).wait()
     last = [(0, 149, 1)]
     ensure_same(
         attend(caches[1], last, [moved])[0],
@@ -364,8 +380,8 @@ def _ahead(subject: Subject) -> str:
     subject.needs("rotate_and_cache", "attention", "rotary_table")
     backend, kind = subject.backend, fitted(subject, Kind())
     once, ahead = cache_of(backend, kind), cache_of(backend, kind)
-    spoil(once)
-    spoil(ahead)
+    spoil(backend, once)
+    spoil(backend, ahead)
     first, second = [(0, 0, 100)], [(0, 100, 50), (2, 0, 70)]
     attend(backend, kind, once, first)
     expected = attend(backend, kind, once, second)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadLinears, LatentCache
 from pagoda.backend.graph import GraphBuilder, Value
+from pagoda.backend.kv_store import KVOnDevice
 from pagoda.backend.latent_layers import (
     head_linear,
     latent_attention,
@@ -26,6 +27,7 @@ from pagoda.backend_check.attention import (
     Kind,
     Share,
     check_moved,
+    ensure_given,
     first_dtype,
     spoil,
     token_batch,
@@ -38,7 +40,6 @@ from pagoda.backend_check.subject import (
     Record,
     Subject,
     check_rows,
-    ensure,
     ensure_close,
     ensure_same,
     outputs,
@@ -91,7 +92,7 @@ def _cache(backend: Backend[Any, Any], kind: LatentKind, new: Any = None) -> Lat
     shape = (kind.places.num_blocks, kind.block_size, kind.rank, kind.rope_dim)
     own = () if new is None else (new,)
     cache = backend.allocate_latent_cache(*shape, dtype, kv_dtype, *own)
-    spoil(cache)
+    spoil(backend, cache)
     return cache
 
 
@@ -141,7 +142,7 @@ def _check_kind(subject: Subject, kind: LatentKind, what: str) -> None:
         ensure_same(
             torch.cat(own_parts), wanted, f"latent attention, {what}, in pieces and other company"
         )
-    spoil(cache)
+    spoil(subject.backend, cache)
     beside = _attend(subject.backend, replace(kind, broken=2), cache, WHOLE)
     for own, wanted in zip(beside[:2], whole, strict=False):
         ensure_same(own, wanted, f"latent attention, {what}, beside a sequence of NaN,")
@@ -171,20 +172,18 @@ def _caches(subject: Subject) -> str:
 
 def _check_layout(backend: Backend[Any, Any], kind: LatentKind, what: str) -> None:
     """A block has the bytes of its vectors, in memory of the caller's, and can be copied to other places."""
-    given: list[int] = []
+    given: list[Tensor] = []
 
     def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
-        given.append(tensor.data_ptr())
-        return tensor
+        given.append(torch.empty(shape, dtype=dtype))
+        return given[-1]
 
     cache, other = _cache(backend, kind, new), _cache(backend, kind)
-    ensure(
-        {each.data_ptr() for each in cache.tensors.values()} == {*given},
-        f"allocate_latent_cache of {what} takes memory that `new` did not give",
-    )
+    if not isinstance(backend, KVOnDevice):
+        ensure_given(cache, given, f"allocate_latent_cache of {what}")
     vector = cache.width * DTYPES[kind.kv_dtype].itemsize + 4 * (kind.kv_dtype == "int8")
     check_moved(
+        backend,
         lambda held, shares, blocks: _attend(backend, kind, held, shares, blocks),
         (cache, other),
         kind.places.blocks(0),

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagoda.backend.base import Backend, KVCache, StateCache
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.state_layers import gated_delta, gated_head_norm, short_conv
-from pagoda.backend_check.attention import Kind, Share, token_batch
+from pagoda.backend_check.attention import Kind, Share, spoil, token_batch
 from pagoda.backend_check.subject import (
     ROWS,
     Check,
@@ -105,8 +105,7 @@ def _cache(backend: Backend[Any, Any], case: _Case) -> StateCache:
     room = (case.units + 1) // 2 * case.floats + case.offset
     shape = (_PLACES.num_blocks, _BLOCK, -(-room // (_BLOCK * 64)), 64)
     kv: KVCache = backend.allocate_kv_cache(*shape, torch.float32, torch.float32)
-    for tensor in kv.tensors.values():
-        tensor.fill_(torch.nan)
+    spoil(backend, kv)
     return StateCache(kv, _BLOCK, case.units, case.floats, case.offset)
 
 

@@ -13,6 +13,7 @@ from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend_check import (
     attention,
     graphs,
+    kv_store,
     latents,
     products,
     rows,
@@ -77,6 +78,7 @@ def checks() -> list[Check]:
         products.QUANTIZE,
         *attention.FURTHER,
         *latents.FURTHER,
+        *kv_store.FURTHER,
         *graphs.FURTHER,
         *sampling.FURTHER,
         *serving.FURTHER,

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend
+from pagoda.backend.base import Backend, KVCache, LatentCache, NewTensor
+from pagoda.backend.kv_store import KVStore
 from pagoda.backend.operation import Operation
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.checkpoints.adapters import AdapterFiles, read_adapter
@@ -54,7 +55,7 @@ from pagoda.worker.backends import DevicesOf, check_model, choose_backend
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.kv.memory import KVAllocation, shares_kv
-from pagoda.worker.kv.store import KVStore
+from pagoda.worker.kv.store import open_kv
 from pagoda.worker.memory import (
     check_arena,
     choose_num_blocks,
@@ -278,23 +279,16 @@ def load_runner(
     began = tracer.e2e()
     places = plan.layer_places
     num_places = 1 + max(place for _, place in places)
-    allocation = KVAllocation(
-        num_blocks * plan.bytes_per_block,
-        _TENSORS_PER_LAYER * num_places,
-        shared=shares_kv(config),
-    )
-    caches = [
-        allocate_cache(
-            backend,
-            shard,
-            num_blocks,
-            plan.block_size,
-            plan.dtype,
-            plan.kv_dtype,
-            allocation.new_tensor,
-        )
-        for _ in range(num_places)
-    ]
+
+    def allocate(new: NewTensor) -> list[KVCache | LatentCache]:
+        shape = shard, num_blocks, plan.block_size, plan.dtype, plan.kv_dtype
+        return [allocate_cache(backend, *shape, new) for _ in range(num_places)]
+
+    def open_allocation() -> KVAllocation:
+        num_bytes = num_blocks * plan.bytes_per_block
+        return KVAllocation(num_bytes, _TENSORS_PER_LAYER * num_places, shared=shares_kv(config))
+
+    caches, store = open_kv(backend, allocate, open_allocation)
     tracer.span("allocate kv cache", began)
     with (
         loading_weights(config.place, plan.weight_bytes, on_progress) as on_loaded,
@@ -357,7 +351,7 @@ def load_runner(
     else:
         runner = StageRunner(model, batch, tracer)
     adapters = AdapterLoader(plan, model.adapters)
-    return LoadedWorker(runner, ready, KVStore(caches, allocation), description, adapters)
+    return LoadedWorker(runner, ready, store, description, adapters)
 
 
 def _calibrated(

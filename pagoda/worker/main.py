@@ -195,7 +195,7 @@ class _Steps:
                 tracer.span("await stage", self._ready)
         output = ticket.result(before)
         if worker.transfers is not None:
-            worker.transfers.jobs.step_done(plan.step)
+            worker.transfers.jobs.step_done(plan.step, worker.loaded.kv.computed())
         if isinstance(output, StepResult):
             if worker.answers:
                 idle, self._idle_s = self._idle_s + self._engine.take_idle(), 0.0

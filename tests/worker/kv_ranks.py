@@ -28,7 +28,7 @@ from pagoda.worker.backends import choose_backend
 from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import KVAllocation, shares_kv
-from pagoda.worker.kv.store import KVStore
+from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
 from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
 
@@ -104,7 +104,7 @@ class Engine:
         self._ended = threading.Semaphore(0)
         self.jobs = [Jobs(self._ended.release) for _ in self.ranks]
         self.workers = [
-            TransferWorker(KVTiers(KVStore(rank.caches), None, None), rank.handoff, jobs)
+            TransferWorker(KVTiers(HostKVStore(rank.caches), None, None), rank.handoff, jobs)
             for rank, jobs in zip(self.ranks, self.jobs, strict=True)
         ]
         self._next_id = 0
@@ -206,7 +206,9 @@ def _make_rank(config: WorkerConfig, role: Role) -> Rank:
         for _ in range(1 + max(place for _, place in plan.layer_places))
     ]
     handoff = KVHandoff(
-        config.kv_handoff, plan, LoadedWorker(None, READY, KVStore(caches, allocation), None, None)
+        config.kv_handoff,
+        plan,
+        LoadedWorker(None, READY, HostKVStore(caches, allocation), None, None),
     )  # type: ignore[arg-type]
     rank = Rank(plan, caches, handoff)
     if role.holds_kv:

@@ -70,8 +70,8 @@ Blocks = list[tuple[int, int, int]]
 def over_a_tier(there: Worker, here: Worker, blocks: Blocks) -> None:
     for _, source, target in blocks:
         kept = bytearray(there.loaded.kv.block_bytes)
-        there.loaded.kv.read(source, memoryview(kept))
-        here.loaded.kv.write(target, memoryview(kept))
+        there.loaded.kv.read([source], [memoryview(kept)])
+        here.loaded.kv.write([target], [memoryview(kept)])
 
 
 def from_another_engine(there: Worker, here: Worker, blocks: Blocks) -> None:
@@ -82,9 +82,10 @@ def from_another_engine(there: Worker, here: Worker, blocks: Blocks) -> None:
     rank = KVRank(parts=tuple(own.part for own in theirs), num_blocks=NUM_BLOCKS, descriptors={})
     (slices,) = plan_slices(ours, 0, KVPeer(peer_id="p", ranks=(rank,))).values()
     regions = there.loaded.kv.regions()
+    addresses = [region.address for region in here.loaded.kv.regions()]
     for group, source, target in blocks:
         own = [piece for piece in slices if piece.group == group]
-        for span in make_spans(own, find_runs([source], [target])):
+        for span in make_spans(own, find_runs([source], [target]), addresses):
             address = regions[span.region].address + span.offset
             ctypes.memmove(span.target, address, span.num_bytes)
 

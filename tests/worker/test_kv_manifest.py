@@ -16,7 +16,7 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.kv.manifest import kv_digest, make_manifest
-from pagoda.worker.kv.store import KVStore
+from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.loading import WorkerPlan, plan_worker
 
 
@@ -37,7 +37,7 @@ def _plan(model: Path | str, **options: Any) -> tuple[WorkerPlan, list[KVCache]]
 def _manifest(model: Path | str, **options: Any) -> Manifest:
     plan, caches = _plan(model, **options)
     backend, _ = choose_backend(plan.config.backend)
-    return make_manifest(plan, KVStore(caches), backend.arithmetic)
+    return make_manifest(plan, HostKVStore(caches), backend.arithmetic)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _digest(model: Path | str, **options: Any) -> str:
     plan, caches = _plan(model, **options)
-    return kv_digest(plan, KVStore(caches))
+    return kv_digest(plan, HostKVStore(caches))
 
 
 def test_engines_of_any_topology_mean_the_same_by_their_kv(model: Path) -> None:

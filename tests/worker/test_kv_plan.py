@@ -23,7 +23,7 @@ from pagoda.worker.kv.plan import (
     own_parts,
     plan_slices,
 )
-from pagoda.worker.kv.store import KVStore
+from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.loading import LayerPlace
 
 NUM_BLOCKS = 9
@@ -120,10 +120,11 @@ def test_every_rank_gets_what_it_needs(
     peer = KVPeer(peer_id="p", ranks=ranks)
     for number, (layers, heads) in enumerate(cuts(num_layers, num_heads, stages_here, 2**log_here)):
         own = make_rank(layers, heads, filled=False)
-        parts = [OwnPart(part, 10_000 * i, NUM_BLOCKS) for i, (part, _) in enumerate(own)]
+        parts = [OwnPart(part, NUM_BLOCKS) for part, _ in own]
+        bases = [10_000 * region for region in range(len(own))]
         read = 0
         for rank, slices in plan_slices(parts, number, peer).items():
-            for span in make_spans(slices, find_runs(sources, targets)):
+            for span in make_spans(slices, find_runs(sources, targets), bases):
                 memory = theirs[rank][span.region][1]
                 assert span.offset + span.num_bytes <= len(memory)
                 index, at = divmod(span.target, 10_000)
@@ -138,12 +139,12 @@ def test_every_rank_gets_what_it_needs(
 
 
 def test_blocks_that_follow_one_another_are_one_span() -> None:
-    parts = [OwnPart(KVPart(0, "keys", 0, 2, 6, stride=12), 1000, 8)]
+    parts = [OwnPart(KVPart(0, "keys", 0, 2, 6, stride=12), 8)]
     peer = KVPeer(
         peer_id="p", ranks=(KVRank(parts=(parts[0].part,), num_blocks=8, descriptors={}),)
     )
     slices = plan_slices(parts, 0, peer)[0]
-    (first, second) = make_spans(slices, find_runs([2, 3, 4, 7], [0, 1, 2, 3]))
+    (first, second) = make_spans(slices, find_runs([2, 3, 4, 7], [0, 1, 2, 3]), [1000])
     assert (first.offset, first.num_bytes, first.target) == (24, 36, 1000)
     assert (second.offset, second.num_bytes, second.target) == (84, 12, 1036)
 
@@ -155,9 +156,7 @@ def test_ranks_that_have_the_same_heads_share_the_work() -> None:
     chosen = [
         next(
             iter(
-                plan_slices(
-                    [OwnPart(KVPart(0, "keys", rank // 2, 1, 6, stride=6), 0, 8)], rank, peer
-                )
+                plan_slices([OwnPart(KVPart(0, "keys", rank // 2, 1, 6, stride=6), 8)], rank, peer)
             )
         )
         for rank in range(4)
@@ -189,7 +188,7 @@ def test_runs_are_as_long_as_they_can_be() -> None:
 )
 def test_kv_that_does_not_fit(theirs: KVPart, clause: str) -> None:
     rank = KVRank(parts=(theirs,), num_blocks=8, descriptors={})
-    parts = [OwnPart(KVPart(0, "keys", 0, 2, 6, stride=12), 0, 8)]
+    parts = [OwnPart(KVPart(0, "keys", 0, 2, 6, stride=12), 8)]
     with pytest.raises(PlanError, match=clause):
         plan_slices(parts, 0, KVPeer(peer_id="p", ranks=(rank,)))
 
@@ -207,7 +206,7 @@ def test_every_rank_gives_and_takes_latents_whole() -> None:
             for _ in places
         ]
         return [
-            own_parts(KVStore(caches), shard_of(config, parallel, place), places)
+            own_parts(HostKVStore(caches), shard_of(config, parallel, place), places)
             for place in parallel.places(0)
         ]
 

@@ -11,36 +11,45 @@ import torch
 
 from pagoda.backend.base import KVCache
 from pagoda.backend.cpu.native import load_native
+from pagoda.backend.kv_store import OpenPages
 from pagoda.devices import BackendUnavailableError
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
-from pagoda.worker.kv import populating
+from pagoda.worker.backends import choose_backend
+from pagoda.worker.kv import pages, populating
+from pagoda.worker.kv.pages import AdvisedPages
 from pagoda.worker.kv.populating import KVPopulator
-from pagoda.worker.kv.store import KVStore
+from pagoda.worker.kv.store import HostKVStore, host_store
 
 PAGE = mmap.PAGESIZE
 NUM_BLOCKS, BLOCK_SIZE = 32, 16
 BLOCK_BYTES = 3 * PAGE
 
 
-@pytest.fixture(autouse=True)
-def kernels() -> None:
+def _kernels() -> OpenPages:
+    """The way of the cpu backend."""
     try:
-        load_native()
+        native = load_native()
     except BackendUnavailableError as error:
         pytest.skip(str(error))
+    return lambda tensors, num_blocks: native.Populator(list(tensors), num_blocks)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=["kernels", "madvise"])
+def way(request: pytest.FixtureRequest) -> OpenPages:
+    return _kernels() if request.param == "kernels" else AdvisedPages
 
 
 class Cache:
     """K and V of some layers in memory of their own, in small pages of which none has been taken."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, way: OpenPages, layers: int = 2) -> None:
         self.maps = [self._map() for _ in range(2 * layers)]
         tensors = [
             torch.frombuffer(m, dtype=torch.uint8).view(NUM_BLOCKS, 1, -1) for m in self.maps
         ]
         self.caches = [KVCache(*tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
-        self.store = KVStore(self.caches)
+        self.store = HostKVStore(self.caches, open_pages=way)
 
     def _map(self) -> mmap.mmap:
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -74,8 +83,8 @@ def _plan(*block_ids: int, new: tuple[int, ...] = ()) -> StepPlan:
 
 
 @pytest.mark.usefixtures("ahead")
-def test_blocks_are_ready_before_they_are_used() -> None:
-    cache = Cache()
+def test_blocks_are_ready_before_they_are_used(way: OpenPages) -> None:
+    cache = Cache(way)
     populator = KVPopulator(cache.store, [BLOCK_SIZE], available_bytes=lambda: 2**40)
     assert cache.present() == [0, 0, 0, 0]
     populator.keep_ready_behind(-1)
@@ -95,8 +104,8 @@ def test_blocks_are_ready_before_they_are_used() -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-def test_as_many_blocks_are_ready_as_the_tokens_take_in_all_groups() -> None:
-    cache = Cache()
+def test_as_many_blocks_are_ready_as_the_tokens_take_in_all_groups(way: OpenPages) -> None:
+    cache = Cache(way)
     populator = KVPopulator(
         cache.store, [BLOCK_SIZE, BLOCK_SIZE, 4 * BLOCK_SIZE], available_bytes=lambda: 2**40
     )
@@ -106,8 +115,8 @@ def test_as_many_blocks_are_ready_as_the_tokens_take_in_all_groups() -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-def test_a_cache_that_no_longer_fits_into_memory_is_left_alone() -> None:
-    cache = Cache()
+def test_a_cache_that_no_longer_fits_into_memory_is_left_alone(way: OpenPages) -> None:
+    cache = Cache(way)
     free = 2 * 4 * NUM_BLOCKS * BLOCK_BYTES
     populator = KVPopulator(cache.store, [BLOCK_SIZE], 2, available_bytes=lambda: free)
     free -= 1
@@ -120,9 +129,9 @@ def test_a_cache_that_no_longer_fits_into_memory_is_left_alone() -> None:
     assert cache.present() == [3 * 9] * 4
 
 
-def test_contents_stay_whoever_writes_meanwhile() -> None:
+def test_contents_stay_whoever_writes_meanwhile(way: OpenPages) -> None:
     """Bytes at which pages begin are counted up while the pages are touched."""
-    cache = Cache()
+    cache = Cache(way)
     counters = [
         tensor.view(-1)[:: PAGE // 2] for each in cache.caches for tensor in each.tensors.values()
     ]
@@ -146,7 +155,7 @@ def test_contents_stay_whoever_writes_meanwhile() -> None:
 
 
 def test_a_populator_that_goes_away_stops() -> None:
-    cache = Cache()
+    cache = Cache(_kernels())
     names = Path("/proc/self/task")
     populator = KVPopulator(cache.store, [BLOCK_SIZE], available_bytes=lambda: 2**40)
     populator.keep_ready_behind(-1)
@@ -158,3 +167,28 @@ def test_a_populator_that_goes_away_stops() -> None:
     assert threads() == 1
     del populator
     assert threads() == 0
+
+
+def test_a_backend_without_kernels_takes_pages_by_the_system() -> None:
+    tensor = torch.zeros(NUM_BLOCKS, 1, PAGE, dtype=torch.uint8)
+    backend, _ = choose_backend("reference")
+    store = host_store(backend, [KVCache(tensor, tensor)])
+    assert isinstance(store.open_pages(), AdvisedPages)
+
+
+def test_pages_that_the_system_does_not_give_are_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def refuse(address: int, num_bytes: int) -> bool:
+        asked.append((address, num_bytes))
+        return False
+
+    monkeypatch.setattr(pages, "take_pages", refuse)
+    some = AdvisedPages([(0, 2**22), (2**30, 2**22)], 10)
+    some.advance(10)
+    some.wait()
+    some.advance(10)
+    some.wait()
+    assert asked == [(0, 2**23), (2**30, 2**23)]

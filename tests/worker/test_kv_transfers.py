@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from kv_tiers import small_manifest
 
+from pagoda.backend.kv_store import DONE, Event
 from pagoda.kv.objects import ObjectFiles, object_name, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -33,6 +34,7 @@ class Memory:
     """Blocks in a list."""
 
     block_bytes = BLOCK_BYTES
+    batch_blocks = 1
 
     def __init__(self) -> None:
         self.blocks = [bytes([65 + index]) * BLOCK_BYTES for index in range(NUM_BLOCKS)]
@@ -42,16 +44,22 @@ class Memory:
         """One of them does."""
         self.touched: list[tuple[str, int]] = []
 
-    def read(self, block_id: int, into: memoryview) -> None:
+    def read(self, block_ids: list[int], into: list[memoryview], after: Event = DONE) -> Event:
+        [block_id], [buffer] = block_ids, into
+        assert after is DONE
         if block_id == 7:
             self.is_waiting.set()
             assert self.gate.wait(20)
         self.touched.append(("read", block_id))
-        into[:] = self.blocks[block_id]
+        buffer[:] = self.blocks[block_id]
+        return DONE
 
-    def write(self, block_id: int, source: memoryview) -> None:
+    def write(self, block_ids: list[int], sources: list[memoryview], after: Event = DONE) -> Event:
+        [block_id], [source] = block_ids, sources
+        assert after is DONE
         self.touched.append(("write", block_id))
         self.blocks[block_id] = bytes(source)
+        return DONE
 
 
 class Rig:

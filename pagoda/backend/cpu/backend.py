@@ -41,6 +41,7 @@ from pagoda.backend.cpu.weights import (
 )
 from pagoda.backend.graph import Graph
 from pagoda.backend.host import HostBackend, check_token_ids
+from pagoda.backend.kv_store import Pages
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.sampling import Outcome, SampledRows, ScoredRows, check_logits
@@ -107,6 +108,11 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
     def advise(self, *cached: Tensor) -> None:
         for part in cached:
             self._native.advise_large_pages(part.data_ptr(), part.nbytes)
+
+    def open_pages(self, tensors: Sequence[tuple[int, int]], num_blocks: int) -> Pages:
+        """A thread without priority, which gives way to those that compute."""
+        pages: Pages = self._native.Populator(list(tensors), num_blocks)
+        return pages
 
     def block_shapes(
         self, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype

@@ -6,7 +6,7 @@ held when they were read (`pagoda.pd.messages.KVCheck`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from pagoda.errors import PagodaError
@@ -44,12 +44,29 @@ class MemoryFile(NamedTuple):
     offsets: tuple[int, ...]
 
 
+class Extent(NamedTuple):
+    """Bytes of a region."""
+
+    region: int
+    offset: int
+    num_bytes: int
+
+
 class OwnMemory(NamedTuple):
     """The memory that a worker exports, and into which it reads. Unchanged while any transport uses it."""
 
     regions: tuple[Region, ...]
     file: MemoryFile | None = None
     """None where regions are memory of this process alone."""
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a device that a worker exports; this process cannot address it, so it is sent from copies."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each region."""
+    copy: Callable[[Sequence[Extent], memoryview], None]
+    """Copies bytes of regions into host memory, one after the other; returns when they are there."""
 
 
 class Access(NamedTuple):

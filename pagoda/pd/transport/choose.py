@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagoda.pd.transport.base import Access, OwnMemory, Transport
+from pagoda.pd.transport.base import Access, DeviceMemory, OwnMemory, Transport
 from pagoda.pd.transport.mooncake import MooncakeTransport
 from pagoda.pd.transport.nixl import NixlTransport
 from pagoda.pd.transport.shm import ShmTransport
 from pagoda.pd.transport.tcp import TcpTransport
 
-TRANSPORTS: dict[str, Callable[[OwnMemory, Access], Transport]] = {
+TRANSPORTS: dict[str, Callable[[OwnMemory | DeviceMemory, Access], Transport]] = {
     "shm": ShmTransport,
     "tcp": TcpTransport,
     "nixl": NixlTransport,

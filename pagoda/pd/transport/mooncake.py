@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.base import Access, DeviceMemory, OwnMemory, Region, Span, TransportError
 from pagoda.pd.transport.remote_memory import BatchedLink, Piece, load_library, read_descriptor
 
 _STAGING_BYTES = 2**24
@@ -35,7 +35,7 @@ class MooncakeDescriptor(msgspec.Struct, frozen=True):
 class MooncakeTransport:
     """Uses TCP unless `MC_FORCE_TCP=0` is set, and RDMA then."""
 
-    def __init__(self, memory: OwnMemory, access: Access) -> None:
+    def __init__(self, memory: OwnMemory | DeviceMemory, access: Access) -> None:
         """Raises TransportError if Mooncake is not installed or does not work here."""
         if access.encrypts:
             raise TransportError("Mooncake does not encrypt")
@@ -51,6 +51,10 @@ class MooncakeTransport:
         self._abandoned = AbandonedStaging()
 
     def export(self) -> MooncakeListener:
+        if isinstance(self._memory, DeviceMemory):
+            raise TransportError(
+                "the KV cache lies on a device, and Mooncake is given host memory only"
+            )
         return MooncakeListener(self._kind, self._host, self._memory.regions)
 
     def connect(self, descriptor: bytes, deadline: float) -> MooncakeLink:

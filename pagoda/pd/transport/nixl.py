@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pagoda.pd.transport.base import Access, OwnMemory, Region, TransportError
+from pagoda.pd.transport.base import Access, DeviceMemory, OwnMemory, Region, TransportError
 from pagoda.pd.transport.remote_memory import (
     BatchedLink,
     Piece,
@@ -41,8 +41,12 @@ class NixlDescriptor(msgspec.Struct, frozen=True):
 
 
 class NixlTransport:
-    def __init__(self, memory: OwnMemory, access: Access) -> None:
+    def __init__(self, memory: OwnMemory | DeviceMemory, access: Access) -> None:
         """Raises TransportError if NIXL is not installed or does not work here."""
+        if isinstance(memory, DeviceMemory):
+            raise TransportError(
+                "the KV cache lies on a device, and NIXL is given host memory only"
+            )
         if access.encrypts:
             raise TransportError("NIXL does not encrypt")
         self._memory = memory

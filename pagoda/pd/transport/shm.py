@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.pd.transport.base import Access, OwnMemory, Region, TransportError
+from pagoda.pd.transport.base import Access, DeviceMemory, OwnMemory, Region, TransportError
 from pagoda.pd.transport.proof import Prover, keep_trying, wait_until
 from pagoda.pd.transport.remote_memory import BatchedLink, Piece, check_time, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer
@@ -59,11 +59,15 @@ class ShmDescriptor(msgspec.Struct, frozen=True):
 
 
 class ShmTransport:
-    def __init__(self, memory: OwnMemory, access: Access) -> None:
+    def __init__(self, memory: OwnMemory | DeviceMemory, access: Access) -> None:
         self._memory = memory
         self._access = access
 
     def export(self) -> ShmListener:
+        if isinstance(self._memory, DeviceMemory):
+            raise TransportError(
+                "the KV cache lies on a device, and processes can share host memory only"
+            )
         return ShmListener(self._memory, self._access.secret)
 
     def connect(self, descriptor: bytes, deadline: float) -> ShmLink:

@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,14 @@ from typing import Any
 
 import msgspec
 
-from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.base import (
+    Access,
+    DeviceMemory,
+    Extent,
+    OwnMemory,
+    Span,
+    TransportError,
+)
 from pagoda.pd.transport.proof import Prover, keep_trying, receive, send_all, wait_until
 from pagoda.pd.transport.remote_memory import batches, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer
@@ -42,6 +49,8 @@ _STREAM_BYTES = 2**23
 """Bytes for which a further stream is worth it."""
 _SILENCE_S = 10.0
 """Seconds for which no byte may move in the middle of a request."""
+_STAGING_BYTES = 2**24
+"""Bytes that are copied from a device's memory before they are sent."""
 _BUFFERS = 1024
 """The most that one call of the kernel takes (IOV_MAX)."""
 
@@ -60,27 +69,33 @@ class TcpDescriptor(msgspec.Struct, frozen=True):
     encrypts: bool
 
 
+_Parts = Callable[[Sequence[Extent]], Iterable[list[memoryview]]]
+"""Gives bytes of regions in parts; one is sent before the next is asked for."""
+
+
 class TcpTransport:
-    def __init__(self, memory: OwnMemory, access: Access) -> None:
+    def __init__(self, memory: OwnMemory | DeviceMemory, access: Access) -> None:
         self._memory = memory
         self._access = access
 
     def export(self) -> TcpListener:
-        return TcpListener(self._memory.regions, self._access)
+        return TcpListener(self._memory, self._access)
 
     def connect(self, descriptor: bytes, deadline: float) -> TcpLink:
         return TcpLink(descriptor, self._access, deadline)
 
 
 class TcpListener(StreamServer):
-    """Serves regions of this process, each reader in a thread of its own."""
+    """Serves memory of this process, or copies of a device's, each reader in a thread of its own."""
 
-    def __init__(self, regions: Sequence[Region], access: Access) -> None:
+    def __init__(self, memory: OwnMemory | DeviceMemory, access: Access) -> None:
         """Raises TransportError if `access.host` is not an address of this host."""
-        self._regions = [
-            memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
-            for region in regions
-        ]
+        if isinstance(memory, DeviceMemory):
+            self._sizes = memory.sizes
+            self._parts: _Parts = partial(_copied, memory)
+        else:
+            self._sizes = tuple(region.num_bytes for region in memory.regions)
+            self._parts = partial(_in_place, [_bytes_at(*region) for region in memory.regions])
         self._encrypts = access.encrypts
         self._tls = {wish: tls_context(ssl.PROTOCOL_TLS_SERVER, wish) for wish in _CIPHERS}
         self.prover = Prover(access.secret)
@@ -119,15 +134,16 @@ class TcpListener(StreamServer):
             first = stream.recv(1)
             if not first:
                 return
-            pieces = self._read_request(stream, first)
+            extents = self._read_request(stream, first)
             stream.settimeout(_SILENCE_S)
-            if isinstance(stream, ssl.SSLSocket):
-                for piece in pieces:
-                    stream.sendall(piece)
-            else:
-                _send(stream, pieces)
+            for pieces in self._parts(extents):
+                if isinstance(stream, ssl.SSLSocket):
+                    for piece in pieces:
+                        stream.sendall(piece)
+                else:
+                    _send(stream, pieces)
 
-    def _read_request(self, stream: socket.socket, first: bytes) -> list[memoryview]:
+    def _read_request(self, stream: socket.socket, first: bytes) -> list[Extent]:
         deadline = time.monotonic() + _SILENCE_S
         rest = receive(stream, _COUNT.size - 1, deadline)
         (count,) = _COUNT.unpack(first + rest)
@@ -136,18 +152,37 @@ class TcpListener(StreamServer):
                 f"a reader asks for {count} pieces, at most {MAX_SPANS} are allowed"
             )
         table = receive(stream, count * _ENTRY.size, deadline)
-        pieces = [self._piece(*entry) for entry in _ENTRY.iter_unpack(table)]
-        if sum(len(piece) for piece in pieces) > MAX_REQUEST_BYTES:
+        extents = [self._checked(*entry) for entry in _ENTRY.iter_unpack(table)]
+        if sum(extent.num_bytes for extent in extents) > MAX_REQUEST_BYTES:
             raise TransportError(f"a reader asks for more than {MAX_REQUEST_BYTES} bytes at once")
-        return pieces
+        return extents
 
-    def _piece(self, region: int, offset: int, num_bytes: int) -> memoryview:
-        if region >= len(self._regions):
-            raise TransportError(f"a reader asks for region {region} of {len(self._regions)}")
-        memory = self._regions[region]
-        if not (num_bytes >= 1 and offset + num_bytes <= len(memory)):
+    def _checked(self, region: int, offset: int, num_bytes: int) -> Extent:
+        if region >= len(self._sizes):
+            raise TransportError(f"a reader asks for region {region} of {len(self._sizes)}")
+        if not (num_bytes >= 1 and offset + num_bytes <= self._sizes[region]):
             raise TransportError(f"a reader asks for bytes beyond the end of region {region}")
-        return memory[offset : offset + num_bytes]
+        return Extent(region, offset, num_bytes)
+
+
+def _bytes_at(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+
+
+def _in_place(regions: Sequence[memoryview], extents: Sequence[Extent]) -> list[list[memoryview]]:
+    """What is to be sent of host memory, all at once."""
+    return [[regions[region][at : at + num_bytes] for region, at, num_bytes in extents]]
+
+
+def _copied(memory: DeviceMemory, extents: Sequence[Extent]) -> Iterator[list[memoryview]]:
+    """What is to be sent of a device's memory, copied part by part into a buffer."""
+    spans = (Span(*extent, target=0) for extent in extents)
+    total = sum(extent.num_bytes for extent in extents)
+    buffer = memoryview(bytearray(min(total, _STAGING_BYTES)))
+    for batch in batches(spans, _STAGING_BYTES, sys.maxsize):
+        part = buffer[: sum(span.num_bytes for span in batch)]
+        memory.copy([Extent(*span[:3]) for span in batch], part)
+        yield [part]
 
 
 class TcpLink:

@@ -1,4 +1,4 @@
-"""Fetches KV from workers of other engines, straight into the blocks where it belongs.
+"""Fetches KV from workers of other engines into the blocks where it belongs.
 
 Each rank of a peer has a thread of its own, so peers, and ranks of one peer, never wait for each other.
 """
@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from pagoda.backend.kv_store import Event
 from pagoda.messages.transfers import KVPeer, KVRank, RemoteBlocks, Transfer
 from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
 from pagoda.worker.kv.jobs import Job, Jobs, Lane
-from pagoda.worker.kv.plan import OwnPart, PlanError, Slice, find_runs, make_spans, plan_slices
+from pagoda.worker.kv.landing import OpenLanding
+from pagoda.worker.kv.plan import OwnPart, PlanError, Slice, find_runs, plan_slices
 
 Connect = Callable[[KVRank, float], MemoryLink]
 """A link to one rank of a peer, by the best transport that works, before a deadline. Raises TransportError."""
@@ -32,10 +34,16 @@ class KVFetcher:
     """The fetching half of the handoff. All methods belong to the thread that calls `start`."""
 
     def __init__(
-        self, parts: Sequence[OwnPart], own_rank: int, connect: Connect, jobs: Jobs
+        self,
+        parts: Sequence[OwnPart],
+        own_rank: int,
+        connect: Connect,
+        open_landing: OpenLanding,
+        jobs: Jobs,
     ) -> None:
         """`parts` are this rank's KV tensors; `own_rank` is its number in the replica."""
         self._parts = parts
+        self._open_landing = open_landing
         self._own_rank = own_rank
         self.connect = connect
         self._jobs = jobs
@@ -62,7 +70,14 @@ class KVFetcher:
             _log.error("KV of %s cannot be used: %s", peer.peer_id, error)
             return _Peer([], 0, str(error))
         readers = [
-            _RankReader(f"{peer.peer_id}/{rank}", peer.ranks[rank], parts, self.connect, self._jobs)
+            _RankReader(
+                f"{peer.peer_id}/{rank}",
+                peer.ranks[rank],
+                parts,
+                self.connect,
+                self._open_landing,
+                self._jobs,
+            )
             for rank, parts in slices.items()
         ]
         num_blocks = min(peer.ranks[rank].num_blocks for rank in slices)
@@ -111,7 +126,13 @@ class _RankReader:
     """Reads from one rank of a peer, in a thread that lives until the peer parts."""
 
     def __init__(
-        self, name: str, rank: KVRank, slices: list[Slice], connect: Connect, jobs: Jobs
+        self,
+        name: str,
+        rank: KVRank,
+        slices: list[Slice],
+        connect: Connect,
+        open_landing: OpenLanding,
+        jobs: Jobs,
     ) -> None:
         self._name = name
         self._rank = rank
@@ -119,6 +140,7 @@ class _RankReader:
             piece.group: [it for it in slices if it.group == piece.group] for piece in slices
         }
         self.connect = connect
+        self._landing = open_landing()
         self._jobs = jobs
         self.link: MemoryLink | None = None
         """Belongs to the thread, but may be closed by others while it reads."""
@@ -154,12 +176,13 @@ class _RankReader:
         for job, group, sources, targets in fetches:
             num_good, error, count = 0, "", self._batch_blocks(group)
             try:
-                if not self._jobs.wait_for_step(job.transfer.after_step, lambda: self._is_closed):
+                unused = self._jobs.wait_for_step(job.transfer.after_step, lambda: self._is_closed)
+                if unused is None:
                     raise TransportError("the worker is ending, or the peer has parted")
                 for start in range(0, len(sources), count):
                     end = start + count
                     deadline = time.monotonic() + BATCH_LIMIT_S
-                    self.read(group, sources[start:end], targets[start:end], deadline)
+                    self.read(group, sources[start:end], targets[start:end], unused, deadline)
                     num_good = min(end, len(sources))
             except TransportError as problem:
                 error = str(problem)
@@ -171,20 +194,26 @@ class _RankReader:
         self._disconnect()
 
     def read(
-        self, group: int, sources: Sequence[int], targets: Sequence[int], deadline: float
+        self,
+        group: int,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        unused: Event,
+        deadline: float,
     ) -> None:
-        spans = make_spans(self._slices[group], find_runs(sources, targets))
+        """Reads blocks into targets, which no step uses behind the event."""
+        runs = find_runs(sources, targets)
         was_connected = self.link is not None
         try:
             with self._reading(deadline) as link:
-                link.read(spans, deadline)
+                self._landing.read(link, self._slices[group], runs, unused, deadline)
         except TransportError as error:
             self._disconnect()
             if not was_connected or self._is_closed:
                 raise
             # It may have been cut while nobody used it; whether anybody is there, a new one tells.
             _log.info("connecting to %s again: %s", self._name, error)
-            self.read(group, sources, targets, deadline)
+            self.read(group, sources, targets, unused, deadline)
 
     @contextmanager
     def _reading(self, deadline: float) -> Iterator[MemoryLink]:

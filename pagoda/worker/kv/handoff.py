@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -12,7 +14,9 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig
 from pagoda.pd.transport.base import (
     Access,
+    DeviceMemory,
     ExportedMemory,
+    Extent,
     MemoryLink,
     OwnMemory,
     Transport,
@@ -21,6 +25,7 @@ from pagoda.pd.transport.base import (
 from pagoda.pd.transport.choose import TRANSPORTS
 from pagoda.worker.kv.fetcher import KVFetcher
 from pagoda.worker.kv.jobs import Jobs
+from pagoda.worker.kv.landing import HostLanding, OpenLanding, StagedLanding
 from pagoda.worker.kv.manifest import kv_digest
 from pagoda.worker.kv.plan import own_parts
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
@@ -46,7 +51,18 @@ class KVHandoff:
         self._transports: dict[str, Transport] = {}
         """The best first."""
         self._exported: dict[str, ExportedMemory] = {}
-        memory = OwnMemory(loaded.kv.regions(), loaded.kv.file())
+        self._store = store = loaded.kv
+        regions = store.regions()
+        memory: OwnMemory | DeviceMemory
+        if regions:
+            memory = OwnMemory(regions, store.file())
+            self._open_landing: OpenLanding = partial(
+                HostLanding, [region.address for region in regions]
+            )
+        else:
+            sizes = tuple(store.num_blocks * tensor.block_stride for tensor in store.tensors)
+            memory = DeviceMemory(sizes, self._copy)
+            self._open_landing = partial(StagedLanding, store)
         host = worker.bind_host or config.host  # each host of a replica has its own
         access = Access(host, config.secret, config.encrypts)
         problems = []
@@ -65,9 +81,15 @@ class KVHandoff:
         for problem in problems:
             _log.warning("no KV goes over %s", problem)
 
+    def _copy(self, extents: Sequence[Extent], into: memoryview) -> None:
+        """Copies KV that a reader asks for, of steps that were executed before it knew of them."""
+        self._store.read_extents(extents, into, self._store.computed()).wait()
+
     def open_fetcher(self, jobs: Jobs) -> KVFetcher | None:
         """Ready to start the threads that fetch; None where nothing is to be fetched."""
-        return KVFetcher(self._parts, self._rank, self._connect, jobs) if self._fetches else None
+        if not self._fetches:
+            return None
+        return KVFetcher(self._parts, self._rank, self._connect, self._open_landing, jobs)
 
     def _connect(self, rank: KVRank, deadline: float) -> MemoryLink:
         """Raises TransportError, with the reason of each, if no transport reaches the rank."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from queue import Empty, PriorityQueue
 from typing import Generic, TypeVar
 
+from pagoda.backend.kv_store import DONE, Event
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
@@ -62,6 +63,8 @@ class Jobs:
         """Guards the jobs and all that follows."""
         self.is_closed = False
         self._executed = -1
+        self._computed = DONE
+        """Event of all that steps up to the last one executed do to KV."""
         self._ends: deque[TransferEnd] = deque()
 
     def begin(self, transfer: Transfer, num_parts: int) -> Job:
@@ -96,19 +99,26 @@ class Jobs:
             self._ends.clear()
         return ended
 
-    def step_done(self, step: int) -> None:
+    def step_done(self, step: int, computed: Event = DONE) -> None:
+        """A step has been executed, whose KV is in the cache when `computed` is done."""
         with self.changed:
-            self._executed = step
+            self._executed, self._computed = step, computed
             self.changed.notify_all()
 
-    def wait_for_step(self, step: int, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until no running step may use the blocks any more; False if the wait ended without that.
+    @property
+    def computed(self) -> Event:
+        """The event behind which KV of all steps that have been executed is in the cache, and none uses it."""
+        with self.changed:
+            return self._computed
 
-        Whoever makes `is_over` true notifies `changed`.
+    def wait_for_step(self, step: int, is_over: Callable[[], bool] = lambda: False) -> Event | None:
+        """Waits until a step has been executed; None if the wait ended without that.
+
+        No step uses its blocks behind the event. Whoever makes `is_over` true notifies `changed`.
         """
         with self.changed:
             self.changed.wait_for(lambda: self._executed >= step or self.is_closed or is_over())
-            return self._executed >= step
+            return self._computed if self._executed >= step else None
 
     def close(self) -> None:
         """Nobody waits any more."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from pagoda.backend.kv_store import KVStore, layout_of
 from pagoda.checkpoints.fingerprint import weights_digest
 from pagoda.kv.objects import Manifest
 from pagoda.messages.kv_groups import KVGroup
-from pagoda.worker.kv.store import KVStore
 from pagoda.worker.loading import WorkerPlan
 
 
@@ -24,7 +24,7 @@ def make_manifest(plan: WorkerPlan, store: KVStore, arithmetic: str) -> Manifest
         kv_dtype=plan.kv_dtype_name,
         quantization=_quantization(plan),
         arithmetic=arithmetic,
-        layout=store.layout,
+        layout=layout_of(store.tensors),
         block_size=plan.block_size,
         kv_groups=_kv_groups(plan),
         payload_bytes=store.block_bytes,
@@ -50,7 +50,7 @@ def kv_digest(plan: WorkerPlan, store: KVStore) -> str:
         plan.kv_dtype_name,
         _quantization(plan),
         plan.block_size,
-        store.head_layouts,
+        [tensor.head_layout for tensor in store.tensors if tensor.place == 0],
         _kv_groups(plan),
     )
     return hashlib.sha256(msgspec.json.encode(agreed)).hexdigest()

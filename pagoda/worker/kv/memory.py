@@ -13,22 +13,22 @@ from torch import Tensor
 
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.pd.transport.base import MemoryFile, Region
+from pagoda.worker.kv.pages import take_pages
 
 _ALIGNMENT = 64
 """Alignment of slots in bytes: a line of the processor's cache."""
 _LARGE_PAGE = 2**21
-_MADV_POPULATE_WRITE = 23
-"""Takes all memory at once (Linux 5.14, `madvise(2)`); `mmap` has no name for it."""
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copies all of `source`, which is as long as `target`, and lets other threads run meanwhile."""
     if source.nbytes != target.nbytes:
         raise ValueError(f"{source.nbytes} bytes do not go into {target.nbytes}.")
-    ctypes.memmove(_address_of(target), _address_of(source), source.nbytes)
+    ctypes.memmove(address_of(target), address_of(source), source.nbytes)
 
 
-def _address_of(buffer: memoryview) -> int:
+def address_of(buffer: memoryview) -> int:
+    """The address of writable host memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
@@ -55,10 +55,7 @@ class HostArena:
 
     def _take(self) -> None:
         """Does not hold the interpreter. Where the kernel cannot, memory is taken as slots are used."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(address), ctypes.c_size_t(len(self._memory)), _MADV_POPULATE_WRITE
-        )
+        take_pages(address_of(self._memory), len(self._memory))
 
     def slot(self, index: int) -> memoryview:
         if not 0 <= index < self.num_slots:

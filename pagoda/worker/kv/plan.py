@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from pagoda.backend.kv_store import KVStore, KVTensor
 from pagoda.errors import PagodaError
 from pagoda.messages.transfers import KVPart, KVPeer
 from pagoda.model.sharding import Shard
-from pagoda.pd.transport.base import Span
-from pagoda.worker.kv.store import KVStore, KVTensor
+from pagoda.pd.transport.base import Extent, Span
 from pagoda.worker.loading import LayerPlace
 
 
@@ -29,7 +29,6 @@ class PlanError(PagodaError):
 
 class OwnPart(NamedTuple):
     part: KVPart
-    address: int
     num_blocks: int
 
 
@@ -46,7 +45,7 @@ def own_parts(store: KVStore, shard: Shard, places: Sequence[LayerPlace]) -> tup
             whole = msgspec.structs.replace(
                 part, layer=layer, group=group, region=region, stride=tensor.block_stride
             )
-            parts.append(OwnPart(whole, tensor.address, store.num_blocks))
+            parts.append(OwnPart(whole, store.num_blocks))
     return tuple(parts)
 
 
@@ -104,8 +103,10 @@ class Slice:
     """First byte within a block there."""
     source_stride: int
     """Bytes from block to block."""
-    target: int
-    """Address in block 0 here."""
+    target_region: int
+    """Index of the tensor here."""
+    target_offset: int
+    """First byte within a block here."""
     target_stride: int
     num_bytes: int
 
@@ -183,7 +184,8 @@ def _slice(own: OwnPart, offer: _Offer, head: int, count: int) -> Slice:
         region=offer.part.region,
         source_offset=offer.part.offset + (head - offer.part.first_head) * head_bytes,
         source_stride=offer.part.stride,
-        target=own.address + own.part.offset + (head - own.part.first_head) * head_bytes,
+        target_region=own.part.region,
+        target_offset=own.part.offset + (head - own.part.first_head) * head_bytes,
         target_stride=own.part.stride,
         num_bytes=count * head_bytes,
     )
@@ -204,16 +206,43 @@ def find_runs(sources: Sequence[int], targets: Sequence[int]) -> list[Run]:
     return runs
 
 
-def make_spans(slices: Iterable[Slice], runs: Sequence[Run]) -> list[Span]:
-    """Tensor by tensor, in which blocks that follow one another are one span if the whole block is read."""
-    single = [Run(run.source + n, run.target + n, 1) for run in runs for n in range(run.length)]
+def make_spans(
+    slices: Iterable[Slice], runs: Sequence[Run], addresses: Sequence[int]
+) -> list[Span]:
+    """What to read into tensors here, which are in host memory at `addresses`.
+
+    Tensor by tensor, in which blocks that follow one another are one span if the whole block is read.
+    """
     return [
         Span(
             piece.region,
             piece.source_offset + run.source * piece.source_stride,
             run.length * piece.num_bytes,
-            piece.target + run.target * piece.target_stride,
+            addresses[piece.target_region] + piece.target_offset + run.target * piece.target_stride,
         )
-        for piece in slices
-        for run in (runs if piece.is_whole else single)
+        for piece, run in _contiguous(slices, runs)
     ]
+
+
+def make_staged_spans(
+    slices: Iterable[Slice], runs: Sequence[Run], address: int
+) -> tuple[list[Span], list[Extent]]:
+    """The same, to be read into one buffer from `address` on; and where each span belongs then."""
+    spans: list[Span] = []
+    extents: list[Extent] = []
+    for piece, run in _contiguous(slices, runs):
+        num_bytes = run.length * piece.num_bytes
+        source = piece.source_offset + run.source * piece.source_stride
+        target = piece.target_offset + run.target * piece.target_stride
+        spans.append(Span(piece.region, source, num_bytes, address))
+        extents.append(Extent(piece.target_region, target, num_bytes))
+        address += num_bytes
+    return spans, extents
+
+
+def _contiguous(slices: Iterable[Slice], runs: Sequence[Run]) -> Iterator[tuple[Slice, Run]]:
+    """Slices with runs of blocks in which they are one piece, there and here."""
+    single = [Run(run.source + n, run.target + n, 1) for run in runs for n in range(run.length)]
+    for piece in slices:
+        for run in runs if piece.is_whole else single:
+            yield piece, run

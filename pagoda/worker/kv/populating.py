@@ -2,24 +2,17 @@
 
 The first write to a page waits until the system has found and cleared it: one to four milliseconds for a megabyte,
 tens of milliseconds for the prompt of a small model. The engine hands out fresh blocks in the order of their
-numbers, so a thread without priority keeps the pages of the next ones ready.
+numbers, so a thread keeps the pages of the next ones ready.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from pagoda.backend.cpu.native import load_native
-from pagoda.devices import BackendUnavailableError
+from pagoda.backend.kv_store import KVStore
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.messages.worker import StepPlan
-from pagoda.worker.kv.store import KVStore
-
-if TYPE_CHECKING:
-    from pagoda.backend._native import Populator
 
 AHEAD_TOKENS = 2**13
 """Tokens whose pages are kept ready: prompts come in faster than pages can be taken."""
@@ -30,7 +23,7 @@ _REFILLS = 8
 
 
 class KVPopulator:
-    """Keeps blocks ready behind the highest one in use; does nothing where the kernels are not installed."""
+    """Keeps blocks ready behind the highest one in use; does nothing where a store has no pages to take."""
 
     def __init__(
         self,
@@ -50,10 +43,7 @@ class KVPopulator:
         self._ordered = 0
         self._next_look = 0
         """The first block whose use is a reason to look whether more should be ordered."""
-        self._native: Populator | None = None
-        with contextlib.suppress(BackendUnavailableError):
-            regions = [(tensor.address, tensor.block_stride) for tensor in store.tensors]
-            self._native = load_native().Populator(regions, self._num_blocks)
+        self._pages = store.open_pages()
 
     def use(self, plan: StepPlan) -> None:
         """Takes note of the blocks that a step begins to use."""
@@ -70,12 +60,12 @@ class KVPopulator:
         """
         self._next_look = block_id + max(1, self._ahead // _REFILLS)
         rest = (self._num_blocks - self._ordered) * self._block_bytes * self._workers_on_host
-        if self._native is None or rest == 0 or rest > self._available_bytes():
+        if self._pages is None or rest == 0 or rest > self._available_bytes():
             return
         self._ordered = max(self._ordered, min(block_id + 1 + self._ahead, self._num_blocks))
-        self._native.advance(self._ordered)
+        self._pages.advance(self._ordered)
 
     def wait(self) -> None:
         """Waits until what was ordered is there."""
-        if self._native is not None:
-            self._native.wait()
+        if self._pages is not None:
+            self._pages.wait()

@@ -1,134 +1,166 @@
-"""The KV of one rank as bytes: the only place that knows where it lies.
-
-Tiers, handoff and manifests read and write blocks through a `KVStore`, and name its tensors by what they hold.
-"""
+"""The KV of one rank in this process's own memory, and the choice of where KV lies."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from torch import Tensor
+from pagoda.backend.base import Backend, KVCache, LatentCache, NewTensor, new_tensor
+from pagoda.backend.kv_store import (
+    DONE,
+    Event,
+    KVOnDevice,
+    KVStore,
+    OpenPages,
+    OpensPages,
+    Pages,
+    check_blocks,
+    check_extents,
+    describe_tensors,
+)
+from pagoda.devices import BackendUnavailableError
+from pagoda.pd.transport.base import Extent, MemoryFile, Region
+from pagoda.worker.kv.memory import KVAllocation, address_of
+from pagoda.worker.kv.pages import AdvisedPages
 
-from pagoda.backend.base import KVCache, LatentCache
-from pagoda.pd.transport.base import MemoryFile, Region
-from pagoda.worker.kv.memory import KVAllocation
-
-
-class KVTensor(NamedTuple):
-    """One tensor of a place, with its strides in bytes; the tokens of one head of a block lie together."""
-
-    place: int
-    """Index of the cache that the tensor belongs to: of a layer, or of one layer of each KV group."""
-    kind: str
-    """`keys`, `values`, `key_scales`, `value_scales`, `latents` or `latent_scales`."""
-    address: int
-    num_heads: int
-    block_stride: int
-    head_stride: int
-    head_layout: str
-    """Element type and dimensions of a head in a block; equal for equal bytes."""
-
-    @property
-    def block_bytes(self) -> int:
-        return self.num_heads * self.head_stride
+AnyCache = KVCache | LatentCache
 
 
-class KVStore:
-    """The KV tensors of one rank, in this process's own memory.
+class HostKVStore:
+    """A `KVStore` in host memory. Steps have computed KV when they return, and copies are done at once.
 
     Copies by `memmove`, which lets other threads run: the one that computes does not wait.
     """
 
+    batch_blocks = 1
+
     def __init__(
-        self, caches: Sequence[KVCache | LatentCache], allocation: KVAllocation | None = None
+        self,
+        caches: Sequence[AnyCache],
+        allocation: KVAllocation | None = None,
+        open_pages: OpenPages = AdvisedPages,
     ) -> None:
         """`allocation` is where the caches lie, if other processes may map it.
 
         Raises ValueError if a tensor is not in this process's memory, or has the heads of a block apart.
         """
+        tensors = [tensor for cache in caches for tensor in cache.tensors.values()]
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            raise ValueError("KV that is not in host memory needs a store of its backend.")
         self._caches = caches  # whose memory is used as long as this lives
         self._allocation = allocation
-        self.tensors = tuple(
-            _described(place, kind, tensor)
-            for place, cache in enumerate(caches)
-            for kind, tensor in cache.tensors.items()
-        )
-        self.num_blocks = len(next(iter(caches[0].tensors.values())))
+        self._open_pages = open_pages
+        self.tensors = describe_tensors(caches)
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
+        self.num_blocks = len(tensors[0])
         self.block_bytes = sum(tensor.block_bytes for tensor in self.tensors)
+        self._pieces = [
+            (address, tensor.block_stride, tensor.block_bytes)
+            for address, tensor in zip(self.addresses, self.tensors, strict=True)
+        ]
 
-    @property
-    def layout(self) -> str:
-        """Dimensions of a block in each tensor of each place; equal for equal bytes."""
-        return " ".join(
-            f"{_name(tensor)}{list(tensor.shape[1:])}"
-            for cache in self._caches
-            for tensor in cache.tensors.values()
-        )
+    def computed(self) -> Event:
+        return DONE
 
-    @property
-    def head_layouts(self) -> list[str]:
-        """Element type and dimensions of a head in a block, in each tensor of a place."""
-        return [tensor.head_layout for tensor in self.tensors if tensor.place == 0]
+    def read(
+        self, block_ids: Sequence[int], into: Sequence[memoryview], after: Event = DONE
+    ) -> Event:
+        check_blocks(self, block_ids, into)
+        after.wait()
+        for block_id, buffer in zip(block_ids, into, strict=True):
+            outside = address_of(buffer)
+            for inside, stride, num_bytes in self._pieces:
+                ctypes.memmove(outside, inside + block_id * stride, num_bytes)
+                outside += num_bytes
+        return DONE
 
-    def read(self, block_id: int, into: memoryview) -> None:
-        """Copies a block into `block_bytes` bytes, tensor after tensor."""
-        outside = self._address(block_id, into)
-        for tensor in self.tensors:
-            inside = tensor.address + block_id * tensor.block_stride
-            ctypes.memmove(outside, inside, tensor.block_bytes)
-            outside += tensor.block_bytes
+    def write(
+        self, block_ids: Sequence[int], sources: Sequence[memoryview], after: Event = DONE
+    ) -> Event:
+        check_blocks(self, block_ids, sources)
+        after.wait()
+        for block_id, buffer in zip(block_ids, sources, strict=True):
+            outside = address_of(buffer)
+            for inside, stride, num_bytes in self._pieces:
+                ctypes.memmove(inside + block_id * stride, outside, num_bytes)
+                outside += num_bytes
+        return DONE
 
-    def write(self, block_id: int, source: memoryview) -> None:
-        """Copies what `read` has given into a block."""
-        outside = self._address(block_id, source)
-        for tensor in self.tensors:
-            inside = tensor.address + block_id * tensor.block_stride
-            ctypes.memmove(inside, outside, tensor.block_bytes)
-            outside += tensor.block_bytes
+    def read_extents(
+        self, extents: Sequence[Extent], into: memoryview, after: Event = DONE
+    ) -> Event:
+        after.wait()
+        for inside, outside, num_bytes in self._addressed(extents, into):
+            ctypes.memmove(outside, inside, num_bytes)
+        return DONE
 
-    def _address(self, block_id: int, outside: memoryview) -> int:
-        if not 0 <= block_id < self.num_blocks or outside.nbytes != self.block_bytes:
-            raise ValueError(
-                f"Block {block_id} of {self.num_blocks} does not go with {outside.nbytes} bytes, "
-                f"a block has {self.block_bytes}."
-            )
-        return ctypes.addressof(ctypes.c_char.from_buffer(outside))
+    def write_extents(
+        self, extents: Sequence[Extent], source: memoryview, after: Event = DONE
+    ) -> Event:
+        after.wait()
+        for inside, outside, num_bytes in self._addressed(extents, source):
+            ctypes.memmove(inside, outside, num_bytes)
+        return DONE
+
+    def _addressed(
+        self, extents: Sequence[Extent], buffer: memoryview
+    ) -> Iterator[tuple[int, int, int]]:
+        check_extents(self, extents, buffer)
+        outside = address_of(buffer)
+        for extent in extents:
+            yield self.addresses[extent.region] + extent.offset, outside, extent.num_bytes
+            outside += extent.num_bytes
 
     def regions(self) -> tuple[Region, ...]:
-        """Memory of each tensor, for transports.
-
-        Raises ValueError if blocks of a tensor do not follow one another.
-        """
         if any(tensor.block_stride != tensor.block_bytes for tensor in self.tensors):
             raise ValueError("Blocks of a tensor that others read must follow one another.")
         return tuple(
-            Region(tensor.address, self.num_blocks * tensor.block_bytes) for tensor in self.tensors
+            Region(address, self.num_blocks * tensor.block_bytes)
+            for address, tensor in zip(self.addresses, self.tensors, strict=True)
         )
 
     def file(self) -> MemoryFile | None:
-        """The file that `regions` lie in, which others may map; None where there is none."""
         return None if self._allocation is None else self._allocation.file(self.regions())
 
-
-def _described(place: int, kind: str, tensor: Tensor) -> KVTensor:
-    head, itemsize = tensor[0, 0], tensor.itemsize
-    head_stride = tensor.stride(1) * itemsize
-    if tensor.device.type != "cpu" or not head.is_contiguous() or head_stride != head.nbytes:
-        raise ValueError(
-            "KV tensors must be in host memory, and the heads of a block contiguous, one after the other."
-        )
-    return KVTensor(
-        place,
-        kind,
-        tensor.data_ptr(),
-        tensor.shape[1],
-        tensor.stride(0) * itemsize,
-        head_stride,
-        f"{_name(tensor)}{list(tensor.shape[2:])}",
-    )
+    def open_pages(self) -> Pages | None:
+        strides = (tensor.block_stride for tensor in self.tensors)
+        tensors = list(zip(self.addresses, strides, strict=True))
+        with contextlib.suppress(BackendUnavailableError):
+            return self._open_pages(tensors, self.num_blocks)
+        return None
 
 
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def open_kv(
+    backend: Backend[Any, Any],
+    allocate: Callable[[NewTensor], Sequence[AnyCache]],
+    open_allocation: Callable[[], KVAllocation],
+) -> tuple[Sequence[AnyCache], KVStore]:
+    """Caches that `allocate` takes from the backend, where that keeps them, and their store.
+
+    Raises OSError if the system has no such memory, ValueError if the backend lays caches out as no store can.
+    """
+    if isinstance(backend, KVOnDevice):
+        caches = allocate(new_tensor)
+        return caches, backend.open_kv_store(caches)
+    allocation = open_allocation()
+    caches = allocate(allocation.new_tensor)
+    return caches, host_store(backend, caches, allocation)
+
+
+def host_store(
+    backend: Backend[Any, Any],
+    caches: Sequence[AnyCache],
+    allocation: KVAllocation | None = None,
+) -> HostKVStore:
+    """The store of caches that lie in host memory."""
+    pages = backend.open_pages if isinstance(backend, OpensPages) else AdvisedPages
+    return HostKVStore(caches, allocation, pages)
+
+
+def store_of(backend: Backend[Any, Any], caches: Sequence[AnyCache]) -> KVStore:
+    """The store of caches that the backend has allocated by itself."""
+    if isinstance(backend, KVOnDevice):
+        return backend.open_kv_store(caches)
+    return host_store(backend, caches)

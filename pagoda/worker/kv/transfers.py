@@ -3,6 +3,9 @@
 Every block is copied by one thread: those between device and host memory by one, reads from disk by some, and
 writes to disk by others, which let reads go first; `KVFetcher` has threads of its own for other engines. No
 thread holds the interpreter while it copies, computes a checksum or waits for the disk.
+
+A copy comes behind the steps that were executed when it begins, and its transfer ends when the device has done it:
+steps that the engine plans from then on find what was written.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from pagoda.backend.kv_store import Event, KVStore
 from pagoda.kv.objects import ObjectError, ObjectFiles, ObjectUnreadableError, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -31,7 +35,6 @@ from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import FIRST, LATER, Job, Jobs, Lane, num_blocks
 from pagoda.worker.kv.manifest import make_manifest
 from pagoda.worker.kv.memory import HostArena, copy_bytes
-from pagoda.worker.kv.store import KVStore
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
 
 NUM_READERS = 2
@@ -44,8 +47,8 @@ _WARNING_INTERVAL_S = 10.0
 
 _log = logging.getLogger(__name__)
 
-_Task = tuple[Job, int]
-"""One block of a job, by its index there."""
+_Task = tuple[Job, range]
+"""Some blocks of a job, by their indices there: one, unless they go between device and host memory."""
 _ROUTES: dict[tuple[type[TransferPlace], type[TransferPlace]], tuple[str, int]] = {
     (HostSlots, DeviceBlocks): ("copy", FIRST),
     (DeviceBlocks, HostSlots): ("copy", LATER),
@@ -137,9 +140,11 @@ class TransferWorker:
                     if lane is self._lanes.get("read") and urgency == FIRST:
                         with self._jobs.changed:
                             self._num_reads += count
-                    job = self._jobs.begin(transfer, count)
-                    for index in range(count):
-                        lane.put((job, index), urgency)
+                    size = self._store.batch_blocks if lane is self._lanes.get("copy") else 1
+                    batches = [range(count)[at : at + size] for at in range(0, count, size)]
+                    job = self._jobs.begin(transfer, len(batches))
+                    for batch in batches:
+                        lane.put((job, batch), urgency)
 
     def _route(self, transfer: Transfer) -> tuple[Lane[_Task], int]:
         """Chooses the threads that carry out a transfer. Raises ValueError if this worker has no such places."""
@@ -169,31 +174,35 @@ class TransferWorker:
     def _work(self, tasks: Iterator[_Task]) -> None:
         files = self._files
         buffer = memoryview(b"") if files is None else files.new_buffer()
-        for job, index in tasks:
+        for job, batch in tasks:
             if isinstance(job.transfer.target, DiskObjects):
                 self._let_reads_go_first(job)
-            self._attempt(job, index, buffer)
+            self._attempt(job, batch, buffer)
 
-    def _copy_block(self, job: Job, index: int, buffer: memoryview) -> None:
-        """Copies one block; `buffer` has room for an object on its way from or to the disk."""
+    def _copy_blocks(self, job: Job, batch: range, buffer: memoryview) -> None:
+        """Copies some blocks; `buffer` has room for one object on its way from or to the disk."""
         transfer, store, files = job.transfer, self._store, self._files
+        chosen = slice(batch.start, batch.stop)
         match transfer.source, transfer.target:
             case DeviceBlocks(block_ids), HostSlots(slots):
-                store.read(block_ids[index], self._slot(slots[index]))
+                into = list(map(self._slot, slots[chosen]))
+                store.read(block_ids[chosen], into, self._jobs.computed).wait()
             case HostSlots(slots), DeviceBlocks(block_ids):
-                self._await_step(transfer.after_step)
-                store.write(block_ids[index], self._slot(slots[index]))
+                unused = self._await_step(transfer.after_step)
+                sources = list(map(self._slot, slots[chosen]))
+                store.write(block_ids[chosen], sources, unused).wait()
             case DeviceBlocks(block_ids), DiskObjects(keys) if files:
-                store.read(block_ids[index], files.payload(buffer))
-                files.write(keys[index], buffer)
+                payload = files.payload(buffer)
+                store.read(block_ids[chosen], [payload], self._jobs.computed).wait()
+                files.write(keys[batch.start], buffer)
             case DiskObjects(keys), HostSlots(slots) if files:
-                files.read(keys[index], buffer)
-                copy_bytes(files.payload(buffer), self._slot(slots[index]))
+                files.read(keys[batch.start], buffer)
+                copy_bytes(files.payload(buffer), self._slot(slots[batch.start]))
             case DiskObjects(keys), DeviceBlocks(block_ids) if files:
                 try:
-                    files.read(keys[index], buffer)
-                    self._await_step(transfer.after_step)
-                    store.write(block_ids[index], files.payload(buffer))
+                    files.read(keys[batch.start], buffer)
+                    unused = self._await_step(transfer.after_step)
+                    store.write(block_ids[chosen], [files.payload(buffer)], unused).wait()
                 finally:
                     with self._jobs.changed:
                         self._num_reads -= 1
@@ -205,18 +214,20 @@ class TransferWorker:
         with jobs.changed:
             jobs.changed.wait_for(lambda: self._num_reads == 0 or jobs.is_closed, patience_s)
 
-    def _await_step(self, step: int) -> None:
-        """Waits until no running step may use the blocks any more."""
-        if not self._jobs.wait_for_step(step):
+    def _await_step(self, step: int) -> Event:
+        """Waits for a step; behind the event, no step up to it uses the blocks any more."""
+        unused = self._jobs.wait_for_step(step)
+        if unused is None:
             raise ObjectUnreadableError("the worker is ending")
+        return unused
 
-    def _attempt(self, job: Job, index: int, buffer: memoryview) -> None:
-        """Copies one block, or ends it with the reason why it was not copied."""
+    def _attempt(self, job: Job, batch: range, buffer: memoryview) -> None:
+        """Copies some blocks, or ends them with the reason why they were not copied."""
         try:
-            self._copy_block(job, index, buffer)
+            self._copy_blocks(job, batch, buffer)
         except ObjectError as error:
             unreadable = isinstance(error, ObjectUnreadableError)
-            self._jobs.end_part(job, [index], str(error), unreadable=unreadable)
+            self._jobs.end_part(job, batch, str(error), unreadable=unreadable)
         except Exception as error:
             with self._jobs.changed:
                 now = time.monotonic()
@@ -224,8 +235,8 @@ class TransferWorker:
                 if is_told:
                     self._next_warning_at = now + _WARNING_INTERVAL_S
             if is_told:
-                _log.exception("a block could not be copied")
-            self._jobs.end_part(job, [index], f"{type(error).__name__}: {error}", unreadable=True)
+                _log.exception("blocks could not be copied")
+            self._jobs.end_part(job, batch, f"{type(error).__name__}: {error}", unreadable=True)
         else:
             self._jobs.end_part(job)
 

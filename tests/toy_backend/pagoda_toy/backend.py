@@ -139,15 +139,16 @@ class ToyBackend:
 
     def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[Metadata]:
         def compute(node: Node, inputs: Sequence[Any]) -> Any:
-            weights = [graph.weights[weight] for weight in node.weights]
-            arrays = [
-                each.numpy() if isinstance(each, Tensor) else each for each in (*inputs, *weights)
-            ]
-            with np.errstate(all="ignore"):
-                out = FUNCTIONS[node.op](*arrays, **node.attributes)
-            return tuple(map(_tensor, out)) if isinstance(out, tuple) else _tensor(out)
+            return compute_node(node, (*inputs, *(graph.weights[name] for name in node.weights)))
 
         return InterpretedGraph(graph, compute, names)
+
+
+def compute_node(node: Node, operands: Sequence[Any]) -> Any:
+    arrays = [each.numpy() if isinstance(each, Tensor) else each for each in operands]
+    with np.errstate(all="ignore"):
+        out = FUNCTIONS[node.op](*arrays, **node.attributes)
+    return tuple(map(_tensor, out)) if isinstance(out, tuple) else _tensor(out)
 
 
 def _tensor(array: Array) -> Tensor:

@@ -1,0 +1,75 @@
+"""Where KV of other engines goes: straight into blocks in host memory, or by a buffer to those on a device."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pagoda.backend.kv_store import Event, KVStore
+from pagoda.pd.transport.base import MemoryLink
+from pagoda.worker.kv.memory import address_of
+from pagoda.worker.kv.plan import Run, Slice, make_spans, make_staged_spans
+
+
+class Landing(Protocol):
+    """One thread's way to blocks."""
+
+    def read(
+        self,
+        link: MemoryLink,
+        slices: Sequence[Slice],
+        runs: Sequence[Run],
+        unused: Event,
+        deadline: float,
+    ) -> None:
+        """Reads slices of runs of blocks, which no step uses behind the event `unused`.
+
+        When it returns or raises, nothing is written to blocks any more. Raises TransportError as the link does.
+        """
+
+
+OpenLanding = Callable[[], Landing]
+
+
+class HostLanding:
+    """Links write where tensors lie."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        """`addresses` are those of the tensors."""
+        self._addresses = addresses
+
+    def read(
+        self,
+        link: MemoryLink,
+        slices: Sequence[Slice],
+        runs: Sequence[Run],
+        unused: Event,
+        deadline: float,
+    ) -> None:
+        unused.wait()
+        link.read(make_spans(slices, runs, self._addresses), deadline)
+
+
+class StagedLanding:
+    """Links write to a buffer, which is as large as the largest batch so far, and the store copies from there."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._buffer = memoryview(b"")
+
+    def read(
+        self,
+        link: MemoryLink,
+        slices: Sequence[Slice],
+        runs: Sequence[Run],
+        unused: Event,
+        deadline: float,
+    ) -> None:
+        num_bytes = sum(piece.num_bytes for piece in slices) * sum(run.length for run in runs)
+        if len(self._buffer) < num_bytes:
+            self._buffer = memoryview(mmap.mmap(-1, num_bytes))
+        staged = self._buffer[:num_bytes]
+        spans, extents = make_staged_spans(slices, runs, address_of(staged))
+        link.read(spans, deadline)
+        self._store.write_extents(extents, staged, unused).wait()
