@@ -6,102 +6,18 @@ import random
 from pathlib import Path
 
 import pytest
-import zmq
 from family_models import make_model
-from replica import new_executor
+from tier_server import COUNT, Server
 from tiny_models import continuation, save_model
 from transformers import PreTrainedModel
 
-from pagoda.engine.config import EngineConfig, KVTiersConfig
-from pagoda.engine.core import EngineCore
-from pagoda.ipc.clock import MonotonicClock
-from pagoda.messages.frontend import GenerateRequest
-from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
-COUNT = 16
-"""Tokens of an answer."""
 PROMPTS = [[random.Random(seed).randrange(320) for _ in range(200 - 7 * seed)] for seed in range(4)]
 TOPOLOGIES = {
     "one": ParallelConfig(),
     "stages": ParallelConfig(pipeline_parallel_size=2),
 }
-
-
-class Server:
-    """An engine over worker processes that has room for one long prompt and a half."""
-
-    def __init__(
-        self, directory: Path, parallel: ParallelConfig, num_blocks: int = 40, **tiers: object
-    ) -> None:
-        worker = WorkerConfig(
-            model=str(directory / "model"),
-            num_blocks=num_blocks,
-            block_size=16,
-            max_model_len=256,
-            max_num_seqs=4,
-            num_threads=1,
-            parallel=parallel,
-            workers_on_host=parallel.replica_size,
-            **tiers,  # type: ignore[arg-type]
-        )
-        config = EngineConfig(
-            worker=worker,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            kv_tiers=KVTiersConfig(
-                host_bytes=worker.kv_host_bytes,
-                disk_path=worker.kv_disk_path,
-                disk_bytes=2**30,
-                disk_min_touches=1,
-            ),
-        )
-        self.core = EngineCore(config, new_executor(worker, directory), MonotonicClock())
-        while not self.core.is_worker_ready:
-            self._wait()
-            self.core.step()
-
-    def _wait(self) -> None:
-        sources = [(source, zmq.POLLIN) for source in self.core.pollables()]
-        wakeup = self.core.next_wakeup()
-        timeout_s = 60.0 if wakeup is None else max(0.0, wakeup - MonotonicClock().now())
-        assert zmq.zmq_poll(sources, round(1000 * timeout_s)) or wakeup is not None, "no event"
-
-    def ask(self, *prompts: list[int]) -> tuple[list[list[int]], int]:
-        """Returns the answers to prompts that come together, and how many tokens of them were cached.
-
-        Before that, all blocks are where they are to be kept.
-        """
-        answers: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
-        num_cached: dict[str, int] = {}
-        for request_id, prompt in zip(answers, prompts, strict=True):
-            sampling = SamplingParams(temperature=0, seed=0, max_tokens=COUNT)
-            request = GenerateRequest(
-                request_id=request_id, prompt_token_ids=prompt, sampling=sampling
-            )
-            assert self.core.add(request) == []
-        while len(num_cached) < len(prompts):
-            for chunk in self.core.step():
-                assert chunk.error is None
-                answers[chunk.request_id] += chunk.token_ids
-                if chunk.finish_reason is not None:
-                    num_cached[chunk.request_id] = chunk.num_cached_tokens
-            if len(num_cached) < len(prompts):
-                self._wait()
-        self._settle()
-        return list(answers.values()), sum(num_cached.values())
-
-    def _settle(self) -> None:
-        assert self.core.scheduler is not None
-        tiers = self.core.scheduler.hooks.tiers  # type: ignore[attr-defined]
-        while tiers.ledger.num_open:
-            self._wait()
-            assert self.core.step() == []
-
-    def figure(self, tier: str) -> int:
-        """Blocks that a tier has given back."""
-        return next(it.num_loaded for it in self.core.load().tiers if it.name == tier)
 
 
 @pytest.fixture(params=TOPOLOGIES.values(), ids=TOPOLOGIES)

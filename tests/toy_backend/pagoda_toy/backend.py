@@ -161,7 +161,7 @@ def _tensor(array: Array) -> Tensor:
 
 def linear(x: Array, weight: Linear) -> Array:
     out = np.empty((len(x), weight.outputs), dtype=np.float32)
-    for row, own in enumerate(x.reshape(len(x), -1)):
+    for row, own in enumerate(x.reshape(len(x), weight.inputs)):
         out[row] = weight.values @ own
     return out if weight.bias is None else out + weight.bias
 

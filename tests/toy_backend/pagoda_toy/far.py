@@ -68,6 +68,8 @@ class FarDevice:
         """Copies that are not done, the oldest first."""
         self.is_held = False
         """Copies are not done for being awaited: a test runs them."""
+        self.submitted = threading.Semaphore(0)
+        """Released for each copy."""
         self._memory: dict[int, _Memory] = {}
         self.lock = threading.RLock()
 
@@ -114,6 +116,7 @@ class FarCopy:
         self._device, self._work, self._after = device, work, after
         self._ended = threading.Event()
         device.copies.append(self)
+        device.submitted.release()
 
     @property
     def done(self) -> bool:
