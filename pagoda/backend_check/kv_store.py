@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from pagoda.backend.kv_store import DONE, Event, KVStore, block_extents
-from pagoda.backend_check.attention import DTYPES, Kind, cache_of, spoil
+from pagoda.backend_check.attention import DTYPES, Kind, cache_of, fitted, spoil
 from pagoda.backend_check.subject import Check, FailedError, Subject, ensure
 from pagoda.pd.transport.base import Extent
 from pagoda.worker.kv.store import store_of
@@ -20,7 +20,7 @@ def _stores(subject: Subject) -> str:
     """Two layers of every KV format."""
     backend, known = subject.backend, subject.backend.capabilities.kv_cache_dtypes
     for name in known:
-        kind = replace(Kind(), kv_dtype=name)
+        kind = replace(fitted(subject, Kind()), kv_dtype=name)
         caches = [cache_of(backend, kind) for _ in range(2)]
         for cache in caches:
             spoil(backend, cache)

@@ -14,6 +14,14 @@ from pagoda.cli.main import main
 
 TOY = Path(__file__).parent.parent / "toy_backend"
 CHECKS = {check.name: check for check in checks()}
+_OF_KV = (
+    "rotate_and_cache, attention",
+    "KV formats and block sizes",
+    "KV layout and store",
+    "metadata ahead of steps",
+    "KV store",
+    "pagoda-tiny, answers",
+)
 
 
 @pytest.fixture
@@ -59,6 +67,23 @@ def test_the_toy_passes(toy: str) -> None:
     assert found["weights of int8"].detail == "the toy has weights of float32 only"
     source = (TOY / "pagoda_toy" / "backend.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 300
+
+
+def test_a_toy_whose_kv_lies_on_its_device_passes(toy: str) -> None:
+    assert toy == "toy"
+    chosen = [CHECKS[name] for name in _OF_KV]
+    verdicts = {it.check: it.verdict for it in outcomes(open_subject("far"), chosen)}
+    assert verdicts == dict.fromkeys(_OF_KV, "ok")
+
+
+def test_a_right_store_that_copies_late_passes(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wrong_backend
+
+    monkeypatch.setitem(wrong_backend.BROKEN, "nothing", ("", {"store": wrong_backend._Store}))
+    monkeypatch.setattr(wrong_backend, "chosen", "nothing")
+    chosen = [CHECKS[name] for name in _OF_KV]
+    found = list(outcomes(open_subject(wrong), chosen))
+    assert [outcome for outcome in found if outcome.verdict != "ok"] == []
 
 
 def _kinds() -> list[str]:
@@ -112,7 +137,8 @@ def test_the_command(
     assert summary.endswith("0 failed")
     assert main(["backend", "check", "toyy"]) == 2
     assert (
-        "--backend must be one of auto, cpu, reference, toy, got 'toyy'" in capfd.readouterr().err
+        "--backend must be one of auto, cpu, reference, far, toy, got 'toyy'"
+        in capfd.readouterr().err
     )
 
 

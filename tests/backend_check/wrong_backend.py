@@ -13,11 +13,13 @@ from torch import Tensor
 from pagoda.backend.base import UNNAMED, KVCache, LatentCache, StepInput
 from pagoda.backend.graph import Graph, Node
 from pagoda.backend.interpreter import InterpretedGraph
+from pagoda.backend.kv_store import DONE
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.backend import OPERATIONS, ReferenceBackend
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.devices import DeviceSet
 from pagoda.parallel.collectives import HostGroup
+from pagoda.worker.kv.store import HostKVStore
 
 Compute = Callable[..., Any]
 
@@ -51,6 +53,81 @@ class Wrong:
             return table[node.op](*inputs, *weights, **node.attributes)
 
         return _Compiled(InterpretedGraph(graph, compute, names), self._methods.get("run"))
+
+
+class WithStore(Wrong):
+    """The reference with a store of its own."""
+
+    def __init__(self, group: HostGroup, store: Callable[[Any], Any]) -> None:
+        super().__init__(group)
+        self._store = store
+
+    def open_kv_store(self, caches: Sequence[Any]) -> Any:
+        return self._store(HostKVStore(caches))
+
+
+class _Store:
+    """A store that copies when its event is awaited; methods are wrong in its descendants."""
+
+    def __init__(self, own: HostKVStore) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def read(self, blocks: Any, into: Any, after: Any = DONE) -> Any:
+        return _Copy(lambda: self._own.read(blocks, into), after)
+
+    def write(self, blocks: Any, sources: Any, after: Any = DONE) -> Any:
+        return _Copy(lambda: self._own.write(blocks, sources), after)
+
+
+class _Copy:
+    """An event that makes itself happen."""
+
+    def __init__(self, work: Callable[[], Any], after: Any = DONE) -> None:
+        self.done = False
+        self._work, self._after = work, after
+
+    def wait(self) -> None:
+        if not self.done:
+            self._after.wait()
+            self._work()
+            self.done = True
+
+
+class _Unawaited(_Store):
+    """Events say that copies are done before they are."""
+
+    def write(self, blocks: Any, sources: Any, after: Any = DONE) -> Any:
+        self._late = super().write(blocks, sources, after)
+        return DONE
+
+
+class _Unordered(_Store):
+    """Copies do not come behind others."""
+
+    def read(self, blocks: Any, into: Any, after: Any = DONE) -> Any:  # noqa: ARG002
+        return super().read(blocks, into)
+
+
+class _FirstOfBatch(_Store):
+    """All blocks of a batch get what is the first one's."""
+
+    def write(self, blocks: Any, sources: Any, after: Any = DONE) -> Any:
+        return super().write(blocks, [sources[0]] * len(sources), after)
+
+
+class _FirstHead(_Store):
+    """Parts of a block are its first bytes."""
+
+    def read_extents(self, extents: Any, into: Any, after: Any = DONE) -> Any:
+        strides = [tensor.block_stride for tensor in self._own.tensors]
+        firsts = [
+            each._replace(offset=each.offset - each.offset % strides[each.region])
+            for each in extents
+        ]
+        return self._own.read_extents(firsts, into, after)
 
 
 class _Compiled:
@@ -313,6 +390,10 @@ BROKEN: dict[str, tuple[str, Mapping[str, Any]]] = {
         "results of graphs",
         {"methods": {"run": _computes_nothing_for_what_is_given}},
     ),
+    "copies of KV that are not done": ("KV store", {"store": _Unawaited}),
+    "copies of KV in any order": ("KV store", {"store": _Unordered}),
+    "blocks of KV in batches": ("KV store", {"store": _FirstOfBatch}),
+    "parts of blocks of KV": ("KV store", {"store": _FirstHead}),
     "a sum over ranks": ("all_reduce", {"operations": {"all_reduce": _reduces_several_rows}}),
     "results that the next step overwrites": (
         "results of graphs",
@@ -369,4 +450,6 @@ def open_backend(devices: DeviceSet, group: HostGroup) -> Any:
     on_two = fields.pop("on_two", {})
     if len(devices.numbers) == 2:
         fields["operations"] = on_two
+    if "store" in fields:
+        return WithStore(group, **fields)
     return Wrong(group, **fields)
