@@ -111,12 +111,12 @@ class KVStore(Protocol):
     def read_extents(
         self, extents: Sequence[Extent], into: memoryview, after: Event = DONE
     ) -> Event:
-        """As `read`, of bytes of tensors, which follow one another in `into`."""
+        """Copies bytes of tensors, which follow one another in `into`, as `read` does."""
 
     def write_extents(
         self, extents: Sequence[Extent], source: memoryview, after: Event = DONE
     ) -> Event:
-        """As `write`, of what `read_extents` has given."""
+        """Copies what `read_extents` has given, as `write` does."""
 
     def regions(self) -> tuple[Region, ...]:
         """Memory of each tensor; empty where this process cannot address it.
@@ -204,7 +204,7 @@ def check_extents(store: KVStore, extents: Sequence[Extent], outside: memoryview
 
 
 def block_extents(tensors: Sequence[KVTensor], block_ids: Iterable[int]) -> list[Extent]:
-    """What `KVStore.read` copies of blocks, in order."""
+    """Bytes that `KVStore.read` copies of blocks, in order."""
     return [
         Extent(region, block_id * tensor.block_stride, tensor.block_bytes)
         for block_id in block_ids

@@ -79,7 +79,7 @@ def test_a_toy_whose_kv_lies_on_its_device_passes(toy: str) -> None:
 def test_a_right_store_that_copies_late_passes(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import wrong_backend
 
-    monkeypatch.setitem(wrong_backend.BROKEN, "nothing", ("", {"store": wrong_backend._Store}))
+    monkeypatch.setitem(wrong_backend.BROKEN, "nothing", ("", {"store": wrong_backend.LateStore}))
     monkeypatch.setattr(wrong_backend, "chosen", "nothing")
     chosen = [CHECKS[name] for name in _OF_KV]
     found = list(outcomes(open_subject(wrong), chosen))

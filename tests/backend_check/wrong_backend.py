@@ -66,7 +66,7 @@ class WithStore(Wrong):
         return self._store(HostKVStore(caches))
 
 
-class _Store:
+class LateStore:
     """A store that copies when its event is awaited; methods are wrong in its descendants."""
 
     def __init__(self, own: HostKVStore) -> None:
@@ -96,7 +96,7 @@ class _Copy:
             self.done = True
 
 
-class _Unawaited(_Store):
+class _Unawaited(LateStore):
     """Events say that copies are done before they are."""
 
     def write(self, blocks: Any, sources: Any, after: Any = DONE) -> Any:
@@ -104,21 +104,21 @@ class _Unawaited(_Store):
         return DONE
 
 
-class _Unordered(_Store):
+class _Unordered(LateStore):
     """Copies do not come behind others."""
 
     def read(self, blocks: Any, into: Any, after: Any = DONE) -> Any:  # noqa: ARG002
         return super().read(blocks, into)
 
 
-class _FirstOfBatch(_Store):
+class _FirstOfBatch(LateStore):
     """All blocks of a batch get what is the first one's."""
 
     def write(self, blocks: Any, sources: Any, after: Any = DONE) -> Any:
         return super().write(blocks, [sources[0]] * len(sources), after)
 
 
-class _FirstHead(_Store):
+class _FirstHead(LateStore):
     """Parts of a block are its first bytes."""
 
     def read_extents(self, extents: Any, into: Any, after: Any = DONE) -> Any:

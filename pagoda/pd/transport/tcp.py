@@ -170,12 +170,12 @@ def _bytes_at(address: int, num_bytes: int) -> memoryview:
 
 
 def _in_place(regions: Sequence[memoryview], extents: Sequence[Extent]) -> list[list[memoryview]]:
-    """What is to be sent of host memory, all at once."""
+    """Host memory that is to be sent, all at once."""
     return [[regions[region][at : at + num_bytes] for region, at, num_bytes in extents]]
 
 
 def _copied(memory: DeviceMemory, extents: Sequence[Extent]) -> Iterator[list[memoryview]]:
-    """What is to be sent of a device's memory, copied part by part into a buffer."""
+    """Copies of a device's memory that are to be sent, part by part in one buffer."""
     spans = (Span(*extent, target=0) for extent in extents)
     total = sum(extent.num_bytes for extent in extents)
     buffer = memoryview(bytearray(min(total, _STAGING_BYTES)))

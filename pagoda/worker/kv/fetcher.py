@@ -15,7 +15,7 @@ from pagoda.backend.kv_store import Event
 from pagoda.messages.transfers import KVPeer, KVRank, RemoteBlocks, Transfer
 from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
 from pagoda.worker.kv.jobs import Job, Jobs, Lane
-from pagoda.worker.kv.landing import OpenLanding
+from pagoda.worker.kv.landing import OpenLanding, Wanted
 from pagoda.worker.kv.plan import OwnPart, PlanError, Slice, find_runs, plan_slices
 
 Connect = Callable[[KVRank, float], MemoryLink]
@@ -202,11 +202,11 @@ class _RankReader:
         deadline: float,
     ) -> None:
         """Reads blocks into targets, which no step uses behind the event."""
-        runs = find_runs(sources, targets)
+        wanted = Wanted(self._slices[group], find_runs(sources, targets), unused)
         was_connected = self.link is not None
         try:
             with self._reading(deadline) as link:
-                self._landing.read(link, self._slices[group], runs, unused, deadline)
+                self._landing.read(link, wanted, deadline)
         except TransportError as error:
             self._disconnect()
             if not was_connected or self._is_closed:

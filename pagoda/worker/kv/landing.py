@@ -1,10 +1,10 @@
-"""Where KV of other engines goes: straight into blocks in host memory, or by a buffer to those on a device."""
+"""Ways of KV of other engines to its blocks: straight into host memory, or by a buffer to a device."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pagoda.backend.kv_store import Event, KVStore
 from pagoda.pd.transport.base import MemoryLink
@@ -12,18 +12,20 @@ from pagoda.worker.kv.memory import address_of
 from pagoda.worker.kv.plan import Run, Slice, make_spans, make_staged_spans
 
 
+class Wanted(NamedTuple):
+    """Parts of blocks to be read."""
+
+    slices: Sequence[Slice]
+    runs: Sequence[Run]
+    unused: Event
+    """The event behind which no step uses the blocks here."""
+
+
 class Landing(Protocol):
     """One thread's way to blocks."""
 
-    def read(
-        self,
-        link: MemoryLink,
-        slices: Sequence[Slice],
-        runs: Sequence[Run],
-        unused: Event,
-        deadline: float,
-    ) -> None:
-        """Reads slices of runs of blocks, which no step uses behind the event `unused`.
+    def read(self, link: MemoryLink, wanted: Wanted, deadline: float) -> None:
+        """Reads what is wanted.
 
         When it returns or raises, nothing is written to blocks any more. Raises TransportError as the link does.
         """
@@ -39,16 +41,9 @@ class HostLanding:
         """`addresses` are those of the tensors."""
         self._addresses = addresses
 
-    def read(
-        self,
-        link: MemoryLink,
-        slices: Sequence[Slice],
-        runs: Sequence[Run],
-        unused: Event,
-        deadline: float,
-    ) -> None:
-        unused.wait()
-        link.read(make_spans(slices, runs, self._addresses), deadline)
+    def read(self, link: MemoryLink, wanted: Wanted, deadline: float) -> None:
+        wanted.unused.wait()
+        link.read(make_spans(wanted.slices, wanted.runs, self._addresses), deadline)
 
 
 class StagedLanding:
@@ -58,14 +53,8 @@ class StagedLanding:
         self._store = store
         self._buffer = memoryview(b"")
 
-    def read(
-        self,
-        link: MemoryLink,
-        slices: Sequence[Slice],
-        runs: Sequence[Run],
-        unused: Event,
-        deadline: float,
-    ) -> None:
+    def read(self, link: MemoryLink, wanted: Wanted, deadline: float) -> None:
+        slices, runs, unused = wanted
         num_bytes = sum(piece.num_bytes for piece in slices) * sum(run.length for run in runs)
         if len(self._buffer) < num_bytes:
             self._buffer = memoryview(mmap.mmap(-1, num_bytes))

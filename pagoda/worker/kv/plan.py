@@ -209,7 +209,7 @@ def find_runs(sources: Sequence[int], targets: Sequence[int]) -> list[Run]:
 def make_spans(
     slices: Iterable[Slice], runs: Sequence[Run], addresses: Sequence[int]
 ) -> list[Span]:
-    """What to read into tensors here, which are in host memory at `addresses`.
+    """Spans to read into tensors here, which are in host memory at `addresses`.
 
     Tensor by tensor, in which blocks that follow one another are one span if the whole block is read.
     """

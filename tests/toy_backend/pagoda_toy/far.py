@@ -42,10 +42,10 @@ POISON = b"\xff"
 """Bytes of a NaN."""
 
 
-def open_backend(devices: DeviceSet, group: HostGroup) -> FarBackend:
+def open_backend(devices: DeviceSet, group: HostGroup) -> FarBackend:  # noqa: ARG001
     if group.size > 1:
         raise BackendUnavailableError("the toy computes on one rank only")
-    return FarBackend(group, str(devices))
+    return FarBackend(group)
 
 
 class _Memory:
@@ -245,8 +245,8 @@ class FarStore:
 class FarBackend:
     """The toy, but for where KV lies."""
 
-    def __init__(self, group: HostGroup, devices: str) -> None:
-        self._toy = ToyBackend(group, devices)
+    def __init__(self, group: HostGroup) -> None:
+        self._toy = ToyBackend(group, "toy:0")  # whose bits are the same
         self.memory_of_kv = FarDevice()
 
     def __getattr__(self, name: str) -> Any:
