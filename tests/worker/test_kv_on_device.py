@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -244,7 +245,7 @@ class Side:
 
     def fill(self) -> None:
         for block in range(NUM_HANDED):
-            source = memoryview(bytearray(bytes([block + 1]) * self.store.block_bytes))
+            source = memoryview(bytearray(Random(block).randbytes(self.store.block_bytes)))
             self.store.write([block], [source], self.store.computed()).wait()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from pagoda.worker.kv.plan import (
     Run,
     find_runs,
     make_spans,
+    make_staged_spans,
     own_parts,
     plan_slices,
 )
@@ -124,7 +126,16 @@ def test_every_rank_gets_what_it_needs(
         bases = [10_000 * region for region in range(len(own))]
         read = 0
         for rank, slices in plan_slices(parts, number, peer).items():
-            for span in make_spans(slices, find_runs(sources, targets), bases):
+            spans = make_spans(slices, find_runs(sources, targets), bases)
+            staged, places = make_staged_spans(slices, find_runs(sources, targets), 500)
+            assert [span[:3] for span in staged] == [span[:3] for span in spans]
+            assert [span.target for span in spans] == [
+                bases[place.region] + place.offset for place in places
+            ]
+            sizes = [place.num_bytes for place in places]
+            assert sizes == [span.num_bytes for span in spans]
+            assert [span.target for span in staged] == [*accumulate(sizes, initial=500)][:-1]
+            for span in spans:
                 memory = theirs[rank][span.region][1]
                 assert span.offset + span.num_bytes <= len(memory)
                 index, at = divmod(span.target, 10_000)

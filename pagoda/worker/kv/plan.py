@@ -213,15 +213,19 @@ def make_spans(
 
     Tensor by tensor, in which blocks that follow one another are one span if the whole block is read.
     """
-    return [
-        Span(
-            piece.region,
-            piece.source_offset + run.source * piece.source_stride,
-            run.length * piece.num_bytes,
-            addresses[piece.target_region] + piece.target_offset + run.target * piece.target_stride,
-        )
-        for piece, run in _contiguous(slices, runs)
-    ]
+    spans: list[Span] = []
+    for piece, own in _contiguous(slices, runs):
+        target = addresses[piece.target_region] + piece.target_offset
+        spans += [
+            Span(
+                piece.region,
+                piece.source_offset + run.source * piece.source_stride,
+                run.length * piece.num_bytes,
+                target + run.target * piece.target_stride,
+            )
+            for run in own
+        ]
+    return spans
 
 
 def make_staged_spans(
@@ -230,19 +234,21 @@ def make_staged_spans(
     """The same, to be read into one buffer from `address` on; and where each span belongs then."""
     spans: list[Span] = []
     extents: list[Extent] = []
-    for piece, run in _contiguous(slices, runs):
-        num_bytes = run.length * piece.num_bytes
-        source = piece.source_offset + run.source * piece.source_stride
-        target = piece.target_offset + run.target * piece.target_stride
-        spans.append(Span(piece.region, source, num_bytes, address))
-        extents.append(Extent(piece.target_region, target, num_bytes))
-        address += num_bytes
+    for piece, own in _contiguous(slices, runs):
+        for run in own:
+            num_bytes = run.length * piece.num_bytes
+            source = piece.source_offset + run.source * piece.source_stride
+            target = piece.target_offset + run.target * piece.target_stride
+            spans.append(Span(piece.region, source, num_bytes, address))
+            extents.append(Extent(piece.target_region, target, num_bytes))
+            address += num_bytes
     return spans, extents
 
 
-def _contiguous(slices: Iterable[Slice], runs: Sequence[Run]) -> Iterator[tuple[Slice, Run]]:
-    """Slices with runs of blocks in which they are one piece, there and here."""
+def _contiguous(
+    slices: Iterable[Slice], runs: Sequence[Run]
+) -> Iterator[tuple[Slice, Sequence[Run]]]:
+    """Slices, and the runs of blocks in which they are one piece, there and here."""
     single = [Run(run.source + n, run.target + n, 1) for run in runs for n in range(run.length)]
     for piece in slices:
-        for run in runs if piece.is_whole else single:
-            yield piece, run
+        yield piece, runs if piece.is_whole else single
