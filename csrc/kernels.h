@@ -310,7 +310,7 @@ struct RowOperands {
     int64_t width;         // of the first output
 };
 
-// How a token's experts are chosen and weighed; see ExpertRouting in pagoda/backend/base.py.
+// How a token's experts are chosen and weighed; see pagoda/checkpoints/expert_routing.py.
 struct ExpertRouting {
     int num_experts, per_token;
     bool renormalize;     // the weights of a token's experts to add up to one

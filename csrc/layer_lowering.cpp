@@ -15,7 +15,7 @@ HeadShape shape_of(const Cache& cache, int64_t heads) {
     return {static_cast<int>(heads), static_cast<int>(cache.num_kv_heads), static_cast<int>(cache.head_dim),
             static_cast<int>(cache.block_size)};
 }
-// Metadata of layers with a state has no heads: see `attention_metadata` in pagoda/backend/cpu/backend.py.
+// Layers with a state have no heads; their metadata says one of one element (pagoda/backend/cpu/backend.py).
 HeadShape shape_of(const StateCache& cache) { return {1, 1, 1, static_cast<int>(cache.block_size)}; }
 
 // ---- attention

@@ -118,6 +118,17 @@ void Lowering::take_over(int index, Value in, Value out) {
 
 // ---- rows by themselves
 
+namespace {
+
+// Numbers in the i-th weight of an operation on rows of some width: as many, or those of a head, of queries or of keys.
+int64_t row_weights(const Node& own, size_t i, int64_t width) {
+    if (own.op == "gated_head_norm") return static_cast<int64_t>(own.numbers.at(0));
+    if (own.op == "norm_by_squares") return static_cast<int64_t>(own.numbers.at(i));
+    return width;
+}
+
+}  // namespace
+
 bool Lowering::row_kernel(int index) {
     const Node& own = node(index);
     for (const RowKernel* kernel = program_.table().row_kernels; kernel->name != nullptr; ++kernel) {
@@ -138,8 +149,11 @@ void Lowering::row_kernel(int index, const RowKernel& kernel, Value in, Value ou
     uses = inputs;
     uses.insert(uses.end(), outputs.begin(), outputs.end());
     std::vector<const float*> weights;
-    for (size_t i = 0; i < own.weights.size(); ++i) weights.push_back(graph_.vector(own, i));
-    const int64_t weight_bytes = static_cast<int64_t>(weights.size()) * width(in) * size_of(Dtype::f32);
+    int64_t weight_bytes = 0;
+    for (size_t i = 0; i < own.weights.size(); ++i) {
+        weights.push_back(graph_.vector(own, i));
+        weight_bytes += row_weights(own, i, width(in)) * size_of(Dtype::f32);
+    }
     const auto run = kernel.run;
     program_.record({.nodes = {index}, .uses = std::move(uses), .work = std::max(width(in), width(out)),
                      .run = [inputs, outputs, weights, numbers = own.numbers, run, &p = program_](const Step& step, void*) {

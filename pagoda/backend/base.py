@@ -5,7 +5,7 @@ A model records its forward pass as a graph (`pagoda.backend.graph`) and knows n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, Literal, Protocol, TypeVar
@@ -396,9 +396,9 @@ class Backend(Protocol[LinearT_co, MetadataT]):
         """The graph, as fast as the backend has it; operations are named after the weights that they read."""
 
 
-def check_operations(graph: Graph, capabilities: Capabilities, arithmetic: str) -> None:
-    """Raises UnsupportedError: the graph has operations that a backend lacks, which computes with `arithmetic`."""
-    lacking = sorted({node.op for node in graph.nodes}.intersection(capabilities.lacks_operations))
+def check_operations(needed: Collection[str], capabilities: Capabilities, arithmetic: str) -> None:
+    """Raises UnsupportedError: a backend lacks some of the operations, which computes with `arithmetic`."""
+    lacking = sorted(set(needed).intersection(capabilities.lacks_operations))
     if lacking:
         raise UnsupportedError(
             f"{arithmetic} lacks {', '.join(lacking)}, which this model needs; choose another --backend."

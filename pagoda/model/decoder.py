@@ -109,7 +109,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
         began = tracer.e2e()
         graph = self._record()
-        check_operations(graph, backend.capabilities, backend.arithmetic)
+        check_operations(
+            {node.op for node in graph.nodes}, backend.capabilities, backend.arithmetic
+        )
         self._compiled = backend.compile(graph, self._weight_names())
         tracer.span("compile", began)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pagoda.backend.base import Backend, UnsupportedError
+from pagoda.backend.base import Backend, UnsupportedError, check_operations
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.state_layers import GatedDeltaSpec
@@ -30,6 +30,7 @@ from pagoda.devices import (
 )
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores
+from pagoda.model.needed_operations import needed_operations
 from pagoda.parallel.collectives import Alone, HostGroup
 
 DevicesOf = Callable[[str], DeviceSet]
@@ -75,8 +76,9 @@ _LIMITS = {
 
 
 def check_model(spec: ModelSpec, backend: Backend[Any, Any]) -> None:
-    """Raises UnsupportedError: the model is larger than the backend's kernels have room for."""
+    """Raises UnsupportedError: the backend lacks an operation of the model, which may be too large for it, too."""
     known, name = backend.capabilities, backend.arithmetic
+    check_operations(needed_operations(spec), known, name)
     for limit, size in _sizes(spec):
         most, (what, keys) = getattr(known, limit), _LIMITS[limit]
         if most is not None and size > most:

@@ -17,6 +17,7 @@ from pagoda.backend.base import HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
 from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend.state_layers import gated_head_norm
 from pagoda.backend_check.subject import batch_of_spans
 from pagoda.telemetry.tracer import Tracer
 
@@ -245,6 +246,18 @@ def test_operations_are_told_by_their_weights() -> None:
     assert (qkv.weight_bytes, qkv.flops_per_token) == (2 * weights, 2 * weights)
     assert (norm.weight_bytes, norm.flops_per_token) == (4 * HIDDEN, 0)
     assert (attention.weight_bytes, attention.flops_per_token) == (0, 0)
+
+
+def test_norms_of_heads_count_the_weights_that_they_have() -> None:
+    backend = _layer(SETS[-1], "dense", DTYPE).ops
+    ops = GraphBuilder(backend.group)
+    qkv, gate = ops.input("qkv", 96), ops.input("gate", 96)
+    norms = HeadNorms(torch.ones(48), torch.ones(24), 1e-6)
+    squares = ops.sum_of_squares(qkv, queries=48, keys=24)
+    normed = ops.norm_by_squares(qkv, squares, norms, all_queries=48, all_keys=24)
+    ops.result("out", gated_head_norm(ops, normed, gate, torch.ones(32), 1e-6))
+    operations = backend.compile(ops.build()).operations(["out"])
+    assert [each.weight_bytes for each in operations] == [0, 4 * (48 + 24), 4 * 32]
 
 
 def test_each_part_of_a_mixed_map_is_an_operation() -> None:

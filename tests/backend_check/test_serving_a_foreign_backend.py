@@ -50,6 +50,13 @@ def test_the_toy_answers_as_the_reference() -> None:
         ({"devices": "cpu:0"}, "but the toy backend does not compute there; name toy devices"),
         ({"devices": "toy:0+toy:1+toy:2"}, "a rank of the toy backend drives 2 devices at most"),
         ({"tensor_parallel_size": 2}, "--backend toy is not available: the toy computes on one"),
+        (
+            {
+                "model": "qwen3-30b-a3b",
+                "load_format": "dummy",
+            },  # it is said before 120 GB are taken
+            "toy (toy:0) lacks experts, which this model needs; choose another --backend.",
+        ),
         ({"quantization": "int8"}, "this backend does not compute with int8 weights"),
         (
             {"dtype": "bfloat16"},

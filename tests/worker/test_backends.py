@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from driver import load
+from family_models import FAMILIES, make_model
+from msgspec.structs import replace
 
 from pagoda.backend.base import UnsupportedError
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.reference.backend import ReferenceBackend
-from pagoda.checkpoints.config_json import parse_model_config
+from pagoda.checkpoints.config_json import parse_model_config, read_model_config
 from pagoda.errors import ConfigError
+from pagoda.model import decoder
+from pagoda.model.needed_operations import needed_operations
 from pagoda.worker.backends import check_model, choose_backend
 
 
@@ -119,6 +124,49 @@ def test_models_that_kernels_have_no_room_for(
         return
     with pytest.raises(UnsupportedError, match=rf"^cpu .*{message}"):
         check_model(spec, chosen)
+
+
+class _Lacking:
+    """A backend that lacks some operations."""
+
+    arithmetic = "npu"
+
+    def __init__(self, *lacking: str) -> None:
+        whole = choose_backend("reference")[0].capabilities
+        self.capabilities = replace(whole, lacks_operations=lacking)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "operation"),
+    [
+        ("Qwen3MoeForCausalLM", "experts"),
+        ("DeepseekV3ForCausalLM", "latent_attention"),
+        ("Lfm2ForCausalLM", "short_conv"),
+        ("Qwen3_5ForCausalLM", "gated_delta"),
+        ("CohereForCausalLM", "layer_norm"),
+    ],
+)
+def test_models_with_operations_that_a_backend_lacks(architecture: str, operation: str) -> None:
+    lacking: Any = _Lacking(operation)
+    spec = parse_model_config(_shape(architecture), source="shape")
+    wanted = f"^npu lacks {operation}, which this model needs; choose another --backend.$"
+    with pytest.raises(UnsupportedError, match=wanted):
+        check_model(spec, lacking)
+    check_model(parse_model_config(_shape("LlamaForCausalLM"), source="shape"), lacking)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_operations_are_known_before_a_model_is_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the recorded graph, but for those that are in every graph."""
+    recorded: set[str] = set()
+    monkeypatch.setattr(decoder, "check_operations", lambda ops, *_: recorded.update(ops))
+    make_model(name).save_pretrained(tmp_path)
+    load(tmp_path, dtype="float32", max_model_len=64, backend="reference")
+    assert needed_operations(read_model_config(tmp_path)) == recorded - {
+        *("embedding", "linear", "add", "select_rows")
+    }
 
 
 def test_doctor_is_told_of_a_model_that_is_too_large(tmp_path: Path, backend: str) -> None:

@@ -367,6 +367,8 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self, batch: TokenBatch, num_heads: int, cache: LayerMemory, group: int = 0
     ) -> AttentionMetadata:
         if isinstance(cache, StateCache):
+            # Layers with a state read places of tokens and blocks alone, and plan nothing by heads: there is one
+            # of one element, as csrc/layer_lowering.cpp asks for.
             num_heads = num_kv_heads = head_dim = 1
             num_blocks, block_size = len(cache.memory.keys), cache.block_size
         else:

@@ -1,0 +1,54 @@
+"""Operations that a model needs and others do not, told by its specification before a weight is read."""
+
+from __future__ import annotations
+
+from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.state_layers import GatedDeltaSpec
+
+_ACTIVATIONS = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul", "gelu": "gelu"}
+
+
+def needed_operations(spec: ModelSpec) -> frozenset[str]:
+    """Operations in the graphs of a model on one rank, without those that all models have."""
+    found = {"layer_norm" if spec.norm.kind == "layer" else "rms_norm"}
+    for layer in set(spec.layers):
+        found |= _of_attention(layer) | _of_mlp(layer.mlp)
+    if any(table.dim for table in spec.rotary.values()):
+        found.add("rotary_table")
+    factors = spec.multipliers
+    if any(factor != 1 for factor in (factors.embedding, factors.residual, factors.logits)):
+        found.add("scale")
+    has_dense_head = spec.classifier is not None and spec.classifier.dense is not None
+    if factors.logits_softcap is not None or has_dense_head:
+        found.add("softcap")
+    if spec.gives_logits:
+        found.add("linear_argmax")
+    return frozenset(found)
+
+
+def _of_attention(layer: LayerSpec) -> set[str]:
+    if isinstance(layer.state, GatedDeltaSpec):
+        return {"short_conv", "gated_delta", "gated_head_norm"}
+    if layer.state is not None:
+        return {"short_conv"}
+    attention = layer.attention
+    if attention.latent is not None:
+        found = {"head_linear", "rotate_and_cache_latents", "latent_attention"}
+        return found if attention.latent.query_rank is None else {*found, "rms_norm"}
+    found = {"rotate_and_cache", "attention"}
+    if attention.temperature is not None:
+        found |= {"position_scale", "scale_rows"}
+    if attention.output_gate:
+        found |= {"mul", "sigmoid"}
+    return found
+
+
+def _of_mlp(mlp: MlpSpec | ExpertsSpec) -> set[str]:
+    if isinstance(mlp, MlpSpec):
+        return {_ACTIVATIONS[mlp.activation]}
+    found = {"experts"}
+    if mlp.shared_size:
+        found.add("silu_and_mul")
+    if mlp.scores_shared:
+        found |= {"sigmoid", "scale_rows"}
+    return found
