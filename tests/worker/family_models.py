@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -72,7 +74,9 @@ _DELTA = {
     "linear_value_head_dim": 8,
     "shared_expert_intermediate_size": 48,
 }
+_DELTA_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _QWEN3_5 = {name: size for name, size in _DELTA.items() if "expert" not in name}
+_QWEN3_5_MOE = {**_DELTA, **_DELTA_EXPERTS, "intermediate_size": None}
 _QWEN2_MOE = {
     "num_hidden_layers": 4,
     "moe_intermediate_size": 48,
@@ -152,6 +156,13 @@ _V2_LITE: dict[str, Any] = {
         "mscale": 0.707,
         "mscale_all_dim": 0.707,
     },
+}
+_KIMI_K2: dict[str, Any] = {
+    **_LATENT,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": {**_V2_LITE["rope_parameters"], "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 _VISION = {
     "hidden_size": 16,
@@ -256,20 +267,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7,
         },
     ),
-    "deepseek-v3": (
-        "DeepseekV3ForCausalLM",
-        {
-            **_LATENT,
-            "first_k_dense_replace": 1,
-            "n_group": 4,
-            "topk_group": 2,
-            "rope_parameters": {
-                **_V2_LITE["rope_parameters"],
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-        },
-    ),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", {**_KIMI_K2, "n_group": 4, "topk_group": 2}),
     "moonlight": (
         "DeepseekV3ForCausalLM",
         {
@@ -280,6 +278,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
             "n_shared_experts": 2,
             "rms_norm_eps": 1e-5,
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLiteForCausalLM",
+        {**_LATENT, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+    ),
+    "glm4-moe-lite-mixed": (
+        "Glm4MoeLiteForCausalLM",
+        {
+            **_LATENT,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "q_lora_rank": None,
+            "n_group": 4,
+            "topk_group": 2,
         },
     ),
     "gpt-oss": ("GptOssForCausalLM", _GPT_OSS),
@@ -328,7 +340,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-next": (
         "Qwen3NextForCausalLM",
-        {**_DELTA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+        {**_DELTA, **_DELTA_EXPERTS},
     ),
     "lfm2-moe": (
         "Lfm2MoeForCausalLM",
@@ -346,6 +358,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5ForCausalLM",
         _QWEN3_5,
     ),
+    "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
     "qwen3-next-dense": ("Qwen3NextForCausalLM", {**_DELTA, "num_experts": 0}),
     "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 24, "num_hidden_layers": 4}),
 }
@@ -357,6 +370,8 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ministral3-vl": ("Mistral3", "Ministral3Config", _MINISTRAL3),
     "gemma3-vl": ("Gemma3", "Gemma3TextConfig", _GEMMA),
     "qwen3.5-vl": ("Qwen3_5", "Qwen3_5TextConfig", _QWEN3_5),
+    "qwen3.5-moe-vl": ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", _QWEN3_5_MOE),
+    "kimi-k2.5": ("Kimi_K25", "DeepseekV3Config", _KIMI_K2),
     "qwen3-vl": ("Qwen3VL", "Qwen3VLTextConfig", {"head_dim": 32}),
 }
 """Models that see: class in transformers without its end, class of the text part's configuration, values."""
@@ -372,6 +387,16 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
     kind, changes = FAMILIES[name]
     cls = getattr(transformers, kind)
     return _randomize(name, cls, cls.config_class(**_SHAPE | changes | sizes))
+
+
+def restore_names(directory: Path) -> None:
+    """Gives layers of Kimi K2.5 the names that its makers' files have: transformers renames them as it saves."""
+    path = directory / "model.safetensors"
+    tensors = {
+        name.replace("model.blocks.", "model.layers."): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _make_seeing(name: str, **sizes: Any) -> transformers.PreTrainedModel:

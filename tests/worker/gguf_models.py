@@ -47,6 +47,7 @@ ARCHITECTURES = {
     "Lfm2Moe": "lfm2moe",
     "Qwen3Next": "qwen3next",
     "Qwen3_5": "qwen35",
+    "Qwen3_5Moe": "qwen35moe",
     "Glm": "chatglm",
     "GptOss": "gpt-oss",
     "Llama4": "llama4",
@@ -55,6 +56,7 @@ ARCHITECTURES = {
     "Exaone4": "exaone4",
     "DeepseekV2": "deepseek2",
     "DeepseekV3": "deepseek2",
+    "Glm4MoeLite": "deepseek2",
 }
 _ENUM = {"granitemoe": "GRANITE_MOE", "glm4moe": "GLM4_MOE"}
 """Architectures whose names in the package are not just their own in capitals."""
@@ -115,7 +117,7 @@ def save_gguf(
     stored = {}
     published = _published(model, path.parent, joins_latents=joins_latents)
     if getattr(config, "linear_num_value_heads", None) is not None:
-        published = dict(delta_tensors(published, config, tiled=architecture == "qwen35"))
+        published = dict(delta_tensors(published, config, tiled=architecture.startswith("qwen35")))
     for name, values in published.items():
         if architecture in _PERMUTED and ".q_proj." in name:
             values = _neighbours(values, config.num_attention_heads)
@@ -278,7 +280,8 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + _num_extra(config))
-    writer.add_feed_forward_length(_inner_size(config))
+    if config.intermediate_size is not None:  # else no layer is dense
+        writer.add_feed_forward_length(_inner_size(config))
     writer.add_head_count(config.num_attention_heads)
     if config.model_type in ("lfm2", "lfm2_moe"):
         heads = {"full_attention": config.num_key_value_heads, "conv": 0}
@@ -316,7 +319,7 @@ def _add_shape(writer: GGUFWriter, config: Any, *, joins_latents: bool) -> None:
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "llama4_text":
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
-    if config.model_type in ("glm4_moe", "lfm2_moe", "deepseek_v3"):
+    if config.model_type in ("glm4_moe", "glm4_moe_lite", "lfm2_moe", "deepseek_v3"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(config.norm_topk_prob)
     if rope["rope_type"] in ("linear", "yarn"):

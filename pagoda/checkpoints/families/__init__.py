@@ -11,6 +11,7 @@ from pagoda.checkpoints.families.gemma2 import GEMMA2
 from pagoda.checkpoints.families.gemma3 import GEMMA3
 from pagoda.checkpoints.families.glm4 import GLM, GLM4
 from pagoda.checkpoints.families.glm4_moe import GLM4_MOE
+from pagoda.checkpoints.families.glm4_moe_lite import GLM4_MOE_LITE
 from pagoda.checkpoints.families.gpt_oss import GPT_OSS
 from pagoda.checkpoints.families.granite import GRANITE
 from pagoda.checkpoints.families.granite_moe import GRANITE4, GRANITE_MOE
@@ -29,6 +30,7 @@ from pagoda.checkpoints.families.qwen2 import QWEN2
 from pagoda.checkpoints.families.qwen2_moe import QWEN2_MOE
 from pagoda.checkpoints.families.qwen3 import QWEN3
 from pagoda.checkpoints.families.qwen3_5 import QWEN3_5
+from pagoda.checkpoints.families.qwen3_5_moe import QWEN3_5_MOE
 from pagoda.checkpoints.families.qwen3_moe import QWEN3_MOE
 from pagoda.checkpoints.families.qwen3_next import QWEN3_NEXT
 from pagoda.checkpoints.families.seed_oss import SEED_OSS
@@ -63,6 +65,7 @@ _ALL = (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,
@@ -72,6 +75,7 @@ _ALL = (
     LFM2_MOE,
     QWEN3_NEXT,
     QWEN3_5,
+    QWEN3_5_MOE,
     BERT,
     BERT_RANKER,
     XLM_ROBERTA,

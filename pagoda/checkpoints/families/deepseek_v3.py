@@ -40,7 +40,7 @@ def _gguf_values(fields: Fields) -> Mapping[str, object]:
 
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
-    "DeepSeek-V3, V3.1, R1; Kimi K2, Moonlight",
+    "DeepSeek-V3, V3.1, R1; Kimi K2, text of Kimi K2.5, Moonlight",
     _adapt,
     names=TensorNames(rotates_neighbours=True),
     gguf=GgufFormat(
@@ -54,6 +54,7 @@ DEEPSEEK_V3 = Family(
     ),
     renamed={"qk_rope_head_dim": "head_dim"},
     defaults={"qk_rope_head_dim": 64},
+    model_types=frozenset({"deepseek_v3", "kimi_k2"}),
     own_keys=frozenset(
         {"first_k_dense_replace", "kv_lora_rank", "n_group", "n_routed_experts"}
         | {"n_shared_experts", "q_lora_rank", "rope_interleave", "routed_scaling_factor"}

@@ -39,7 +39,7 @@ def _gguf_values(fields: Fields) -> Mapping[str, object]:
 
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
-    "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
     _adapt,
     gguf=GgufFormat(
         "glm4moe",

@@ -27,8 +27,10 @@ _LOG_SCALE = 0.1
 """Factor of `mscale_all_dim` in files with latent attention (llama.cpp's src/llama-model.cpp)."""
 
 
-def with_latents(spec: ModelSpec, fields: Fields) -> ModelSpec:
-    """The model with latent attention (DeepSeek-V2), whose `head_dim` so far is the rotated part of heads."""
+def with_latents(spec: ModelSpec, fields: Fields, usual_query_rank: int = 1536) -> ModelSpec:
+    """The model with latent attention (DeepSeek-V2), whose `head_dim` so far is the rotated part of heads.
+
+    `usual_query_rank` is `q_lora_rank` where the file is silent."""
     fields.require("attention_bias", False)
     is_direct = "q_lora_rank" in fields and fields.values["q_lora_rank"] is None
     latent = LatentSpec(
@@ -36,7 +38,7 @@ def with_latents(spec: ModelSpec, fields: Fields) -> ModelSpec:
         rope_dim=spec.head_dim,
         nope_dim=fields.positive("qk_nope_head_dim", 128),
         value_dim=fields.positive("v_head_dim", 128),
-        query_rank=None if is_direct else fields.positive("q_lora_rank", 1536),
+        query_rank=None if is_direct else fields.positive("q_lora_rank", usual_query_rank),
     )
     head_dim = latent.nope_dim + latent.rope_dim
     scaling, temperature = spec.rotary["default"].scaling, 1.0

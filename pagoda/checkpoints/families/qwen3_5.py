@@ -86,6 +86,7 @@ GGUF_DELTA = replace(
     state_bias="ssm_dt.bias",
     state_norm="ssm_norm",
 )
+GGUF_TILED = replace(GGUF_DELTA, state_b="ssm_beta", state_a="ssm_alpha", tiled_values=True)
 NAMES = TensorNames(
     norm_offset=1.0,
     state_in="linear_attn.in_proj_qkv",
@@ -104,7 +105,7 @@ QWEN3_5 = Family(
     ),
     gguf=GgufFormat(
         "qwen35",
-        names=replace(GGUF_DELTA, state_b="ssm_beta", state_a="ssm_alpha", tiled_values=True),
+        names=GGUF_TILED,
         keys=GGUF_KEYS,
         values=gguf_values,
         read=GGUF_READ,
