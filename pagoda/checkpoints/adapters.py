@@ -45,6 +45,7 @@ _EMPTY = (
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config"),
 )
 """Fields that must be absent or empty."""
+_BY_HEADS = "adapters of maps whose rows take turns by heads, and of latent vectors of queries, are not supported"
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the weights of the model as they are."""
 
@@ -214,23 +215,24 @@ def _adaptable(config: ModelSpec, layer: int) -> list[LinearSpec]:
 def _unknown_module(directory: Path, module: str, config: ModelSpec) -> str:
     where = f"{directory / WEIGHTS_FILE} adapts {module.removeprefix(_PREFIX)}"
     names = config.family.names
-    published = replace(config, names=names)
-    of_attention = {
-        linear.stored.tensor
-        for layer in range(config.num_layers)
-        for linear in filter(None, published.attention_linears(layer))
-    }
-    if module.removeprefix(_PREFIX) in of_attention:
-        return (
-            f"{where}; adapters of maps whose rows take turns by heads, and of latent vectors of queries, are not "
-            "supported."
-        )
+    if module.removeprefix(_PREFIX) in _attention_tensors(config):
+        return f"{where}; {_BY_HEADS}."
     if module.endswith(("embed_tokens", "lm_head", names.embedding, names.head)):
         return f"{where}; adapters of the embedding and of the head are not supported."
     experts = names.expert_up.partition("{")[0]
     if experts in module or (config.experts is not None and module.endswith(names.router)):
         return f"{where}; adapters of experts and of their router are not supported."
     return f"{where}, which the model lacks; the adapter is for another model."
+
+
+def _attention_tensors(config: ModelSpec) -> set[str]:
+    """Names in Hugging Face checkpoints of all linear layers of attention, adaptable or not."""
+    published = replace(config, names=config.family.names)
+    return {
+        linear.stored.tensor
+        for layer in range(config.num_layers)
+        for linear in filter(None, published.attention_linears(layer))
+    }
 
 
 def _adapted(
@@ -266,6 +268,8 @@ def _check_targets(
         what = "names no linear layer of the model"
         if target.rpartition(".")[2] in ("embed_tokens", "lm_head", names.head):
             what = "names the embedding or the head, whose adapters are not supported"
+        elif any(_is_target(name, target) for name in _attention_tensors(config)):
+            what = f"cannot all be adapted; {_BY_HEADS}"
         elif config.experts is not None:
             what = "names experts, whose adapters are not supported, or no linear layer"
         raise ConfigError(f"{fields.source}: target_modules {what}: {target[:80]!r}.")

@@ -22,6 +22,16 @@ CONFIG = parse_model_config({**PRESETS["llama-3.2-1b"], **_SMALL}, source="small
 WITH_EXPERTS = parse_model_config(
     {**PRESETS["mixtral-8x7b"], **_SMALL, "head_dim": 64, "num_attention_heads": 32}, source="small"
 )
+LATENT = parse_model_config(
+    {
+        **_SMALL,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "max_position_embeddings": 512,
+        "num_attention_heads": 4,
+        "first_k_dense_replace": 2,
+    },
+    source="small",
+)
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -168,6 +178,22 @@ def test_ranks_have_a_bound(tmp_path: Path) -> None:
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no adapter directory"):
         read_adapter(tmp_path / "none", CONFIG, max_rank=8)
+
+
+@pytest.mark.parametrize("module", ["q_a_proj", "q_b_proj", "kv_b_proj"])
+def test_maps_of_latent_attention_that_are_refused(module: str, tmp_path: Path) -> None:
+    """By the configuration, and by the tensors where the configuration names all layers."""
+    fits = ("kv_a_proj_with_mqa", "o_proj")
+    directory = save_adapter_of(LATENT, tmp_path, targets=fits, target_modules="all-linear")
+    assert len(read_adapter(directory, LATENT, max_rank=8).linears) == 4
+    name = f"model.layers.1.self_attn.{module}"
+    _rename("model.layers.1.self_attn.o_proj", name)(directory)
+    with pytest.raises(ConfigError, match=f"adapts {name}; adapters of maps whose rows take turns"):
+        read_adapter(directory, LATENT, max_rank=8)
+    config = json.loads((directory / CONFIG_FILE).read_text())
+    (directory / CONFIG_FILE).write_text(json.dumps(config | {"target_modules": [module, *fits]}))
+    with pytest.raises(ConfigError, match=f"cannot all be adapted; .* not supported: '{module}'"):
+        read_adapter(directory, LATENT, max_rank=8)
 
 
 def test_models_with_experts(tmp_path: Path) -> None:

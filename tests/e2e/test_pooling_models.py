@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from encoder_models import make_encoder
+from gguf_encoders import save_gguf_encoder
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from pagoda.cli.server_process import server_process
@@ -61,7 +62,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def _serving(directory: Path) -> Iterator[Ask]:
+def _serving(model: Path, *options: str) -> Iterator[Ask]:
     def ask(route: str, body: Any) -> Any:
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{server.base_url}{route}", data, kind)
@@ -71,7 +72,7 @@ def _serving(directory: Path) -> Iterator[Ask]:
         except urllib.error.HTTPError as error:
             return json.load(error)["error"] | {"status": error.code}
 
-    with server_process([str(directory), "--log-level", "warning"]) as server:
+    with server_process([str(model), *options, "--log-level", "warning"]) as server:
         yield ask
 
 
@@ -85,6 +86,13 @@ def _score(model: Any, query: str, document: str, most: int | None = None) -> fl
     return float(model(ids, token_type_ids=types).logits[0, 0])
 
 
+@torch.no_grad()
+def _mean(model: Any, text: str) -> torch.Tensor:
+    """The vector of a text, of length one."""
+    states = model(torch.tensor([TOKENIZER.encode(text).ids])).last_hidden_state[0]
+    return torch.nn.functional.normalize(states.mean(0), dim=0)
+
+
 def test_an_encoder(tmp_path: Path) -> None:
     model = _save(tmp_path, "BertModel")
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
@@ -95,9 +103,7 @@ def test_an_encoder(tmp_path: Path) -> None:
     _write(tmp_path / "config_sentence_transformers.json", {"prompts": prompts})
 
     def expected(text: str) -> torch.Tensor:
-        with torch.no_grad():
-            states = model(torch.tensor([TOKENIZER.encode(text).ids])).last_hidden_state[0]
-        return torch.nn.functional.normalize(states.mean(0), dim=0)
+        return _mean(model, text)
 
     with _serving(tmp_path) as ask:
 
@@ -138,6 +144,30 @@ def test_an_encoder(tmp_path: Path) -> None:
             assert error["message"] == (
                 "model gives vectors of texts and generates none; ask POST /v1/embeddings."
             )
+
+
+def test_an_encoder_in_a_gguf_file(tmp_path: Path) -> None:
+    """The file brings the vocabulary and the pooling."""
+    model = make_encoder("BertModel", vocab_size=40, max_position_embeddings=64)
+    vocabulary = TOKENIZER.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special, control, normal = 4, 3, 1
+    words = tokens[special:]
+    tokenizer = {
+        "model": "bert",
+        "tokens": [*tokens[:special], *(f"▁{word}" for word in words)],
+        "token_type": special * [control] + len(words) * [normal],
+        "unknown_token_id": 1,
+        "cls_token_id": 2,
+        "seperator_token_id": 3,
+    }
+    more = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    save_gguf_encoder(model, tmp_path / "m.gguf", {**more, "bert.pooling_type": 1})
+    with _serving(tmp_path / "m.gguf", "--dtype", "float32") as ask:
+        data = ask("/v1/embeddings", {"input": TEXTS})["data"]
+    found = torch.tensor([one["embedding"] for one in data])
+    expected = torch.stack([_mean(model, text) for text in TEXTS])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_cross_encoder(tmp_path: Path) -> None:

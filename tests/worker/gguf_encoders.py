@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import transformers
 from gguf import GGUFWriter
-from gguf_files import finish
+from gguf_files import add_values, finish
 
 _HEADS = {
     "classifier.dense": "cls",
@@ -17,8 +19,10 @@ _HEADS = {
 """Layers of heads that score; those of BERT have a layer in front that files lack."""
 
 
-def save_gguf_encoder(model: transformers.PreTrainedModel, path: Path) -> None:
-    """Positions begin with the first token's, and a table of one row is a vector."""
+def save_gguf_encoder(
+    model: transformers.PreTrainedModel, path: Path, more: Mapping[str, Any] = {}
+) -> None:
+    """Positions begin with the first token's, and a table of one row is a vector; `more` are other metadata."""
     config, writer = model.config, GGUFWriter(path, "bert")
     first = 0 if config.model_type == "bert" else config.pad_token_id + 1
     writer.add_context_length(config.max_position_embeddings - first)
@@ -28,6 +32,7 @@ def save_gguf_encoder(model: transformers.PreTrainedModel, path: Path) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_eps(config.layer_norm_eps)
     writer.add_causal_attention(False)
+    add_values(writer, more)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, config.num_hidden_layers)
     if model.config.num_labels == 1:
         writer.add_classifier_output_labels(["LABEL_0"])

@@ -31,6 +31,8 @@ from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
 LENGTH = 20
+LATENT = ("kv_a_proj_with_mqa", "o_proj")
+"""Maps of latent attention that may be adapted."""
 
 
 def _adapter(directory: Path) -> Adapter:
@@ -51,9 +53,10 @@ def _adapted(directory: Path, family: str, targets: tuple[str, ...] = ALL, **siz
     make = make_other_model if family in FAMILIES else make_model
     model = make(family, num_hidden_layers=3, **sizes)
     model.save_pretrained(directory / "model")
+    some = targets[:1] if targets == LATENT else ("q_proj", "v_proj")
     adapters = [
         save_adapter(model, directory / "one", rank=8, seed=1, targets=targets),
-        save_adapter(model, directory / "two", rank=20, seed=2, targets=("q_proj", "v_proj")),
+        save_adapter(model, directory / "two", rank=20, seed=2, targets=some),
         save_adapter(
             model,
             directory / "three",
@@ -112,6 +115,14 @@ def test_families(family: str, backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
 def test_attention_of_models_with_experts(family: str, backend: str, tmp_path: Path) -> None:
     own = _adapted(tmp_path, family, ATTENTION)
+    for tp in (1, 2):
+        model = engine(own.directory, backend, tp, adapters=own.adapters)
+        assert model.answer(own.requests) == own.expected
+
+
+def test_latent_attention(backend: str, tmp_path: Path) -> None:
+    """Rows of keys that are rotated lie in another order than in adapters."""
+    own = _adapted(tmp_path, "deepseek-v3", LATENT)
     for tp in (1, 2):
         model = engine(own.directory, backend, tp, adapters=own.adapters)
         assert model.answer(own.requests) == own.expected

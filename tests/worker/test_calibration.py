@@ -63,6 +63,16 @@ def test_a_model_with_states_is_closer_by_a_text(tmp_path: Path) -> None:
     assert calibrated < 0.95 * plain
 
 
+def test_a_model_with_latent_attention_is_closer_by_a_text(tmp_path: Path) -> None:
+    """Maps of hidden states and of latent vectors; those of each head stay as they are."""
+    sizes = {"kv_lora_rank": 64, "q_lora_rank": 64, "moe_intermediate_size": 64}
+    model = family_models.make_model("deepseek-v3", n_group=1, topk_group=1, **sizes)
+    model.save_pretrained(tmp_path)
+    plain = _kl(tmp_path, tmp_path, quantization="int4")
+    calibrated = _kl(tmp_path, tmp_path, quantization="int4", calibration_windows=_windows())
+    assert calibrated < 0.95 * plain
+
+
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization_group_size": 64}])
 def test_other_formats_are_closer_by_a_text(options: dict[str, Any], tmp_path: Path) -> None:
     make_model("qwen3", intermediate_size=128).save_pretrained(tmp_path)
