@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from pagoda.checkpoints.model_spec import (
     ModelSpec,
     NormSpec,
 )
+from pagoda.checkpoints.nearest import nearest
 from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
 from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens
@@ -37,6 +37,12 @@ _COMMON = (
     "compression_config",
 )
 """Fields that stand beside `text_config`, or within."""
+_INDEXED = "attends to tokens that an indexer chooses (index_topk), which Pagoda does not compute"
+_REFUSED = {
+    "DeepseekV32ForCausalLM": f"{_INDEXED}; the nearest that it serves is DeepSeek-V3.1 (DeepseekV3ForCausalLM)",
+    "GlmMoeDsaForCausalLM": f"{_INDEXED}; the nearest that it serves is GLM-4.7 (Glm4MoeForCausalLM)",
+}
+"""Architectures near those of families, with what they compute otherwise."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 _ACTIVATIONS = {
@@ -161,7 +167,8 @@ def _text_part(fields: Fields) -> tuple[Fields, Family, bool]:
     by_kind = {kind: family for family in FAMILIES.values() for kind in family.model_types}
     kind = text.text("model_type", "")
     if kind not in by_kind:
-        text.refuse("model_type", f"must be one of {', '.join(sorted(by_kind))}")
+        near = nearest(kind, {it: it for it in by_kind})
+        text.refuse("model_type", f"must be one of {', '.join(sorted(by_kind))}{near}")
     return Fields({**text.values, **common}, fields.source, "text_config."), by_kind[kind], False
 
 
@@ -184,11 +191,12 @@ def _family(fields: Fields) -> tuple[Family, bool]:
             whole = f"{name.removesuffix(_SCORES)}{_WITH_HEAD}"
             if whole in FAMILIES:
                 return FAMILIES[whole], False
+    if (reason := _REFUSED.get(str(named[0]))) is not None:
+        raise ConfigError(f"{fields.source}: {named[0]} {reason}.")
     stems = {_stem(name): name for name in FAMILIES}
-    near = difflib.get_close_matches(_stem(str(named[0])), stems, n=1, cutoff=0.6)
-    nearest = f"the nearest that is supported is {stems[near[0]]}; " if near else ""
+    near = nearest(_stem(str(named[0])), stems)
     raise ConfigError(
-        f"{fields.source}: architecture {named[0]!r} is not supported; {nearest}Pagoda runs models of {known}."
+        f"{fields.source}: architecture {named[0]!r} is not supported{near}; Pagoda runs models of {known}."
     )
 
 

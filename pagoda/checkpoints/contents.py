@@ -109,6 +109,13 @@ def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
             yield name
 
 
+def no_place(name: str, where: Path, spec: ModelSpec) -> ConfigError:
+    """The error about a tensor that a model is not computed with."""
+    return ConfigError(
+        f"{where}: tensor {name} has no place in the {spec.family.architecture} that config.json calls for."
+    )
+
+
 def _needed(spec: ModelSpec) -> Iterator[list[str]]:
     """Names of each tensor of a model, any one of which will do."""
 

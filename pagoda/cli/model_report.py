@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pagoda.checkpoints.contents import missing_tensor, tensor_names
+from pagoda.checkpoints.contents import missing_tensor, no_place, tensor_names, unread_tensors
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, ModelSpec
 from pagoda.checkpoints.quantization_config import is_dense_once_loaded
@@ -24,12 +24,19 @@ _KV_BYTES = 2
 
 
 def check_tensors(files: ModelFiles, spec: ModelSpec) -> None:
-    """Raises ConfigError: a tensor is missing in the files of a model, or a file is damaged."""
+    """Raises ConfigError: a tensor is missing in the files of a model or has no place there, or a file is
+    damaged."""
     if files.gguf is not None:
         file = read_gguf(files.gguf)
         missing, where = missing_tensor(spec, file.tensors), files.gguf
     elif files.directory is not None:
-        missing, where = missing_tensor(spec, tensor_names(files.directory)), files.directory
+        names, where = tensor_names(files.directory), files.directory
+        missing = missing_tensor(spec, names)
+        for name in unread_tensors(spec, names):
+            if not name.endswith(
+                "bias"
+            ):  # one of zeros is no fault, as a worker sees when it reads it
+                raise no_place(name, where, spec)
     else:
         return
     if missing is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.errors import ConfigError, InvalidRequestError, refuse
@@ -113,7 +114,12 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
 
     Raises ConfigError: a file is missing, cannot be read, or does not hold what it should.
     """
-    tokenizer = load_tokenizer(directory)
+    try:
+        tokenizer = load_tokenizer(directory)
+    except ConfigError:
+        if "architectures" in _read_json(directory / "config.json"):
+            read_model_config(directory)  # of a model that is not served, that is what is said
+        raise
     config = _read_json(directory / "tokenizer_config.json")
     special_tokens = _special_tokens(config, _read_json(directory / "special_tokens_map.json"))
     generation = _read_json(directory / "generation_config.json")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagoda.backend.weights import DenseWeight, LinearWeight, dequantize
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
-from pagoda.checkpoints.contents import full_names, unread_tensors
+from pagoda.checkpoints.contents import full_names, no_place, unread_tensors
 from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.tensor_names import StoredRows
@@ -196,10 +196,7 @@ class CheckpointWeights:
         for name in unread_tensors(spec, self.names()):
             if name.endswith("bias") and not self.stored(name).any():
                 continue
-            raise ConfigError(
-                f"{self.path_of(name)}: tensor {name} has no place in the "
-                f"{spec.family.architecture} that config.json calls for."
-            )
+            raise no_place(name, self.path_of(name), spec)
 
     def has(self, name: str) -> bool:
         return name in self._files

@@ -65,13 +65,14 @@ _SPARSE = (
     *("Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "DeepseekV2ForCausalLM"),
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
     *("GraniteMoeForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"),
-    "OlmoeForCausalLM",
+    *("OlmoeForCausalLM", "Glm4MoeLiteForCausalLM", "Qwen3_5MoeForCausalLM"),
 )
 _NORMS = {
     **dict.fromkeys(("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Exaone4ForCausalLM"), "head"),
     **{"Gemma3ForCausalLM": "head", "Olmo2ForCausalLM": "all", "Olmo3ForCausalLM": "all"},
     **dict.fromkeys(("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"), "head"),
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"), "head"),
+    "Qwen3_5MoeForCausalLM": "head",
     "Llama4ForCausalLM": "unit",
     "OlmoeForCausalLM": "all",
 }
@@ -311,7 +312,8 @@ def test_text_parts_are_read_by_their_kind() -> None:
     with pytest.raises(ConfigError, match=r"text_config\.head_dim must be even, got 31\."):
         nested(model_type="qwen3", head_dim=31)
     with pytest.raises(
-        ConfigError, match=r"text_config\.model_type must be one of .*, got 'mllama"
+        ConfigError,
+        match=r"text_config\.model_type must be one of .*; the nearest .* is llama, got 'mllama",
     ):
         nested(model_type="mllama_text_model")
 
@@ -364,6 +366,19 @@ def test_tensors_tell_whether_a_head_is_tied_where_flags_differ(
 def test_the_nearest_architecture_is_named(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}' is not supported; {nearest}Pagoda runs"):
         parse(architectures=[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("DeepseekV32ForCausalLM", r"DeepSeek-V3.1 \(DeepseekV3ForCausalLM\)"),
+        ("GlmMoeDsaForCausalLM", r"GLM-4.7 \(Glm4MoeForCausalLM\)"),
+    ],
+)
+def test_attention_to_chosen_tokens_is_refused(name: str, nearest: str) -> None:
+    wanted = rf"^config.json: {name} attends to .*index_topk.*; the nearest .* is {nearest}.$"
+    with pytest.raises(ConfigError, match=wanted):
+        parse(architectures=[name], index_topk=2048)
 
 
 def test_scores_of_experts_are_those_that_the_family_computes() -> None:

@@ -107,6 +107,10 @@ def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
             {"general.architecture": "mamba"},
             f"general.architecture must be one of {', '.join(GGUF_FAMILIES)}, got 'mamba'.",
         ),
+        (
+            {"general.architecture": "deepseek3"},
+            "; the nearest that is supported is deepseek2, got 'deepseek3'.",
+        ),
         ({"llama.block_count": None}, "lacks llama.block_count, a positive integer."),
         ({"llama.block_count": 9}, "block_count must not be more than the 2 tensors, got 9."),
         ({"llama.context_length": 0}, "context_length must be a positive integer, got 0."),

@@ -94,6 +94,10 @@ def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
             {"attention_multiplier": 2},
             "attention_multiplier is not supported; it must be absent or",
         ),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "norm.weight has no place in the LlamaForCausalLM that config.json calls for.",
+        ),
         ({"num_hidden_layers": 99}, "lacks the tensor model.layers."),
         ({"vocab_size": 10**9}, " are free; split it over several hosts"),
     ],

@@ -116,6 +116,13 @@ def test_a_directory_without_any_tokenizer(model: Path) -> None:
         load_model_text(model)
 
 
+def test_a_model_that_is_not_served_is_named_before_its_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    write(model / "config.json", {"architectures": ["KimiLinearForCausalLM"]})
+    with pytest.raises(ConfigError, match="architecture 'KimiLinearForCausalLM' is not supported"):
+        load_model_text(model)
+
+
 def test_transformers_makes_a_tokenizer_from_older_files(tmp_path: Path) -> None:
     vocab = dict(byte_level_alphabet())
     write(tmp_path / "vocab.json", {**vocab, "ab": 256, "<|endoftext|>": 257})

@@ -16,6 +16,7 @@ from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
 from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import LayerSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.nearest import nearest
 from pagoda.checkpoints.rope import FrequencyFactors, LongRopeScaling
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 from pagoda.checkpoints.weight_formats import (
@@ -245,7 +246,9 @@ def config_values(file: GgufFile) -> dict[str, object]:
         "architectures": [family.architecture],
         "vocab_size": _vocab_size(file, hidden_size),
         "hidden_size": hidden_size,
-        "intermediate_size": fields.positive("feed_forward_length"),
+        "intermediate_size": fields.positive("feed_forward_length")
+        if "feed_forward_length" in fields or "intermediate_size" not in family.defaults
+        else None,
         "num_hidden_layers": fields.positive("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _num_kv_heads(fields, form, num_heads),
@@ -322,8 +325,9 @@ def _fields(file: GgufFile) -> Fields:
     """Metadata of the file's architecture, by the names behind it."""
     architecture = file.metadata.text("general.architecture")
     if architecture not in GGUF_FAMILIES:
+        near = nearest(architecture, {it: it for it in GGUF_FAMILIES})
         known = ", ".join(GGUF_FAMILIES)
-        file.metadata.refuse("general.architecture", f"must be one of {known}")
+        file.metadata.refuse("general.architecture", f"must be one of {known}{near}")
     return file.metadata.below(f"{architecture}.")
 
 
