@@ -24,7 +24,7 @@ from pagoda.checkpoints.nearest import nearest
 from pagoda.checkpoints.quantization_config import parse_quantization
 from pagoda.checkpoints.rope import longest_sequence, parse_rope, rope_table
 from pagoda.checkpoints.sentence_modules import SentenceModule, read_modules, score_tokens
-from pagoda.checkpoints.tensor_names import HF_NAMES
+from pagoda.checkpoints.tensor_names import HF_NAMES, with_joined_experts
 from pagoda.errors import ConfigError
 
 _BARE, _WITH_HEAD, _SCORES = "Model", "ForCausalLM", "ForSequenceClassification"
@@ -74,6 +74,10 @@ def read_model_config(
     spec = parse_model_config(values, source=str(path))
     if _ties_differ(values) and any(directory.glob("*.safetensors")):
         spec = replace(spec, tie_word_embeddings=not _has_head(directory))
+    if spec.family.joins_experts and any(directory.glob("*.safetensors")):
+        joined = with_joined_experts(spec.names)
+        if any(name.endswith(joined.expert_down) for name in tensor_names(directory)):
+            spec = replace(spec, names=joined)
     modules = read_modules(directory) if modules is None else modules
     tokens = score_tokens(directory, modules)
     if tokens is not None and max(tokens.yes, tokens.no or 0) >= spec.vocab_size:

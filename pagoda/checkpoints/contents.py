@@ -121,7 +121,7 @@ def _needed(spec: ModelSpec) -> Iterator[list[str]]:
 
     def weight(linear: LinearSpec) -> list[str]:
         stored = linear.stored
-        if stored.transposed:
+        if stored.bare:
             return [stored.weight, f"{stored.tensor}_blocks"]
         return [f"{stored.tensor}{end}" for end in _WEIGHTS]
 

@@ -56,5 +56,7 @@ class Family:
     """Values of `model_type` in the `text_config` of models that see or hear, of which this is the text part."""
     aliases: frozenset[str] = frozenset()
     """Other names in `architectures`, of models with the same text part and no `text_config`."""
+    joins_experts: bool = False
+    """Some files have the experts of a layer in one tensor, others one by one."""
     own_keys: frozenset[str] = frozenset()
     """Keys of config.json that `adapt` handles although other families must not have them."""

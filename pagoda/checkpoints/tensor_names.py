@@ -21,25 +21,28 @@ class StoredRows:
     step: int = 1
     """Distance of the weight's rows."""
     transposed: bool = False
-    """Inputs come before rows in the file, and names have no `.weight` (experts of gpt-oss and Llama 4)."""
+    """Inputs come before rows in the file (experts of gpt-oss and Llama 4)."""
     group: int = 0
     """Rows of a group, of each of which the weight has equally many; 0 where they are one."""
+    bare: bool = False
+    """Names in the file have no `.weight`."""
 
     @property
     def weight(self) -> str:
-        return self.tensor if self.transposed else f"{self.tensor}.weight"
+        return self.tensor if self.bare else f"{self.tensor}.weight"
 
     @property
     def bias(self) -> str:
-        return f"{self.tensor}_bias" if self.transposed else f"{self.tensor}.bias"
+        return f"{self.tensor}_bias" if self.bare else f"{self.tensor}.bias"
 
     def rows(self, count: int) -> slice:
         """The rows of a weight of so many outputs, in the tensor with all its rows in one dimension."""
         return slice(self.first, self.first + (count - 1) * self.step + 1, self.step)
 
 
-ExpertLayout = Literal["linear", "transposed", "interleaved"]
-"""Tensors [experts, outputs, inputs], or [experts, inputs, outputs] in which gates and ups may take turns."""
+ExpertLayout = Literal["linear", "bare", "transposed", "interleaved"]
+"""Tensors [experts, outputs, inputs], whose names may be bare, or [experts, inputs, outputs], whose names are, and
+in which gates and ups may take turns."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,16 @@ def places(
         takes_turns = layout == "interleaved" and stacked
         begun[tensor] += 1 if takes_turns else size
         step = shares[tensor] if takes_turns else 1
-        found.append((name, StoredRows(tensor, shape, first, step, layout != "linear")))
+        turned = layout in ("transposed", "interleaved")
+        rows_of = StoredRows(tensor, shape, first, step, turned, bare=layout != "linear")
+        found.append((name, rows_of))
     return found
+
+
+def with_joined_experts(names: TensorNames) -> TensorNames:
+    """Names of files in which one tensor has gates and ups of all experts of a layer, and one the maps back."""
+    both, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    return replace(names, expert_gate=both, expert_up=both, expert_down=down, expert_layout="bare")
 
 
 HF_NAMES = TensorNames()

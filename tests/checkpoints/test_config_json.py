@@ -313,7 +313,7 @@ def test_text_parts_are_read_by_their_kind() -> None:
         nested(model_type="qwen3", head_dim=31)
     with pytest.raises(
         ConfigError,
-        match=r"text_config\.model_type must be one of .*; the nearest .* is llama, got 'mllama",
+        match=r"text_config\.model_type must be one of .*; the nearest .* is llama4_text, got 'mllama",
     ):
         nested(model_type="mllama_text_model")
 

@@ -389,13 +389,26 @@ def make_model(name: str, **sizes: Any) -> transformers.PreTrainedModel:
     return _randomize(name, cls, cls.config_class(**_SHAPE | changes | sizes))
 
 
-def restore_names(directory: Path) -> None:
-    """Gives layers of Kimi K2.5 the names that its makers' files have: transformers renames them as it saves."""
+def as_published(directory: Path) -> None:
+    """Gives tensors of models that see the names and shapes of their makers' files, which transformers changes.
+
+    It renames layers of Kimi K2.5, and takes apart the experts of Qwen3.5."""
     path = directory / "model.safetensors"
-    tensors = {
-        name.replace("model.blocks.", "model.layers."): tensor
-        for name, tensor in load_file(path).items()
-    }
+    tensors, experts = {}, {}
+    for name, tensor in sorted(load_file(path).items()):
+        layer, found, rest = name.partition(".experts.")
+        expert, _, place = rest.partition(".")
+        if found and "qwen3_5" in (directory / "config.json").read_text():
+            experts.setdefault(layer, {})[place, int(expert)] = tensor
+        else:
+            tensors[name.replace("model.blocks.", "model.layers.")] = tensor
+    for layer, parts in experts.items():
+        gate, up, down = (
+            torch.stack([parts[f"{it}_proj.weight", expert] for expert in range(len(parts) // 3)])
+            for it in ("gate", "up", "down")
+        )
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"{layer}.experts.down_proj"] = down
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from driver import Driver, load
-from family_models import FAMILIES, TEXT_PARTS, make_model, restore_names
+from family_models import FAMILIES, TEXT_PARTS, as_published, make_model
 from gguf_models import save_gguf
 from in_process import InProcessEngine, Oracle, save_oracle
 from tiny_models import continuation
@@ -56,8 +56,8 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     prompts = [*tails[:2], _PREFIX + tails[2], _PREFIX + tails[3]]
     directory = tmp_path_factory.mktemp("model")
     oracle = save_oracle(directory, make_model(request.param), prompts, LENGTH)
-    if request.param == "kimi-k2.5":
-        restore_names(directory)
+    if request.param in TEXT_PARTS:
+        as_published(directory)
     assert len({tuple(tokens) for tokens in oracle.expected}) == len(prompts)
     return oracle
 

@@ -46,4 +46,5 @@ QWEN3_5_MOE = replace(
     defaults={**QWEN3_5.defaults, "intermediate_size": 512, "norm_topk_prob": True},
     model_types=frozenset({"qwen3_5_moe_text"}),
     own_keys=frozenset({"num_experts", "shared_expert_intermediate_size"}),
+    joins_experts=True,
 )
