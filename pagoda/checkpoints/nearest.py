@@ -11,5 +11,5 @@ def nearest(name: str, known: Mapping[str, str]) -> str:
 
     Empty where none is near.
     """
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.62)
     return f"; the nearest that is supported is {known[near[0]]}" if near else ""
