@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from pagoda.checkpoints.expert_routing import ExpertRouting
-from pagoda.checkpoints.families.latents import (
-    GGUF_LATENT_KEYS,
-    GGUF_LATENT_READ,
-    gguf_latents,
-    with_latents,
-)
+from pagoda.checkpoints.families.latents import GGUF, gguf_latents, with_latents
 from pagoda.checkpoints.families.shared import (
     expert_counts,
     expert_groups,
     layers_behind_dense,
     with_experts,
 )
-from pagoda.checkpoints.family import Family, GgufFormat
+from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ExpertsSpec, ModelSpec
-from pagoda.checkpoints.tensor_names import GGUF_LATENTS, TensorNames
+from pagoda.checkpoints.tensor_names import TensorNames
 
 _METHODS = ("greedy", "group_limited_greedy")
 
@@ -60,14 +56,7 @@ DEEPSEEK_V2 = Family(
     "DeepSeek-V2, V2.5, V2-Lite and their Coder models",
     _adapt,
     names=TensorNames(rotates_neighbours=True),
-    gguf=GgufFormat(
-        "deepseek2",
-        names=GGUF_LATENTS,
-        keys=GGUF_LATENT_KEYS,
-        values=_gguf_values,
-        read=GGUF_LATENT_READ,
-        scales_yarn=True,
-    ),
+    gguf=replace(GGUF, values=_gguf_values),
     renamed={"qk_rope_head_dim": "head_dim"},
     defaults={"qk_rope_head_dim": 64},
     own_keys=frozenset(

@@ -6,18 +6,14 @@ Layers that predict several tokens at once, which lie behind the others in files
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from pagoda.checkpoints.families.latents import (
-    GGUF_LATENT_KEYS,
-    GGUF_LATENT_READ,
-    gguf_latents,
-    with_latents,
-)
+from pagoda.checkpoints.families.latents import GGUF, gguf_latents, with_latents
 from pagoda.checkpoints.families.shared import layers_behind_dense, sigmoid_experts, with_experts
-from pagoda.checkpoints.family import Family, GgufFormat
+from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.tensor_names import GGUF_LATENTS, TensorNames
+from pagoda.checkpoints.tensor_names import TensorNames
 
 _SIZES = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
 _GATING = "expert_gating_func"
@@ -43,14 +39,8 @@ DEEPSEEK_V3 = Family(
     "DeepSeek-V3, V3.1, R1; Kimi K2, text of Kimi K2.5, Moonlight",
     _adapt,
     names=TensorNames(rotates_neighbours=True),
-    gguf=GgufFormat(
-        "deepseek2",
-        names=GGUF_LATENTS,
-        keys=GGUF_LATENT_KEYS,
-        values=_gguf_values,
-        read=GGUF_LATENT_READ | {_GATING},
-        scales_yarn=True,
-        required=frozenset({_GATING}),
+    gguf=replace(
+        GGUF, values=_gguf_values, read=GGUF.read | {_GATING}, required=frozenset({_GATING})
     ),
     renamed={"qk_rope_head_dim": "head_dim"},
     defaults={"qk_rope_head_dim": 64},

@@ -6,23 +6,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.families.shared import NEXT_LAYERS, gguf_layers, with_attention
+from pagoda.checkpoints.family import GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.latent_attention import LatentSpec
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.rope import YarnScaling
+from pagoda.checkpoints.tensor_names import GGUF_LATENTS
 
-GGUF_LATENT_KEYS = {
-    "attention.kv_lora_rank": "kv_lora_rank",
-    "expert_count": "n_routed_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
-}
-GGUF_LATENT_READ = frozenset(
-    {"attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla"}
-    | {"expert_shared_count", "expert_weights_scale", "leading_dense_block_count", NEXT_LAYERS}
+GGUF = GgufFormat(
+    "deepseek2",
+    names=GGUF_LATENTS,
+    keys={
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    },
+    read=frozenset(
+        {"attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla"}
+        | {"expert_shared_count", "expert_weights_scale", "leading_dense_block_count", NEXT_LAYERS}
+    ),
+    scales_yarn=True,
 )
+"""The form that all families with latent attention share."""
 _LOG_SCALE = 0.1
 """Factor of `mscale_all_dim` in files with latent attention (llama.cpp's src/llama-model.cpp)."""
 
