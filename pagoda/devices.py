@@ -28,7 +28,7 @@ class BackendEntry:
     """One backend, found by name."""
 
     module: str
-    """Module with a function `open_backend(devices, group) -> Backend`; it raises `BackendUnavailableError`."""
+    """Module with a function `open_backend(devices) -> Backend`; it raises `BackendUnavailableError`."""
     device_kind: str
     """Kind of device, such as `cpu` in `cpu:0`."""
     max_devices: int = 1

@@ -21,7 +21,7 @@ from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.errors import ConfigError
 from pagoda.messages.worker import Capabilities
-from pagoda.parallel.collectives import Collectives
+from pagoda.parallel.collectives import Collectives, HostGroup
 from pagoda.telemetry.tracer import Tracer
 
 
@@ -315,9 +315,15 @@ class Backend(Protocol[LinearT_co, MetadataT]):
     device: device
     """Device on which weights, caches and activations lie."""
     group: Collectives
-    """The ranks that a graph adds up and gathers over."""
+    """The ranks that a graph adds up and gathers over; this one alone before `join`."""
     arithmetic: str
     """Name such as `cpu (avx2)`: backends of one arithmetic compute the same bits, whatever the machine."""
+
+    def join(self, group: HostGroup) -> None:
+        """Becomes a rank of a group of several, once, before any weight is prepared or graph compiled.
+
+        Raises UnsupportedError: the backend does not compute on several ranks.
+        """
 
     def allocate_kv_cache(
         self,

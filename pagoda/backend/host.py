@@ -17,7 +17,7 @@ from pagoda.backend.base import (
     new_tensor,
 )
 from pagoda.messages.worker import Capabilities
-from pagoda.parallel.collectives import Alone, Collectives
+from pagoda.parallel.collectives import Alone, Collectives, HostGroup
 
 
 class HostBackend(Backend[LinearT, MetadataT]):
@@ -26,7 +26,7 @@ class HostBackend(Backend[LinearT, MetadataT]):
     def __init__(self, arithmetic: str, group: Collectives | None) -> None:
         self.arithmetic = arithmetic
         self.device = torch.device("cpu")
-        self.group = group or Alone()
+        self.group: Collectives = group or Alone()
         self.capabilities = Capabilities(
             # States of some models are as large as K and V of a thousand tokens.
             block_sizes=(16, 1, 2, 4, 8, 32, 64, *range(128, 4097, 128)),
@@ -37,6 +37,9 @@ class HostBackend(Backend[LinearT, MetadataT]):
             weight_formats=("float32", "bfloat16", "float16", "int8", "int4"),
             kv_cache_dtypes=("float32", "bfloat16", "float16", "int8"),
         )
+
+    def join(self, group: HostGroup) -> None:
+        self.group = group
 
     def allocate_kv_cache(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, StepInput
+from pagoda.backend.base import Backend, StepInput, UnsupportedError
 from pagoda.backend.graph import Graph, GraphBuilder, Value
 from pagoda.backend.weights import DenseWeight
 from pagoda.backend_check.products import TOLERANCE
@@ -131,7 +131,7 @@ def _on_ranks(subject: Subject, work: Callable[[Backend[Any, Any], int], Any]) -
             backend = subject.open(member)
             ensure(
                 (backend.group.rank, backend.group.size) == (rank, RANKS),
-                "the group of a backend has not the ranks of the group that it was opened for",
+                "the group of a backend has not the ranks of the group that it has joined",
             )
             return work(backend, rank)
         except BaseException:
@@ -144,6 +144,8 @@ def _on_ranks(subject: Subject, work: Callable[[Backend[Any, Any], int], Any]) -
     for error in errors:
         if isinstance(error, BackendUnavailableError):
             raise LackingError(f"a second rank cannot be opened here: {error}")
+        if isinstance(error, UnsupportedError):
+            raise LackingError(str(error).removesuffix("."))
     for error in errors:
         if error is not None and not isinstance(error, threading.BrokenBarrierError):
             raise error

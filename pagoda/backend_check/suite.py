@@ -56,9 +56,9 @@ def open_subject(name: str) -> Subject:
     open_backend = importlib.import_module(entry.module).open_backend
 
     def opened(group: HostGroup) -> Backend[Any, Any]:
-        backend: Backend[Any, Any] = open_backend(
-            DeviceSet(entry.device_kind, (group.rank,)), group
-        )
+        backend: Backend[Any, Any] = open_backend(DeviceSet(entry.device_kind, (group.rank,)))
+        if group.size > 1:
+            backend.join(group)
         return backend
 
     return Subject(name, entry, opened, opened(Alone()), ReferenceBackend())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -41,13 +42,14 @@ def doctor(
         threads: Threads that measure memory bandwidth; by default the cores that may be used.
     """
     general.apply()
-    if model is not None and (problem := _examine(model, dtype, quantization)) is not None:
-        output.stdout().print(f"{model} cannot be served: {problem}", soft_wrap=True)
+    backends = _backends() if model is None else _examine(model, dtype, quantization)
+    if isinstance(backends, str):
+        output.stdout().print(f"{model} cannot be served: {backends}", soft_wrap=True)
         return 1
     models = dict(_models(model, dtype, quantization))
     bandwidth = measure_read_bandwidth(threads or available_cores())
     console = output.stdout()
-    console.print(output.facts(_facts(bandwidth)))
+    console.print(output.facts(_facts(bandwidth, backends)))
     if not models:
         return 0
     console.print()
@@ -61,8 +63,19 @@ def doctor(
     return 0
 
 
-def _examine(model: str, dtype: str, quantization: str) -> str | None:
-    """Prints what a model is and takes; returns why it cannot be served, if so."""
+class _Backends(NamedTuple):
+    """What a worker says of the backends here."""
+
+    chosen: str
+    """The one that it would use, as it describes it."""
+    fault: str | None
+    """Why there is none, if so."""
+    installed: list[str]
+    """A line on each."""
+
+
+def _examine(model: str, dtype: str, quantization: str) -> _Backends | str:
+    """Prints what a model is and takes; returns the backends, or why it cannot be served."""
     load_format = "dummy" if model in PRESETS else "auto"
     console = output.stdout()
     try:
@@ -75,15 +88,15 @@ def _examine(model: str, dtype: str, quantization: str) -> str | None:
         check_memory(spec, dtype, quantization, available_memory_bytes())
     except PagodaError as error:
         return str(error)
-    backend, fault, _ = _backend(files.model, load_format)
-    if fault is not None:
-        return f"a worker cannot start: {fault}"
-    console.print(f"{model} can be served with {backend}.", soft_wrap=True)
+    backends = _backends(files.model, load_format)
+    if backends.fault is not None:
+        return f"a worker cannot start: {backends.fault}"
+    console.print(f"{model} can be served with {backends.chosen}.", soft_wrap=True)
     console.print()
-    return None
+    return backends
 
 
-def _facts(bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
+def _facts(bandwidth: Bandwidth, backends: _Backends) -> Iterable[tuple[str, str]]:
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     found = machine_facts.accelerators()
     free = format_bytes(available_memory_bytes())
@@ -95,10 +108,10 @@ def _facts(bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
     yield "instruction sets", " ".join(machine_facts.instruction_sets(cpuinfo)) or "none of note"
     yield "memory", f"{free} free of {total}"
     yield "accelerators", "; ".join(found) or "none found"
-    backend, fault, others = _backend()
-    said = backend if fault is None else f"none, a worker cannot start: {fault}"
+    fault = backends.fault
+    said = backends.chosen if fault is None else f"none, a worker cannot start: {fault}"
     yield "backend", said + ("; accelerators are not used" if found else "")
-    yield "backends", "; ".join(others)
+    yield "backends", "; ".join(backends.installed)
     yield (
         "memory bandwidth",
         f"{bandwidth.bytes_per_s / 1e9:.1f} GB/s read (best {bandwidth.best_bytes_per_s / 1e9:.1f}): "
@@ -107,14 +120,15 @@ def _facts(bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
     )
 
 
-def _backend(*model: str) -> tuple[str, str | None, list[str]]:
-    """The backend that a worker would use, as the worker describes it, why there is none, if so, and a line on
-    each backend that is installed. It must compute the model, if one and its load format are named."""
+def _backends(*model: str) -> _Backends:
+    """Asks a worker, whose backend must compute the model, if one and its load format are named."""
     command = [sys.executable, "-m", "pagoda.worker.backends", *model]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     said = lines[-1] if lines else f"it ended with code {done.returncode}"
-    return (said, None, lines[:-1]) if done.returncode == 0 else ("none", said, [])
+    return (
+        _Backends(said, None, lines[:-1]) if done.returncode == 0 else _Backends("none", said, [])
+    )
 
 
 def _models(

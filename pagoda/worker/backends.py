@@ -31,7 +31,6 @@ from pagoda.devices import (
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores
 from pagoda.model.needed_operations import needed_operations
-from pagoda.parallel.collectives import Alone, HostGroup
 
 DevicesOf = Callable[[str], DeviceSet]
 """Gives the devices of this rank, for a backend that computes on devices of a kind."""
@@ -43,9 +42,9 @@ def first_device(kind: str) -> DeviceSet:
 
 
 def choose_backend(
-    wanted: str, group: HostGroup | None = None, devices_of: DevicesOf = first_device
+    wanted: str, devices_of: DevicesOf = first_device
 ) -> tuple[Backend[Any, Any], str]:
-    """The backend of a rank of the group, alone without one, and one line about it for the operator.
+    """The backend of a rank, which has joined no group yet, and one line about it for the operator.
 
     `auto` takes the first backend of `AUTO_ORDER` that this machine has.
     Raises ConfigError: there is no such backend here, or it does not compute on the rank's devices."""
@@ -56,7 +55,7 @@ def choose_backend(
         check_drives(name, entry, devices)
         try:
             module = importlib.import_module(entry.module)
-            backend: Backend[Any, Any] = module.open_backend(devices, group or Alone())
+            backend: Backend[Any, Any] = module.open_backend(devices)
         except BackendUnavailableError as error:
             missing.append(f"not the {name} backend: {error}")
             reason = str(error)

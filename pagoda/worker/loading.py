@@ -95,6 +95,10 @@ class WorkerPlan:
     max_model_len: int
     num_blocks: int
     """Blocks of the largest KV cache that fits into memory."""
+    backend: Backend[Any, Any]
+    """Where the model will be loaded, once."""
+    backend_summary: str
+    """Line about the backend for the operator."""
     adapters: tuple[AdapterFiles, ...] = ()
 
     @property
@@ -169,7 +173,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
     With `keeps_all`, layers keep what lies behind their windows.
     Raises ConfigError: the model, the machine or a flag does not allow it."""
     torch.set_num_threads(config.num_threads or available_cores())
-    backend, _ = choose_backend(config.backend, devices_of=_devices_of(config))
+    backend, backend_summary = choose_backend(config.backend, _devices_of(config))
     capabilities = backend.capabilities
     shape = load_model_config(config.model, config.load_format)
     check_model(shape, backend)
@@ -190,6 +194,8 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
         kv_groups=_kv_groups(shape, block_size, capabilities, keeps_all=keeps_all),
         max_model_len=max_model_len,
         num_blocks=0,
+        backend=backend,
+        backend_summary=backend_summary,
         adapters=tuple(_adapter_files(adapter, shape, config) for adapter in config.adapters),
     )
     bytes_per_block = plan.bytes_per_block
@@ -274,8 +280,9 @@ def load_runner(
     Raises ConfigError: a file does not hold what it should."""
     config, shard = plan.config, plan.shard
     num_blocks = num_blocks or plan.num_blocks
-    group = group or Alone()
-    backend, backend_summary = choose_backend(config.backend, group, _devices_of(config))
+    backend, group = plan.backend, group or Alone()
+    if group.size > 1:
+        backend.join(group)
     began = tracer.e2e()
     places = plan.layer_places
     num_places = 1 + max(place for _, place in places)
@@ -319,7 +326,7 @@ def load_runner(
         block_size=plan.block_size,
         max_model_len=plan.max_model_len,
         vocab_size=shard.config.vocab_size,
-        summary=_summary(plan, num_blocks, backend_summary),
+        summary=_summary(plan, num_blocks),
         arithmetic=backend.arithmetic,
         kv_groups=plan.kv_groups,
     )
@@ -431,11 +438,11 @@ def _description(
     return {"model": model, "forward_ops": columns}
 
 
-def _summary(plan: WorkerPlan, num_blocks: int, backend: str) -> str:
+def _summary(plan: WorkerPlan, num_blocks: int) -> str:
     quantization = "" if plan.quantization is None else f"{plan.quantization.summary}, "
     num_cached = tokens_held(plan.kv_groups, num_blocks)
     return (
-        f"{backend}, {plan.dtype_name}, {quantization}{format_bytes(plan.weight_bytes)} weights, "
+        f"{plan.backend_summary}, {plan.dtype_name}, {quantization}{format_bytes(plan.weight_bytes)} weights, "
         f"{format_bytes(num_blocks * plan.bytes_per_block)} {plan.kv_dtype_name} KV cache "
         f"for {num_cached} tokens"
     )

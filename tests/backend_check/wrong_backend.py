@@ -18,7 +18,6 @@ from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.backend import OPERATIONS, ReferenceBackend
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.devices import DeviceSet
-from pagoda.parallel.collectives import HostGroup
 from pagoda.worker.kv.store import HostKVStore
 
 Compute = Callable[..., Any]
@@ -29,12 +28,11 @@ class Wrong:
 
     def __init__(
         self,
-        group: HostGroup,
         operations: Mapping[str, Compute] | None = None,
         methods: Mapping[str, Callable[..., Any]] | None = None,
         **capabilities: Any,
     ) -> None:
-        self._own = ReferenceBackend(group)
+        self._own = ReferenceBackend()
         self._operations = operations or {}
         self._methods = methods or {}
         self.capabilities = msgspec.structs.replace(self._own.capabilities, **capabilities)
@@ -58,8 +56,8 @@ class Wrong:
 class WithStore(Wrong):
     """The reference with a store of its own."""
 
-    def __init__(self, group: HostGroup, store: Callable[[Any], Any]) -> None:
-        super().__init__(group)
+    def __init__(self, store: Callable[[Any], Any]) -> None:
+        super().__init__()
         self._store = store
 
     def open_kv_store(self, caches: Sequence[Any]) -> Any:
@@ -445,11 +443,11 @@ BLOCKS_OF_128: Mapping[str, Any] = {
 chosen = ""
 
 
-def open_backend(devices: DeviceSet, group: HostGroup) -> Any:
+def open_backend(devices: DeviceSet) -> Any:
     fields = dict(BROKEN[chosen][1])
     on_two = fields.pop("on_two", {})
     if len(devices.numbers) == 2:
         fields["operations"] = on_two
     if "store" in fields:
-        return WithStore(group, **fields)
-    return Wrong(group, **fields)
+        return WithStore(**fields)
+    return Wrong(**fields)

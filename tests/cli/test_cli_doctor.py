@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def test_windows_give_kv_back() -> None:
     assert " at 32,768 tokens, 0.17 of it" in said
     full = dict(model_facts(config("qwen3-4b"), "auto"))["KV cache"]
     assert full.endswith("a token in 16 bits, about half in int8")
+
+
+def test_a_worker_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sequence[str]] = []
+
+    def run(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command[3:])
+        return subprocess.CompletedProcess(command, 0, "cpu: some line\ncpu (avx2)\n", "")
+
+    monkeypatch.setattr("pagoda.cli.doctor.subprocess.run", run)
+    monkeypatch.setattr("pagoda.cli.machine_facts.accelerators", list)
+    assert (doctor(), doctor("qwen3-0.6b")) == (0, 0)
+    assert asked == [[], ["qwen3-0.6b", "dummy"]]
 
 
 def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,9 @@ from family_models import make_model
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, save_model
 
+from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.checkpoints.config_json import read_model_config
+from pagoda.devices import DeviceSet
 from pagoda.errors import ConfigError
 from pagoda.messages.kv_groups import full_group
 from pagoda.messages.worker_config import WorkerConfig
@@ -258,3 +260,16 @@ def test_tensors_of_layers_that_nothing_is_computed_with(name: str, tmp_path: Pa
     assert str(caught.value) == (
         f"{path}: tensor {name} has no place in the LlamaForCausalLM that config.json calls for."
     )
+
+
+def test_the_backend_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("qwen3", tmp_path)
+    opened: list[DeviceSet] = []
+
+    def open_backend(devices: DeviceSet) -> ReferenceBackend:
+        opened.append(devices)
+        return ReferenceBackend()
+
+    monkeypatch.setattr("pagoda.backend.reference.backend.open_backend", open_backend)
+    _load(tmp_path, backend="reference")
+    assert opened == [DeviceSet("cpu", (0,))]

@@ -60,7 +60,7 @@ from pagoda.backend.weights import (
 from pagoda.checkpoints.weight_formats import CODEBOOKS, BlockFormat
 from pagoda.devices import DeviceSet
 from pagoda.errors import ConfigError
-from pagoda.parallel.collectives import Collectives, HostGroup
+from pagoda.parallel.collectives import Collectives
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
@@ -71,9 +71,9 @@ _LEAST_LATENT = 4
 """Elements that become lanes of keys together."""
 
 
-def open_backend(devices: DeviceSet, group: HostGroup) -> CpuBackend:  # noqa: ARG001
+def open_backend(devices: DeviceSet) -> CpuBackend:  # noqa: ARG001
     """The backend with this CPU's best instruction set; the worker is bound to its cores already."""
-    return CpuBackend(choose_instruction_set(), group)
+    return CpuBackend(choose_instruction_set())
 
 
 class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):

@@ -46,7 +46,7 @@ from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.devices import DeviceSet
-from pagoda.parallel.collectives import Collectives, HostGroup
+from pagoda.parallel.collectives import Collectives
 
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     **attention.OPERATIONS,
@@ -60,9 +60,9 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 """Functions of inputs, weights and attributes by the names of `graph.OPERATIONS`."""
 
 
-def open_backend(devices: DeviceSet, group: HostGroup) -> ReferenceBackend:  # noqa: ARG001
+def open_backend(devices: DeviceSet) -> ReferenceBackend:  # noqa: ARG001
     """The backend, which every machine has; the worker is bound to its cores already."""
-    return ReferenceBackend(group)
+    return ReferenceBackend()
 
 
 class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):

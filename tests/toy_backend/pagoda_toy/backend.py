@@ -35,17 +35,15 @@ from pagoda.backend.reference.sampling import sample_rows, score_rows
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.devices import BackendUnavailableError, DeviceSet
+from pagoda.devices import DeviceSet
 from pagoda.messages.worker import Capabilities
-from pagoda.parallel.collectives import HostGroup
+from pagoda.parallel.collectives import Alone, HostGroup
 
 Array = np.ndarray[Any, Any]
 
 
-def open_backend(devices: DeviceSet, group: HostGroup) -> ToyBackend:
-    if group.size > 1:
-        raise BackendUnavailableError("the toy computes on one rank only")
-    return ToyBackend(group, str(devices))
+def open_backend(devices: DeviceSet) -> ToyBackend:
+    return ToyBackend(str(devices))
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,8 @@ class Metadata:
 
 
 class ToyBackend:
-    def __init__(self, group: HostGroup, devices: str) -> None:
-        self.group = group
+    def __init__(self, devices: str) -> None:
+        self.group = Alone()
         self.device = torch.device("cpu")
         self.arithmetic = f"toy ({devices})"
         self.capabilities = Capabilities(
@@ -87,6 +85,9 @@ class ToyBackend:
             max_model_len=2**16,
             lacks_operations=tuple(name for name in OPERATIONS if name not in FUNCTIONS),
         )
+
+    def join(self, group: HostGroup) -> NoReturn:
+        raise UnsupportedError("the toy computes on one rank only.")
 
     def allocate_kv_cache(
         self,

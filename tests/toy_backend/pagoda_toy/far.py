@@ -32,8 +32,7 @@ from pagoda.backend.kv_store import (
     describe_tensors,
 )
 from pagoda.backend.operation import WeightNames
-from pagoda.devices import BackendUnavailableError, DeviceSet
-from pagoda.parallel.collectives import HostGroup
+from pagoda.devices import DeviceSet
 from pagoda.pd.transport.base import Extent
 from pagoda_toy.backend import Metadata, ToyBackend, compute_node
 
@@ -42,10 +41,8 @@ POISON = b"\xff"
 """Bytes of a NaN."""
 
 
-def open_backend(devices: DeviceSet, group: HostGroup) -> FarBackend:  # noqa: ARG001
-    if group.size > 1:
-        raise BackendUnavailableError("the toy computes on one rank only")
-    return FarBackend(group)
+def open_backend(devices: DeviceSet) -> FarBackend:  # noqa: ARG001
+    return FarBackend()
 
 
 class _Memory:
@@ -245,8 +242,8 @@ class FarStore:
 class FarBackend:
     """The toy, but for where KV lies."""
 
-    def __init__(self, group: HostGroup) -> None:
-        self._toy = ToyBackend(group, "toy:0")  # whose bits are the same
+    def __init__(self) -> None:
+        self._toy = ToyBackend("toy:0")  # whose bits are the same
         self.memory_of_kv = FarDevice()
 
     def __getattr__(self, name: str) -> Any:
