@@ -215,6 +215,12 @@ class LoweredProgram {
     }
     auto operations(int schedule) const { return program_->operations(schedule); }
 
+    size_t step_bytes(int schedule, int64_t num_tokens, int64_t num_rows, std::vector<Address> inputs,
+                      const std::vector<const AttentionMetadata*>& metadata) {
+        for (const auto* each : metadata) inputs.push_back(reinterpret_cast<Address>(each));
+        return program_->step_bytes(schedule, {num_tokens, num_rows}, inputs);
+    }
+
     // Inputs are those that are tensors, and then the metadata of each group.
     void run(int schedule, int64_t num_tokens, int64_t num_rows, std::vector<Address> inputs,
              const std::vector<const AttentionMetadata*>& metadata, const std::vector<Address>& results,
@@ -392,6 +398,8 @@ NB_MODULE(_native, m) {
                       std::vector<int>, int, int, const std::vector<NodeTuple>&, const nb::list&>())
         .def("schedule", &LoweredProgram::schedule)
         .def("operations", &LoweredProgram::operations)
+        .def("step_bytes", &LoweredProgram::step_bytes, "schedule"_a, "num_tokens"_a, "num_rows"_a, "inputs"_a,
+             "metadata"_a)
         .def("run", &LoweredProgram::run, "schedule"_a, "num_tokens"_a, "num_rows"_a, "inputs"_a, "metadata"_a,
              "results"_a, "times"_a);
 }

@@ -120,9 +120,7 @@ void Program::find_values(const Schedule& schedule, const Step& step, const std:
         addresses_[static_cast<size_t>(place.value)] =
             arena + place.offset * (selected ? step.num_rows : step.num_tokens);
     }
-    for (size_t i = 0; i < inputs_.size(); ++i) {
-        addresses_[static_cast<size_t>(inputs_[i])] = reinterpret_cast<char*>(inputs.at(i));
-    }
+    find_inputs(inputs);
     for (size_t i = 0; i < results_.size(); ++i) {
         if (results.at(i) == 0) continue;
         const Value root = storage_[static_cast<size_t>(results_[i])];
@@ -140,31 +138,56 @@ void Program::check_rows(const Step& step) const {
     }
 }
 
+void Program::find_inputs(const std::vector<uintptr_t>& inputs) {
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+        addresses_[static_cast<size_t>(inputs_[i])] = reinterpret_cast<char*>(inputs.at(i));
+    }
+}
+
+void Program::find_adapted(Step& step) {
+    const auto* adapters = adapters_ < 0 ? nullptr : at<int64_t>(adapters_);
+    step.adapted = adapters != nullptr;
+    if (!step.adapted) return;
+    adapted_tokens_.assign(adapters, nullptr, step.num_tokens);
+    if (rows_ >= 0 && at(rows_) != nullptr) {
+        check_rows(step);
+        adapted_selected_.assign(adapters, at<int64_t>(rows_), step.num_rows);
+    }
+}
+
+size_t Program::scratch_bytes(const Schedule& schedule, const Step& step) const {
+    size_t most = 0;
+    for (const size_t i : schedule.operations) {
+        const Operation& operation = operations_[i];
+        if (operation.scratch && runs(operation, step)) most = std::max(most, operation.scratch(step));
+    }
+    return most;
+}
+
+size_t Program::step_bytes(int number, Step step, const std::vector<uintptr_t>& inputs) {
+    const Schedule& schedule = schedules_.at(static_cast<size_t>(number));
+    std::fill(addresses_.begin(), addresses_.end(), nullptr);
+    find_inputs(inputs);
+    find_adapted(step);
+    return static_cast<size_t>(schedule.token_bytes * step.num_tokens + schedule.row_bytes * step.num_rows) +
+           scratch_bytes(schedule, step);
+}
+
 void Program::run(int number, Step step, const std::vector<uintptr_t>& inputs, const std::vector<uintptr_t>& results,
                   int64_t* times) {
     const Schedule& schedule = schedules_.at(static_cast<size_t>(number));
     find_values(schedule, step, inputs, results);
-    const auto* adapters = adapters_ < 0 ? nullptr : at<int64_t>(adapters_);
-    step.adapted = adapters != nullptr;
+    step.adapted = adapters_ >= 0 && at<int64_t>(adapters_) != nullptr;
     for (const size_t i : schedule.operations) {
         if (operations_[i].check) operations_[i].check(step);
     }
-    if (adapters != nullptr) {
-        adapted_tokens_.assign(adapters, nullptr, step.num_tokens);
-        if (rows_ >= 0 && at(rows_) != nullptr) {
-            check_rows(step);
-            adapted_selected_.assign(adapters, at<int64_t>(rows_), step.num_rows);
-        }
-    }
-    size_t scratch_bytes = 0;
+    find_adapted(step);
     int64_t work = 0;
     for (const size_t i : schedule.operations) {
         const Operation& operation = operations_[i];
-        if (!runs(operation, step)) continue;
-        work += operation.work * num_rows(operation.uses[0], step);
-        if (operation.scratch) scratch_bytes = std::max(scratch_bytes, operation.scratch(step));
+        if (runs(operation, step)) work += operation.work * num_rows(operation.uses[0], step);
     }
-    void* scratch = scratch_.take(scratch_bytes);
+    void* scratch = scratch_.take(scratch_bytes(schedule, step));
     stopped_at_ = schedule.operations.size();
     in_team(work > kWorthThreads, [&] {
         if (times != nullptr) return run_timed(schedule, step, scratch, times);

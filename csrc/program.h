@@ -88,6 +88,10 @@ class Program {
     // Node, bytes of weights and floating-point operations for each token of a schedule's operations.
     std::vector<std::tuple<int, int64_t, int64_t>> operations(int schedule) const;
 
+    // Bytes that a step takes of this program's own memory; takes none and computes nothing. Of the inputs only metadata and
+    // numbers of adapters are read.
+    size_t step_bytes(int schedule, Step step, const std::vector<uintptr_t>& inputs);
+
     // Ends the step that runs behind the operation that calls this from its team's first thread.
     void stop() { stopped_at_ = current_; }
 
@@ -111,6 +115,10 @@ class Program {
     static void place(std::vector<Place>& places, const std::vector<ValueShape>& shapes, Schedule& schedule);
     void find_values(const Schedule& schedule, const Step& step, const std::vector<uintptr_t>& inputs,
                      const std::vector<uintptr_t>& results);
+    void find_inputs(const std::vector<uintptr_t>& inputs);
+    // Finds the step's rows that have adapters, once its inputs are known.
+    void find_adapted(Step& step);
+    size_t scratch_bytes(const Schedule& schedule, const Step& step) const;
     void run_timed(const Schedule& schedule, const Step& step, void* scratch, int64_t* times);
     // Whether a thread goes on to the operation at this place of a schedule. Another thread may be in that one already, and
     // stop there, where this one has to follow.

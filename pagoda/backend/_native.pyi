@@ -273,6 +273,18 @@ class Program:
     def operations(self, schedule: int) -> list[tuple[int, int, int]]:
         """Node, bytes of weights, and floating-point operations for each token of each operation."""
 
+    def step_bytes(
+        self,
+        schedule: int,
+        num_tokens: int,
+        num_rows: int,
+        inputs: list[int],
+        metadata: list[AttentionMetadata | None],
+    ) -> int:
+        """Bytes that a step takes between its inputs and its results; takes none and computes nothing.
+
+        Of the inputs only `metadata`, numbers of adapters and selected rows are read."""
+
     def run(
         self,
         schedule: int,

@@ -290,6 +290,19 @@ class NeededInputs:
 UNNAMED: WeightNames = MappingProxyType({})
 
 
+class Memory(Protocol):
+    """The memory that a rank computes in, of which weights, caches and activations take theirs."""
+
+    on_host: bool
+    """True if it is the host's, which the workers of a host share; else a rank has it for itself."""
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be taken; what is given back on demand, such as a page cache, is free."""
+
+    def taken_bytes(self) -> int:
+        """Bytes that this process has taken and still needs."""
+
+
 class Compiled(Protocol[MetadataT]):
     """A graph as a backend runs it."""
 
@@ -307,6 +320,14 @@ class Compiled(Protocol[MetadataT]):
         Where there are none, each node becomes a span of the tracer's instead.
         """
 
+    def profile(self, step: StepInput[MetadataT], results: Sequence[str]) -> int:
+        """Bytes of memory that a step like this takes at most beside weights, caches and inputs: what it works in,
+        and its results.
+
+        A backend that can count them computes nothing. Others compute the step, which writes to blocks that it
+        names, and take the highest mark of their memory; all ranks of a group do so at once.
+        """
+
 
 class Backend(Protocol[LinearT_co, MetadataT]):
     """A device, with all that is done once for a model or once for a step."""
@@ -316,6 +337,7 @@ class Backend(Protocol[LinearT_co, MetadataT]):
     """Device on which weights, caches and activations lie."""
     group: Collectives
     """The ranks that a graph adds up and gathers over; this one alone before `join`."""
+    memory: Memory
     arithmetic: str
     """Name such as `cpu (avx2)`: backends of one arithmetic compute the same bits, whatever the machine."""
 

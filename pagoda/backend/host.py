@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 
 import torch
@@ -16,8 +17,24 @@ from pagoda.backend.base import (
     NewTensor,
     new_tensor,
 )
+from pagoda.ipc.heap import trim_heap
+from pagoda.ipc.machine import available_memory_bytes, process_memory_bytes
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, Collectives, HostGroup
+
+
+class HostMemory:
+    """Memory of the host, of which containers may have a part."""
+
+    on_host = True
+
+    def free_bytes(self) -> int:
+        return available_memory_bytes()
+
+    def taken_bytes(self) -> int:
+        """Resident bytes of this process, without gaps in its heap, which it gives back first."""
+        trim_heap()
+        return process_memory_bytes(os.getpid()) or 0
 
 
 class HostBackend(Backend[LinearT, MetadataT]):
@@ -26,6 +43,7 @@ class HostBackend(Backend[LinearT, MetadataT]):
     def __init__(self, arithmetic: str, group: Collectives | None) -> None:
         self.arithmetic = arithmetic
         self.device = torch.device("cpu")
+        self.memory = HostMemory()
         self.group: Collectives = group or Alone()
         self.capabilities = Capabilities(
             # States of some models are as large as K and V of a thousand tokens.

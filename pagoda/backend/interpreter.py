@@ -14,6 +14,8 @@ from pagoda.backend.operation import Operation, OperationNamer, WeightNames
 from pagoda.backend.operations import OPERATIONS
 from pagoda.telemetry.tracer import Tracer
 
+_ITEM_BYTES = {"float32": 4, "int64": 8, "metadata": 0}
+
 
 @dataclass(frozen=True)
 class _Schedule:
@@ -48,6 +50,22 @@ class InterpretedGraph(Generic[MetadataT]):
         self, step: StepInput[MetadataT], results: Sequence[str], tracer: Tracer
     ) -> tuple[tuple[Tensor, ...], Sequence[int]]:
         return self._run(step, results, tracer), ()
+
+    def profile(self, step: StepInput[MetadataT], results: Sequence[str]) -> int:
+        """Bytes of the values that are there at once, at most; what functions take inside is not seen."""
+        graph, given = self._graph, step.given(self._graph)
+        schedule = self._schedule(tuple(results), tuple(given))
+        rows = schedule.inputs.check(step)
+        sizes = [
+            rows[value.selected] * value.width * _ITEM_BYTES[value.dtype] for value in graph.values
+        ]
+        known: set[int] = set()
+        most = 0
+        for node, ends in schedule.nodes:
+            known.update(node.outputs)
+            most = max(most, sum(sizes[value] for value in known))
+            known.difference_update(ends)
+        return most
 
     def _run(
         self, step: StepInput[MetadataT], results: Sequence[str], tracer: Tracer | None

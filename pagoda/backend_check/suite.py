@@ -15,6 +15,7 @@ from pagoda.backend_check import (
     graphs,
     kv_store,
     latents,
+    memory,
     products,
     rows,
     sampling,
@@ -80,6 +81,7 @@ def checks() -> list[Check]:
         *latents.FURTHER,
         *kv_store.FURTHER,
         *graphs.FURTHER,
+        *memory.FURTHER,
         *sampling.FURTHER,
         *serving.FURTHER,
     ]

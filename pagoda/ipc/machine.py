@@ -65,17 +65,21 @@ def cgroup_cores(root: Path) -> float | None:
 def cgroup_memory_left_bytes(root: Path) -> int | None:
     """Memory limit less what is in use, of the control groups under `root`; None where no limit is set.
 
-    File pages that nobody has touched lately are given back under pressure, so they count as left.
+    File pages are given back under pressure, so they count as left, also those that were read twice, as several
+    ranks read the weights of one file.
     """
     left = []
     for group in _groups(root, "memory"):
-        for limit_file, usage_file, inactive_key in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for limit_file, usage_file, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             limit, usage = _number(group / limit_file), _number(group / usage_file)
             if limit is not None and usage is not None:
-                reclaimable = _statistic(group / "memory.stat", inactive_key)
+                reclaimable = sum(
+                    _statistic(group / "memory.stat", f"{prefix}{kind}_file")
+                    for kind in ("active", "inactive")
+                )
                 left.append(max(0, limit - usage + reclaimable))
     return min(left, default=None)
 

@@ -49,7 +49,10 @@ def test_the_toy_answers_as_the_reference() -> None:
     [
         ({"devices": "cpu:0"}, "but the toy backend does not compute there; name toy devices"),
         ({"devices": "toy:0+toy:1+toy:2"}, "a rank of the toy backend drives 2 devices at most"),
-        ({"tensor_parallel_size": 2}, "--backend toy is not available: the toy computes on one"),
+        (
+            {"tensor_parallel_size": 2},
+            "the toy computes on one rank; leave out --tensor-parallel-size",
+        ),
         (
             {
                 "model": "qwen3-30b-a3b",

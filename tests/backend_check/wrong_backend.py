@@ -10,8 +10,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import UNNAMED, KVCache, LatentCache, StepInput
+from pagoda.backend.base import UNNAMED, KVCache, LatentCache, Memory, StepInput
 from pagoda.backend.graph import Graph, Node
+from pagoda.backend.host import HostMemory
 from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.kv_store import DONE
 from pagoda.backend.operation import WeightNames
@@ -30,6 +31,7 @@ class Wrong:
         self,
         operations: Mapping[str, Compute] | None = None,
         methods: Mapping[str, Callable[..., Any]] | None = None,
+        memory: Memory | None = None,
         **capabilities: Any,
     ) -> None:
         self._own = ReferenceBackend()
@@ -37,6 +39,7 @@ class Wrong:
         self._methods = methods or {}
         self.capabilities = msgspec.structs.replace(self._own.capabilities, **capabilities)
         self.arithmetic = "wrong"
+        self.memory = memory or self._own.memory
 
     def __getattr__(self, name: str) -> Any:
         if name in self._methods:
@@ -50,7 +53,7 @@ class Wrong:
             weights = [graph.weights[weight] for weight in node.weights]
             return table[node.op](*inputs, *weights, **node.attributes)
 
-        return _Compiled(InterpretedGraph(graph, compute, names), self._methods.get("run"))
+        return _Compiled(InterpretedGraph(graph, compute, names), self._methods)
 
 
 class WithStore(Wrong):
@@ -129,11 +132,19 @@ class _FirstHead(LateStore):
 
 
 class _Compiled:
-    def __init__(self, own: Any, run: Any) -> None:
-        self._own, self._run = own, run
+    def __init__(self, own: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
+        self._own, self._run, self._profile = own, methods.get("run"), methods.get("profile")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
+
+    def profile(self, step: StepInput[Any], results: Sequence[str]) -> Any:
+        profile = self._profile
+        return (
+            self._own.profile(step, results)
+            if profile is None
+            else profile(self._own, step, results)
+        )
 
     def __call__(self, step: StepInput[Any], results: Sequence[str]) -> Any:
         return (
@@ -314,6 +325,22 @@ def _computes_nothing_for_what_is_given(
     )
 
 
+class _TakesNothing(HostMemory):
+    """Memory in which weights do not count."""
+
+    def taken_bytes(self) -> int:
+        return 0
+
+
+class _Full(HostMemory):
+    def free_bytes(self) -> int:
+        return 0
+
+
+def _counts_results_only(compiled: Any, step: StepInput[Any], results: Sequence[str]) -> int:
+    return sum(each.nbytes for each in compiled(step, results))
+
+
 def _reduces_several_rows(x: Tensor, group: Any) -> Tensor:
     return x if len(x) == 1 else group.all_reduce(x)
 
@@ -392,6 +419,16 @@ BROKEN: dict[str, tuple[str, Mapping[str, Any]]] = {
     "copies of KV in any order": ("KV store", {"store": _Unordered}),
     "blocks of KV in batches": ("KV store", {"store": _FirstOfBatch}),
     "parts of blocks of KV": ("KV store", {"store": _FirstHead}),
+    "weights that do not count": ("memory", {"memory": _TakesNothing()}),
+    "memory that is never free": ("memory", {"memory": _Full()}),
+    "values between inputs and results": (
+        "profile of steps",
+        {"methods": {"profile": _counts_results_only}},
+    ),
+    "a profile of any step": (
+        "profile of steps",
+        {"methods": {"profile": lambda *_: 2**30}},
+    ),
     "a sum over ranks": ("all_reduce", {"operations": {"all_reduce": _reduces_several_rows}}),
     "results that the next step overwrites": (
         "results of graphs",

@@ -25,7 +25,7 @@ V1 = {
     "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "1000\n",
     "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "700\n",
-    "sys/fs/cgroup/memory/box/memory.stat": "cache 1\ntotal_inactive_file 50\n",
+    "sys/fs/cgroup/memory/box/memory.stat": "cache 1\ntotal_active_file 20\ntotal_inactive_file 30\n",
 }
 V2 = {
     "proc/self/cgroup": "0::/pod/box\n",
@@ -35,7 +35,7 @@ V2 = {
     "sys/fs/cgroup/pod/box/memory.current": "3\n",
     "sys/fs/cgroup/pod/memory.max": "1000\n",
     "sys/fs/cgroup/pod/memory.current": "700\n",
-    "sys/fs/cgroup/pod/memory.stat": "anon 5\ninactive_file 50\n",
+    "sys/fs/cgroup/pod/memory.stat": "anon 5\ninactive_file 30\nactive_file 20\n",
 }
 
 

@@ -101,6 +101,29 @@ class CompiledGraph:
         times: list[int] = []
         return self._run(step, results, times), times
 
+    def profile(self, step: StepInput[AttentionMetadata], results: Sequence[str]) -> int:
+        """Computes nothing: the program counts what it would take, of which it keeps all but the results."""
+        given = step.given(self._graph)
+        schedule = self._schedule(results, given)
+        rows = schedule.inputs.check(step)
+        read = {"rows", "adapters"}
+        tensors = {
+            index: step.tensors[name]
+            for name, index in self._tensors
+            if name in read and name in step.tensors
+        }
+        num_bytes = self._program.step_bytes(
+            schedule.number,
+            *rows,
+            [address(tensors.get(index)) for index in self._inputs],
+            [step.metadata[g].native if g in step.metadata else None for g in self._graph.metadata],
+        )
+        own = [value for _, value, _ in schedule.results]
+        own += [self._graph.values[index] for node in schedule.before for index in node.outputs]
+        return num_bytes + sum(
+            rows[value.selected] * value.width * _ITEM_BYTES[value.dtype] for value in own
+        )
+
     def _run(
         self, step: StepInput[AttentionMetadata], results: Sequence[str], times: list[int] | None
     ) -> tuple[Tensor, ...]:

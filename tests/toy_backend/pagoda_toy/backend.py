@@ -27,7 +27,7 @@ from pagoda.backend.base import (
     new_tensor,
 )
 from pagoda.backend.graph import Graph, Node
-from pagoda.backend.host import check_token_ids
+from pagoda.backend.host import HostMemory, check_token_ids
 from pagoda.backend.interpreter import InterpretedGraph
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.operations import OPERATIONS
@@ -77,6 +77,7 @@ class ToyBackend:
     def __init__(self, devices: str) -> None:
         self.group = Alone()
         self.device = torch.device("cpu")
+        self.memory = HostMemory()
         self.arithmetic = f"toy ({devices})"
         self.capabilities = Capabilities(
             block_sizes=(16, 8),
@@ -87,7 +88,7 @@ class ToyBackend:
         )
 
     def join(self, group: HostGroup) -> NoReturn:
-        raise UnsupportedError("the toy computes on one rank only.")
+        raise UnsupportedError("the toy computes on one rank; leave out --tensor-parallel-size.")
 
     def allocate_kv_cache(
         self,
