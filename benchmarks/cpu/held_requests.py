@@ -39,7 +39,9 @@ def load_layers(
             max_num_seqs=max_num_seqs,
             num_threads=threads or available_cores(),
         )
-        loaded = load_runner(plan_worker(wanted), Tracer("worker"), num_blocks=num_blocks)
+        loaded = load_runner(
+            plan_worker(wanted), Tracer("worker"), agree_on_kv=lambda _: num_blocks
+        )
     for held in loaded.runner.model.caches:
         for tensor in held.cache.tensors.values():
             # Bytes of an exponent about one, whatever they are read as.

@@ -64,12 +64,12 @@ def doctor(
 
 
 class _Backends(NamedTuple):
-    """What a worker says of the backends here."""
+    """Backends that a worker has here."""
 
     chosen: str
     """The one that it would use, as it describes it."""
     fault: str | None
-    """Why there is none, if so."""
+    """Reason why there is none, if so."""
     installed: list[str]
     """A line on each."""
 
@@ -88,7 +88,7 @@ def _examine(model: str, dtype: str, quantization: str) -> _Backends | str:
         check_memory(spec, dtype, quantization, available_memory_bytes())
     except PagodaError as error:
         return str(error)
-    backends = _backends(files.model, load_format)
+    backends = _backends(files.model, load_format, dtype, quantization)
     if backends.fault is not None:
         return f"a worker cannot start: {backends.fault}"
     console.print(f"{model} can be served with {backends.chosen}.", soft_wrap=True)
@@ -121,7 +121,7 @@ def _facts(bandwidth: Bandwidth, backends: _Backends) -> Iterable[tuple[str, str
 
 
 def _backends(*model: str) -> _Backends:
-    """Asks a worker, whose backend must compute the model, if one and its load format are named."""
+    """Asks a worker, which must have room for the model where one is named, with its formats."""
     command = [sys.executable, "-m", "pagoda.worker.backends", *model]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()

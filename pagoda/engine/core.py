@@ -416,6 +416,8 @@ class EngineCore:
             num_free_blocks=scheduler.kv.pool.num_available,
             num_cached_blocks=scheduler.kv.pool.num_evictable,
             num_blocks=scheduler.kv.pool.num_blocks,
+            planned_memory_bytes=self.parts.worker.planned_memory_bytes,
+            taken_memory_bytes=self.parts.worker.taken_memory_bytes,
             num_worker_restarts=self._restarts.count,
             num_blocks_stored=scheduler.kv.pool.num_stored,
             num_blocks_removed=scheduler.kv.pool.num_removed,

@@ -24,6 +24,7 @@ from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace,
 from pagoda.messages.transfers import TransferEnd, TransferLink, TransferMessage, Transfers
 from pagoda.messages.worker import (
     PROTOCOL_VERSION,
+    KVSize,
     StepPlan,
     StepResult,
     TokenMasks,
@@ -33,6 +34,7 @@ from pagoda.messages.worker import (
     WorkerOrder,
     WorkerPeers,
     WorkerReady,
+    WorkerRoom,
 )
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -53,6 +55,7 @@ class GroupExecutor:
     """One worker for each rank of a replica, all reached through one ZeroMQ router socket.
 
     Several workers first say hello; when all have, each learns of its peers, and they form their groups and load.
+    Then each says for how many KV blocks it has room, and all take the fewest.
     Every plan goes to all ranks; the one that samples answers. Every start uses a new socket, and on TCP new keys,
     so nothing of a lost worker can be mistaken for its successor's.
 
@@ -97,7 +100,7 @@ class GroupExecutor:
     def start(self, num_blocks: int | None = None) -> None:
         self._num_starts += 1
         if num_blocks is not None:
-            self._config = msgspec.structs.replace(self._config, num_blocks=num_blocks)
+            self._config = msgspec.structs.replace(self._config, kept_blocks=num_blocks)
         if self._address.startswith("tcp://"):
             keys, address = new_keys(), f"{self._address}:*"
         else:
@@ -207,6 +210,8 @@ class GroupExecutor:
                     return [*events, self._lose(group.refusal(rank, version))]
                 case WorkerHello():
                     group.greet(rank, message, self._clock.now())
+                case WorkerRoom():
+                    group.take_room(rank, message, self._clock.now())
                 case WorkerReady() | TransferLink():
                     event = group.take_ready(rank, message)
                     if isinstance(event, WorkerLost):
@@ -312,8 +317,9 @@ class _Group:
         self._connections = _connections(self.ranks, WorkerMessage)
         self._connections |= _connections(self.links, TransferMessage)
         self._hellos: dict[int, WorkerHello] = {}
+        self._rooms: dict[int, WorkerRoom] = {}
         self._readies: dict[int, WorkerReady] = {}
-        """Hellos and readies are keyed by rank in the replica."""
+        """Hellos, rooms and readies are keyed by rank in the replica."""
         self._linked: set[int] = set()
         """Ranks whose connections for transfers are there."""
         self.deadlines: dict[_Wait, float] = {}
@@ -393,8 +399,14 @@ class _Group:
             return
         self.deadlines.pop("hello", None)
         hellos = [self._hellos[rank] for rank in range(len(self._configs))]
-        peers = WorkerPeers(hellos=hellos, num_blocks=min(hello.num_blocks for hello in hellos))
-        self.send(self.ranks, msgspec.msgpack.encode(peers), now)
+        self.send(self.ranks, msgspec.msgpack.encode(WorkerPeers(hellos=hellos)), now)
+
+    def take_room(self, rank: int, room: WorkerRoom, now: float) -> None:
+        """Notes for how many blocks one rank has room; with the last one's, all are told the fewest."""
+        self._rooms[rank] = room
+        if len(self._rooms) == len(self._configs):
+            size = KVSize(min(room.num_blocks for room in self._rooms.values()))
+            self.send(self.ranks, msgspec.msgpack.encode(size), now)
 
     def take_ready(
         self, rank: int, message: WorkerReady | TransferLink
@@ -419,6 +431,8 @@ class _Group:
             kv_host_slots=min(ready.kv_host_slots for ready in readies),
             kv_directories=tuple(chain.from_iterable(ready.kv_directories for ready in readies)),
             kv_ranks=kv_ranks,
+            planned_memory_bytes=sum(ready.planned_memory_bytes for ready in readies),
+            taken_memory_bytes=sum(ready.taken_memory_bytes for ready in readies),
         )
 
     def await_trace_end(self) -> None:

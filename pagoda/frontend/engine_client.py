@@ -257,7 +257,9 @@ class EngineClient:
                 self._on_failed(engine, message)
             case EngineReady():
                 # The next engine gets as many KV blocks: running requests were checked against these limits.
-                worker = msgspec.structs.replace(self._config.worker, num_blocks=message.num_blocks)
+                worker = msgspec.structs.replace(
+                    self._config.worker, kept_blocks=message.num_blocks
+                )
                 self._config = msgspec.structs.replace(self._config, worker=worker)
                 self._ready_at = asyncio.get_running_loop().time()
                 self.replica.receive(message)

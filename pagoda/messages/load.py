@@ -116,6 +116,20 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         int,
         gauge("kv_cache_free_blocks", "Blocks of the KV cache that are free or can be evicted."),
     ] = 0
+    planned_memory_bytes: Annotated[
+        int,
+        gauge(
+            "worker_planned_memory_bytes",
+            "Memory that the workers reckoned to take before they took any.",
+        ),
+    ] = 0
+    taken_memory_bytes: Annotated[
+        int,
+        gauge(
+            "worker_taken_memory_bytes",
+            "Memory that the workers' weights took, and that the largest step, KV and other tables take at most.",
+        ),
+    ] = 0
     num_cached_blocks: Annotated[int, gauge()] = 0
     """Free blocks that a later request may find."""
     num_leases: Annotated[

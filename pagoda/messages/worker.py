@@ -11,7 +11,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -55,8 +55,6 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello")
     """`host:port` of the meeting point that tensor-parallel rank 0 serves for its stage."""
     shared_memory: str = ""
     """Path of the memory that rank 0 of a stage shares with ranks on the same host."""
-    num_blocks: int
-    """KV blocks for which this worker has room."""
 
 
 class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers"):
@@ -64,6 +62,18 @@ class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers")
 
     hellos: list[WorkerHello]
     """Hellos in the order of `ParallelConfig.places`."""
+
+
+class WorkerRoom(msgspec.Struct, frozen=True, tag="worker_room"):
+    """A worker that is one of several has loaded its weights; the engine answers all with `KVSize`."""
+
+    num_blocks: int
+    """KV blocks for which this worker has room."""
+
+
+class KVSize(msgspec.Struct, frozen=True, tag="kv_size"):
+    """All workers of a replica have loaded their weights."""
+
     num_blocks: int
     """The size of every rank's KV cache."""
 
@@ -89,6 +99,10 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Blocks in the arena in host memory: the smallest of all workers."""
     kv_directories: tuple[KVDirectory, ...] = ()
     kv_ranks: tuple[KVRank, ...] = ()
+    planned_memory_bytes: int = 0
+    """Memory that the worker reckoned to take, before it took any; of several workers, all together."""
+    taken_memory_bytes: int = 0
+    """Memory that weights took, and that the largest step and all that is allocated will have taken."""
     kv_digest: str = ""
     """Digest of the meaning of KV, with handoff: engines of the same digest may share KV."""
 
@@ -214,6 +228,7 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):
 WorkerMessage = (
     WorkerHello
     | WorkerProgress
+    | WorkerRoom
     | WorkerReady
     | WorkerFailed
     | StepResult

@@ -77,9 +77,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`cpu` has native kernels, `reference` is plain PyTorch; `auto` takes `cpu` where it is available."""
     max_model_len: int | None = None
     max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
     block_size: int | None = None
     num_blocks: int | None = None
     """None sizes the KV cache from `kv_cache_memory_bytes`, or else takes `memory_utilization` of free memory."""
+    kept_blocks: int | None = None
+    """Size of the KV cache of the worker that this one replaces, which it takes whatever is free."""
     kv_cache_memory_bytes: int | None = None
     memory_utilization: float = 0.5
     num_threads: int | None = None

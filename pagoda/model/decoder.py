@@ -93,12 +93,18 @@ class Decoder(Generic[LinearT, MetadataT]):
         }
         rounded = torch.tensor(config.multipliers.embedding).to(loader.dtype)
         self._embedding_multiplier = rounded.item()
+        self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
+        self.use_caches(caches)
+
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        """Computes steps over these caches from now on, one for each layer of the shard, as the others were."""
+        began = self._tracer.e2e()
         self.caches = caches
         self._states = [
-            state_caches(held.cache, held.block_size, shard.states(index))
+            state_caches(held.cache, held.block_size, self._shard.states(index))
             if isinstance(held.cache, KVCache)
             else []
-            for index, held in zip(shard.layers, caches, strict=True)
+            for index, held in zip(self._shard.layers, caches, strict=True)
         ]
         """Caches of the states of each layer, none of one with attention."""
         self._groups: dict[int, KVCache | LatentCache | StateCache] = {
@@ -106,14 +112,12 @@ class Decoder(Generic[LinearT, MetadataT]):
             for held, states in zip(caches, self._states, strict=True)
         }
         """A cache of each group that the stage has layers of."""
-        self.adapters = Adapters(shard, backend, loader.dtype) if has_adapters else None
-        began = tracer.e2e()
         graph = self._record()
         check_operations(
-            {node.op for node in graph.nodes}, backend.capabilities, backend.arithmetic
+            {node.op for node in graph.nodes}, self.backend.capabilities, self.backend.arithmetic
         )
-        self._compiled = backend.compile(graph, self._weight_names())
-        tracer.span("compile", began)
+        self._compiled = self.backend.compile(graph, self._weight_names())
+        self._tracer.span("compile", began)
 
     def plan(self, batch: TokenBatch) -> PlannedBatch[MetadataT]:
         """Prepares a step; this may be done while another one is computed."""
@@ -135,20 +139,9 @@ class Decoder(Generic[LinearT, MetadataT]):
         stage gives those of the tokens `rows` only, [m, hidden], by default of all; in its last layer, others are
         computed as far as their keys and values need it.
         """
-        batch, tracer = planned.batch, self._tracer
+        tracer = self._tracer
         began = tracer.e2e()
-        tensors = {"token_ids": batch.token_ids, "positions": batch.positions}
-        if hidden is not None:
-            tensors["hidden"] = hidden
-        if batch.adapters is not None:
-            tensors["adapters"] = batch.adapters
-        if self._tables is not None:
-            types = batch.token_types if self._tables.token_types.outputs > 1 else None
-            tensors["token_types"] = torch.zeros_like(batch.token_ids) if types is None else types
-        if self._shard.is_last:
-            wanted = range(len(batch.token_ids)) if rows is None else rows
-            tensors["rows"] = torch.tensor(wanted, dtype=torch.int64)
-        step = StepInput(tensors, planned.metadata)
+        step = self._input(planned, hidden, rows)
         ready = tracer.kernel()
         if not ready:
             (computed,) = self._compiled(step, [LAST_HIDDEN])
@@ -162,6 +155,38 @@ class Decoder(Generic[LinearT, MetadataT]):
             tracer.span(_PLAN.name, began, {"kind": _PLAN.kind}, ended=ready)
             tracer.span("forward", began)
         return computed
+
+    def profile(self, batch: TokenBatch) -> int:
+        """Bytes of memory that `forward` takes at most for a step like this, of which all rows are wanted.
+
+        Blocks that the step names may be written to.
+        """
+        hidden = None
+        if not self._shard.is_first:
+            hidden = torch.zeros(len(batch.token_ids), self._shard.config.hidden_size)
+        step = self._input(self.plan(batch), hidden, None)
+        return self._compiled.profile(step, [LAST_HIDDEN])
+
+    def _input(
+        self,
+        planned: PlannedBatch[MetadataT],
+        hidden: Tensor | None,
+        rows: Sequence[int] | None,
+    ) -> StepInput[MetadataT]:
+        """A step as the graph takes it; arguments are those of `forward`."""
+        batch = planned.batch
+        tensors = {"token_ids": batch.token_ids, "positions": batch.positions}
+        if hidden is not None:
+            tensors["hidden"] = hidden
+        if batch.adapters is not None:
+            tensors["adapters"] = batch.adapters
+        if self._tables is not None:
+            types = batch.token_types if self._tables.token_types.outputs > 1 else None
+            tensors["token_types"] = torch.zeros_like(batch.token_ids) if types is None else types
+        if self._shard.is_last:
+            wanted = range(len(batch.token_ids)) if rows is None else rows
+            tensors["rows"] = torch.tensor(wanted, dtype=torch.int64)
+        return StepInput(tensors, planned.metadata)
 
     @property
     def operations(self) -> Sequence[Operation]:

@@ -199,6 +199,26 @@ class Shard:
         """Bytes of all experts that the rank holds, without routers."""
         return self._linear_bytes(_EXPERTS, quantization, itemsize)
 
+    def activation_width(self) -> int:
+        """Numbers of a token in the widest layer, about: its hidden state and what all linear layers give."""
+        kinds = {self.config.layers[layer]: layer for layer in self.layers}
+        return 2 * self.config.hidden_size + max(map(self._outputs_of, kinds.values()))
+
+    def _outputs_of(self, layer: int) -> int:
+        """Outputs of a layer's linear layers that this rank holds, with those of a token's experts only."""
+        dense = held = 0
+        for linear in self.config.layer_linears(layer, self.experts):
+            outputs = len(self.part_of(linear).outputs)
+            if linear.role in _EXPERTS:
+                held += outputs
+            else:
+                dense += outputs
+        experts = self.config.experts
+        share = (
+            0 if experts is None else held * experts.routing.experts_per_token // len(self.experts)
+        )
+        return dense + share
+
     def flops_per_token(self) -> int:
         """Floating-point operations of products with weights, without the head, which few tokens reach."""
         dense = held = 0

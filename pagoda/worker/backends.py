@@ -1,8 +1,8 @@
 """Choice of the backend that a worker computes with.
 
-`python -m pagoda.worker.backends [MODEL LOAD_FORMAT]` says what there is: `pagoda doctor`, which never loads
-torch, asks that way. Each line is a name and what it computes with, or why it cannot; the last line is that of
-`auto` alone. It ends with an error where that does not compute the model.
+`python -m pagoda.worker.backends [MODEL LOAD_FORMAT DTYPE QUANTIZATION]` says what there is: `pagoda doctor`,
+which never loads torch, asks that way. Each line is a name and what it computes with, or why it cannot; the last
+line is that of `auto` alone, with what a worker plans for the model. It ends with an error where that has no room.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 
 from pagoda.backend.base import Backend, UnsupportedError, check_operations
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.state_layers import GatedDeltaSpec
 from pagoda.devices import (
     AUTO,
@@ -29,7 +28,8 @@ from pagoda.devices import (
     registered_backends,
 )
 from pagoda.errors import ConfigError
-from pagoda.ipc.machine import available_cores
+from pagoda.ipc.machine import available_cores, format_bytes
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.needed_operations import needed_operations
 
 DevicesOf = Callable[[str], DeviceSet]
@@ -108,11 +108,19 @@ def main(arguments: Sequence[str]) -> None:
     for name in (*AUTO_ORDER, *sorted(known.keys() - {*AUTO_ORDER})):
         packages = "" if name in AUTO_ORDER else f" ({' and '.join(known[name])})"
         print(f"{name}{packages}: {_described(name)}")
-    backend, line = choose_backend(AUTO)
-    if arguments:
-        model, load_format = arguments
-        check_model(load_model_config(model, load_format), backend)
-    print(line)
+    print(_planned(*arguments) if arguments else choose_backend(AUTO)[1])
+
+
+def _planned(model: str, load_format: str, dtype: str, quantization: str) -> str:
+    """The backend and the memory of a worker that loads the model. Raises ConfigError: it cannot."""
+    from pagoda.worker.loading import plan_worker
+
+    plan = plan_worker(
+        WorkerConfig(model=model, load_format=load_format, dtype=dtype, quantization=quantization)
+    )
+    total = plan.total_bytes(plan.weight_bytes, plan.step_bytes, plan.num_blocks)
+    cache = format_bytes(plan.num_blocks * plan.bytes_per_block)
+    return f"{plan.backend_summary}, in {format_bytes(total)} of memory with a KV cache of {cache}"
 
 
 def _described(name: str) -> str:

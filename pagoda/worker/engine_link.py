@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -15,6 +15,7 @@ from pagoda.ipc.curve import encrypt_client
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
 from pagoda.messages.worker import (
+    KVSize,
     StepPlan,
     TokenMasks,
     WorkerHello,
@@ -22,6 +23,7 @@ from pagoda.messages.worker import (
     WorkerOrder,
     WorkerPeers,
     WorkerProgress,
+    WorkerRoom,
 )
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.clocks import ClockComparison
@@ -32,6 +34,8 @@ _FAREWELL_MS = 5000
 """Milliseconds that a last message may wait for the engine to fetch it."""
 _PONG_MS = 1000
 """An engine that does not tell its time within this is not asked again: steps are more important."""
+
+_AnswerT = TypeVar("_AnswerT", WorkerPeers, KVSize)
 
 Order = StepPlan | StartTrace | StopTrace | LoadAdapter | UnloadAdapter
 
@@ -71,9 +75,18 @@ class EngineLink:
     def meet_peers(self, hello: WorkerHello) -> WorkerPeers:
         """Waits until all workers of the replica have said hello."""
         self.send(hello)
+        return self._answer(WorkerPeers)
+
+    def agree_on_kv(self, num_blocks: int) -> int:
+        """Says for how many KV blocks this worker has room; waits for the size that all workers take."""
+        self.send(WorkerRoom(num_blocks))
+        return self._answer(KVSize).num_blocks
+
+    def _answer(self, kind: type[_AnswerT]) -> _AnswerT:
+        """The answer to what a worker that starts has sent."""
         while True:
-            answer = msgspec.msgpack.decode(self._socket.recv(), type=WorkerPeers | ClockPong)
-            if isinstance(answer, WorkerPeers):  # a late pong may stand before it
+            answer = msgspec.msgpack.decode(self._socket.recv(), type=kind | ClockPong)
+            if isinstance(answer, kind):  # a late pong may stand before it
                 return answer
 
     def receive(self, pollables: Sequence[object] = ()) -> Order | None:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, KVCache, LatentCache, NewTensor
+from pagoda.backend.base import Backend, KVCache, LatentCache
 from pagoda.backend.kv_store import KVStore
 from pagoda.backend.operation import Operation
 from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.checkpoints.adapters import AdapterFiles, read_adapter
+from pagoda.checkpoints.adapters import AdapterFiles
 from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.linears import LinearSpec
@@ -27,12 +27,11 @@ from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_de
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.weight_formats import DenseFormat, Quantization
 from pagoda.errors import ConfigError
-from pagoda.ipc.machine import available_cores, available_memory_bytes, format_bytes
-from pagoda.messages.adapters import Adapter
+from pagoda.ipc.machine import available_cores, format_bytes
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.model.adapters import Adapters, adapter_bytes
+from pagoda.model.adapters import adapter_bytes
 from pagoda.model.caches import allocate_cache
 from pagoda.model.calibration import CalibratedWeights, calibrate
 from pagoda.model.decoder import Decoder, LayerCache
@@ -51,25 +50,17 @@ from pagoda.model.sharding import (
 from pagoda.model.weights import DequantizedWeights, DummyWeights, WeightSource, open_checkpoint
 from pagoda.parallel.collectives import Alone, HostGroup
 from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.adapter_loader import AdapterLoader, adapter_files
 from pagoda.worker.backends import DevicesOf, check_model, choose_backend
 from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
-from pagoda.worker.kv.memory import KVAllocation, shares_kv
-from pagoda.worker.kv.store import open_kv
-from pagoda.worker.memory import (
-    check_arena,
-    choose_num_blocks,
-    left_for_kv_cache,
-    sampling_bytes,
-    tokens_held,
-)
+from pagoda.worker.kv.sizing import allocate_kv, measured_blocks, planned_blocks, share_of
+from pagoda.worker.memory import check_arena, sampling_bytes, tokens_held
+from pagoda.worker.profiling import profile_steps
 from pagoda.worker.progress import loading_weights
 from pagoda.worker.prompt_outputs import ROWS_AT_A_TIME, PromptReader
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
-
-_TENSORS_PER_LAYER = 4
-"""Tensors of a layer's KV cache, at most."""
 
 _log = logging.getLogger("pagoda.worker")
 
@@ -93,12 +84,16 @@ class WorkerPlan:
     kv_dtype_name: str
     kv_groups: tuple[KVGroup, ...]
     max_model_len: int
-    num_blocks: int
-    """Blocks of the largest KV cache that fits into memory."""
     backend: Backend[Any, Any]
-    """Where the model will be loaded, once."""
+    """Backend that the model will be loaded with, once."""
     backend_summary: str
     """Line about the backend for the operator."""
+    available_bytes: int
+    """Memory that this worker might take before it took any."""
+    taken_bytes: int
+    """Memory that its process had taken by then."""
+    num_blocks: int = 0
+    """Blocks of the largest KV cache that would fit into memory, if all takes what is planned."""
     adapters: tuple[AdapterFiles, ...] = ()
 
     @property
@@ -114,6 +109,39 @@ class WorkerPlan:
         """Bytes of the model's weights, and of adapters that are loaded with it."""
         own = self.shard.weight_bytes(self.quantization, self.dtype.itemsize)
         return own + sum(adapter_bytes(files, self.shard, self.dtype) for files in self.adapters)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of the largest step."""
+        config, most = self.config, self.backend.capabilities.max_batch_tokens
+        tokens = min(config.max_num_batched_tokens, config.max_num_seqs * self.max_model_len)
+        if self.computes_whole_prompts:
+            tokens = max(tokens, self.max_model_len)
+        return min(tokens, most)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the activations of the largest step, about: in each layer all outputs, of all rows twice on the
+        last stage, which selects them."""
+        rows = self.step_tokens * (1 + self.shard.is_last)
+        return rows * self.shard.activation_width() * torch.float32.itemsize
+
+    @property
+    def computes_whole_prompts(self) -> bool:
+        """True of encoders, in which nothing goes on from step to step."""
+        return any(group.kind is KVKind.STEP for group in self.kv_groups)
+
+    def total_bytes(self, weight_bytes: int, step_bytes: int, num_blocks: int) -> int:
+        """Bytes that the worker takes in all, with so many for its weights and its largest step."""
+        config = self.config
+        batch = input_batch_bytes(config.max_num_seqs, self.max_model_len, self.block_sizes)
+        kv = num_blocks * self.bytes_per_block + config.kv_host_bytes
+        return weight_bytes + step_bytes + self.sampling_bytes + batch + kv
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens of a block of each KV group."""
+        return [group.block_size for group in self.kv_groups]
 
     @property
     def block_size(self) -> int:
@@ -136,6 +164,13 @@ class WorkerPlan:
             places = [0] * len(held) if passing else range(len(held))
             found |= {layer: LayerPlace(number, at) for at, layer in zip(places, held, strict=True)}
         return [found[layer] for layer in self.shard.layers]
+
+    def layer_caches(self, caches: Sequence[KVCache | LatentCache]) -> list[LayerCache]:
+        """The cache of each of the shard's layers, from those of all places."""
+        return [
+            LayerCache(group, caches[place], self.kv_groups[group].block_size)
+            for group, place in self.layer_places
+        ]
 
     @property
     def bytes_per_block(self) -> int:
@@ -193,62 +228,14 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
         kv_dtype_name=kv_dtype_name,
         kv_groups=_kv_groups(shape, block_size, capabilities, keeps_all=keeps_all),
         max_model_len=max_model_len,
-        num_blocks=0,
         backend=backend,
         backend_summary=backend_summary,
-        adapters=tuple(_adapter_files(adapter, shape, config) for adapter in config.adapters),
+        available_bytes=share_of(backend.memory, config),
+        taken_bytes=backend.memory.taken_bytes(),
+        adapters=tuple(adapter_files(adapter, shape, config) for adapter in config.adapters),
     )
-    bytes_per_block = plan.bytes_per_block
-    check_arena(config, bytes_per_block)
-    on_host = config.host_memory_bytes or available_memory_bytes()
-    left = left_for_kv_cache(
-        config,
-        weight_bytes=plan.weight_bytes,
-        batch_bytes=input_batch_bytes(
-            config.max_num_seqs, plan.max_model_len, [it.block_size for it in plan.kv_groups]
-        ),
-        sampling_bytes=plan.sampling_bytes,
-        max_model_len=plan.max_model_len,
-        available_bytes=on_host // config.workers_on_host,
-    )
-    num_blocks = choose_num_blocks(
-        config,
-        groups=plan.kv_groups,
-        bytes_per_block=bytes_per_block,
-        max_model_len=plan.max_model_len,
-        available_bytes=left,
-    )
-    return replace(plan, num_blocks=num_blocks)
-
-
-@dataclass(frozen=True)
-class AdapterLoader:
-    """Loads and forgets adapters of a worker that runs."""
-
-    plan: WorkerPlan
-    adapters: Adapters | None
-    """None where there are none and none may come."""
-
-    def load(self, adapter: Adapter) -> None:
-        """Raises ConfigError: the adapter cannot be loaded; says why."""
-        if self.adapters is None:
-            raise ConfigError("the worker was started without adapters.")
-        plan = self.plan
-        files = _adapter_files(adapter, plan.shard.config, plan.config)
-        num_bytes, available = (
-            adapter_bytes(files, plan.shard, plan.dtype),
-            available_memory_bytes(),
-        )
-        if num_bytes > available // plan.config.workers_on_host:
-            raise ConfigError(
-                f"the adapter {adapter.name} takes {format_bytes(num_bytes)}, but only {format_bytes(available)} "
-                "of memory are free; unload another."
-            )
-        self.adapters.load(files)
-
-    def unload(self, digest: str) -> None:
-        if self.adapters is not None:
-            self.adapters.unload(digest)
+    check_arena(config, plan.bytes_per_block)
+    return replace(plan, num_blocks=planned_blocks(plan))
 
 
 class LoadedWorker(NamedTuple):
@@ -268,35 +255,22 @@ class LoadedWorker(NamedTuple):
 def load_runner(
     plan: WorkerPlan,
     tracer: Tracer,
-    num_blocks: int | None = None,
     group: HostGroup | None = None,
+    agree_on_kv: Callable[[int], int] = lambda num_blocks: num_blocks,
     on_progress: Callable[[], None] = lambda: None,
     await_masks: AwaitMasks = no_masks,
 ) -> LoadedWorker:
-    """Loads weights and allocates a KV cache of `num_blocks`, by default as large as there is room for.
+    """Loads weights, asks what the largest step takes, and allocates a KV cache of what is left.
 
-    `group` holds the tensor-parallel ranks of the stage; None where this rank is alone. `on_progress` is called
-    after each weight. `await_masks` waits for the masks of a step, where steps have any.
-    Raises ConfigError: a file does not hold what it should."""
+    `group` holds the tensor-parallel ranks of the stage; None where this rank is alone. `agree_on_kv` is told for
+    how many blocks this rank has room, and gives the size that all ranks take. `on_progress` is called after each
+    weight. `await_masks` waits for the masks of a step, where steps have any.
+    Raises ConfigError: a file does not hold what it should, or too little memory is left for KV."""
     config, shard = plan.config, plan.shard
-    num_blocks = num_blocks or plan.num_blocks
     backend, group = plan.backend, group or Alone()
     if group.size > 1:
         backend.join(group)
-    began = tracer.e2e()
-    places = plan.layer_places
-    num_places = 1 + max(place for _, place in places)
-
-    def allocate(new: NewTensor) -> list[KVCache | LatentCache]:
-        shape = shard, num_blocks, plan.block_size, plan.dtype, plan.kv_dtype
-        return [allocate_cache(backend, *shape, new) for _ in range(num_places)]
-
-    def open_allocation() -> KVAllocation:
-        num_bytes = num_blocks * plan.bytes_per_block
-        return KVAllocation(num_bytes, _TENSORS_PER_LAYER * num_places, shared=shares_kv(config))
-
-    caches, store = open_kv(backend, allocate, open_allocation)
-    tracer.span("allocate kv cache", began)
+    one_block = allocate_cache(backend, shard, 1, plan.block_size, plan.dtype, plan.kv_dtype)
     with (
         loading_weights(config.place, plan.weight_bytes, on_progress) as on_loaded,
         _weights(plan) as source,
@@ -310,16 +284,31 @@ def load_runner(
         model = Decoder(
             loader,
             backend,
-            [
-                LayerCache(group, caches[place], plan.kv_groups[group].block_size)
-                for group, place in places
-            ],
+            plan.layer_caches([one_block] * len(shard.layers)),
             has_adapters=config.has_adapters,
         )
+    adapter = None
     if model.adapters is not None:
         for files in plan.adapters:
             model.adapters.load(files)
+            adapter = model.adapters.number(files.digest)
             on_progress()
+    began = tracer.e2e()
+    step_bytes = profile_steps(
+        model,
+        num_tokens=plan.step_tokens,
+        max_model_len=plan.max_model_len,
+        block_sizes=plan.block_sizes,
+        whole_prompts=plan.computes_whole_prompts,
+        adapter=adapter,
+    )
+    tracer.span("profile", began)
+    weight_bytes = backend.memory.taken_bytes() - plan.taken_bytes
+    num_blocks = agree_on_kv(measured_blocks(plan, weight_bytes, step_bytes))
+    began = tracer.e2e()
+    caches, store = allocate_kv(plan, num_blocks)
+    tracer.span("allocate kv cache", began)
+    model.use_caches(plan.layer_caches(caches))
     ready = WorkerReady(
         capabilities=backend.capabilities,
         num_blocks=num_blocks,
@@ -329,12 +318,14 @@ def load_runner(
         summary=_summary(plan, num_blocks),
         arithmetic=backend.arithmetic,
         kv_groups=plan.kv_groups,
+        planned_memory_bytes=plan.total_bytes(plan.weight_bytes, plan.step_bytes, plan.num_blocks),
+        taken_memory_bytes=plan.total_bytes(weight_bytes, step_bytes, num_blocks),
     )
     description = _description(plan, model.operations)
     batch = InputBatch(
         config.max_num_seqs,
         plan.max_model_len,
-        [group.block_size for group in plan.kv_groups],
+        plan.block_sizes,
         None if model.adapters is None else model.adapters.number,
     )
     runner: Runner | StageRunner
@@ -446,16 +437,6 @@ def _summary(plan: WorkerPlan, num_blocks: int) -> str:
         f"{format_bytes(num_blocks * plan.bytes_per_block)} {plan.kv_dtype_name} KV cache "
         f"for {num_cached} tokens"
     )
-
-
-def _adapter_files(adapter: Adapter, shape: ModelSpec, config: WorkerConfig) -> AdapterFiles:
-    """Raises ConfigError: the adapter does not fit the model, or is another one by now."""
-    files = read_adapter(Path(adapter.path), shape, max_rank=config.max_lora_rank)
-    if files.digest != adapter.digest:
-        raise ConfigError(
-            f"the files of the adapter {adapter.name} in {adapter.path} have changed; load it under another name."
-        )
-    return files
 
 
 def _devices_of(config: WorkerConfig) -> DevicesOf:

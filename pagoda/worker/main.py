@@ -270,11 +270,11 @@ def _load(
         hidden_size = plan.shard.config.hidden_size
         rendezvous = Rendezvous(config, context, address, hidden_size=hidden_size)
         began = tracer.e2e()
-        peers = engine.meet_peers(rendezvous.hello(plan.num_blocks))
+        peers = engine.meet_peers(rendezvous.hello())
         group = rendezvous.form_group(peers)
         tracer.span("meet peers", began)
         loaded = load_runner(
-            plan, tracer, peers.num_blocks, group, engine.report_progress, engine.await_masks
+            plan, tracer, group, engine.agree_on_kv, engine.report_progress, engine.await_masks
         )
         answers = config.place == config.parallel.sampling_place(config.place.dp)
         target = rendezvous.target(peers)

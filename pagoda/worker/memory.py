@@ -21,35 +21,51 @@ def sampling_bytes(num_rows: int, vocab_size: int, num_ranks: int, num_threads: 
     return (2 if num_ranks == 1 else 4) * logits + 16 * num_threads * vocab_size
 
 
+def check_weights(config: WorkerConfig, weight_bytes: int, available_bytes: int) -> None:
+    """Raises ConfigError: the weights do not fit into memory."""
+    if weight_bytes > available_bytes:
+        raise ConfigError(
+            f"the weights of {config.model} take {format_bytes(weight_bytes)}, but only "
+            f"{format_bytes(available_bytes)} of memory are free; free some, or serve a smaller model or a "
+            "smaller --dtype."
+        )
+
+
 def left_for_kv_cache(
     config: WorkerConfig,
     *,
     weight_bytes: int,
     batch_bytes: int,
+    step_bytes: int,
     sampling_bytes: int,
+    step_tokens: int,
     max_model_len: int,
     available_bytes: int,
 ) -> int:
-    """Bytes of `available_bytes` that weights, the input batch, sampling and the arena for other blocks leave.
-    Raises ConfigError: there is not enough for them."""
+    """Bytes of `available_bytes` that weights, the input batch, steps, sampling and the arena for blocks leave.
+
+    A step of `step_tokens` takes `step_bytes`. Raises ConfigError: there is not enough for them."""
     available = format_bytes(available_bytes)
-    if weight_bytes > available_bytes:
-        raise ConfigError(
-            f"the weights of {config.model} take {format_bytes(weight_bytes)}, but only {available} of "
-            "memory are free; free some, or serve a smaller model or a smaller --dtype."
-        )
+    check_weights(config, weight_bytes, available_bytes)
     if weight_bytes + batch_bytes > available_bytes:
         raise ConfigError(
             f"the tokens of {config.max_num_seqs} requests of {max_model_len} take "
             f"{format_bytes(batch_bytes)} besides {format_bytes(weight_bytes)} of weights, but only "
             f"{available} of memory are free; lower --max-num-seqs or --max-model-len."
         )
-    left = available_bytes - weight_bytes - batch_bytes - sampling_bytes
-    if left < 0:
+    held = weight_bytes + batch_bytes
+    if held + sampling_bytes > available_bytes:
         raise ConfigError(
             f"sampling for {config.max_num_seqs} requests takes {format_bytes(sampling_bytes)} besides "
-            f"{format_bytes(weight_bytes + batch_bytes)} of weights and tokens, but only {available} of memory "
-            "are free; lower --max-num-seqs."
+            f"{format_bytes(held)} of weights and tokens, but only {available} of memory are free; lower "
+            "--max-num-seqs."
+        )
+    left = available_bytes - held - sampling_bytes - step_bytes
+    if left < 0:
+        raise ConfigError(
+            f"steps of {step_tokens} tokens take {format_bytes(step_bytes)} besides "
+            f"{format_bytes(held + sampling_bytes)} of weights, tokens and sampling, but only {available} of "
+            "memory are free; lower --max-num-batched-tokens."
         )
     if config.kv_host_bytes > left:
         raise ConfigError(

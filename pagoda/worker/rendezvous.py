@@ -63,13 +63,12 @@ class Rendezvous:
             if self._memory is None or config.bind_host:  # empty where all ranks are on this host
                 self._store = GroupStore(config.bind_host or _LOOPBACK)
 
-    def hello(self, num_blocks: int) -> WorkerHello:
+    def hello(self) -> WorkerHello:
         return WorkerHello(
             host=host_identity(self._config.bind_host),
             stage_address="" if self.source is None else self.source.address,
             group_address="" if self._store is None else self._store.address,
             shared_memory="" if self._memory is None else self._memory.path,
-            num_blocks=num_blocks,
         )
 
     def form_group(self, peers: WorkerPeers) -> HostGroup | None:

@@ -51,7 +51,7 @@ def test_the_toy_answers_as_the_reference() -> None:
         ({"devices": "toy:0+toy:1+toy:2"}, "a rank of the toy backend drives 2 devices at most"),
         (
             {"tensor_parallel_size": 2},
-            "the toy computes on one rank; leave out --tensor-parallel-size",
+            "the toy backend has one rank; leave out --tensor-parallel-size",
         ),
         (
             {

@@ -86,13 +86,14 @@ def test_a_worker_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.cli.doctor.subprocess.run", run)
     monkeypatch.setattr("pagoda.cli.machine_facts.accelerators", list)
     assert (doctor(), doctor("qwen3-0.6b")) == (0, 0)
-    assert asked == [[], ["qwen3-0.6b", "dummy"]]
+    assert asked == [[], ["qwen3-0.6b", "dummy", "auto", "none"]]
 
 
 def test_a_model_that_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor("pagoda-tiny", threads=1) == 0
     said = capsys.readouterr().out
-    for words in ("family", "KV cache", "context", "pagoda-tiny can be served with "):
+    parts = ("family", "KV cache", "context", "of memory with a KV cache of ")
+    for words in (*parts, "pagoda-tiny can be served with "):
         assert words in said
 
 

@@ -54,27 +54,28 @@ def main() -> None:
         engine.send(WorkerFailed("No such model.", True))
         time.sleep(60)
     if behaviour == "newer" and parallel.replica_size > 1:
-        engine.send(WorkerHello(host="", num_blocks=64, protocol_version=PROTOCOL_VERSION + 1))
+        engine.send(WorkerHello(host="", protocol_version=PROTOCOL_VERSION + 1))
     if behaviour == "says-nothing":
         time.sleep(60)
-    num_blocks = config.num_blocks or 64 - rank
+    num_blocks = config.kept_blocks or config.num_blocks or 64 - rank
     if behaviour == "leaves":
-        engine.send(WorkerHello(host="", num_blocks=num_blocks))
+        engine.send(WorkerHello(host=""))
         engine.close()
         context.term()
         Path(os.environ["LEFT"]).touch()
         time.sleep(60)
     if parallel.replica_size > 1:
-        peers = engine.meet_peers(WorkerHello(host="", num_blocks=num_blocks))
+        peers = engine.meet_peers(WorkerHello(host=""))
         if len(peers.hellos) != parallel.replica_size:
             raise ValueError(f"{len(peers.hellos)} of {parallel.replica_size} peers.")
-        num_blocks = peers.num_blocks
     if behaviour == "hangs-loading":
         engine.report_progress()
         time.sleep(60)
     if behaviour == "breaks":
         engine.send(WorkerFailed("RuntimeError: broken", False))
         sys.exit(1)
+    if parallel.replica_size > 1:
+        num_blocks = engine.agree_on_kv(num_blocks)
     sim = SimConfig(num_blocks=num_blocks, block_size=32 if behaviour == "differs" else 16)
     ready = _ready(sim)
     if behaviour == "newer":

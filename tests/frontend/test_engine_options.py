@@ -59,7 +59,7 @@ def test_defaults_are_those_of_the_engine() -> None:
 
 
 def test_every_flag_reaches_the_engine() -> None:
-    both: dict[str, Any] = {"max_num_seqs": 3}
+    both: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 50}
     worker: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "bfloat16",
@@ -71,7 +71,6 @@ def test_every_flag_reaches_the_engine() -> None:
         "pin_threads": True,
     }
     engine: dict[str, Any] = {
-        "max_num_batched_tokens": 50,
         "max_num_waiting": 9,
         "enable_prefix_caching": False,
     }

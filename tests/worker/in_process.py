@@ -72,8 +72,8 @@ class InProcessExecutor:
                     load_runner,
                     plan,
                     Tracer("worker"),
-                    num_blocks,
                     group.member(plan.config.place.tp),
+                    lambda _: num_blocks,
                     await_masks=self._await_masks,
                 )
                 for plan in plans

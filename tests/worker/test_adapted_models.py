@@ -27,7 +27,8 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.loading import load_runner, plan_worker
+from pagoda.worker import loading
+from pagoda.worker.loading import WorkerPlan, load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
 LENGTH = 20
@@ -317,6 +318,25 @@ def test_an_adapter_that_has_changed_is_not_loaded(adapted: Adapted, tmp_path: P
     save_adapter(model, tmp_path / "mine", seed=2)
     with pytest.raises(ConfigError, match="have changed"):
         plan_worker(WorkerConfig(model=str(adapted.directory), adapters=(adapter,)))
+
+
+def test_adapters_take_memory_of_steps(
+    adapted: Adapted, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend != "cpu":
+        pytest.skip("what functions take is not seen")
+    taken: list[int] = []
+
+    def measured(plan: WorkerPlan, _: int, step_bytes: int) -> int:
+        taken.append(step_bytes)
+        return plan.num_blocks
+
+    monkeypatch.setattr(loading, "measured_blocks", measured)
+    sizes: dict[str, Any] = {"num_blocks": 64, "max_model_len": 64, "loads_adapters": True}
+    for adapters in ((), adapted.adapters):
+        config = WorkerConfig(model=str(adapted.directory), adapters=adapters, **sizes)
+        load_runner(plan_worker(config), Tracer("worker"))
+    assert taken[1] > taken[0]
 
 
 def test_adapters_take_memory_of_the_kv_cache(adapted: Adapted) -> None:

@@ -174,7 +174,15 @@ def test_doctor_is_told_of_a_model_that_is_too_large(tmp_path: Path, backend: st
         pytest.skip("needs the kernels")
     values = {**_shape("Qwen3MoeForCausalLM"), "num_experts": 1025}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    command = [sys.executable, "-m", "pagoda.worker.backends", str(tmp_path), "auto"]
+    command = [
+        sys.executable,
+        "-m",
+        "pagoda.worker.backends",
+        str(tmp_path),
+        "auto",
+        "auto",
+        "none",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()

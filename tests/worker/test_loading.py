@@ -84,22 +84,29 @@ def test_too_large_a_cache_names_numbers_and_flags(
 
 def test_weights_tokens_and_the_arena_must_fit_before_anything_is_loaded() -> None:
     def left(
-        weight_bytes: int, batch_bytes: int, kv_host_bytes: int = 0, sampling_bytes: int = 0
+        weight_bytes: int,
+        batch_bytes: int,
+        kv_host_bytes: int = 0,
+        sampling_bytes: int = 0,
+        step_bytes: int = 0,
     ) -> int:
         return left_for_kv_cache(
             _replace(model="big", kv_host_bytes=kv_host_bytes),
             weight_bytes=weight_bytes,
             batch_bytes=batch_bytes,
             sampling_bytes=sampling_bytes,
+            step_bytes=step_bytes,
+            step_tokens=64,
             max_model_len=100,
             available_bytes=1024,
         )
 
-    assert (left(1000, 4), left(1000, 4, 20), left(1000, 4, 10, 5)) == (20, 0, 5)
+    assert (left(1000, 4), left(1000, 4, 20), left(1000, 4, 10, 5, 4)) == (20, 0, 1)
     for too_much, message in (
         ((2048, 4), "big take 2.00 KiB, but only 1.00 KiB of memory"),
         ((1000, 25), "4 requests of 100 take 25 B .*--max-num-"),
         ((1000, 4, 0, 21), "4 requests takes 21 B besides 1004 B .*; lower --max-num-seqs"),
+        ((1000, 4, 0, 15, 6), "^steps of 64 tokens take 6 B besides 1019 B .*; lower --max-num-b"),
         ((1000, 4, 21), "^--kv-host-bytes gives this worker 21 B, .* leave only 20 B of"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -144,7 +151,7 @@ def test_a_model_larger_than_memory_is_refused_unread(
 ) -> None:
     save_model("qwen3", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"never read")
-    monkeypatch.setattr("pagoda.worker.loading.available_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("pagoda.backend.host.available_memory_bytes", lambda: 100_000)
     with pytest.raises(ConfigError, match=r"take .* KiB, but only 97.7 KiB of memory"):
         _load(tmp_path)
 

@@ -59,7 +59,7 @@ def meetings(tmp_path: Path) -> Iterator[Meetings]:
 
 
 def introduce(several: list[Rendezvous]) -> WorkerPeers:
-    return WorkerPeers(hellos=[meeting.hello(5) for meeting in several], num_blocks=5)
+    return WorkerPeers(hellos=[meeting.hello() for meeting in several])
 
 
 def all_join(several: list[Rendezvous]) -> list[Collectives]:
@@ -75,7 +75,7 @@ def all_join(several: list[Rendezvous]) -> list[Collectives]:
 
 def test_ranks_of_one_host_share_memory(meetings: Meetings) -> None:
     several = meetings(tp=2)
-    path = several[0].hello(5).shared_memory
+    path = several[0].hello().shared_memory
     if not path:
         pytest.skip("the native kernels are not installed")
     assert Path(path).exists()
@@ -111,7 +111,7 @@ def test_ranks_that_cannot_share_memory_meet_over_the_network(
 
 
 def test_memory_that_cannot_be_opened_is_one_sentence() -> None:
-    hello = WorkerHello(host="h", shared_memory="/nowhere", num_blocks=5)
+    hello = WorkerHello(host="h", shared_memory="/nowhere")
     with pytest.raises(ConfigError, match="cannot open the memory that another one"):
         rendezvous.join_group(1, [hello, hello], "")
 

@@ -120,6 +120,7 @@ def test_phases_of_a_step_follow_one_another(tmp_path: Path, backend: str) -> No
         "load weights",
         "pack weights",
         "compile",
+        "profile",
     }
 
 

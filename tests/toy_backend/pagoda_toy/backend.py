@@ -75,9 +75,8 @@ class Metadata:
 
 class ToyBackend:
     def __init__(self, devices: str) -> None:
-        self.group = Alone()
+        self.group, self.memory = Alone(), HostMemory()
         self.device = torch.device("cpu")
-        self.memory = HostMemory()
         self.arithmetic = f"toy ({devices})"
         self.capabilities = Capabilities(
             block_sizes=(16, 8),
@@ -88,7 +87,7 @@ class ToyBackend:
         )
 
     def join(self, group: HostGroup) -> NoReturn:
-        raise UnsupportedError("the toy computes on one rank; leave out --tensor-parallel-size.")
+        raise UnsupportedError("the toy backend has one rank; leave out --tensor-parallel-size.")
 
     def allocate_kv_cache(
         self,
