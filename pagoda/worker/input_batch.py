@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from operator import add, eq, gt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +84,17 @@ class StepTokens:
         )
 
 
+class _Firsts(NamedTuple):
+    """Beginnings of arrays: fields of a `TokenBatch`, and the places of its token ids."""
+
+    token_ids: Tensor
+    positions: Tensor
+    sequence_ids: Tensor
+    ones: Tensor
+    context_lens: Tensor
+    places: Tensor
+
+
 class _Arrays:
     """Input of steps that compute one token of each slot: arrays that stay where they are.
 
@@ -96,6 +108,21 @@ class _Arrays:
         self.places, self._places = _shared(max_num_seqs)
         self.ones = torch.ones(max_num_seqs, dtype=torch.int64)
         self.sequence_ids = torch.arange(max_num_seqs)
+        self._firsts, self._num_firsts = _Firsts(*[self.ones[:0]] * 6), 0
+
+    def first(self, n: int) -> _Firsts:
+        """The beginnings of the arrays, [n] each, which are mostly those of the step before."""
+        if self._num_firsts != n:
+            self._num_firsts = n
+            self._firsts = _Firsts(
+                self.token_ids[:n],
+                self.positions[:n],
+                self.sequence_ids[:n],
+                self.ones[:n],
+                self.context_lens[:n],
+                self.places[:n],
+            )
+        return self._firsts
 
     def write(self, positions: list[int], context_lens: list[int], places: list[int]) -> None:
         """Writes the beginnings of arrays, equally many elements of each."""
@@ -279,15 +306,11 @@ class InputBatch:
         arrays, n = self._arrays[turn], len(slots)
         if num_tokens.count(1) == n:
             arrays.write(firsts, ends, places)
+            it = arrays.first(n)
+            token_places = it.places
             batch = TokenBatch(
-                arrays.token_ids[:n],
-                arrays.positions[:n],
-                arrays.sequence_ids[:n],
-                arrays.ones[:n],
-                arrays.context_lens[:n],
-                tables,
+                it.token_ids, it.positions, it.sequence_ids, it.ones, it.context_lens, tables
             )
-            token_places = arrays.places[:n]
         else:
             query_lens, context_lens = torch.tensor(num_tokens), torch.tensor(ends)
             sequence_ids = arrays.sequence_ids[:n].repeat_interleave(query_lens)
