@@ -143,6 +143,7 @@ def llama3() -> Backend:
 
 
 TO_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+ONLY_TO_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def gpt2() -> Backend:
@@ -176,16 +177,48 @@ SEED_PATTERN = (
 """Patterns in tokenizer.json of gpt-oss and of Seed-OSS."""
 
 
-def deepseek3() -> Backend:
-    """As tokenizer.json of DeepSeek-V3 cuts texts."""
-    words = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    others = r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    kana = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-    splits = [
-        pre_tokenizers.Split(Regex(pattern), "isolated")
-        for pattern in (r"\p{N}{1,3}", kana, f"{words}|{others}")
-    ]
-    return train_byte_level(pre_tokenizers.Sequence([*splits, TO_BYTES]), ignore_merges=False)
+def cut_in_turn(*patterns: str, ignore_merges: bool = False) -> Callable[[], Backend]:
+    """Texts are cut by one pattern after the other."""
+
+    def train() -> Backend:
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        sequence = pre_tokenizers.Sequence([*splits, ONLY_TO_BYTES])
+        return train_byte_level(sequence, ignore_merges=ignore_merges)
+
+    return train
+
+
+DEEPSEEK3_PATTERNS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""Patterns in tokenizer.json of DeepSeek-V3."""
+DEEPSEEK_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_PATTERNS = (
+    r"[\r\n]",
+    r"\s?[A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u0370-\u0373\u03a3-\u03f5\u0410-\u044f\u0451]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    DEEPSEEK_HAN,
+    r"\p{N}+",
+)
+"""Patterns in tokenizer.json of DeepSeek-V2, with those of its letters that the texts here have."""
+DEEPSEEK_CODER_PATTERNS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_HAN, r"\p{N}")
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI_PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        f"{_WORD}{_UPPER}*{_LOWER}+{_SHORT}",
+        f"{_WORD}{_UPPER}+{_LOWER}*{_SHORT}",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+"""`pat_str` of Kimi K2's tokenization_kimi.py."""
 
 
 def qwen35() -> Backend:
@@ -198,7 +231,10 @@ BYTE_LEVEL = {
     **{"qwen2": qwen2, "qwen35": qwen35, "llama-bpe": llama3, "gpt-2": gpt2, "smollm": smollm},
     **{"command-r": smollm, "exaone4": gpt2, "glm4": cut_as(LLAMA3_PATTERN)},
     **{"gpt-4o": cut_as(GPT4O_PATTERN), "seed-coder": cut_as(SEED_PATTERN)},
-    "deepseek-v3": deepseek3,
+    "deepseek-v3": cut_in_turn(*DEEPSEEK3_PATTERNS),
+    "deepseek-llm": cut_in_turn(*DEEPSEEK_PATTERNS),
+    "deepseek-coder": cut_in_turn(*DEEPSEEK_CODER_PATTERNS),
+    "kimi-k2": cut_in_turn(KIMI_PATTERN, ignore_merges=True),
 }
 
 
