@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, zeros
 
 from pagoda.messages.worker import SlotStart, StepPlan, TokenMasks
 from pagoda.model.decoder import Decoder
-from pagoda.parallel.collectives import ControlGroup
+from pagoda.parallel.collectives import HostGroup
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.sampler import Sampled, Sampler, argmax_tokens, merged
 
@@ -47,7 +47,7 @@ class GroupSampler:
     def __init__(
         self,
         sampler: Sampler,
-        group: ControlGroup,
+        group: HostGroup,
         tracer: Tracer,
         await_masks: AwaitMasks,
     ) -> None:
@@ -131,6 +131,15 @@ class GroupSampler:
         drawn = (sampled.token_ids, sampled.errors)
         token_ids, errors = self._of_first(drawn, _DRAWN)
         return Sampled(token_ids, sampled.logprobs, errors)
+
+    def meet(self) -> None:
+        """Returns when all ranks have computed as far as this one.
+
+        A step of which no row is wanted ends without a sum over the ranks behind its last layer. Its answer, which
+        one rank gives, tells that the KV of all ranks may be copied.
+        """
+        if self._group.size > 1:
+            self._group.all_gather(zeros(1))
 
     def append(self, token_ids: Mapping[int, int]) -> None:
         """Remembers a token of each of some slots."""

@@ -327,6 +327,8 @@ class Runner:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
         hidden = self.model.forward(planned, hidden, wanted)
+        if not wanted:
+            self._sampler.meet()
         self._clock.ended("forward")
         rows = {slot: row for row, slot in enumerate(last)}
         sampled = self._sampler.sample(self.model, hidden, rows) if rows else Sampled()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +19,7 @@ from tiny_models import make_model
 from torch import Tensor
 
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.group_sampler import BROKE_A_STEP
@@ -127,6 +129,43 @@ def test_nan_logits(ranks: MakeRanks, sampling: SamplingParams, tp: int, pp: int
     driver.free(4)
     driver.start(4, _prompts()[0])
     assert _outputs(driver, [0, 1, 2, 3, 4], 4) == [*expected, expected[0]]
+
+
+def test_a_step_without_samples_is_answered_when_all_ranks_have_computed_it(
+    ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it wrote is copied by all ranks once one of them has answered."""
+    first, late = ranks(2, 1).last
+    has_met, computed = threading.Event(), threading.Event()
+
+    def forward_late(*arguments: Any) -> Tensor:
+        hidden = forward(*arguments)
+        has_met.wait()
+        computed.set()
+        return hidden
+
+    def meet_first() -> None:
+        has_met.set()
+        meet()
+
+    forward, meet = late.model.forward, first._sampler.meet
+    monkeypatch.setattr(late.model, "forward", forward_late)
+    monkeypatch.setattr(first._sampler, "meet", meet_first)
+    start = SlotStart(
+        slot=0,
+        token_ids=list(range(17)),
+        num_prompt_tokens=17,
+        num_computed_tokens=0,
+        block_ids=[[0, 1]],
+        sampling=GREEDY,
+    )
+    tickets = [rank.submit(StepPlan(0, [0], [16], [start])) for rank in (first, late)]
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(ticket.result) for ticket in tickets]
+        results[0].result()
+        was_computed = computed.is_set()
+        has_met.set()  # else a rank that nobody waits for would wait for ever
+    assert was_computed
 
 
 @pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
