@@ -98,7 +98,15 @@ def test_head_norms_of_a_slice(width: int) -> None:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window"),
-    [(4, 2, 64, None), (14, 2, 24, None), (4, 4, 32, 50), (20, 1, 16, 130), (4, 2, 128, 1)],
+    [
+        (4, 2, 64, None),
+        (14, 2, 24, None),
+        (4, 4, 32, 50),
+        (20, 1, 16, 130),
+        (4, 2, 128, 1),
+        (6, 2, 6, None),
+        (5, 1, 10, 20),
+    ],
 )
 def test_attention(heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
     shape = Shape(heads, kv_heads, head_dim, 16, window, False, torch.float32, torch.float32)

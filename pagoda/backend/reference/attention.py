@@ -24,6 +24,8 @@ KEYS = 128
 """Cached tokens of one attention tile; every block size is a multiple of it, or divides it."""
 TILES_PER_PASS = 8
 """Query tiles whose K and V are gathered at once, so that they stay in the processor's cache."""
+_LEAST_COLUMNS = 16
+"""Columns of a product in which the sums of a row do not depend on its place; with 6 or 10 they do."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,8 @@ def _attend(
     queries = queries.flatten(0, 1)
     highest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
     total = torch.zeros_like(highest)
-    out = torch.zeros_like(queries)
+    head_dim, spare = queries.shape[-1], max(0, _LEAST_COLUMNS - queries.shape[-1])
+    out = _widened(torch.zeros_like(queries), spare)
     for index, (active, rows) in enumerate(zip(part.num_active, part.kv_rows, strict=True)):
         key_positions = torch.arange(index * KEYS, (index + 1) * KEYS)
         keys = _gather(cache.keys, cache.key_scales, rows)
@@ -266,12 +269,12 @@ def _attend(
         decay = torch.exp(highest[now] - base)
         highest[now] = new_highest
         total[now] = total[now] * decay + weights.sum(-1, keepdim=True)
-        out[now] = out[now] * decay + _bmm(weights, values)
+        out[now] = out[now] * decay + _bmm(weights, _widened(values, spare))
     if sinks is not None:
         # A sink far above all scores makes the total infinite, and the result 0.
         total += torch.exp(sinks.flatten(0, 1)[..., None] - highest.clamp(min=-3e38))
     # The highest score adds exactly 1 to the total, so only rows without a query have less.
-    return _by_head(out / total.clamp(min=1), num_heads)
+    return _by_head(out[..., :head_dim] / total.clamp(min=1), num_heads)
 
 
 def _hidden(
@@ -310,6 +313,11 @@ def _gather(cached: Tensor, scales: Tensor | None, rows: Tensor) -> Tensor:
 
 def _by_head(x: Tensor, num_heads: int) -> Tensor:
     return x.view(-1, num_heads, *x.shape[1:])
+
+
+def _widened(x: Tensor, num_columns: int) -> Tensor:
+    """x [..., d] with further columns of zeros."""
+    return F.pad(x, (0, num_columns)) if num_columns else x
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
