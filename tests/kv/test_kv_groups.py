@@ -161,6 +161,23 @@ def test_a_prefix_needs_all_of_full_groups_and_the_window_of_others() -> None:
     assert num_hits(kv, tokens) <= 12
 
 
+@pytest.mark.parametrize("num_blocks", range(16, 32))
+def test_what_is_admitted_beside_a_request_that_shares_its_prefix_fits(num_blocks: int) -> None:
+    """Blocks of a window that both hold are left behind by one of them, without being free."""
+    kv = KVManager(num_blocks, 4, groups=layer_groups([FULL, WINDOW], 4), run_tokens=4)
+    tokens = list(range(24))
+    computed(kv, tokens)
+    longer, table = [*tokens, *range(100, 124)], kv.new_table()
+    hit = kv.find_prefix(table, longer)
+    assert min(hit.num_shared()) > 0
+    if kv.num_blocks_behind(hit, len(longer)) <= kv.pool.num_available:
+        kv.adopt(table, hit)
+        for end in range(hit.num_blocks * 4 + 4, len(longer) + 1, 4):
+            go_on(kv, table, longer, end)
+    else:
+        assert num_blocks < 20
+
+
 def test_blocks_behind_a_window_are_evicted_before_what_others_may_want() -> None:
     kv = KVManager(24, 4, groups=layer_groups([WINDOW], 4))
     old = list(range(100, 120))
