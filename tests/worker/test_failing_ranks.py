@@ -22,7 +22,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
-from pagoda.worker.group_sampler import BROKE_A_STEP
+from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.runner import Runner
 from pagoda.worker.sampler import NOT_FINITE
 
@@ -144,13 +144,13 @@ def test_a_step_without_samples_is_answered_when_all_ranks_have_computed_it(
         computed.set()
         return hidden
 
-    def meet_first() -> None:
+    def meet_openly(sampler: GroupSampler) -> None:
         has_met.set()
-        meet()
+        meet(sampler)
 
-    forward, meet = late.model.forward, first._sampler.meet
+    forward, meet = late.model.forward, GroupSampler.meet
     monkeypatch.setattr(late.model, "forward", forward_late)
-    monkeypatch.setattr(first._sampler, "meet", meet_first)
+    monkeypatch.setattr(GroupSampler, "meet", meet_openly)
     start = SlotStart(
         slot=0,
         token_ids=list(range(17)),
