@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 from transport_rig import SECRET, SIZES, Memory, make, read, soon
@@ -33,10 +34,16 @@ class Device:
             raise RuntimeError("the device is gone")
         into[:] = b"".join(self._memory.bytes_of(*extent) for extent in extents)
 
-    def link(self, ours: Memory, *, encrypts: bool = False) -> MemoryLink:
+    @contextmanager
+    def linked(self, ours: Memory, *, encrypts: bool = False) -> Iterator[MemoryLink]:
         memory = DeviceMemory(SIZES, self.copy)
         exported = TRANSPORTS["tcp"](memory, Access("127.0.0.1", SECRET, encrypts)).export()
-        return make("tcp", ours).connect(exported.descriptor, soon())
+        link = make("tcp", ours).connect(exported.descriptor, soon())
+        try:
+            yield link
+        finally:
+            link.close()
+            exported.close()
 
 
 @pytest.mark.parametrize("encrypts", [False, True])
@@ -46,37 +53,34 @@ def test_bytes_come_in_copies_of_limited_size(
     monkeypatch.setattr(tcp, "_STAGING_BYTES", 1000)
     theirs, ours = Memory(1), Memory(2)
     device = Device(theirs)
-    link = device.link(ours, encrypts=encrypts)
-    spans = [
-        Span(2, 7, 2500, ours.address(2, 100)),
-        Span(0, 1, 3, ours.address(1)),
-        Span(1, 5, 600, ours.address(0, 50)),
-    ]
-    read(link, *spans)
-    assert ours.bytes_of(2, 100, 2500) == theirs.bytes_of(2, 7, 2500)
-    assert ours.bytes_of(1, 0, 3) == theirs.bytes_of(0, 1, 3)
-    assert ours.bytes_of(0, 50, 600) == theirs.bytes_of(1, 5, 600)
-    sizes = [sum(extent.num_bytes for extent in batch) for batch in device.batches]
-    assert sizes == [1000, 1000, 1000, 103]
-    link.close()
+    with device.linked(ours, encrypts=encrypts) as link:
+        spans = [
+            Span(2, 7, 2500, ours.address(2, 100)),
+            Span(0, 1, 3, ours.address(1)),
+            Span(1, 5, 600, ours.address(0, 50)),
+        ]
+        read(link, *spans)
+        assert ours.bytes_of(2, 100, 2500) == theirs.bytes_of(2, 7, 2500)
+        assert ours.bytes_of(1, 0, 3) == theirs.bytes_of(0, 1, 3)
+        assert ours.bytes_of(0, 50, 600) == theirs.bytes_of(1, 5, 600)
+        sizes = [sum(extent.num_bytes for extent in batch) for batch in device.batches]
+        assert sizes == [1000, 1000, 1000, 103]
 
 
 def test_a_copy_that_fails_ends_the_read() -> None:
     ours = Memory(2)
     device = Device(Memory(1))
-    link = device.link(ours)
-    device.is_broken = True
-    with pytest.raises(TransportError, match="closed"):
-        read(link, Span(0, 0, 100, ours.address(0)))
-    link.close()
+    with device.linked(ours) as link:
+        device.is_broken = True
+        with pytest.raises(TransportError, match="closed"):
+            read(link, Span(0, 0, 100, ours.address(0)))
 
 
 def test_bytes_beyond_a_region_are_not_copied() -> None:
     ours = Memory(2)
     device = Device(Memory(1))
-    link = device.link(ours)
-    for span in (Span(3, 0, 1, ours.address(0)), Span(1, SIZES[1] - 9, 10, ours.address(0))):
-        with pytest.raises(TransportError, match=r"closed|reset"):
-            read(link, span)
-    assert device.batches == []
-    link.close()
+    with device.linked(ours) as link:
+        for span in (Span(3, 0, 1, ours.address(0)), Span(1, SIZES[1] - 9, 10, ours.address(0))):
+            with pytest.raises(TransportError, match=r"closed|reset"):
+                read(link, span)
+        assert device.batches == []
