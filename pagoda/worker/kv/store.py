@@ -67,32 +67,24 @@ class HostKVStore:
     def read(
         self, block_ids: Sequence[int], into: Sequence[memoryview], after: Event = DONE
     ) -> Event:
-        check_blocks(self, block_ids, into)
         after.wait()
-        for block_id, buffer in zip(block_ids, into, strict=True):
-            outside = address_of(buffer)
-            for inside, stride, num_bytes in self._pieces:
-                ctypes.memmove(outside, inside + block_id * stride, num_bytes)
-                outside += num_bytes
+        for inside, outside, num_bytes in self._of_blocks(block_ids, into):
+            ctypes.memmove(outside, inside, num_bytes)
         return DONE
 
     def write(
         self, block_ids: Sequence[int], sources: Sequence[memoryview], after: Event = DONE
     ) -> Event:
-        check_blocks(self, block_ids, sources)
         after.wait()
-        for block_id, buffer in zip(block_ids, sources, strict=True):
-            outside = address_of(buffer)
-            for inside, stride, num_bytes in self._pieces:
-                ctypes.memmove(inside + block_id * stride, outside, num_bytes)
-                outside += num_bytes
+        for inside, outside, num_bytes in self._of_blocks(block_ids, sources):
+            ctypes.memmove(inside, outside, num_bytes)
         return DONE
 
     def read_extents(
         self, extents: Sequence[Extent], into: memoryview, after: Event = DONE
     ) -> Event:
         after.wait()
-        for inside, outside, num_bytes in self._addressed(extents, into):
+        for inside, outside, num_bytes in self._of_extents(extents, into):
             ctypes.memmove(outside, inside, num_bytes)
         return DONE
 
@@ -100,13 +92,25 @@ class HostKVStore:
         self, extents: Sequence[Extent], source: memoryview, after: Event = DONE
     ) -> Event:
         after.wait()
-        for inside, outside, num_bytes in self._addressed(extents, source):
+        for inside, outside, num_bytes in self._of_extents(extents, source):
             ctypes.memmove(inside, outside, num_bytes)
         return DONE
 
-    def _addressed(
+    def _of_blocks(
+        self, block_ids: Sequence[int], buffers: Sequence[memoryview]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Addresses in tensors and in buffers, and bytes, of all pieces of blocks."""
+        check_blocks(self, block_ids, buffers)
+        for block_id, buffer in zip(block_ids, buffers, strict=True):
+            outside = address_of(buffer)
+            for inside, stride, num_bytes in self._pieces:
+                yield inside + block_id * stride, outside, num_bytes
+                outside += num_bytes
+
+    def _of_extents(
         self, extents: Sequence[Extent], buffer: memoryview
     ) -> Iterator[tuple[int, int, int]]:
+        """The same of extents, which follow one another in the buffer."""
         check_extents(self, extents, buffer)
         outside = address_of(buffer)
         for extent in extents:
