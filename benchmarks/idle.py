@@ -12,26 +12,32 @@ from benchmarks.start_up import ask_once
 from pagoda.cli.server_process import server_process
 
 _SECONDS = 30
+_SETTLING_S = 2
 
 
 def measure_idle() -> list[Figure]:
     """CPU used over 30 s by frontend, engine and worker, after one request."""
     with server_process([]) as server:
         asyncio.run(ask_once(server))
-        root = psutil.Process(server.pid)
-        processes = [root, *root.children(recursive=True)]
-        time.sleep(2)
-        before = sum(map(_cpu_seconds, processes))
-        time.sleep(_SECONDS)
-        used = sum(map(_cpu_seconds, processes)) - before
+        share = cpu_share(server.pid, _SECONDS)
     return [
         Figure(
-            what=f"CPU while idle, {len(processes)} processes",
-            measured=f"{100 * used / _SECONDS:.2f} % of a core over {_SECONDS} s",
+            what="CPU while idle, all processes",
+            measured=f"{100 * share:.2f} % of a core over {_SECONDS} s",
             target="0 %",
             command="python -m benchmarks.main_job idle",
         )
     ]
+
+
+def cpu_share(pid: int, seconds: float) -> float:
+    """CPU seconds per second of a process and its descendants, of one core, over `seconds` from 2 s on."""
+    root = psutil.Process(pid)
+    processes = [root, *root.children(recursive=True)]
+    time.sleep(_SETTLING_S)
+    before = sum(map(_cpu_seconds, processes))
+    time.sleep(seconds)
+    return (sum(map(_cpu_seconds, processes)) - before) / seconds
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

@@ -1,0 +1,1 @@
+"""The failures that a server must survive, each provoked and measured: `python -m benchmarks.chaos`."""

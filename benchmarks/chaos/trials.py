@@ -1,0 +1,8 @@
+"""All trials, in the order of the table."""
+
+from __future__ import annotations
+
+from benchmarks.chaos.idle import IDLE
+from benchmarks.chaos.trial import Trial
+
+TRIALS: tuple[Trial, ...] = (IDLE,)
