@@ -22,8 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the trials that are named, or all. Returns the exit status."""
     summary = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=summary)
-    parser.add_argument("--short", action="store_true", help="smaller numbers; docs/reliability.md stays as it is")
-    parser.add_argument("--list", action="store_true", help="print the names of all trials and exit")
+    parser.add_argument(
+        "--short", action="store_true", help="smaller numbers; docs/reliability.md stays as it is"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of all trials and exit"
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="trials to run (default: all)")
     options = parser.parse_args(arguments)
     by_name = {trial.name: trial for trial in TRIALS}

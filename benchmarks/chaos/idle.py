@@ -19,4 +19,6 @@ def _run(short: bool) -> Outcome:
     return Outcome(f"{100 * share:.2f} % of a core, all processes", share <= _LARGEST_SHARE)
 
 
-IDLE = Trial("idle", "nothing, after one request", "all processes together use at most 0.3 % of a core", _run)
+IDLE = Trial(
+    "idle", "nothing, after one request", "all processes together use at most 0.3 % of a core", _run
+)

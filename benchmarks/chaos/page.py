@@ -44,7 +44,9 @@ def write_page(trials: Sequence[Trial], results: Sequence[Result]) -> None:
     """Keeps `results` beside those of other trials, and writes the table of the page anew."""
     kept = {result.name: result for result in _read()} | {result.name: result for result in results}
     ordered = [kept[trial.name] for trial in trials if trial.name in kept]
-    _RESULTS.write_text(json.dumps([asdict(result) for result in ordered], indent=1) + "\n", encoding="utf-8")
+    _RESULTS.write_text(
+        json.dumps([asdict(result) for result in ordered], indent=1) + "\n", encoding="utf-8"
+    )
     before, _, rest = _PAGE.read_text(encoding="utf-8").partition(_BEGIN)
     after = rest.partition(_END)[2]
     _PAGE.write_text(f"{before}{_BEGIN}\n{table(trials, kept)}\n{_END}{after}", encoding="utf-8")
@@ -60,7 +62,9 @@ def table(trials: Sequence[Trial], results: dict[str, Result]) -> str:
             measured = f"**Falls short**: {measured}"
         date = "" if result is None else result.date
         rows.append(f"| `{trial.name}` | {trial.fault} | {trial.asked} | {measured} | {date} |")
-    machines = sorted({f"{result.machine} (Pagoda {result.version})" for result in results.values()})
+    machines = sorted(
+        {f"{result.machine} (Pagoda {result.version})" for result in results.values()}
+    )
     return "\n".join([*rows, "", f"Measured on: {'; '.join(machines)}."])
 
 
