@@ -108,20 +108,18 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
         path = path.removeprefix(root)
     route, argument = _find(path)
     tracestate = ",".join(headers.getall("tracestate", ()))
-    key_name = service.config.api_keys.name_of(
-        headers.get("Authorization", ""), headers.get("x-api-key")
-    )
+    key = service.config.api_keys.find(headers.get("Authorization", ""), headers.get("x-api-key"))
     client_request = ClientRequest(
         id=_request_id(headers.get("X-Request-Id", "")),
         arrived_ns=arrived_ns,
-        key_name=key_name or "",
+        key_name="" if key is None else key.name,
         traceparent=headers.get("traceparent"),
         tracestate=tracestate if 0 < len(tracestate) <= _MAX_TRACESTATE_CHARS else None,
         route=route,
     )
     methods = ROUTES.get(route)
     dialect = next(iter(methods.values())).dialect if methods else OPENAI
-    return RequestContext(http, service, key_name, client_request, dialect, argument)
+    return RequestContext(http, service, key, client_request, dialect, argument)
 
 
 async def _dispatch(context: RequestContext) -> web.StreamResponse:

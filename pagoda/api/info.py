@@ -188,7 +188,7 @@ async def live(context: RequestContext) -> web.StreamResponse:
     """A snapshot a second, until the client has enough or the server ends."""
     service = context.service
     endpoint = service.ready_generator().endpoint
-    key_name = context.key_name or ""
+    key_name = context.key_name
 
     async def send(stream: EventStream) -> None:
         async with aclosing(service.live_stats.watch(endpoint)) as snapshots:
@@ -209,7 +209,7 @@ async def live(context: RequestContext) -> web.StreamResponse:
 
 
 async def list_requests(context: RequestContext) -> web.StreamResponse:
-    tracker, key_name = context.service.tracker, context.key_name or ""
+    tracker, key_name = context.service.tracker, context.key_name
     total = len(tracker.running_of(key_name))
     data = live_answers(tracker, key_name)
     return context.json({"object": "list", "total": total, "data": data})
@@ -223,7 +223,7 @@ async def cancel_request(context: RequestContext) -> web.StreamResponse:
     """
     generator = context.service.ready_generator()
     wanted = context.path_argument
-    running = context.service.tracker.running_of(context.key_name or "")
+    running = context.service.tracker.running_of(context.key_name)
     found = [wanted] if wanted in running else []
     found += [r.request_id for r in running.values() if r.client_request.id == wanted]
     if not found:

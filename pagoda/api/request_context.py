@@ -12,6 +12,7 @@ from aiohttp import web
 from pagoda.api.body import parse_beside
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.keys import NOBODY, ApiKey
 from pagoda.api.service import Service
 from pagoda.api.sse import EventStream, encode_json
 from pagoda.frontend.request_tracker import ClientRequest
@@ -25,6 +26,8 @@ class Caller:
 
     service: Service
     client_request: ClientRequest
+    key: ApiKey
+    """The client's API key, with its limits."""
     session: str | None = None
     """The header `X-Session-ID`."""
     authorization: str = ""
@@ -37,8 +40,8 @@ class RequestContext:
 
     http: web.BaseRequest
     service: Service
-    key_name: str | None
-    """Name of the client's API key; empty if no key is needed, None if the key is missing or wrong."""
+    key: ApiKey | None
+    """The client's API key; `ANYBODY` if no key is needed, None if the key is missing or wrong."""
     client_request: ClientRequest
     dialect: Dialect
     path_argument: str = ""
@@ -54,6 +57,7 @@ class RequestContext:
         return Caller(
             self.service,
             self.client_request,
+            self.key or NOBODY,
             headers.get("X-Session-ID"),
             headers.get("Authorization", ""),
         )
@@ -61,7 +65,12 @@ class RequestContext:
     @property
     def has_key(self) -> bool:
         """True if the client may use the server: its API key is known, or no key is needed."""
-        return self.key_name is not None
+        return self.key is not None
+
+    @property
+    def key_name(self) -> str:
+        """Name of the client's API key; empty if none is needed."""
+        return self.client_request.key_name
 
     @property
     def headers(self) -> dict[str, str]:

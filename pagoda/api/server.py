@@ -15,6 +15,7 @@ from aiohttp import web
 from pagoda.api.app import ApiServer
 from pagoda.api.batches.files import DEFAULT_MAX_BYTES, FileStore
 from pagoda.api.batches.runner import BatchRunner
+from pagoda.api.file_watch import FileWatch, WatchedFiles
 from pagoda.api.service import ApiConfig, Service
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
@@ -48,6 +49,8 @@ class ServerConfig:
     """Bytes of all files together."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
+    watched: Sequence[WatchedFiles] = ()
+    """Files that are read again when they change."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ async def serve(
     if spans is not None:
         spans.follow(service.tracker)
     signals = _Signals()
+    watch = FileWatch(server.watched)
     runner = web.ServerRunner(ApiServer(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
     try:
@@ -105,6 +109,7 @@ async def serve(
         raise
     service.fleet = fleet
     tracing.join(fleet)
+    watch.start()
     dispatcher = fleet.dispatcher
     try:
         loading = asyncio.ensure_future(start_generator(fleet, load_text, service.tracker))
@@ -129,6 +134,7 @@ async def serve(
         service.live_stats.close()
         await _close_batches(service)
         await service.responses.close()
+        await watch.close()
         await runner.cleanup()
         if tracing.session is not None:
             await signals.hurried(tracing.stop())

@@ -35,6 +35,10 @@ _COMMANDS = {
     "backend": "Backends, as serve --backend takes them.",
     "backend check": "Check that a backend computes what it should, operation by operation.",
     "demo": "Start a server, ask it a few questions over HTTP, show answers and figures.",
+    "keys": "API keys in a file, as serve --api-keys-file takes it.",
+    "keys add": "Make a key, print it, and add its digest to a file.",
+    "keys list": "List the keys in a file: names, scopes, weights and limits.",
+    "keys revoke": "Remove a key from a file.",
     "kv": "Directories of KV blocks, as serve --kv-disk-path keeps them.",
     "kv ls": "List the models whose KV blocks are in a directory, and what they take.",
     "kv verify": "Read every KV block in a directory, and list damaged ones.",
@@ -72,7 +76,13 @@ _DETAILS = {
     ),
 }
 """Help of commands behind the summary."""
-_MODULES = {"backend": "backend", "kv": "kv", "trace": "trace", "bench": "bench.{name}"}
+_MODULES = {
+    "backend": "backend",
+    "keys": "keys",
+    "kv": "kv",
+    "trace": "trace",
+    "bench": "bench.{name}",
+}
 """The module of the commands of each group, in `pagoda.cli`."""
 
 

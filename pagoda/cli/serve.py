@@ -20,7 +20,9 @@ from pagoda.api.answer_log import log_answer
 from pagoda.api.app import hosts_for
 from pagoda.api.body import UnknownFields
 from pagoda.api.cors import CorsOrigins
+from pagoda.api.file_watch import WatchedFiles
 from pagoda.api.keys import ApiKeys
+from pagoda.api.keys_file import read_keys
 from pagoda.api.server import ProfileConfig, ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.api.service import ApiConfig
@@ -55,6 +57,8 @@ from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import LEVELS, Tracer
 from pagoda.version import __version__
 
+_SHOWN_KEYS = 8
+"""Names of keys in the summary of a server."""
 _SWITCH_INTERVAL_S = 0.001
 """Seconds for which a thread with a long text may keep the event loop waiting; Python's own are 5 ms."""
 
@@ -76,6 +80,9 @@ class ServerOptions:
         tuple[str, ...], Parameter(metavar="[NAME:=]KEY", negative=(), show_default=False)
     ] = ()
     """Refuse requests without this bearer token; may be repeated. Metrics and logs tell keys apart by NAME."""
+    api_keys_file: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """Refuse requests without one of the keys that `pagoda keys add` has put into this file. Changes of the file
+    count within seconds."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     default_chat_template_kwargs: Annotated[str, Parameter(metavar="JSON", show_default=False)] = ""
@@ -159,11 +166,12 @@ class ServerOptions:
         root = self.root_path.rstrip("/")
         if root and not root.startswith("/"):
             raise ConfigError(f"--root-path must begin with /, got {self.root_path!r}.")
+        keys, watched = self._keys()
         api = ApiConfig(
             served_model_name=self.name(files),
             model_aliases=self.served_model_name[1:],
             any_model_name=self.any_model_name,
-            api_keys=ApiKeys(self.api_key),
+            api_keys=keys,
             allowed_hosts=hosts_for(self.host, self.allowed_hosts),
             cors_origins=CorsOrigins(self.cors_origins),
             root_path=root,
@@ -181,7 +189,17 @@ class ServerOptions:
             self.files_dir,
             _bytes_of("--files-max-bytes", self.files_max_bytes),
             self.drain_timeout,
+            watched,
         )
+
+    def _keys(self) -> tuple[ApiKeys, Sequence[WatchedFiles]]:
+        """The keys, and their file, which is read again when it changes.
+        Raises ConfigError: a key or the file is wrong."""
+        path = self.api_keys_file
+        if path is None:
+            return ApiKeys(self.api_key), ()
+        keys = ApiKeys(self.api_key, in_file=())
+        return keys, [WatchedFiles([path], lambda: keys.replace_file(read_keys(path)))]
 
 
 def _bytes_of(flag: str, given: int | str) -> int:
@@ -351,17 +369,18 @@ def run_server(
     server, join, profile = options
     spans = server.spans(files)
     joined = join.config(files, spans)
+    config = server.config(files)
 
     def announce(url: str, limits: EngineReady) -> None:
         """Tells the operator what is served, where, and how to ask it."""
         console = output.stdout()
         name = server.name(files)
         is_router = tracer.role == "router"
-        facts = _facts(name, files, tiers, limits, server.api_key, is_router=is_router)
+        facts = _facts(name, files, tiers, limits, config.api.api_keys, is_router=is_router)
         console.print(output.facts(facts))
         seconds = time.perf_counter() - started
         console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
-        curl = curl_line(url, name, asks_for_key=bool(server.api_key))
+        curl = curl_line(url, name, asks_for_key=bool(config.api.api_keys))
         console.print(f"\n{curl}\n", soft_wrap=True)
         sys.stdout.flush()
         settle_heap()
@@ -369,7 +388,7 @@ def run_server(
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     event_loop.run(
         serve_api(
-            server.config(files),
+            config,
             partial(make_fleet, joined),
             partial(
                 load_text,
@@ -394,7 +413,7 @@ def _facts(
     files: ModelFiles,
     tiers: KVTiersConfig | None,
     limits: EngineReady,
-    api_keys: Sequence[str],
+    api_keys: ApiKeys,
     *,
     is_router: bool,
 ) -> Iterator[tuple[str, str]]:
@@ -415,7 +434,9 @@ def _facts(
         f"{limits.max_num_waiting:,} waiting",
     )
     if api_keys:
-        yield "API keys", ", ".join(ApiKeys(api_keys).names)
+        names = api_keys.names
+        more = f" and {len(names) - _SHOWN_KEYS} more" if len(names) > _SHOWN_KEYS else ""
+        yield "API keys", (", ".join(names[:_SHOWN_KEYS]) or "none yet") + more
 
 
 def curl_line(url: str, model: str, *, asks_for_key: bool) -> str:

@@ -14,7 +14,7 @@ import pytest
 from pagoda.api.batches.files import FileStore
 from pagoda.api.batches.lines import check_file, finished_ids, read_lines
 from pagoda.api.batches.runner import PRIORITY, BatchRunner
-from pagoda.api.keys import ApiKeys
+from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys, digest_of
 from pagoda.errors import ConfigError, OverloadedError
 
 URL = "/v1/completions"
@@ -183,6 +183,28 @@ async def test_other_keys_see_nothing(serve_api, attach: Attach) -> None:
         assert (await api.get(path, headers=other)).status == 404
         assert (await api.get(path, headers=mine)).status == 200
     assert (await api.get("/v1/files", headers=other)).json()["data"] == []
+
+
+async def test_a_batch_of_a_revoked_key_is_not_answered(serve_api, attach: Attach) -> None:
+    key = ApiKey(name="a", sha256=digest_of("a"), scopes=EVERY_ROUTE)
+    keys = ApiKeys(in_file=[key])
+    api = await serve_api(api_keys=keys)
+    await attach(api)
+    api.session.headers["Authorization"] = "Bearer a"
+    api.endpoint.pause_after = 1
+    made = (await upload(api, jsonl(request("x"), request("y")))).json()
+    batch = (await create(api, made["id"])).json()
+    await api.endpoint.paused.wait()
+    keys.replace_file([])
+    assert (await api.get("/v1/files")).status == 401
+    runner = await attach(api)  # the same batch after a restart
+    while not runner.batches[batch["id"]].is_finished:
+        await asyncio.sleep(0)
+    keys.replace_file([key])
+    ended = (await api.get(f"/v1/batches/{batch['id']}")).json()
+    assert ended["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+    [first, _] = await results(api, ended["error_file_id"])
+    assert first["response"]["status_code"] == 401
 
 
 # ---- batches

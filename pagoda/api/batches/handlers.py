@@ -93,7 +93,7 @@ async def upload_file(context: RequestContext) -> web.StreamResponse:
         raise
     file_id, num_bytes, filename = upload
     kind = cast(Purpose, purpose)
-    adding = files.add_upload(file_id, filename, kind, num_bytes, context.key_name or "")
+    adding = files.add_upload(file_id, filename, kind, num_bytes, context.key_name)
     # To the end, also for a client that goes away: bytes without a description would stay for ever.
     record = await asyncio.shield(asyncio.ensure_future(adding))
     return context.json(record.shown())
@@ -113,7 +113,7 @@ async def _in_time(reading: Coroutine[Any, Any, T], timeout_s: float) -> T:
 
 
 async def list_files(context: RequestContext) -> web.StreamResponse:
-    records = _files(context).all_of(context.key_name or "")
+    records = _files(context).all_of(context.key_name)
     purpose = context.http.query.get("purpose")
     chosen = [record for record in records if purpose is None or record.purpose == purpose]
     return context.json(_page(context, chosen, 10_000))
@@ -147,7 +147,7 @@ async def delete_file(context: RequestContext) -> web.StreamResponse:
 
 
 def _file(context: RequestContext, file_id: str) -> FileRecord:
-    record = _files(context).find(file_id, context.key_name or "")
+    record = _files(context).find(file_id, context.key_name)
     if record is None:
         raise ApiError(404, f"There is no file {file_id[:200]!r}.", "file_id")
     return record
@@ -163,7 +163,7 @@ async def create_batch(context: RequestContext) -> web.StreamResponse:
         refuse("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
     if body.completion_window != "24h":
         refuse("completion_window", "must be 24h")
-    file = _files(context).find(body.input_file_id, context.key_name or "")
+    file = _files(context).find(body.input_file_id, context.key_name)
     if file is None or file.purpose != "batch":
         refuse("input_file_id", "must be the id of a file with the purpose batch")
     _files(context).check_room("input_file_id")
@@ -177,7 +177,7 @@ async def create_batch(context: RequestContext) -> web.StreamResponse:
         metadata=body.metadata,
         output_id=new_id("file"),
         error_id=new_id("file"),
-        key_name=context.key_name or "",
+        key_name=context.key_name,
     )
     await batches.add(record)
     return context.json(record.shown())
@@ -187,7 +187,7 @@ async def list_batches(context: RequestContext) -> web.StreamResponse:
     records = [
         record
         for record in _batches(context).batches.values()
-        if record.key_name == (context.key_name or "")
+        if record.key_name == (context.key_name)
     ]
     records.sort(key=lambda record: (record.created_at, record.id), reverse=True)
     return context.json(_page(context, records, 20))
@@ -211,7 +211,7 @@ async def cancel_batch(context: RequestContext) -> web.StreamResponse:
 
 def _batch(context: RequestContext, batch_id: str) -> BatchRecord:
     record = _batches(context).batches.get(batch_id)
-    if record is None or record.key_name != (context.key_name or ""):
+    if record is None or record.key_name != (context.key_name):
         raise ApiError(404, f"There is no batch {batch_id[:200]!r}.", "batch_id")
     return record
 

@@ -35,7 +35,7 @@ from pagoda.api.batches.records import (
     write_batch,
 )
 from pagoda.api.body import parse_beside
-from pagoda.api.errors import as_api_error
+from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.openai.chat import begin_chat
 from pagoda.api.openai.completions import begin_completion
@@ -300,8 +300,13 @@ class BatchRunner:
             route=record.endpoint,
         )
         try:
+            key = self._service.config.api_keys.named(record.key_name)
+            if key is None:
+                raise ApiError(
+                    401, "The API key of this batch was revoked.", code="invalid_api_key"
+                )
             answer = await ENDPOINTS[record.endpoint](
-                Caller(self._service, client), bytes(line.body)
+                Caller(self._service, client, key), bytes(line.body)
             )
             return 200, answer
         except Exception as error:

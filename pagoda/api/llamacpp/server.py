@@ -81,7 +81,7 @@ async def slots(context: RequestContext) -> web.StreamResponse:
     service = context.service
     limits = service.ready_generator().endpoint.limits
     num_slots = min(limits.max_num_seqs, _MAX_SLOTS)
-    running = list(islice(service.tracker.running_of(context.key_name or "").values(), num_slots))
+    running = list(islice(service.tracker.running_of(context.key_name).values(), num_slots))
     listed = []
     for index in range(num_slots):
         slot: dict[str, Any] = {
