@@ -39,6 +39,7 @@ from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepLi
 from pagoda.frontend.fleet import read_cluster_key
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
+from pagoda.frontend.host_sockets import CurveSockets
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.token_stream import TokenStream
 from pagoda.ipc.curve import start_authenticator
@@ -220,7 +221,7 @@ async def _hosts(count: int, join: str, key_file: Path) -> AsyncIterator[tuple[l
         for index, host in enumerate(hosts):
             stack.push_async_callback(host.close)
             identity = Identity(f"host-{index}", files.served_name, model_digest(files), False)
-            door = HostServer(host, context, "tcp://127.0.0.1:*", keys, identity)
+            door = HostServer(host, CurveSockets(context, keys), "tcp://127.0.0.1:*", identity)
             stack.push_async_callback(door.close)
             record = HostRecord(host_id=identity.id, address=f"tcp://127.0.0.1:{door.port}")
             stack.push_async_callback(Membership(context, join, keys, record).close)

@@ -21,6 +21,7 @@ from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S, Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
+from pagoda.frontend.host_sockets import CurveSockets
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.prefill_decode import DEFAULT_MIN_TOKENS, PrefillDecodeRouter
 from pagoda.frontend.registry import Registry
@@ -137,8 +138,7 @@ class Fleet:
             self.registry = Registry(
                 hosts,
                 config.discover(self._context),
-                self._context,
-                config.keys,
+                CurveSockets(self._context, config.keys),
                 self._identity(config),
                 self._tracer,
             )
@@ -152,9 +152,8 @@ class Fleet:
         host, port = join.advertised.host, join.advertised.port
         self._door = HostServer(
             self.dispatcher,
-            self._context,
+            CurveSockets(self._context, join.keys),
             f"tcp://{host}:{'*' if port is None else port}",
-            join.keys,
             self._identity(join),
             self._tracer,
             join.tracker,

@@ -10,14 +10,12 @@ import zmq
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.host_sockets import HostSockets
 from pagoda.frontend.replica import Replica
 from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_client
-from pagoda.ipc.event_socket import EventSocket, host_socket
 from pagoda.messages.frontend import EngineFailed, Hello
 from pagoda.messages.hosts import HostMessage, RouterMessage
 from pagoda.messages.tracing import ClockPing, ClockPong
-from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.tracer import Tracer
 
 HELLO_TIMEOUT_S = 10.0
@@ -40,9 +38,8 @@ class HostClient:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        sockets: HostSockets,
         address: str,
-        keys: CurveKeys,
         router: Identity,
         tracer: Tracer | None = None,
         *,
@@ -59,10 +56,7 @@ class HostClient:
         self._hello_timeout_s = hello_timeout_s
         self._encode = Codec[RouterMessage](RouterMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
-        socket = host_socket(context, zmq.DEALER)
-        encrypt_client(socket, keys)
-        # The system notices at once when a process has gone; a cut line shows by missing heartbeats.
-        self._socket = EventSocket(socket, self._receive, lambda: self._lose("hung up"))
+        self._socket = sockets.client(self._receive, lambda: self._lose("hung up"))
         self.replica = Replica(
             self,
             f"the host at {address}",

@@ -23,10 +23,9 @@ from pagoda.errors import (
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import Endpoint, ReplicaState, Unsubscribe
 from pagoda.frontend.host_client import Identity
+from pagoda.frontend.host_sockets import HostSockets
 from pagoda.frontend.request_tracker import REFUSED, RequestTracker
 from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_server
-from pagoda.ipc.event_socket import EventSocket, host_socket
 from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
@@ -44,7 +43,6 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
 from pagoda.messages.tracing import ClockPing, ClockPong
-from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.tracer import Tracer
 
@@ -76,15 +74,13 @@ class HostServer:
     def __init__(
         self,
         endpoint: Endpoint,
-        context: zmq.Context[zmq.Socket[bytes]],
+        sockets: HostSockets,
         address: str,
-        keys: CurveKeys,
         identity: Identity,
         tracer: Tracer | None = None,
         tracker: RequestTracker | None = None,
     ) -> None:
-        """Binds `address`, whose port may be `*`. `context` must have an authenticator. `tracer` is that of this
-        process, `tracker` records each answer.
+        """Binds `address`, whose port may be `*`. `tracer` is that of this process, `tracker` records each answer.
 
         Raises ConfigError if `address` cannot be bound.
         """
@@ -102,11 +98,7 @@ class HostServer:
         self._flushing: list[_Router] = []
         self._reports: set[asyncio.Task[None]] = set()
         self._parting: asyncio.TimerHandle | None = None
-        socket = host_socket(context, zmq.ROUTER)
-        # A message to a router that has gone raises an error instead of being lost in silence.
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        encrypt_server(socket, keys)
-        self._socket = EventSocket(socket, self._receive, self._on_disconnect)
+        self._socket = sockets.server(self._receive, self._on_disconnect)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:

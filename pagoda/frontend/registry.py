@@ -14,14 +14,15 @@ import zmq
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.async_utils import cancel_all, first_of, keep_going
-from pagoda.frontend.discovery.base import Context, Discovery
+from pagoda.frontend.discovery.base import Discovery
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HELLO_TIMEOUT_S, HostClient, Identity
+from pagoda.frontend.host_sockets import HostSockets
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.replica import Replica
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport
-from pagoda.messages.worker_config import CurveKeys, Role
+from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
 
 _RETRY_S = 1.0
@@ -75,16 +76,14 @@ class Registry:
         self,
         members: PrefillDecodeRouter,
         discovery: Discovery,
-        context: Context,
-        keys: CurveKeys,
+        sockets: HostSockets,
         router: Identity,
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer
         self._members = members
         self._discovery = discovery
-        self._context = context
-        self._keys = keys
+        self._sockets = sockets
         self._router = router
         self._entries: dict[HostRecord, _Entry] = {}
         self._dismissed: set[str] = set()
@@ -178,9 +177,8 @@ class Registry:
         """Returns after how many seconds to try again."""
         try:
             host = HostClient(
-                self._context,
+                self._sockets,
                 entry.record.address,
-                self._keys,
                 self._router,
                 self._tracer,
                 hello_timeout_s=HELLO_TIMEOUT_S,

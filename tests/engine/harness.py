@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 import small_grammars
 from kv_subscriber import CacheView, assert_knows
-from sim_disk import SimDisk
 from small_grammars import VOCAB_SIZE
 
+from benchmarks.simulation.books import check_nothing_left
+from benchmarks.simulation.disk import SimDisk
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import (
     EngineConfig,
@@ -23,7 +23,7 @@ from pagoda.engine.config import (
 from pagoda.engine.core import EngineCore
 from pagoda.engine.grammars import Grammars
 from pagoda.engine.kv_transfers import KVTransferHooks
-from pagoda.engine.request import OrderKey, RequestState, order_key
+from pagoda.engine.request import OrderKey, order_key
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
 from pagoda.executor.sim import SimExecutor, SimNeighbours, TransferFate, sim_token
@@ -36,7 +36,7 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.transfers import HostSlots, KVDirectory, Transfer
+from pagoda.messages.transfers import KVDirectory, Transfer
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.links import HandoffLinks
@@ -275,104 +275,7 @@ class Harness:
         return load.num_awaiting_kv, load.num_waiting, load.num_running
 
     def check_nothing_left(self) -> None:
-        scheduler = self.scheduler
-        scheduler.kv.pool.check()
-        assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
-        assert len(scheduler.running) == len(scheduler.waiting) == len(scheduler.in_flight) == 0
-        check_books(scheduler)
-        if isinstance(scheduler.hooks, KVTransferHooks):
-            assert_nothing_under_way(scheduler.hooks.tiers)
-            exporter = scheduler.hooks.exporter
-            assert exporter is None or not (exporter.leases or exporter.early)
-        assert not scheduler.requests
-        assert not scheduler.quarantine.requests
-
-
-def check_books(scheduler: Scheduler) -> None:
-    """A block's references are those of requests and of open transfers; nobody is in two places or in none."""
-    check_sums(scheduler)
-    hooks = scheduler.hooks
-    held = Counter(
-        block.block_id for request in scheduler.requests.values() for block in request.table.blocks
-    )
-    exporter = None
-    if isinstance(hooks, KVTransferHooks):
-        exporter, ledger = hooks.exporter, hooks.tiers.ledger
-        several = [*(it.blocks for it in ledger.transfers.values()), *ledger.held.values()]
-        held.update(block.block_id for blocks in several for block in blocks)
-    if exporter is not None:
-        leases = exporter.leases.values()
-        held.update(block.block_id for lease in leases for block in lease.blocks())
-        assert exporter.num_leased_blocks == sum(len(lease.blocks()) for lease in leases)
-        assert exporter.num_wanted == sum(lease.asker is not None for lease in leases)
-    pool = scheduler.kv.pool
-    pool.check()
-    assert pool.references() == held
-    if isinstance(hooks, KVTransferHooks):
-        check_tiers(scheduler, hooks.tiers)
-
-
-def check_tiers(scheduler: Scheduler, tiers: TieredKVConnector) -> None:
-    """Every request that awaits KV is known to the tiers."""
-    check_slots(tiers)
-    loading = in_state(scheduler, RequestState.LOADING)
-    awaiting = in_state(scheduler, RequestState.AWAITING_KV)
-    assert len(scheduler.running) + len(loading) <= scheduler.limits.max_num_seqs
-    assert len(awaiting) <= scheduler.limits.max_num_seqs
-    loading -= tiers.ended.keys()
-    waiting = loading | (awaiting - tiers.ended.keys())
-    if any(tier.has_own_timeout for tier in tiers.connectors):
-        assert tiers.deadlines.keys() <= waiting
-    else:
-        assert waiting == tiers.deadlines.keys()
-    assert loading == tiers.loads.keys()
-
-
-def check_slots(tiers: TieredKVConnector) -> None:
-    """Slots in host memory are referenced by open transfers alone."""
-    used = Counter(
-        slot
-        for entry in tiers.ledger.transfers.values()
-        for place in (entry.transfer.source, entry.transfer.target)
-        if isinstance(place, HostSlots)
-        for slot in place.slots
-    )
-    for slots in tiers.near_pools:
-        slots.check()
-        assert slots.references() == used
-
-
-def check_sums(scheduler: Scheduler) -> None:
-    """The sums that the scheduler keeps are right."""
-    requests = scheduler.requests.values()
-    holders = [it for it in requests if it.state in (RequestState.RUNNING, RequestState.LOADING)]
-    assert scheduler.places.reserved.num_seqs == len(holders)
-    assert scheduler.places.reserved.num_blocks == sum(it.reserved_blocks for it in holders)
-    for request in requests:
-        missing = scheduler.kv.num_missing(
-            request.table, request.num_tokens, request.num_computed_tokens
-        )
-        if request.state is RequestState.AWAITING_KV:
-            assert request.reserved_blocks == 0
-        elif scheduler.kv.keeps_all:
-            assert request.reserved_blocks == missing + len(scheduler.kv.groups)
-        else:  # reckoned when blocks change, of which there is one more in each group
-            assert request.reserved_blocks >= missing
-    pending = sum(request.num_tokens - request.num_computed_tokens for request in requests)
-    assert scheduler.places.num_pending_tokens == pending
-    assert len(scheduler.running) == len(in_state(scheduler, RequestState.RUNNING))
-    assert len(scheduler.waiting) == len(in_state(scheduler, RequestState.WAITING))
-    assert scheduler.num_awaiting_kv == sum(it.is_awaiting_kv for it in requests)
-
-
-def in_state(scheduler: Scheduler, state: RequestState) -> set[str]:
-    """Ids of the requests in this state."""
-    return {it.request_id for it in scheduler.requests.values() if it.state is state}
-
-
-def assert_nothing_under_way(tiers: TieredKVConnector) -> None:
-    assert tiers.drain_transfers() == []
-    assert tiers.is_idle
+        check_nothing_left(self.scheduler)
 
 
 def assert_complete(

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from group_models import NAMES, grouped, state
 from harness import Harness, assert_complete, make_request
-from sim_disk import SimDisk
 
+from benchmarks.simulation.disk import SimDisk
 from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.sim import TransferFate
 from pagoda.kv.block_keys import group_key, prefix_keys

@@ -6,13 +6,14 @@ from typing import Any
 
 import msgspec
 from group_models import EVERY, grouped
-from harness import VOCAB_SIZE, check_sums
+from harness import VOCAB_SIZE
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from kv_subscriber import CacheView, assert_knows
 from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
 from small_grammars import EOS, GRAMMARS
 
+from benchmarks.simulation.books import check_sums
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock

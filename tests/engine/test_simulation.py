@@ -12,10 +12,11 @@ from collections import Counter
 import pytest
 from group_models import NAMES
 from group_models import grouped as model_groups
-from harness import VOCAB_SIZE, Harness, check_books, expected_tokens, in_state
+from harness import VOCAB_SIZE, Harness, expected_tokens
 from mortal_executor import POISON, MortalExecutor, random_request
-from sim_disk import SimDisk
 
+from benchmarks.simulation.books import check_books, in_state
+from benchmarks.simulation.disk import SimDisk
 from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import ExecutorEvent, WorkerLost

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from harness import Harness, assert_complete, check_books, make_request
+from harness import Harness, assert_complete, make_request
 from mortal_executor import SpeakingExecutor
-from sim_disk import SimDisk
 
+from benchmarks.simulation.books import check_books
+from benchmarks.simulation.disk import SimDisk
 from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from group_models import EVERY, grouped
-from harness import VOCAB_SIZE, assert_nothing_under_way, check_books
+from harness import VOCAB_SIZE
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from scheduler_rules import BLOCK_SIZE, MAX_MODEL_LEN, WANTED, SchedulerRules
-from sim_disk import SimDisk
 
+from benchmarks.simulation.books import check_books, check_nothing_under_way
+from benchmarks.simulation.disk import SimDisk
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.kv_transfers import KVTransferHooks
@@ -98,7 +99,7 @@ class TiersMachine(SchedulerRules):
         self.begin(scheduler, self.disk.objects)
 
     def start_the_worker(self) -> None:
-        assert_nothing_under_way(self.tiers)
+        check_nothing_under_way(self.tiers)
         super().start_the_worker()
         self.transfers: list[Transfer] = []
         self.tiers.workers_ready(self.ready)
@@ -207,7 +208,7 @@ class TiersMachine(SchedulerRules):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "scheduler"):
-            assert_nothing_under_way(self.tiers)
+            check_nothing_under_way(self.tiers)
 
 
 TestTiersMachine = TiersMachine.TestCase

@@ -16,6 +16,7 @@ from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import new_id
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
+from pagoda.frontend.host_sockets import CurveSockets
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.registry import HostReport, Registry
@@ -56,10 +57,11 @@ class Router(Closing):
         self.context = zmq.Context()
         start_authenticator(self.context, KEYS)
         self.hosts = PrefillDecodeRouter(POLICIES["round-robin"])
+        sockets = CurveSockets(self.context, KEYS)
         self.dispatcher = self.hosts.dispatcher
         self.identity = Identity(id=new_id(), model="m", model_digest="1", is_router=True)
         self.discovery = discover(self.context)
-        self.registry = Registry(self.hosts, self.discovery, self.context, KEYS, self.identity)
+        self.registry = Registry(self.hosts, self.discovery, sockets, self.identity)
 
     @property
     def address(self) -> str:
@@ -102,9 +104,8 @@ class Host(Closing):
         whole = {"id": new_id(), "model": "m", "model_digest": "1", "is_router": False} | identity
         self.identity = Identity(**whole)  # type: ignore[arg-type]
         address = f"tcp://127.0.0.1:{port}"
-        self.door = HostServer(
-            endpoint, self.context, address, keys, self.identity, tracer, tracker
-        )
+        self._sockets = CurveSockets(self.context, keys)
+        self.door = HostServer(endpoint, self._sockets, address, self.identity, tracer, tracker)
         self.address = f"127.0.0.1:{self.door.port}"
         self.record = HostRecord(host_id=self.identity.id, address=f"tcp://{self.address}")
         self._keys = keys
@@ -113,7 +114,7 @@ class Host(Closing):
     async def dial(self, tracer: Tracer | None = None) -> HostClient:
         """A router's connection to this host."""
         router = Identity("router", "m", "1", is_router=True)
-        client = HostClient(self.context, self.record.address, KEYS, router, tracer)
+        client = HostClient(self._sockets, self.record.address, router, tracer)
         await client.start()
         return client
 

@@ -14,6 +14,7 @@ from virtual_fleet import request
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HostClient, Identity
+from pagoda.frontend.host_sockets import CurveSockets
 from pagoda.ipc.curve import encrypt_server, start_authenticator
 from pagoda.messages.frontend import EngineFailed
 from pagoda.messages.hosts import HostMessage
@@ -32,7 +33,7 @@ class Host(Closing):
         encrypt_server(self.socket, KEYS)
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
-        self.client = HostClient(self.context, self.address, KEYS, ROUTER, **options)
+        self.client = HostClient(CurveSockets(self.context, KEYS), self.address, ROUTER, **options)
 
     async def answer(self, payload: HostMessage | bytes) -> None:
         """Answers the next message of the router."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 from kv_tiers import READY, cached_blocks_of
-from sim_disk import SimScanner
 
+from benchmarks.simulation.disk import SimScanner
 from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.block_pool import BlockPool

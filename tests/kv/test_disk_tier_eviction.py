@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from disk_rig import EPOCH, KEYS, OTHER_KEYS, UNIT, DiskRig, prefix
-from sim_disk import list_fan_outs
 
+from benchmarks.simulation.disk import list_fan_outs
 from pagoda.errors import ConfigError
 from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.events import BlockRemoved

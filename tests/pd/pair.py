@@ -8,8 +8,9 @@ from typing import Any
 
 import kv_tiers
 import msgspec
-from harness import Harness, assert_complete, check_books, in_state, make_request
+from harness import Harness, assert_complete, make_request
 
+from benchmarks.simulation.books import check_books, in_state
 from benchmarks.simulation.network import SimListener, SimNetwork, SimPeers
 from pagoda.engine.config import HandoffConfig
 from pagoda.engine.request import RequestState

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from harness import assert_complete, expected_tokens, in_state, make_request
+from harness import assert_complete, expected_tokens, make_request
 from pair import CHUNKS, PROMPT, Pair, documents, is_loading, requests_of, resampled
 
+from benchmarks.simulation.books import in_state
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
 
 from pagoda.executor.sim import Cells
 from pagoda.ipc.clock import Clock
@@ -47,7 +48,7 @@ class SimScanner:
 
     def __init__(
         self,
-        disk: Mapping[int, MutableMapping[bytes, object]],
+        disk: Mapping[int, MutableMapping[bytes, Any]],
         clock: Clock,
         delay_s: Callable[[], float],
         epoch_s: float,

@@ -1,0 +1,142 @@
+"""What is always true of an engine's scheduler and KV cache: its books against what there is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pagoda.engine.kv_transfers import KVTransferHooks
+from pagoda.engine.request import RequestState
+from pagoda.engine.scheduler import Scheduler
+from pagoda.kv.tiered_connector import TieredKVConnector
+from pagoda.messages.transfers import HostSlots
+
+
+class BrokenInvariantError(Exception):
+    """Something that must always be true is not."""
+
+
+def require(holds: object, text: str) -> None:
+    """Raises BrokenInvariantError with `text` unless `holds`."""
+    if not holds:
+        raise BrokenInvariantError(text)
+
+
+def check_books(scheduler: Scheduler) -> None:
+    """A block's references are those of requests and of open transfers; nobody is in two places or in none.
+
+    Raises BrokenInvariantError, or ValueError from the pool's own check."""
+    check_sums(scheduler)
+    hooks = scheduler.hooks
+    held = Counter(
+        block.block_id for request in scheduler.requests.values() for block in request.table.blocks
+    )
+    exporter = None
+    if isinstance(hooks, KVTransferHooks):
+        exporter, ledger = hooks.exporter, hooks.tiers.ledger
+        several = [*(it.blocks for it in ledger.transfers.values()), *ledger.held.values()]
+        held.update(block.block_id for blocks in several for block in blocks)
+    if exporter is not None:
+        leases = exporter.leases.values()
+        held.update(block.block_id for lease in leases for block in lease.blocks())
+        num_leased = sum(len(lease.blocks()) for lease in leases)
+        require(exporter.num_leased_blocks == num_leased, "Leased blocks are counted wrongly.")
+        num_wanted = sum(lease.asker is not None for lease in leases)
+        require(exporter.num_wanted == num_wanted, "Wanted leases are counted wrongly.")
+    pool = scheduler.kv.pool
+    pool.check()
+    require(pool.references() == held, "References of blocks are not those that list them.")
+    if isinstance(hooks, KVTransferHooks):
+        check_tiers(scheduler, hooks.tiers)
+
+
+def check_tiers(scheduler: Scheduler, tiers: TieredKVConnector) -> None:
+    """Every request that awaits KV is known to the tiers."""
+    check_slots(tiers)
+    most = scheduler.limits.max_num_seqs
+    loading = in_state(scheduler, RequestState.LOADING)
+    awaiting = in_state(scheduler, RequestState.AWAITING_KV)
+    require(len(scheduler.running) + len(loading) <= most, "Too many requests run and load.")
+    require(len(awaiting) <= most, "Too many requests await KV.")
+    loading -= tiers.ended.keys()
+    waiting = loading | (awaiting - tiers.ended.keys())
+    has_timeout = any(tier.has_own_timeout for tier in tiers.connectors)
+    deadlines = tiers.deadlines.keys()
+    is_known = deadlines <= waiting if has_timeout else deadlines == waiting
+    require(is_known, "Deadlines are not those of requests that await KV.")
+    require(loading == tiers.loads.keys(), "Loads are not those of requests that load.")
+
+
+def check_slots(tiers: TieredKVConnector) -> None:
+    """Slots in host memory are referenced by open transfers alone."""
+    used = Counter(
+        slot
+        for entry in tiers.ledger.transfers.values()
+        for place in (entry.transfer.source, entry.transfer.target)
+        if isinstance(place, HostSlots)
+        for slot in place.slots
+    )
+    for slots in tiers.near_pools:
+        slots.check()
+        require(slots.references() == used, "References of slots are not those of transfers.")
+
+
+def check_sums(scheduler: Scheduler) -> None:
+    """The sums that the scheduler keeps are right, and so are the numbers of each request's tokens."""
+    requests = scheduler.requests.values()
+    places, kv = scheduler.places, scheduler.kv
+    holders = [it for it in requests if it.state in (RequestState.RUNNING, RequestState.LOADING)]
+    require(places.reserved.num_seqs == len(holders), "Sequences are counted wrongly.")
+    reserved = sum(it.reserved_blocks for it in holders)
+    require(places.reserved.num_blocks == reserved, "Reserved blocks are added up wrongly.")
+    for request in requests:
+        num_computed, num_scheduled = request.num_computed_tokens, request.num_scheduled_tokens
+        # A token that a step in flight samples may be scheduled before it is known.
+        most = request.num_tokens + request.num_pending_samples
+        in_order = 0 <= num_computed <= num_scheduled <= most
+        in_order &= num_computed <= request.num_tokens <= scheduler.limits.max_model_len
+        require(in_order, f"Tokens of {request.request_id} are counted wrongly.")
+        missing = kv.num_missing(request.table, request.num_tokens, num_computed)
+        if request.state is RequestState.AWAITING_KV:
+            is_right = request.reserved_blocks == 0
+        elif kv.keeps_all:
+            is_right = request.reserved_blocks == missing + len(kv.groups)
+        else:  # reckoned when blocks change, of which there is one more in each group
+            is_right = request.reserved_blocks >= missing
+        require(is_right, f"{request.request_id} has reserved too many or too few blocks.")
+    pending = sum(request.num_tokens - request.num_computed_tokens for request in requests)
+    require(places.num_pending_tokens == pending, "Pending tokens are added up wrongly.")
+    running = in_state(scheduler, RequestState.RUNNING)
+    require(len(scheduler.running) == len(running), "Running requests are not in the list.")
+    waiting = in_state(scheduler, RequestState.WAITING)
+    require(len(scheduler.waiting) == len(waiting), "Waiting requests are not in the queue.")
+    awaiting = sum(it.is_awaiting_kv for it in requests)
+    require(scheduler.num_awaiting_kv == awaiting, "Requests that await KV are miscounted.")
+
+
+def in_state(scheduler: Scheduler, state: RequestState) -> set[str]:
+    """Ids of the requests in this state."""
+    return {it.request_id for it in scheduler.requests.values() if it.state is state}
+
+
+def check_nothing_left(scheduler: Scheduler) -> None:
+    """An engine without requests holds nothing: no block, slot, lease, transfer or step.
+
+    Raises BrokenInvariantError, or ValueError from the pool's own check."""
+    require(not scheduler.requests, f"Requests are left: {', '.join(scheduler.requests)}.")
+    pool = scheduler.kv.pool
+    require(pool.num_available == pool.num_blocks, "Blocks are not free.")
+    lists = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.in_flight)
+    require(lists == 0, "Something runs, waits or is in flight without a request.")
+    check_books(scheduler)
+    require(not scheduler.quarantine.requests, "A request that has ended is in quarantine.")
+    if isinstance(scheduler.hooks, KVTransferHooks):
+        check_nothing_under_way(scheduler.hooks.tiers)
+        exporter = scheduler.hooks.exporter
+        is_empty = exporter is None or not (exporter.leases or exporter.early)
+        require(is_empty, "KV is held for another engine.")
+
+
+def check_nothing_under_way(tiers: TieredKVConnector) -> None:
+    """No transfer is under way or due."""
+    require(tiers.drain_transfers() == [], "A transfer was not handed out.")
+    require(tiers.is_idle, "A transfer, load or look-up is under way.")
