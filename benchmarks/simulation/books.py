@@ -1,4 +1,4 @@
-"""What is always true of an engine's scheduler and KV cache: its books against what there is."""
+"""Checks of an engine's scheduler and KV cache: its books against what there is."""
 
 from __future__ import annotations
 
