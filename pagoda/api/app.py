@@ -24,6 +24,7 @@ from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
+from pagoda.api.route import Route
 from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
@@ -145,7 +146,18 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
         raise ApiError(
             405, f"{path} answers {allowed}, not {context.http.method}.", headers={"Allow": allowed}
         )
+    _check_scope(context, methods[method])
     return await methods[method].handler(context)
+
+
+def _check_scope(context: RequestContext, route: Route) -> None:
+    """Raises ApiError: 403, the client's key is not for this route."""
+    if route.scopes and not context.scopes & route.scopes:
+        needed = " or ".join(sorted(route.scopes))
+        raise ApiError(
+            403,
+            f"The API key {context.key_name} is not for this route, which needs the scope {needed}.",
+        )
 
 
 def _find(path: str) -> tuple[str, str]:

@@ -188,7 +188,6 @@ async def live(context: RequestContext) -> web.StreamResponse:
     """A snapshot a second, until the client has enough or the server ends."""
     service = context.service
     endpoint = service.ready_generator().endpoint
-    key_name = context.key_name
 
     async def send(stream: EventStream) -> None:
         async with aclosing(service.live_stats.watch(endpoint)) as snapshots:
@@ -198,8 +197,8 @@ async def live(context: RequestContext) -> web.StreamResponse:
                     "draining": service.draining,
                     "is_router": service.is_router,
                     **snapshot,
-                    "num_answers": len(service.tracker.running_of(key_name)),
-                    "answers": live_answers(service.tracker, key_name),
+                    "num_answers": len(context.running),
+                    "answers": live_answers(context.running, service.tracker.clock_ns()),
                 }
                 await stream.send(event(values))
         if not stream.is_open:
@@ -209,21 +208,20 @@ async def live(context: RequestContext) -> web.StreamResponse:
 
 
 async def list_requests(context: RequestContext) -> web.StreamResponse:
-    tracker, key_name = context.service.tracker, context.key_name
-    total = len(tracker.running_of(key_name))
-    data = live_answers(tracker, key_name)
-    return context.json({"object": "list", "total": total, "data": data})
+    data = live_answers(context.running, context.service.tracker.clock_ns())
+    return context.json({"object": "list", "total": len(context.running), "data": data})
 
 
 async def cancel_request(context: RequestContext) -> web.StreamResponse:
     """Ends an answer by its id, or all answers to a request by its `X-Request-Id`.
 
     Whoever waits for an answer gets what there is so far. A client ends only answers to requests with its own API
-    key: `X-Request-Id` is for clients to choose, and ids of answers begin with it.
+    key, unless that has the scope for others: `X-Request-Id` is for clients to choose, and ids of answers begin
+    with it.
     """
     generator = context.service.ready_generator()
     wanted = context.path_argument
-    running = context.service.tracker.running_of(context.key_name)
+    running = context.running
     found = [wanted] if wanted in running else []
     found += [r.request_id for r in running.values() if r.client_request.id == wanted]
     if not found:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -164,9 +164,8 @@ class _Feed:
         }
 
 
-def live_answers(tracker: RequestTracker, key_name: str) -> list[dict[str, Any]]:
-    """The oldest running answers to requests with an API key, at most `MAX_ANSWERS`."""
-    now_ns = tracker.clock_ns()
+def live_answers(running: Mapping[str, RequestStatistics], now_ns: int) -> list[dict[str, Any]]:
+    """The oldest of running answers, at most `MAX_ANSWERS`. `now_ns` is the time on the clock of their tracker."""
     return [
         {
             "id": record.request_id,
@@ -179,7 +178,7 @@ def live_answers(tracker: RequestTracker, key_name: str) -> list[dict[str, Any]]
             "max_tokens": record.max_tokens,
             "age_s": round((now_ns - record.client_request.arrived_ns) / 1e9, 2),
         }
-        for record in islice(tracker.running_of(key_name).values(), MAX_ANSWERS)
+        for record in islice(running.values(), MAX_ANSWERS)
     ]
 
 

@@ -58,13 +58,13 @@ _OPENAI_ERROR = {
 _OTHER_ERROR = {"type": "object"}
 
 
-def document(table: Callable[[], Table], open_paths: Callable[[], frozenset[str]]) -> Any:
-    """The handler that describes the routes of a table. Both arguments are functions, as the handler itself is a
+def document(table: Callable[[], Table]) -> Any:
+    """The handler that describes the routes of a table. The argument is a function, as the handler itself is a
     route of the table."""
 
     @cache
     def encoded() -> bytes:
-        return msgspec.json.encode(describe(table(), open_paths()))
+        return msgspec.json.encode(describe(table()))
 
     async def openapi(context: RequestContext) -> web.StreamResponse:
         return context.text(encoded().decode(), "application/json")
@@ -72,8 +72,8 @@ def document(table: Callable[[], Table], open_paths: Callable[[], frozenset[str]
     return openapi
 
 
-def describe(table: Table, open_paths: frozenset[str]) -> dict[str, Any]:
-    """The document of all routes; `open_paths` need no API key."""
+def describe(table: Table) -> dict[str, Any]:
+    """The document of all routes."""
     routes = [route for methods in table.values() for route in methods.values()]
     types = {kind for route in routes for kind in (route.body, route.answer) if kind is not None}
     kinds = sorted(types, key=str)
@@ -87,7 +87,7 @@ def describe(table: Table, open_paths: frozenset[str]) -> dict[str, Any]:
             components[name]["properties"] = _arranged(kind, components[name])
     paths = {
         path.replace("*", "{id}"): {
-            method.lower(): _operation(path, method, route, references_of, path in open_paths)
+            method.lower(): _operation(path, method, route, references_of)
             for method, route in methods.items()
             if route.is_offered
         }
@@ -135,7 +135,7 @@ def _distinct(values: Sequence[object]) -> list[object]:
 
 
 def _operation(
-    path: str, method: str, route: Route, references: Mapping[Any, Any], is_open: bool
+    path: str, method: str, route: Route, references: Mapping[Any, Any]
 ) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{path.replace('*', 'id').replace('/', '_')}",
@@ -143,8 +143,8 @@ def _operation(
         "tags": [_tag(path)],
         "responses": _responses(path, method, route, references),
     }
-    if not is_open:
-        operation["security"] = [{}, {"key": []}]
+    if route.scopes:  # each alone is enough
+        operation["security"] = [{}, *({"key": [scope]} for scope in sorted(route.scopes))]
     if path.endswith("*"):
         place = {"name": "id", "in": "path", "required": True}
         operation["parameters"] = [{**place, "schema": {"type": "string", "minLength": 1}}]

@@ -12,10 +12,10 @@ from aiohttp import web
 from pagoda.api.body import parse_beside
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
-from pagoda.api.keys import NOBODY, ApiKey
+from pagoda.api.keys import NOBODY, ApiKey, Scope
 from pagoda.api.service import Service
 from pagoda.api.sse import EventStream, encode_json
-from pagoda.frontend.request_tracker import ClientRequest
+from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics
 
 T = TypeVar("T")
 
@@ -66,6 +66,17 @@ class RequestContext:
     def has_key(self) -> bool:
         """True if the client may use the server: its API key is known, or no key is needed."""
         return self.key is not None
+
+    @property
+    def scopes(self) -> frozenset[Scope]:
+        """Rights of the client; none without a key where one is needed."""
+        return frozenset() if self.key is None else self.key.scopes
+
+    @property
+    def running(self) -> Mapping[str, RequestStatistics]:
+        """Running answers that the client may list and end, by id, oldest first."""
+        tracker = self.service.tracker
+        return tracker.running if Scope.OTHERS in self.scopes else tracker.running_of(self.key_name)
 
     @property
     def key_name(self) -> str:

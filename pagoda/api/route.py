@@ -10,7 +10,17 @@ from aiohttp import web
 
 from pagoda.api.dialect import OPENAI, Dialect
 from pagoda.api.errors import ApiError
+from pagoda.api.keys import Scope
 from pagoda.api.request_context import RequestContext
+
+OPEN: frozenset[Scope] = frozenset()
+"""Needs no API key: monitoring need not be allowed to use the server, and pages ask for the key."""
+ANSWER = frozenset((Scope.ANSWER,))
+LOOK = frozenset((Scope.LOOK,))
+OPERATE = frozenset((Scope.OPERATE,))
+RUNNING = frozenset((Scope.ANSWER, Scope.OTHERS))
+"""Running requests: the client's own, or all."""
+ANY_KEY = frozenset((Scope.ANSWER, Scope.LOOK, Scope.OPERATE))
 
 Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
 
@@ -22,6 +32,8 @@ class Route:
     handler: Handler
     summary: str
     """One line for the documentation."""
+    scopes: frozenset[Scope]
+    """Scopes of which an API key needs one; `OPEN` needs no key."""
     body: Any = None
     """Type of the JSON body; None if the route takes no JSON."""
     answer: Any = None
@@ -41,9 +53,9 @@ class Route:
 
 
 def refused(reason: str, dialect: Dialect = OPENAI) -> Route:
-    """A route of another server that has no meaning here: 501 with the reason, a sentence."""
+    """A route that changes another server and has no meaning here: 501 with the reason, a sentence."""
 
     async def refuse(context: RequestContext) -> web.StreamResponse:
         raise ApiError(501, f"{context.http.path[:200]} is not supported: {reason}")
 
-    return Route(refuse, "Refused.", dialect=dialect, is_offered=False)
+    return Route(refuse, "Refused.", OPERATE, dialect=dialect, is_offered=False)

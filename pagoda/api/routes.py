@@ -25,7 +25,7 @@ from pagoda.api.openai.conversations.routes import ROUTES as CONVERSATION_ROUTES
 from pagoda.api.openai.responses.routes import ROUTES as RESPONSE_ROUTES
 from pagoda.api.openapi import document
 from pagoda.api.profile import StartBody, start_profile, stop_profile
-from pagoda.api.route import Route
+from pagoda.api.route import ANSWER, ANY_KEY, LOOK, OPEN, OPERATE, RUNNING, Route
 from pagoda.api.scoring.routes import ROUTES as SCORING_ROUTES
 from pagoda.api.sglang.routes import ROUTES as SGLANG_ROUTES
 from pagoda.api.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -33,30 +33,34 @@ from pagoda.api.vllm.routes import ROUTES as VLLM_ROUTES
 
 PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
-_page = Route(info.page, "A file of the page.", content_type="text/html", statuses=(404,))
-_ready = Route(info.health_ready, "Whether the model makes progress.", statuses=(503,))
-_models = Route(info.models, "The models that are served.", answer=ModelList)
+_page = Route(info.page, "A file of the page.", OPEN, content_type="text/html", statuses=(404,))
+_ready = Route(info.health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
+_models = Route(info.models, "The models that are served.", ANY_KEY, answer=ModelList)
 _bootstrap_room = Route(
-    info.bootstrap_room, "The place of KV, for decode servers.", statuses=(404,)
+    info.bootstrap_room, "The place of KV, for decode servers.", ANSWER, statuses=(404,)
 )
-_server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.")
+_server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.", ANSWER)
 _chat = Route(
-    chat_completions, "Answers a conversation.", ChatRequest, ChatCompletion, streams=True
+    chat_completions, "Answers a conversation.", ANSWER, ChatRequest, ChatCompletion, streams=True
 )
 _llama_chat = Route(
     partial(chat_completions, first_content=None),
     "Answers a conversation.",
+    ANSWER,
     ChatRequest,
     dialect=LLAMACPP_CHAT,
     streams=True,
 )
-_count_chat_tokens = Route(count_chat_tokens, "Counts the tokens of a conversation.", ChatRequest)
+_count_chat_tokens = Route(
+    count_chat_tokens, "Counts the tokens of a conversation.", ANSWER, ChatRequest
+)
 _start_profile = Route(
-    start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
+    start_profile, "Begins a trace.", OPERATE, StartBody, needs_body=False, statuses=(409,)
 )
 _load_adapter = Route(
     load_lora_adapter,
     "Loads an adapter.",
+    OPERATE,
     LoadLoraAdapter,
     content_type="text/plain",
     statuses=(403, 404),
@@ -64,48 +68,54 @@ _load_adapter = Route(
 _unload_adapter = Route(
     unload_lora_adapter,
     "Unloads an adapter.",
+    OPERATE,
     UnloadLoraAdapter,
     content_type="text/plain",
     statuses=(403, 404),
 )
-_stop_profile = Route(stop_profile, "Ends the trace.", statuses=(409,))
+_stop_profile = Route(stop_profile, "Ends the trace.", OPERATE, statuses=(409,))
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/": {"GET": _page},
     "/ui/*": {"GET": _page},
     "/health": {"GET": _ready},
-    "/health/live": {"GET": Route(info.health_live, "The process answers.")},
+    "/health/live": {"GET": Route(info.health_live, "The process answers.", OPEN)},
     "/health/ready": {"GET": _ready},
-    "/version": {"GET": Route(info.version, "The version of the server.")},
+    "/version": {"GET": Route(info.version, "The version of the server.", ANY_KEY)},
     "/bootstrap/rooms/*": {"GET": _bootstrap_room},
     "/server_info": {"GET": _server_info},
     "/get_server_info": {"GET": _server_info},
     "/v1/models": {"GET": _models},
-    "/v1/models/*": {"GET": Route(info.model, "One model.", answer=Model, statuses=(404,))},
-    "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.")},
+    "/v1/models/*": {
+        "GET": Route(info.model, "One model.", ANY_KEY, answer=Model, statuses=(404,))
+    },
+    "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.", LOOK)},
     "/v1/live": {
         "GET": Route(
-            info.live, "What the page shows, every second.", content_type="text/event-stream"
+            info.live, "What the page shows, every second.", LOOK, content_type="text/event-stream"
         )
     },
-    "/v1/requests": {"GET": Route(info.list_requests, "The client's running answers.")},
+    "/v1/requests": {"GET": Route(info.list_requests, "The client's running answers.", RUNNING)},
     "/v1/requests/*": {
-        "DELETE": Route(info.cancel_request, "Ends running answers.", statuses=(404,))
+        "DELETE": Route(info.cancel_request, "Ends running answers.", RUNNING, statuses=(404,))
     },
-    "/v1/hosts": {"GET": Route(info.list_hosts, "The hosts of a router.", statuses=(404,))},
+    "/v1/hosts": {"GET": Route(info.list_hosts, "The hosts of a router.", LOOK, statuses=(404,))},
     "/v1/hosts/*": {
-        "DELETE": Route(info.dismiss_host, "Lets a host of a router go.", statuses=(404,))
+        "DELETE": Route(info.dismiss_host, "Lets a host of a router go.", OPERATE, statuses=(404,))
     },
-    "/metrics": {"GET": Route(metrics, "Figures for Prometheus.", content_type=PLAIN_TEXT)},
+    "/metrics": {"GET": Route(metrics, "Figures for Prometheus.", LOOK, content_type=PLAIN_TEXT)},
     "/metrics/vllm": {
         "GET": Route(
             partial(metrics, aliases=True),
             "Figures for Prometheus, also under vLLM's names.",
+            LOOK,
             content_type=PLAIN_TEXT,
         )
     },
     "/v1/completions": {
-        "POST": Route(completions, "Continues texts.", CompletionRequest, Completion, streams=True)
+        "POST": Route(
+            completions, "Continues texts.", ANSWER, CompletionRequest, Completion, streams=True
+        )
     },
     "/v1/chat/completions": {"POST": _chat},
     "/v1/chat/completions/input_tokens": {"POST": _count_chat_tokens},
@@ -117,14 +127,14 @@ ROUTES: dict[str, dict[str, Route]] = {
     **CONVERSATION_ROUTES,
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
-    "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", TokenizeRequest)},
-    "/detokenize": {"POST": Route(detokenize, "Text of token ids.", DetokenizeRequest)},
+    "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", ANSWER, TokenizeRequest)},
+    "/detokenize": {"POST": Route(detokenize, "Text of token ids.", ANSWER, DetokenizeRequest)},
     "/openapi.json": {
-        "GET": Route(
-            document(lambda: ROUTES, lambda: OPEN_PATHS), "This description of the routes."
-        )
+        "GET": Route(document(lambda: ROUTES), "This description of the routes.", OPEN)
     },
-    "/docs": {"GET": Route(info.docs, "A page that shows the routes.", content_type="text/html")},
+    "/docs": {
+        "GET": Route(info.docs, "A page that shows the routes.", OPEN, content_type="text/html")
+    },
     **BATCH_ROUTES,
     **OLLAMA_ROUTES,
     **LLAMACPP_ROUTES,
@@ -137,10 +147,9 @@ ROUTES: dict[str, dict[str, Route]] = {
 }
 """Routes by path and method. A `*` at the end takes the rest of the path."""
 
-OPEN_PATHS: frozenset[str] = frozenset(
-    {
-        *("/", "/ui/*", "/health", "/health/live", "/health/ready", "/v1/health", "/ping"),
-        *("/health_generate", "/openapi.json", "/docs"),
-    }
+OPEN_PATHS = frozenset(
+    path
+    for path, methods in ROUTES.items()
+    if all(route.scopes == OPEN for route in methods.values())
 )
-"""Routes that need no API key: monitoring need not be allowed to use the server, and pages ask for the key."""
+"""Routes that need no API key."""

@@ -10,7 +10,7 @@ from template_texts import QWEN
 
 from pagoda.api.keys import ApiKeys
 from pagoda.api.openapi import describe
-from pagoda.api.routes import OPEN_PATHS, ROUTES
+from pagoda.api.routes import ROUTES
 
 
 def references(value: Any) -> list[str]:
@@ -35,13 +35,13 @@ async def test_it_is_open_and_complete(serve_api) -> None:
 
 
 def test_everything_that_is_referred_to_is_there() -> None:
-    spec = describe(ROUTES, OPEN_PATHS)
+    spec = describe(ROUTES)
     for reference in references(spec):
         assert reference.removeprefix("#/components/schemas/") in spec["components"]["schemas"]
 
 
 def test_bodies_are_those_of_the_types() -> None:
-    spec = describe(ROUTES, OPEN_PATHS)
+    spec = describe(ROUTES)
     body = spec["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
     schema = spec["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]
     assert "prompt" in schema["required"]
@@ -54,7 +54,7 @@ def test_bodies_are_those_of_the_types() -> None:
 
 
 def test_every_route_is_of_an_api_that_the_page_knows() -> None:
-    spec = describe(ROUTES, OPEN_PATHS)
+    spec = describe(ROUTES)
     tags = {one["tags"][0] for methods in spec["paths"].values() for one in methods.values()}
     assert tags == {"OpenAI", "Anthropic", "Ollama", "Server"}
 

@@ -12,7 +12,7 @@ from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import renamed
 from pagoda.api.request_context import RequestContext
-from pagoda.api.route import Route
+from pagoda.api.route import ANSWER, Route
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -67,6 +67,7 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(
             create_message,
             "Answers a conversation, as Anthropic's API does.",
+            ANSWER,
             MessagesRequest,
             dialect=ANTHROPIC,
             streams=True,
@@ -74,7 +75,11 @@ ROUTES: dict[str, dict[str, Route]] = {
     },
     "/v1/messages/count_tokens": {
         "POST": Route(
-            count_tokens, "Counts the tokens of a prompt.", CountTokensRequest, dialect=ANTHROPIC
+            count_tokens,
+            "Counts the tokens of a prompt.",
+            ANSWER,
+            CountTokensRequest,
+            dialect=ANTHROPIC,
         )
     },
 }

@@ -13,25 +13,27 @@ from pagoda.api.batches.handlers import (
     list_files,
     upload_file,
 )
-from pagoda.api.route import Route
+from pagoda.api.route import ANSWER, Route
 
 _OFF = (404,)
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/files": {
-        "GET": Route(list_files, "The client's files.", statuses=_OFF),
-        "POST": Route(upload_file, "Uploads a file.", statuses=_OFF),
+        "GET": Route(list_files, "The client's files.", ANSWER, statuses=_OFF),
+        "POST": Route(upload_file, "Uploads a file.", ANSWER, statuses=_OFF),
     },
     "/v1/files/*": {
-        "GET": Route(get_file, "A file, or with /content its bytes.", statuses=_OFF),
-        "DELETE": Route(delete_file, "Deletes a file.", statuses=(409, *_OFF)),
+        "GET": Route(get_file, "A file, or with /content its bytes.", ANSWER, statuses=_OFF),
+        "DELETE": Route(delete_file, "Deletes a file.", ANSWER, statuses=(409, *_OFF)),
     },
     "/v1/batches": {
-        "GET": Route(list_batches, "The client's batches.", statuses=_OFF),
-        "POST": Route(create_batch, "Answers the requests of a file.", CreateBatch, statuses=_OFF),
+        "GET": Route(list_batches, "The client's batches.", ANSWER, statuses=_OFF),
+        "POST": Route(
+            create_batch, "Answers the requests of a file.", ANSWER, CreateBatch, statuses=_OFF
+        ),
     },
     "/v1/batches/*": {
-        "GET": Route(get_batch, "A batch.", statuses=_OFF),
-        "POST": Route(cancel_batch, "Cancels a batch (/cancel).", statuses=(409, *_OFF)),
+        "GET": Route(get_batch, "A batch.", ANSWER, statuses=_OFF),
+        "POST": Route(cancel_batch, "Cancels a batch (/cancel).", ANSWER, statuses=(409, *_OFF)),
     },
 }

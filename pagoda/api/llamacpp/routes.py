@@ -7,28 +7,32 @@ from pagoda.api.llamacpp.completion import completion, infill
 from pagoda.api.llamacpp.dialect import LLAMACPP
 from pagoda.api.llamacpp.embedding import EmbeddingBody, embedding
 from pagoda.api.llamacpp.server import TemplateBody, adapters, apply_template, props, slots
-from pagoda.api.route import Route, refused
+from pagoda.api.route import ANSWER, Route, refused
 
 _completion = Route(
-    completion, "Continues prompts.", CompletionBody, dialect=LLAMACPP, streams=True
+    completion, "Continues prompts.", ANSWER, CompletionBody, dialect=LLAMACPP, streams=True
 )
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/completion": {"POST": _completion},
     "/completions": {"POST": _completion},
-    "/infill": {"POST": Route(infill, "Fills a gap.", InfillBody, dialect=LLAMACPP, streams=True)},
-    "/embedding": {"POST": Route(embedding, "Vectors of texts.", EmbeddingBody, dialect=LLAMACPP)},
+    "/infill": {
+        "POST": Route(infill, "Fills a gap.", ANSWER, InfillBody, dialect=LLAMACPP, streams=True)
+    },
+    "/embedding": {
+        "POST": Route(embedding, "Vectors of texts.", ANSWER, EmbeddingBody, dialect=LLAMACPP)
+    },
     "/apply-template": {
         "POST": Route(
-            apply_template, "The prompt of a conversation.", TemplateBody, dialect=LLAMACPP
+            apply_template, "The prompt of a conversation.", ANSWER, TemplateBody, dialect=LLAMACPP
         )
     },
     "/props": {
-        "GET": Route(props, "Properties of the server.", dialect=LLAMACPP),
+        "GET": Route(props, "Properties of the server.", ANSWER, dialect=LLAMACPP),
     },
-    "/slots": {"GET": Route(slots, "Sequences that run.", dialect=LLAMACPP)},
+    "/slots": {"GET": Route(slots, "Sequences that run.", ANSWER, dialect=LLAMACPP)},
     "/slots/*": {"POST": refused("all requests share one cache of prompts.", LLAMACPP)},
     "/lora-adapters": {
-        "GET": Route(adapters, "The adapters that are loaded.", dialect=LLAMACPP),
+        "GET": Route(adapters, "The adapters that are loaded.", ANSWER, dialect=LLAMACPP),
     },
 }

@@ -7,25 +7,33 @@ from pagoda.api.ollama.dialect import OLLAMA
 from pagoda.api.ollama.embeddings import EmbedBody, EmbeddingsBody, embed_prompt, embed_texts
 from pagoda.api.ollama.generate import chat, generate
 from pagoda.api.ollama.models import ShowBody, running, show, tags, version
-from pagoda.api.route import Route, refused
+from pagoda.api.route import ANSWER, ANY_KEY, Route, refused
 
 _operators = refused("the operator chooses the model when the server starts.", OLLAMA)
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/api/chat": {
-        "POST": Route(chat, "Answers a conversation.", ChatBody, dialect=OLLAMA, streams=True)
+        "POST": Route(
+            chat, "Answers a conversation.", ANSWER, ChatBody, dialect=OLLAMA, streams=True
+        )
     },
     "/api/generate": {
-        "POST": Route(generate, "Answers a prompt.", GenerateBody, dialect=OLLAMA, streams=True)
+        "POST": Route(
+            generate, "Answers a prompt.", ANSWER, GenerateBody, dialect=OLLAMA, streams=True
+        )
     },
-    "/api/embed": {"POST": Route(embed_texts, "Vectors of texts.", EmbedBody, dialect=OLLAMA)},
+    "/api/embed": {
+        "POST": Route(embed_texts, "Vectors of texts.", ANSWER, EmbedBody, dialect=OLLAMA)
+    },
     "/api/embeddings": {
-        "POST": Route(embed_prompt, "The vector of a text.", EmbeddingsBody, dialect=OLLAMA)
+        "POST": Route(embed_prompt, "The vector of a text.", ANSWER, EmbeddingsBody, dialect=OLLAMA)
     },
-    "/api/tags": {"GET": Route(tags, "The models.", dialect=OLLAMA)},
-    "/api/ps": {"GET": Route(running, "The models in memory.", dialect=OLLAMA)},
-    "/api/show": {"POST": Route(show, "One model.", ShowBody, dialect=OLLAMA, statuses=(404,))},
-    "/api/version": {"GET": Route(version, "The version.", dialect=OLLAMA)},
+    "/api/tags": {"GET": Route(tags, "The models.", ANY_KEY, dialect=OLLAMA)},
+    "/api/ps": {"GET": Route(running, "The models in memory.", ANY_KEY, dialect=OLLAMA)},
+    "/api/show": {
+        "POST": Route(show, "One model.", ANSWER, ShowBody, dialect=OLLAMA, statuses=(404,))
+    },
+    "/api/version": {"GET": Route(version, "The version.", ANY_KEY, dialect=OLLAMA)},
     "/api/pull": {"POST": _operators},
     "/api/push": {"POST": _operators},
     "/api/create": {"POST": _operators},

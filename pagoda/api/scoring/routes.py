@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from pagoda.api.openai.answers import Embeddings, Scores
-from pagoda.api.route import Route
+from pagoda.api.route import ANSWER, Route
 from pagoda.api.scoring.embeddings import EmbeddingRequest, embeddings, pooling
 from pagoda.api.scoring.generative import GenerativeScoringRequest, generative_scoring
 from pagoda.api.scoring.rerank import RerankRequest, ScoreRequest, rerank, score
 
-_embeddings = Route(embeddings, "Vectors of texts.", EmbeddingRequest, Embeddings)
-_score = Route(score, "Scores of pairs of texts.", ScoreRequest, Scores)
-_rerank = Route(rerank, "Documents by their scores against a query.", RerankRequest)
+_embeddings = Route(embeddings, "Vectors of texts.", ANSWER, EmbeddingRequest, Embeddings)
+_score = Route(score, "Scores of pairs of texts.", ANSWER, ScoreRequest, Scores)
+_rerank = Route(rerank, "Documents by their scores against a query.", ANSWER, RerankRequest)
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/embeddings": {"POST": _embeddings},
     "/embeddings": {"POST": _embeddings},
-    "/pooling": {"POST": Route(pooling, "Vectors of texts, as vLLM has it.", EmbeddingRequest)},
+    "/pooling": {
+        "POST": Route(pooling, "Vectors of texts, as vLLM has it.", ANSWER, EmbeddingRequest)
+    },
     "/generative_scoring": {
         "POST": Route(
             generative_scoring,
             "Probabilities of labels behind items.",
+            ANSWER,
             GenerativeScoringRequest,
             Scores,
         )

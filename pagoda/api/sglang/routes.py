@@ -6,7 +6,7 @@ from aiohttp import web
 
 from pagoda.api.info import health_ready
 from pagoda.api.request_context import RequestContext
-from pagoda.api.route import Route, refused
+from pagoda.api.route import ANSWER, OPEN, Route, refused
 from pagoda.api.sglang.bodies import GenerateBody
 from pagoda.api.sglang.generate import generate
 
@@ -29,13 +29,15 @@ async def model_info(context: RequestContext) -> web.StreamResponse:
     )
 
 
-_model_info = Route(model_info, "The model, in SGLang's words.")
-_health = Route(health_ready, "Whether the model makes progress.", statuses=(503,))
+_model_info = Route(model_info, "The model, in SGLang's words.", ANSWER)
+_health = Route(health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
 _stays = refused("weights stay as they were loaded.")
 _cached = refused("cache_salt keeps requests apart.")
 
 ROUTES: dict[str, dict[str, Route]] = {
-    "/generate": {"POST": Route(generate, "Continues prompts.", GenerateBody, streams=True)},
+    "/generate": {
+        "POST": Route(generate, "Continues prompts.", ANSWER, GenerateBody, streams=True)
+    },
     "/get_model_info": {"GET": _model_info},
     "/model_info": {"GET": _model_info},
     "/health_generate": {"GET": _health},

@@ -5,34 +5,36 @@ from __future__ import annotations
 from pagoda.api.info import health_ready
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
 from pagoda.api.profile import StartBody, start_profile, stop_profile
-from pagoda.api.route import Route, refused
+from pagoda.api.route import ANSWER, LOOK, OPEN, OPERATE, Route, refused
 from pagoda.api.vllm.server import chat_batch, invocations, server_load, tokenizer_info
 from pagoda.api.vllm.tokens import TokensBody, generate_tokens, render_chat, render_completion
 
-_ping = Route(health_ready, "Whether the model makes progress.", statuses=(503,))
+_ping = Route(health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
 _stays = refused("the model stays loaded as long as the server runs.")
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/ping": {"GET": _ping, "POST": _ping},
-    "/load": {"GET": Route(server_load, "The number of requests under way.")},
-    "/tokenizer_info": {"GET": Route(tokenizer_info, "The tokenizer.")},
-    "/invocations": {"POST": Route(invocations, "Answers a chat or a completion.", streams=True)},
+    "/load": {"GET": Route(server_load, "The number of requests under way.", LOOK)},
+    "/tokenizer_info": {"GET": Route(tokenizer_info, "The tokenizer.", ANSWER)},
+    "/invocations": {
+        "POST": Route(invocations, "Answers a chat or a completion.", ANSWER, streams=True)
+    },
     "/inference/v1/generate": {
-        "POST": Route(generate_tokens, "Continues token ids.", TokensBody, streams=True)
+        "POST": Route(generate_tokens, "Continues token ids.", ANSWER, TokensBody, streams=True)
     },
     "/v1/completions/render": {
-        "POST": Route(render_completion, "The tokens of prompts.", CompletionRequest)
+        "POST": Route(render_completion, "The tokens of prompts.", ANSWER, CompletionRequest)
     },
     "/v1/chat/completions/render": {
-        "POST": Route(render_chat, "The tokens of a conversation.", ChatRequest)
+        "POST": Route(render_chat, "The tokens of a conversation.", ANSWER, ChatRequest)
     },
-    "/v1/chat/completions/batch": {"POST": Route(chat_batch, "Answers conversations.")},
+    "/v1/chat/completions/batch": {"POST": Route(chat_batch, "Answers conversations.", ANSWER)},
     "/start_profile": {
         "POST": Route(
-            start_profile, "Begins a trace.", StartBody, needs_body=False, statuses=(409,)
+            start_profile, "Begins a trace.", OPERATE, StartBody, needs_body=False, statuses=(409,)
         )
     },
-    "/stop_profile": {"POST": Route(stop_profile, "Ends the trace.", statuses=(409,))},
+    "/stop_profile": {"POST": Route(stop_profile, "Ends the trace.", OPERATE, statuses=(409,))},
     "/sleep": {"POST": _stays},
     "/wake_up": {"POST": _stays},
     "/is_sleeping": {"GET": _stays},

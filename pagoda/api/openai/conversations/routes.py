@@ -19,7 +19,7 @@ from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.items import kept_items, page_of_items
 from pagoda.api.openai.responses.translation import ChatTranslation
 from pagoda.api.request_context import RequestContext
-from pagoda.api.route import Route
+from pagoda.api.route import ANSWER, Route
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_MESSAGES
 
@@ -125,16 +125,17 @@ def _checked(body: ConversationBody) -> list[Item]:
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/conversations": {
-        "POST": Route(create_conversation, "Begins a conversation.", ConversationBody)
+        "POST": Route(create_conversation, "Begins a conversation.", ANSWER, ConversationBody)
     },
     "/v1/conversations/*": {
-        "GET": Route(get_conversation, "A conversation, or its items.", statuses=(404,)),
+        "GET": Route(get_conversation, "A conversation, or its items.", ANSWER, statuses=(404,)),
         "POST": Route(
             change_conversation,
             "Sets metadata, or adds items.",
+            ANSWER,
             ConversationBody,
             statuses=(404,),
         ),
-        "DELETE": Route(delete_conversation, "Forgets a conversation.", statuses=(404,)),
+        "DELETE": Route(delete_conversation, "Forgets a conversation.", ANSWER, statuses=(404,)),
     },
 }

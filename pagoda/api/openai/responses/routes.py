@@ -19,7 +19,7 @@ from pagoda.api.openai.responses.items import page_of_items, query_number
 from pagoda.api.openai.responses.store import StoredResponse
 from pagoda.api.openai.responses.translation import ChatTranslation, chat_request
 from pagoda.api.request_context import RequestContext
-from pagoda.api.route import Route
+from pagoda.api.route import ANSWER, Route
 from pagoda.api.sse import EventStream, encode_json
 from pagoda.errors import refuse
 
@@ -136,17 +136,20 @@ ROUTES: dict[str, dict[str, Route]] = {
         "POST": Route(
             create_response,
             "Makes a response.",
+            ANSWER,
             ResponsesRequest,
             dialect=RESPONSES,
             streams=True,
         )
     },
     "/v1/responses/input_tokens": {
-        "POST": Route(count_input_tokens, "Counts the tokens of an input.", InputTokensRequest)
+        "POST": Route(
+            count_input_tokens, "Counts the tokens of an input.", ANSWER, InputTokensRequest
+        )
     },
     "/v1/responses/*": {
-        "GET": Route(get_response, "A response, or its input items.", statuses=(404,)),
-        "POST": Route(change_response, "Cancels a background response.", statuses=(404,)),
-        "DELETE": Route(delete_response, "Forgets a response.", statuses=(404,)),
+        "GET": Route(get_response, "A response, or its input items.", ANSWER, statuses=(404,)),
+        "POST": Route(change_response, "Cancels a background response.", ANSWER, statuses=(404,)),
+        "DELETE": Route(delete_response, "Forgets a response.", ANSWER, statuses=(404,)),
     },
 }
