@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -86,18 +87,21 @@ def room_of(body: GenerationFields, role: Role, hosts: Sequence[str]) -> int | N
     return body.bootstrap_room
 
 
-async def ask(body: GenerationFields, authorization: str) -> KVSource | None:
-    """The place of a prompt's KV, asked of the prefill server; None if it does not say, and the prompt is
-    computed."""
-    url = (
-        f"http://{body.bootstrap_host}:{body.bootstrap_port}/bootstrap/rooms/{body.bootstrap_room}"
-    )
+async def ask(
+    body: GenerationFields, authorization: str, tls: ssl.SSLContext | None
+) -> KVSource | None:
+    """The place of a prompt's KV, asked of the prefill server, by https with `tls`; None if it does not say, and
+    the prompt is computed."""
+    scheme = "http" if tls is None else "https"
+    url = f"{scheme}://{body.bootstrap_host}:{body.bootstrap_port}/bootstrap/rooms/{body.bootstrap_room}"
     headers = {"Authorization": authorization} if authorization else {}
     try:
         limit = aiohttp.ClientTimeout(total=_ASK_S)
         async with (
             aiohttp.ClientSession(timeout=limit) as session,
-            session.get(url, headers=headers, allow_redirects=False) as answer,
+            session.get(
+                url, headers=headers, allow_redirects=False, ssl=True if tls is None else tls
+            ) as answer,
         ):
             if answer.status != 200:
                 _log.warning("%s does not say where the KV is: %d", url, answer.status)

@@ -194,7 +194,11 @@ async def prepare(
         handoff = Handoff()
     room = room_of(body, role, caller.service.config.bootstrap_hosts)
     if room is not None:
-        source = None if role.holds_kv else await ask(body, caller.authorization)
+        source = (
+            None
+            if role.holds_kv
+            else await ask(body, caller.authorization, caller.service.config.bootstrap_tls)
+        )
         handoff = Handoff(role.holds_kv, source)
     if handoff != Handoff() and len(prompts) != 1:
         refuse("prompt", "must be a single prompt with kv_transfer_params")

@@ -16,6 +16,7 @@ from pagoda.api.app import ApiServer
 from pagoda.api.batches.files import DEFAULT_MAX_BYTES, FileStore
 from pagoda.api.batches.runner import BatchRunner
 from pagoda.api.file_watch import FileWatch, WatchedFiles
+from pagoda.api.listener import Listener
 from pagoda.api.service import ApiConfig, Service
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
@@ -24,6 +25,7 @@ from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import start_generator
 from pagoda.frontend.trace_control import TraceControl
+from pagoda.ipc.tls import ServerTls
 from pagoda.messages.frontend import EngineReady
 from pagoda.telemetry.trace_ending import EXIT_S
 from pagoda.telemetry.tracer import TraceLevel, Tracer
@@ -51,6 +53,8 @@ class ServerConfig:
     """Seconds that running requests may take to finish after SIGTERM."""
     watched: Sequence[WatchedFiles] = ()
     """Files that are read again when they change."""
+    tls: ServerTls | None = None
+    """Certificates of HTTPS; None listens for plain HTTP."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ async def _close_batches(service: Service) -> None:
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
-    site = web.TCPSite(runner, server.host, server.port, backlog=1024)
+    tls = None if server.tls is None else server.tls.context
+    site = Listener(runner, server.host.strip("[]"), server.port, tls)
     try:
         await site.start()
     except OSError as error:
@@ -163,9 +168,7 @@ async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
         ) from None
     except OverflowError:
         raise ConfigError(f"--port must be from 0 to 65535, got {server.port}.") from None
-    port = runner.addresses[0][1]
-    host = f"[{server.host}]" if ":" in server.host else server.host
-    return f"http://{host}:{port}"
+    return site.name
 
 
 class _Signals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class ApiConfig:
     """Unknown fields of bodies are noted here and ignored; None refuses them."""
     bootstrap_hosts: Sequence[str] = ()
     """Prefill servers that requests with `bootstrap_room` may name."""
+    bootstrap_tls: ssl.SSLContext | None = None
+    """Certificates by which these are asked; None asks them by plain HTTP."""
     always_usage: bool = False
     """Events of streams have their usage so far if the client has no `stream_options`, and streams end with it."""
     tokens_as_ids: bool = False

@@ -12,7 +12,7 @@ from pagoda.cli import output
 from pagoda.cli.answer import AnswerPrinter, Outcome, ask
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS
-from pagoda.cli.options import AnswerOptions, GeneralOptions, SamplingOptions
+from pagoda.cli.options import AnswerOptions, GeneralOptions, SamplingOptions, TrustOptions
 from pagoda.errors import PagodaError
 from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
 
@@ -33,6 +33,7 @@ def chat(
     answer: AnswerOptions = AnswerOptions(),
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),
+    trust: TrustOptions = TrustOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Talk with a model; every line is a message. Reads piped lines too.
@@ -45,7 +46,7 @@ def chat(
     """
     general.apply()
     parallel.check_prompts_at_once(1)
-    with connect(model, base_url, api_key, engine, parallel) as (runner, connection):
+    with connect(model, base_url, api_key, engine, parallel, trust) as (runner, connection):
         parameters = {**sampling.body(), **answer.body(engine.seed)}
         conversation = _Conversation(connection, parameters, system)
         if sys.stdin.isatty():

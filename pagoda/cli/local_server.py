@@ -20,6 +20,7 @@ from pagoda.api.keys import ApiKeys
 from pagoda.api.service import ApiConfig, Service
 from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.options import TrustOptions
 from pagoda.frontend import event_loop
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.frontend.fleet import Fleet
@@ -43,6 +44,7 @@ def connect(
     api_key: str | None,
     engine: EngineOptions,
     parallel: ParallelOptions,
+    trust: TrustOptions = TrustOptions(),
 ) -> Iterator[tuple[asyncio.Runner, Connection]]:
     """A connection to the server at `base_url`, or without it to one of our own that loads `model`.
 
@@ -52,7 +54,9 @@ def connect(
     Raises ConfigError if the server cannot be reached or the model cannot be loaded, ServerError if the server at
     `base_url` serves no model.
     """
-    opened = _remote(base_url, model, api_key) if base_url else _local(model, engine, parallel)
+    opened = (
+        _remote(base_url, model, api_key, trust) if base_url else _local(model, engine, parallel)
+    )
     with event_loop.runner() as runner:
         connection = runner.run(opened.__aenter__())
         try:
@@ -63,9 +67,9 @@ def connect(
 
 @contextlib.asynccontextmanager
 async def _remote(
-    base_url: str, model: str | None, api_key: str | None
+    base_url: str, model: str | None, api_key: str | None, trust: TrustOptions
 ) -> AsyncIterator[Connection]:
-    async with OpenAIClient(base_url, api_key) as client:
+    async with OpenAIClient(base_url, api_key, trust.context) as client:
         yield Connection(client, model or await client.first_model())
 
 

@@ -6,6 +6,7 @@ thousands of events a second, so that the load it measures is the server's, not 
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 
@@ -93,22 +94,26 @@ _decode_answer = msgspec.json.Decoder(Answer).decode
 class OpenAIClient:
     """Requests to one server. Used as an async context manager.
 
-    `base_url` is the server's address, with or without `/v1`.
+    `base_url` is the server's address, with or without `/v1`; `tls` is for https with other authorities than
+    those of the machine.
     """
 
-    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         if not self._base_url.startswith(("http://", "https://")):
             raise ConfigError(f"--base-url must begin with http:// or https://, got {base_url}.")
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._tls = tls
         self._session: aiohttp.ClientSession
         """Opened by the context."""
 
     async def __aenter__(self) -> OpenAIClient:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
             headers=self._headers,
             read_bufsize=_READ_BUFFER_BYTES,
@@ -215,6 +220,10 @@ class OpenAIClient:
     def _unreachable(self, error: aiohttp.ClientError) -> PagodaError:
         if isinstance(error, aiohttp.InvalidURL):
             return ConfigError(f"--base-url is not a URL: {self._base_url}.")
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return ConfigError(
+                f"The certificate of {self._base_url} is not trusted; --ssl-ca-certs names its authorities."
+            )
         if isinstance(error, aiohttp.ClientConnectorError):
             reason = error.os_error.strerror or str(error.os_error)
             return ConfigError(f"Cannot reach a server at {self._base_url}: {reason}.")

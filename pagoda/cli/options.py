@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import ssl
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
@@ -13,6 +14,7 @@ from cyclopts.validators import Number
 from pagoda.errors import ConfigError
 from pagoda.files import read_file
 from pagoda.frontend.constraints import grammar_of
+from pagoda.ipc.tls import TlsFiles, client_context
 from pagoda.telemetry.logging import (
     LOG_FORMAT_ENV,
     LOG_LEVEL_ENV,
@@ -44,6 +46,43 @@ class GeneralOptions:
         os.environ[LOG_LEVEL_ENV] = level
         os.environ[LOG_FORMAT_ENV] = self.log_format
         configure_logging(level, log_format=self.log_format)
+
+
+@Parameter(name="*", group=Group("TLS", sort_key=70))
+@dataclass(frozen=True, kw_only=True)
+class TrustOptions:
+    """Certificates of a client of https."""
+
+    ssl_ca_certs: Path | None = None
+    """A PEM file of the authorities by which the server is known, instead of those of this machine."""
+    ssl_certfile: Path | None = None
+    """A PEM file with the certificate to show to a server that asks for one."""
+    ssl_keyfile: Path | None = None
+    """The PEM file of its key, if that is not in the same file."""
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """Raises ConfigError: a file cannot be used."""
+        return client_context(tls_files(self))
+
+
+class SslFlags(Protocol):
+    """Options of servers and of clients."""
+
+    @property
+    def ssl_certfile(self) -> Path | None: ...
+    @property
+    def ssl_keyfile(self) -> Path | None: ...
+    @property
+    def ssl_ca_certs(self) -> Path | None: ...
+
+
+def tls_files(flags: SslFlags) -> TlsFiles:
+    """The files that the flags name. Raises ConfigError: a key has no certificate."""
+    names = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")
+    files = TlsFiles(flags.ssl_certfile, flags.ssl_keyfile, flags.ssl_ca_certs, names)
+    files.check()
+    return files
 
 
 @Parameter(name="*", group=Group("Sampling", sort_key=30))

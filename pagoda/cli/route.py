@@ -22,6 +22,7 @@ from pagoda.frontend.fleet import Fleet, RouterConfig
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.prefill_decode import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.ipc.tls import TlsFiles
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 
@@ -35,7 +36,7 @@ class RouterOptions:
 
     join_listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
     """The address at which hosts join with --join; port 0 takes a free one; by default 127.0.0.1:5600."""
-    discovery: Annotated[str | None, Parameter(metavar="FILE|etcd://HOST:PORT/PREFIX")] = None
+    discovery: Annotated[str | None, Parameter(metavar="FILE|etcd[s]://HOST:PORT/PREFIX")] = None
     """Find hosts elsewhere: in a file with one HOST:PORT a line, or in an etcd that hosts join."""
     policy: PolicyName = DEFAULT_POLICY
     """The rule that chooses a host for each request; see --data-parallel-policy of pagoda serve."""
@@ -48,11 +49,11 @@ class RouterOptions:
     no_replica_timeout: Seconds = DEFAULT_NO_REPLICA_TIMEOUT_S
     """Seconds that a request waits while no host takes requests; then it is refused with 503."""
 
-    def discover(self, keys: CurveKeys) -> Discover:
+    def discover(self, keys: CurveKeys, etcd_files: TlsFiles) -> Discover:
         """Raises ConfigError if the flags name no way to find hosts."""
         if self.discovery is not None and self.join_listen is not None:
             raise ConfigError("--discovery and --join-listen exclude each other.")
-        return discovering(self.discovery, self.join_listen or _JOIN_LISTEN, keys)
+        return discovering(self.discovery, self.join_listen or _JOIN_LISTEN, keys, etcd_files)
 
 
 def route(
@@ -75,7 +76,7 @@ def route(
     files = resolve_model(model)
     keys = join.keys("pagoda route")
     routed = RouterConfig(
-        discover=router.discover(keys),
+        discover=router.discover(keys, join.etcd_files),
         keys=keys,
         model=files.served_name,
         model_digest=model_digest(files),

@@ -29,13 +29,13 @@ from pagoda.api.service import ApiConfig
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, ModelFiles
 from pagoda.cli import output
-from pagoda.cli.options import GeneralOptions, Seconds
+from pagoda.cli.options import GeneralOptions, Seconds, tls_files
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.engine.config import EngineConfig, KVTiersConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend import event_loop
 from pagoda.frontend.answer_formats import AUTO, ParserChoice
-from pagoda.frontend.discovery.addresses import Advertised
+from pagoda.frontend.discovery.addresses import Advertised, etcd_files
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.engine_options import (
     EngineOptions,
@@ -51,6 +51,7 @@ from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import format_bytes
+from pagoda.ipc.tls import ServerTls, TlsFiles, client_context
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -83,6 +84,12 @@ class ServerOptions:
     api_keys_file: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Refuse requests without one of the keys that `pagoda keys add` has put into this file. Changes of the file
     count within seconds."""
+    ssl_certfile: Path | None = None
+    """Serve https with the certificate in this PEM file, which is read again when it changes."""
+    ssl_keyfile: Path | None = None
+    """The PEM file of the certificate's key, if that is not in the same file."""
+    ssl_ca_certs: Path | None = None
+    """Take only clients with a certificate of the authorities in this PEM file (mutual TLS)."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     default_chat_template_kwargs: Annotated[str, Parameter(metavar="JSON", show_default=False)] = ""
@@ -108,7 +115,8 @@ class ServerOptions:
     bootstrap_hosts: Annotated[
         tuple[str, ...], Parameter(metavar="HOST", negative=(), show_default=False)
     ] = ()
-    """A prefill server that sglang-router's requests to this decode server may name; may be repeated."""
+    """A prefill server that sglang-router's requests to this decode server may name; may be repeated. It is
+    asked by https if this server has --ssl-certfile."""
     enable_force_include_usage: bool = False
     """End every stream with its usage, and give it in each event where there are no stream_options."""
     return_tokens_as_token_ids: bool = False
@@ -167,6 +175,9 @@ class ServerOptions:
         if root and not root.startswith("/"):
             raise ConfigError(f"--root-path must begin with /, got {self.root_path!r}.")
         keys, watched = self._keys()
+        tls = self._tls()
+        if tls is not None:
+            watched.append(WatchedFiles(tls.paths, tls.reload))
         api = ApiConfig(
             served_model_name=self.name(files),
             model_aliases=self.served_model_name[1:],
@@ -177,6 +188,7 @@ class ServerOptions:
             root_path=root,
             unknown_fields=UnknownFields() if self.unknown_fields == "warn" else None,
             bootstrap_hosts=self.bootstrap_hosts,
+            bootstrap_tls=None if tls is None else client_context(tls_files(self)),
             always_usage=self.enable_force_include_usage,
             tokens_as_ids=self.return_tokens_as_token_ids,
             vllm_metrics=self.vllm_metrics,
@@ -190,14 +202,20 @@ class ServerOptions:
             _bytes_of("--files-max-bytes", self.files_max_bytes),
             self.drain_timeout,
             watched,
+            tls,
         )
 
-    def _keys(self) -> tuple[ApiKeys, Sequence[WatchedFiles]]:
+    def _tls(self) -> ServerTls | None:
+        """None for plain HTTP. Raises ConfigError: a file cannot be used."""
+        files = tls_files(self)
+        return ServerTls(files) if files.paths else None
+
+    def _keys(self) -> tuple[ApiKeys, list[WatchedFiles]]:
         """The keys, and their file, which is read again when it changes.
         Raises ConfigError: a key or the file is wrong."""
         path = self.api_keys_file
         if path is None:
-            return ApiKeys(self.api_key), ()
+            return ApiKeys(self.api_key), []
         keys = ApiKeys(self.api_key, in_file=())
         return keys, [WatchedFiles([path], lambda: keys.replace_file(read_keys(path)))]
 
@@ -217,10 +235,18 @@ def _bytes_of(flag: str, given: int | str) -> int:
 class JoinOptions:
     """Routers that this server works for, besides its own API."""
 
-    join: Annotated[str | None, Parameter(metavar="HOST:PORT,...|etcd://HOST:PORT/PREFIX")] = None
+    join: Annotated[str | None, Parameter(metavar="HOST:PORT,...|etcd[s]://HOST:PORT/PREFIX")] = (
+        None
+    )
     """Routers (pagoda route) that may send requests here, or an etcd in which they look for hosts."""
     cluster_key_file: Path | None = None
     """A file with the secret that hosts and routers share."""
+    etcd_cacert: Path | None = None
+    """A PEM file of the authorities by which an etcd at etcds://... is known, instead of those of this machine."""
+    etcd_cert: Path | None = None
+    """A PEM file with the certificate to show to etcd (mutual TLS)."""
+    etcd_key: Path | None = None
+    """The PEM file of its key, if that is not in the same file."""
     advertise: Annotated[str, Parameter(metavar="HOST[:PORT]")] = "127.0.0.1"
     """The address of this machine at which routers reach it; without a port a free one is taken."""
 
@@ -242,13 +268,17 @@ class JoinOptions:
             spans.follow(tracker)
         keys = self.keys("--join" if self.join is not None else "--advertise with a port")
         return JoinConfig(
-            register=registering(self.join, keys),
+            register=registering(self.join, keys, self.etcd_files),
             keys=keys,
             advertised=Advertised.parse(self.advertise),
             model=files.served_name,
             model_digest=model_digest(files),
             tracker=tracker,
         )
+
+    @property
+    def etcd_files(self) -> TlsFiles:
+        return etcd_files(self.etcd_cert, self.etcd_key, self.etcd_cacert)
 
     def keys(self, user: str) -> CurveKeys:
         """Raises ConfigError if --cluster-key-file, which `user` needs, is missing or holds no secret."""

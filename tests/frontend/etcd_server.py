@@ -10,6 +10,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+from certificates import Certificates
 from debian_programs import debian_program
 from ports import free_ports
 
@@ -19,8 +20,10 @@ _START_TIMEOUT_S = 20.0
 class EtcdServer:
     """Starts at once; without an etcd the test is skipped."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, certificates: Certificates | None = None) -> None:
+        """With `certificates` clients need one, too."""
         self._directory = directory
+        self._certificates = certificates
         ports = free_ports(2)
         self.address, self._peer = (f"127.0.0.1:{port}" for port in ports)
         self._process: subprocess.Popen[bytes] | None = None
@@ -28,7 +31,8 @@ class EtcdServer:
 
     def start(self) -> None:
         """Returns when it answers."""
-        client, peer = f"http://{self.address}", f"http://{self._peer}"
+        scheme = "http" if self._certificates is None else "https"
+        client, peer = f"{scheme}://{self.address}", f"http://{self._peer}"
         self._process = subprocess.Popen(
             [
                 debian_program("etcd", package="etcd-server"),
@@ -36,6 +40,7 @@ class EtcdServer:
                 *("--listen-client-urls", client, "--advertise-client-urls", client),
                 *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
                 *("--initial-cluster", f"default={peer}", "--heartbeat-interval", "20"),
+                *self._tls_flags(),
                 *("--election-timeout", "200", "--log-level", "error", "--logger", "zap"),
             ],
             env=_environment(),
@@ -57,9 +62,22 @@ class EtcdServer:
         self.kill()
         shutil.rmtree(self._directory)
 
+    def _tls_flags(self) -> list[str]:
+        if self._certificates is None:
+            return []
+        files = self._certificates
+        return [
+            *("--cert-file", str(files.certificate), "--key-file", str(files.key)),
+            *("--trusted-ca-file", str(files.authority), "--client-cert-auth"),
+        ]
+
     def _answers(self) -> bool:
+        scheme, context = "http", None
+        if self._certificates is not None:
+            scheme, context = "https", self._certificates.client_context()
+        url = f"{scheme}://{self.address}/health"
         try:
-            with urllib.request.urlopen(f"http://{self.address}/health", timeout=1) as answer:
+            with urllib.request.urlopen(url, timeout=1, context=context) as answer:
                 return b"true" in answer.read()
         except OSError:
             return False

@@ -10,12 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
+from certificates import Certificates
 from etcd_server import EtcdServer
 from linked_hosts import Host, Router, until
 from scripted_endpoint import ScriptedEndpoint
 
+from pagoda.errors import ConfigError
 from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.discovery.addresses import EtcdPlace
+from pagoda.frontend.discovery.addresses import EtcdPlace, etcd_files
 from pagoda.frontend.discovery.etcd import EtcdDiscovery, EtcdRegistration
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError
 from pagoda.messages.hosts import HostRecord
@@ -300,3 +302,47 @@ async def test_a_host_of_etcd_is_dismissed_through_one_router_for_both(place: Pl
         for router in (one, other):
             await router.until_hosts(0)
     await host.close()
+
+
+# ---- TLS
+
+
+async def test_hosts_are_found_over_mutual_tls(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other = Certificates(tmp_path / "own"), Certificates(tmp_path / "other")
+    server = EtcdServer(tmp_path / "etcd", own)
+    url = f"etcds://{server.address}/pagoda"
+
+    def place(certificates: Certificates, *, shows: bool = True) -> EtcdPlace:
+        shown = (certificates.certificate, certificates.key) if shows else (None, None)
+        return EtcdPlace.parse(url, "--join", etcd_files(*shown, certificates.authority))
+
+    try:
+        view = View(place(own))
+        registration = EtcdRegistration(place(own), record("a"))
+        await view.until("a")
+        await registration.close()
+        await view.until()
+        await view.close()
+        for wrong, reason in (
+            (place(other), f"the certificate of {server.address} is not trusted"),
+            (place(own, shows=False), "cannot be reached"),
+        ):
+            stranger = View(wrong)
+            await until(lambda reason=reason: reason in caplog.text)
+            assert stranger.ids == set()
+            await stranger.close()
+    finally:
+        server.kill()
+
+
+def test_flags_of_tls_are_checked(tmp_path: Path) -> None:
+    own = Certificates(tmp_path)
+    files = etcd_files(own.certificate, own.key, own.authority)
+    with pytest.raises(ConfigError, match="need --join etcds://"):
+        EtcdPlace.parse("etcd://h:1/p", "--join", files)
+    with pytest.raises(ConfigError, match="--etcd-key needs --etcd-cert"):
+        EtcdPlace.parse("etcds://h:1/p", "--join", etcd_files(None, own.key, None))
+    with pytest.raises(ConfigError, match=r"--etcd-cacert: .*/key.pem cannot be used"):
+        EtcdPlace.parse("etcds://h:1/p", "--join", etcd_files(None, None, own.key))

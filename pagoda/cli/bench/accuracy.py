@@ -16,7 +16,7 @@ from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.files import write_json
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import PATHS
-from pagoda.cli.options import Count, GeneralOptions
+from pagoda.cli.options import Count, GeneralOptions, TrustOptions
 from pagoda.errors import PagodaError
 from pagoda.frontend.engine_options import EngineOptions, ParallelOptions
 
@@ -51,6 +51,7 @@ def accuracy(
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),
+    trust: TrustOptions = TrustOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Ask held-out questions and report the share of right answers for each skill.
@@ -68,7 +69,7 @@ def accuracy(
     general.apply()
     asked = load_questions(questions, skill)
     parallel.check_prompts_at_once(min(concurrency, len(asked)))
-    with connect(model, base_url, api_key, engine, parallel) as (runner, connection):
+    with connect(model, base_url, api_key, engine, parallel, trust) as (runner, connection):
         grades = runner.run(grade_all(connection, asked, concurrency))
     scores = score_by_skill(grades)
     overall = Score(sum(grade.correct for grade in grades), len(grades))

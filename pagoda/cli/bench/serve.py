@@ -29,7 +29,7 @@ from pagoda.cli.bench.metrics import Distribution, Goal, Report, parse_goal, sum
 from pagoda.cli.bench.sampling import LoadSampling
 from pagoda.cli.files import write_json
 from pagoda.cli.openai_client import OpenAIClient
-from pagoda.cli.options import Count, GeneralOptions, Length
+from pagoda.cli.options import Count, GeneralOptions, Length, TrustOptions
 from pagoda.errors import ConfigError
 from pagoda.frontend import event_loop
 
@@ -95,6 +95,7 @@ def serve(
     requests: RequestOptions = RequestOptions(),
     sampling: LoadSampling = LoadSampling(),
     load: LoadOptions = LoadOptions(),
+    trust: TrustOptions = TrustOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Put load on any OpenAI-compatible server and report its latencies and throughput.
@@ -108,7 +109,7 @@ def serve(
     general.apply()
     goal = parse_goal(load.goodput)
     samples = sampling.apply(requests.samples(load.seed))
-    client = OpenAIClient(base_url, api_key)
+    client = OpenAIClient(base_url, api_key, trust.context)
     report = event_loop.run(_measure(client, model, samples, requests, load, goal))
     output.stdout().print(report_table(base_url, sampling.summary, report))
     for error, count in report.errors.items():

@@ -47,7 +47,7 @@ class EtcdDiscovery(Discovery):
 
     def __init__(self, place: EtcdPlace) -> None:
         self._prefix = f"{place.prefix}/"
-        self._client = EtcdClient(place.servers)
+        self._client = EtcdClient(place.servers, place.tls)
         self._notices = Notices(_log)
         self._hosts = HostTable()
         self._absent: set[str] = set()
@@ -150,7 +150,7 @@ class EtcdRegistration:
     def __init__(self, place: EtcdPlace, host: HostRecord) -> None:
         self._key = f"{place.prefix}/{host.host_id}"
         self._value = msgspec.json.encode(_Value(host))
-        self._client = EtcdClient(place.servers)
+        self._client = EtcdClient(place.servers, place.tls)
         self._notices = Notices(_log)
         self._lease: str | None = None
         self.beating = asyncio.create_task(

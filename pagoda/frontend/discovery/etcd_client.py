@@ -5,6 +5,7 @@ https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/; bytes are in base64, numb
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -68,10 +69,11 @@ class _Problem(msgspec.Struct, frozen=True):
 class EtcdClient:
     """One etcd, of one server or of several. Belongs to one event loop."""
 
-    def __init__(self, servers: Sequence[str]) -> None:
-        """`servers` are `host:port`; the next one is asked when one does not answer."""
+    def __init__(self, servers: Sequence[str], tls: ssl.SSLContext | None = None) -> None:
+        """`servers` are `host:port`; the next one is asked when one does not answer. `tls` is for https."""
         self.name = f"etcd at {','.join(servers)}"
         self._servers = list(servers)
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -134,15 +136,19 @@ class EtcdClient:
         """The answer of the first server that gives one, from the one on that did so last."""
         if self._session is None:
             self._session = aiohttp.ClientSession()
+        scheme = "http" if self._tls is None else "https"
         problem = ""
         for _ in range(len(self._servers)):
             try:
                 response = await self._session.post(
-                    f"http://{self._servers[0]}/v3/{path}",
+                    f"{scheme}://{self._servers[0]}/v3/{path}",
                     data=msgspec.json.encode(body),
                     headers=_CONTENT,
+                    ssl=True if self._tls is None else self._tls,
                     timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S),
                 )
+            except aiohttp.ClientConnectorCertificateError:
+                problem = problem or f"the certificate of {self._servers[0]} is not trusted"
             except (aiohttp.ClientError, TimeoutError):
                 problem = problem or f"{' and '.join(self._servers)} cannot be reached"
             else:
