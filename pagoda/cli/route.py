@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,6 +15,7 @@ from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.options import Count, GeneralOptions, Seconds
 from pagoda.cli.serve import JoinOptions, ProfileOptions, ServerOptions, run_server
 from pagoda.errors import ConfigError
+from pagoda.faults.injector import Faults, plan_of
 from pagoda.frontend.adapters import AdapterRegistry, parse_adapters
 from pagoda.frontend.discovery.base import Discover
 from pagoda.frontend.discovery.flags import discovering
@@ -89,9 +91,10 @@ def route(
     known = AdapterRegistry(WorkerConfig(model=files.model, adapters=adapters))
     tracer = Tracer("router")
     options = (server, join, profile)
+    faults = Faults(plan_of(os.environ))
     return run_server(
         files,
-        lambda join: Fleet(routed, join=join, tracer=tracer, adapters=known),
+        lambda join: Fleet(routed, join=join, tracer=tracer, adapters=known, faults=faults),
         tracer,
         started,
         options,

@@ -8,11 +8,13 @@ from functools import partial
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.grammar_compiler import compile_grammar
 from pagoda.engine.grammars import Grammars
 from pagoda.engine.kv_transfers import TiersBuilder, attach_hooks
 from pagoda.engine.reports import CacheReporter
 from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.vocabulary import TokenTextsOrder, load_token_texts
+from pagoda.faults.injector import Faults
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import CacheRecorder
 from pagoda.kv.manager import KVManager
@@ -33,11 +35,13 @@ class EngineParts:
 GrammarsOpener = Callable[[EngineConfig, int], Grammars]
 
 
-def open_grammars(config: EngineConfig, vocab_size: int) -> Grammars:
-    """Grammars over the tokens of the engine's model, which are read for the first request with one."""
+def open_grammars(config: EngineConfig, vocab_size: int, faults: Faults | None = None) -> Grammars:
+    """Grammars over the tokens of the engine's model, which are read for the first request with one. `faults` are
+    those of this process."""
     worker = config.worker
     order = TokenTextsOrder(worker.model, worker.load_format, config.executor == "sim")
-    return Grammars(partial(load_token_texts, order), vocab_size)
+    compile_with = (faults or Faults(None)).before("engine.grammar", compile_grammar)
+    return Grammars(partial(load_token_texts, order), vocab_size, compile_with=compile_with)
 
 
 def build_parts(

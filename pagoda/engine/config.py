@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.faults.injector import FaultPlan
 from pagoda.messages.kv_groups import KVGroup
 from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS
 from pagoda.messages.tracing import StartTrace
@@ -120,3 +121,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_start_timeout_s: float = 600.0
     """Seconds without progress after which workers that start are killed and started again."""
     trace: StartTrace | None = None
+    faults: FaultPlan | None = None
+    """Faults that a test injects into the engine; its workers have their own."""

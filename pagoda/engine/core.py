@@ -215,8 +215,19 @@ class EngineCore:
         cannot start for another reason or was lost too often in a row.
         """
         chunks: list[TokenChunk] = []
+        is_astray = False
         for event in self.executor.poll():
             match event:
+                case StepResult() if is_astray:
+                    pass  # it is as far behind as the one before
+                case StepResult() if self.scheduler and not self.scheduler.awaits(event):
+                    is_astray = True
+                    self.executor.close()
+                    chunks += self._on_worker_lost(
+                        WorkerLost(
+                            f"a result got lost or came twice, as step {event.step} did not come in turn"
+                        )
+                    )
                 case StepResult():
                     chunks += self._apply_result(event)
                 case TransferEnd():
@@ -228,10 +239,10 @@ class EngineCore:
                     self.adapters.on_loaded(event)
                 case TraceStopped():
                     self.tracing.on_workers_stopped(event)
+                case WorkerLost() if is_astray:
+                    pass  # it was given up
                 case WorkerLost():
-                    chunks += self.lose_worker(event)
-                    for tracing in self._tracings:
-                        tracing.on_workers_stopped(TraceStopped())
+                    chunks += self._on_worker_lost(event)
         if self._restarts.is_due():
             self.executor.start(self.parts.worker.num_blocks if self.parts else None)
         if self.parts is not None:
@@ -333,6 +344,12 @@ class EngineCore:
             if self._tracer.session is not None:
                 self.tracing.watch(parts.scheduler)
         parts.scheduler.hooks.workers_ready(worker)
+
+    def _on_worker_lost(self, loss: WorkerLost) -> list[TokenChunk]:
+        chunks = self.lose_worker(loss)
+        for tracing in self._tracings:
+            tracing.on_workers_stopped(TraceStopped())
+        return chunks
 
     def lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self.is_worker_ready = False

@@ -12,12 +12,14 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from pagoda.engine.assembly import open_grammars
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_events import KVEventPublisher
@@ -26,6 +28,8 @@ from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import Launcher, LocalLauncher
 from pagoda.executor.sim import SimExecutor
+from pagoda.executor.sim_faults import with_faults
+from pagoda.faults.injector import Faults
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.heap import settle_heap
@@ -116,7 +120,8 @@ class EngineProcess:
     ) -> None:
         self._config = config
         self._directory = directory
-        self._clock = MonotonicClock()
+        self._faults = Faults(config.faults)
+        self._clock = self._faults.clock("engine.clock", MonotonicClock())
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -155,17 +160,25 @@ class EngineProcess:
                 )
                 stack.callback(self._publisher.close)
             if config.handoff is not None:
-                links = open_links(config.handoff, replica)
+                links = open_links(config.handoff, replica, self._faults)
                 stack.callback(links.close)
-            self._executor = _make_executor(config, self._directory, self._clock, self._tracer)
-            self._core = EngineCore(
-                config, self._executor, self._clock, handoff=links, tracer=self._tracer
+            self._executor = _make_executor(
+                config, self._directory, self._clock, self._tracer, self._faults
             )
+            self._core = EngineCore(
+                config,
+                self._executor,
+                self._clock,
+                handoff=links,
+                tracer=self._tracer,
+                open_grammars=partial(open_grammars, faults=self._faults),
+            )
+            step = self._faults.before("engine.turn", self._core.step)
             stack.callback(self._core.close)
             while not self._stopping:
                 self._sleep()
                 self._receive()
-                self._send_chunks(self._core.step())
+                self._send_chunks(step())
                 for refusal in self._core.drain_refusals():
                     self._refuse(refusal)
                 self._greet()
@@ -295,10 +308,13 @@ class EngineProcess:
             self._receive()
 
 
-def _make_executor(config: EngineConfig, directory: Path, clock: Clock, tracer: Tracer) -> Executor:
+def _make_executor(
+    config: EngineConfig, directory: Path, clock: Clock, tracer: Tracer, faults: Faults
+) -> Executor:
     if config.executor == "sim":
         num_stages = config.worker.parallel.pipeline_parallel_size
-        return SimExecutor(config.sim, clock=clock, num_stages=num_stages)
+        executor = SimExecutor(config.sim, clock=clock, num_stages=num_stages)
+        return with_faults(executor, clock, config.worker.faults, config.step_timeout_s)
     launcher: Launcher
     if config.executor == "ray":
         # Ray reads this when it is imported; else it looks for a cluster that is gone for ten minutes.
@@ -319,6 +335,7 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock, tracer: 
         start_timeout_s=config.worker_start_timeout_s,
         clock=clock,
         tracer=tracer,
+        faults=faults,
     )
 
 

@@ -167,12 +167,16 @@ class Scheduler:
 
     # ---- step results
 
+    def awaits(self, result: StepResult) -> bool:
+        """True if the result is that of the oldest step in flight."""
+        return bool(self.in_flight) and self.in_flight[0].step == result.step
+
     def update(self, result: StepResult) -> list[TokenChunk]:
         """Applies the result of the oldest step in flight; returns what its requests gained.
 
         Raises RuntimeError if the result does not belong to that step; the worker cannot be trusted any more.
         """
-        if not self.in_flight or self.in_flight[0].step != result.step:
+        if not self.awaits(result):
             raise RuntimeError(
                 f"The worker answered step {result.step}, which is not the next one."
             )

@@ -16,6 +16,7 @@ from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
 from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
+from pagoda.faults.injector import Faults, instance
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
@@ -72,6 +73,7 @@ class GroupExecutor:
         start_timeout_s: float = 600.0,
         clock: Clock,
         tracer: Tracer | None = None,
+        faults: Faults | None = None,
     ) -> None:
         """`config.place` says which replica this is; the ranks' own places are filled in.
 
@@ -79,7 +81,7 @@ class GroupExecutor:
         number is appended per start, or `tcp://` and an address of this host, at which each start takes a free
         port, with new keys. Workers are lost when one step takes longer than `step_timeout_s`, or when all are
         silent for `start_timeout_s` before the last of them is ready. `tracer` has the clock that workers compare
-        theirs with.
+        theirs with; `faults` are those of this process.
         """
         self._config = config
         self._launcher = launcher
@@ -91,6 +93,9 @@ class GroupExecutor:
         self._encode_order = Codec[WorkerOrder](WorkerOrder).encode
         self._encode_transfers = Codec[Transfers](Transfers).encode
         self._num_starts = 0
+        self._faults = faults or Faults(None)
+        self._send_plan = self._faults.messages("engine.plan", self._to_ranks)
+        self._send_transfers = self._faults.messages("engine.transfers", self._to_links)
         self._adapters = GroupAdapters(config.adapters, config.parallel.replica_size)
         self._group: _Group | None = None
         self._news: list[ExecutorEvent] = []
@@ -107,11 +112,14 @@ class GroupExecutor:
             keys, address = None, f"{self._address}-{self._num_starts}"
         self._config = msgspec.structs.replace(self._config, adapters=self._adapters.start())
         parallel = self._config.parallel
+        faults = instance(self._config.faults, self._num_starts)
         configs = [
-            msgspec.structs.replace(self._config, place=place, curve=keys)
+            msgspec.structs.replace(self._config, place=place, curve=keys, faults=faults)
             for place in parallel.places(self._config.place.dp)
         ]
-        self._group = _Group(configs, address, keys, self._launcher.launch, self._step_timeout_s)
+        self._group = _Group(
+            configs, address, keys, self._launcher.launch, self._step_timeout_s, self._faults
+        )
         now = self._clock.now()
         self._group.deadlines["start"] = now + self._start_timeout_s
         if len(configs) > 1:
@@ -126,9 +134,17 @@ class GroupExecutor:
         if group is None:
             raise RuntimeError("A plan was submitted without a worker.")
         now = self._clock.now()
-        group.send(group.ranks, self._encode_order(plan), now)
+        self._send_plan(group, now, self._encode_order(plan))
         group.num_in_flight += 1
         group.deadlines.setdefault("step", now + self._step_timeout_s)
+
+    @staticmethod
+    def _to_ranks(group: _Group, now: float, payload: bytes) -> None:
+        group.send(group.ranks, payload, now)
+
+    @staticmethod
+    def _to_links(group: _Group, now: float, payload: bytes) -> None:
+        group.send(group.links, payload, now)
 
     def submit_masks(self, masks: TokenMasks) -> None:
         group = self._group
@@ -141,7 +157,7 @@ class GroupExecutor:
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
         now = self._clock.now()
-        group.send(group.links, self._encode_transfers(message), now)
+        self._send_transfers(group, now, self._encode_transfers(message))
         group.transfers.begin(message.transfers, now)
         group.await_transfers()
 
@@ -197,7 +213,12 @@ class GroupExecutor:
         lost = group.workers.lost()  # before the socket is read: a last message is not overlooked
         events: list[ExecutorEvent] = []
         has_heard = False
-        for rank, message in group.receive():
+        try:
+            received = group.receive()
+        except msgspec.DecodeError as error:
+            problem = f"a worker sent what is not a message ({error})"
+            return [self._lose(lost or WorkerLost(problem))]
+        for rank, message in received:
             has_heard = True
             match message:
                 case WorkerFailed():
@@ -293,6 +314,7 @@ class _Group:
         keys: CurveKeys | None,
         launch: Callable[[list[WorkerConfig], str], WorkerSet],
         transfer_timeout_s: float,
+        faults: Faults,
     ) -> None:
         self._configs = configs
         self._transfer_timeout_s = transfer_timeout_s
@@ -322,6 +344,8 @@ class _Group:
         """Hellos, rooms and readies are keyed by rank in the replica."""
         self._linked: set[int] = set()
         """Ranks whose connections for transfers are there."""
+        self._received: list[tuple[int, WorkerMessage | TransferMessage]] = []
+        self._take = faults.messages("engine.result", self._decode)
         self.deadlines: dict[_Wait, float] = {}
         """Times until which all must have said hello, or the log names who has not; one that starts must have sent
         a message; the step in flight, and a transfer, must have ended; and the end of an unreachable worker's
@@ -382,15 +406,17 @@ class _Group:
     def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
         """Returns the messages that have arrived, each with the rank of its sender.
 
-        Raises msgspec.ValidationError if a message came on a connection for other messages.
+        Raises msgspec.DecodeError if a message cannot be read, or came on a connection for other messages.
         """
-        messages: list[tuple[int, WorkerMessage | TransferMessage]] = []
         with contextlib.suppress(zmq.Again):
             while True:
-                identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
-                rank, decode = self._connections[identity]
-                messages.append((rank, decode(payload)))
+                self._take(*self.socket.recv_multipart(zmq.NOBLOCK))
+        messages, self._received = self._received, []
         return messages
+
+    def _decode(self, identity: bytes, payload: bytes) -> None:
+        rank, decode = self._connections[identity]
+        self._received.append((rank, decode(payload)))
 
     def greet(self, rank: int, hello: WorkerHello, now: float) -> None:
         """Notes the hello of one rank; the last hello makes all ranks known to each other."""

@@ -14,6 +14,7 @@ import zmq
 
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.faults.injector import Faults, instance
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.replica import PROBE, Replica
@@ -77,6 +78,10 @@ class EngineClient:
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
         self._decode = Codec[EngineMessage](EngineMessage).decode
         self._engine: _Engine | None = None
+        self._num_engines = 0
+        self._faults = Faults(config.faults)
+        self._transmit = self._faults.messages("frontend.send", self._send_payload)
+        self._receive = self._faults.messages("frontend.receive", self._take)
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at: float | None = None
         self.num_deaths_in_row = 0
@@ -217,9 +222,10 @@ class EngineClient:
     async def _run_engine(self) -> str:
         """Starts an engine, serves it until it ends, and returns how it ended. When cancelled, lets it run."""
         try:
-            engine = self._engine = _Engine(
-                self._config, self._directory, self._context, self._receive
-            )
+            self._num_engines += 1
+            faults = instance(self._config.faults, self._num_engines)
+            config = msgspec.structs.replace(self._config, faults=faults)
+            engine = self._engine = _Engine(config, self._directory, self._context, self._receive)
         except (OSError, zmq.ZMQError) as error:
             return f"could not be started ({error.strerror})"
         self.send(Hello())
@@ -240,9 +246,13 @@ class EngineClient:
 
     def send(self, message: FrontendMessage) -> None:
         if self._engine is not None:
-            self._engine.socket.send(self._encode(message))
+            self._transmit(self._encode(message))
 
-    def _receive(self, engine: _Engine, payload: bytes) -> None:
+    def _send_payload(self, payload: bytes) -> None:
+        if self._engine is not None:
+            self._engine.socket.send(payload)
+
+    def _take(self, engine: _Engine, payload: bytes) -> None:
         self._start_watchdog.heard()
         try:
             message = self._decode(payload)

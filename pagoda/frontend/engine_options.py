@@ -30,6 +30,7 @@ from pagoda.engine.config import (
     SimConfig,
 )
 from pagoda.errors import ConfigError
+from pagoda.faults.injector import plan_of
 from pagoda.frontend.adapters import parse_adapters
 from pagoda.frontend.fleet import read_cluster_secret
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
@@ -152,7 +153,9 @@ class EngineOptions:
         if tiers.disk_path is not None:
             path = check_kv_directory(tiers.disk_path, tiers.disk_bytes, model)
             tiers = msgspec.structs.replace(tiers, disk_path=path)
+        faults = plan_of(os.environ)
         worker = _shared(options, WorkerConfig) | {
+            "faults": faults,
             "kv_disk_path": tiers.disk_path,
             "kv_handoff": None if handoff is None else handoff.workers,
             "model": model,
@@ -179,6 +182,7 @@ class EngineOptions:
             step_timeout_s=options.step_timeout,
             worker_start_timeout_s=options.worker_start_timeout,
             engine_timeout_s=options.engine_timeout,
+            faults=faults,
         )
 
     def _check_needs(self, role: Role) -> None:

@@ -14,6 +14,7 @@ import zmq
 
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError
+from pagoda.faults.injector import Faults
 from pagoda.frontend.adapters import AdapterRegistry
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.base import Context, Discover, Register, Registration
@@ -72,13 +73,16 @@ class Fleet:
         join: JoinConfig | None = None,
         tracer: Tracer | None = None,
         adapters: AdapterRegistry | None = None,
+        faults: Faults | None = None,
     ) -> None:
-        """`engines` are the replicas of the dispatcher that trace; `tracer` is that of this process.
+        """`engines` are the replicas of the dispatcher that trace; `tracer` and `faults` are those of this
+        process.
 
         No `join` serves no routers. With both, the keys of the router and of `join` are the same.
         """
         self._engines = engines
         self.adapters = adapters or AdapterRegistry()
+        self.faults = faults or Faults(None)
         self._join = join
         self._tracer = tracer or Tracer("frontend")
         self._context: Context = zmq.Context()
@@ -123,7 +127,8 @@ class Fleet:
         replicas = [engine.replica for engine in engines]
         dispatcher = Dispatcher(replicas, POLICIES[policy], tracer=tracer)
         adapters = AdapterRegistry(engine.worker, engines, adapter_directory)
-        return cls(dispatcher, engines, join=join, tracer=tracer, adapters=adapters)
+        faults = Faults(engine.faults)
+        return cls(dispatcher, engines, join=join, tracer=tracer, adapters=adapters, faults=faults)
 
     async def start(self) -> None:
         """Returns when requests can be taken.
@@ -138,7 +143,7 @@ class Fleet:
             self.registry = Registry(
                 hosts,
                 config.discover(self._context),
-                CurveSockets(self._context, config.keys),
+                CurveSockets(self._context, config.keys, self.faults),
                 self._identity(config),
                 self._tracer,
             )
@@ -152,7 +157,7 @@ class Fleet:
         host, port = join.advertised.host, join.advertised.port
         self._door = HostServer(
             self.dispatcher,
-            CurveSockets(self._context, join.keys),
+            CurveSockets(self._context, join.keys, self.faults),
             f"tcp://{host}:{'*' if port is None else port}",
             self._identity(join),
             self._tracer,

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from pagoda.errors import InvalidRequestError, refuse
+from pagoda.faults.injector import Faults
 from pagoda.frontend.adapters import AdapterRegistry
 from pagoda.frontend.async_utils import LONG_TEXT_CHARS, LongWork
 from pagoda.frontend.conversation import Message, render_conversation, text_size
@@ -118,7 +119,7 @@ async def start_generator(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    return TextGenerator(fleet.dispatcher, text, tracker, fleet.adapters)
+    return TextGenerator(fleet.dispatcher, text, tracker, fleet.adapters, fleet.faults)
 
 
 class TextGenerator:
@@ -130,7 +131,10 @@ class TextGenerator:
         text: ModelText,
         tracker: RequestTracker,
         adapters: AdapterRegistry | None = None,
+        faults: Faults | None = None,
     ) -> None:
+        """`faults` are those of this process."""
+        self._tokenize = (faults or Faults(None)).before("frontend.tokenize", text.tokenizer.encode)
         self.adapters = adapters or AdapterRegistry()
         self.adapter: Adapter | None = None
         """The adapter that answers; None for the model alone."""
@@ -159,7 +163,7 @@ class TextGenerator:
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, however long. Raises InvalidRequestError: `text` is not valid Unicode."""
-        work = partial(self.text.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        work = partial(self._tokenize, text, add_special_tokens=add_special_tokens)
         return await self.run_sized(work, len(text))
 
     def check_length(self, text: str, param: str) -> None:

@@ -37,6 +37,7 @@ import msgspec
 from crc32c import crc32c
 
 from pagoda.errors import ConfigError
+from pagoda.faults.injector import Faults
 from pagoda.kv.block_keys import KEY_VERSION
 from pagoda.messages.kv_groups import KVGroup
 
@@ -291,7 +292,11 @@ class ObjectFiles:
     Raises OSError if the directory cannot be inspected.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, faults: Faults | None = None) -> None:
+        """`faults` are those of this process."""
+        faults = faults or Faults(None)
+        self._fill = faults.buffers("disk.read", self._read_object)
+        self._write = faults.buffers("disk.write", self._write_object)
         self.directory = directory
         self.object_bytes = manifest.object_bytes
         self.payload_bytes = manifest.payload_bytes
@@ -331,7 +336,7 @@ class ObjectFiles:
             kind = ObjectError if error.errno in _NO_FILE else ObjectUnreadableError
             raise kind(error.strerror or str(error)) from error
 
-    def _fill(self, descriptor: int, buffer: memoryview) -> None:
+    def _read_object(self, descriptor: int, buffer: memoryview) -> None:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ObjectError("it is not a file")
@@ -359,7 +364,7 @@ class ObjectFiles:
         except OSError as error:
             raise ObjectError(error.strerror or str(error)) from error
 
-    def _write(self, path: Path, buffer: memoryview) -> None:
+    def _write_object(self, path: Path, buffer: memoryview) -> None:
         temporary = path.with_name(temporary_name())
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self.direct
         descriptor = os.open(temporary, flags, 0o600)

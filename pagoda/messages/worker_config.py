@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from pagoda.faults.injector import FaultPlan
 from pagoda.messages.adapters import Adapter
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceSession
@@ -107,6 +108,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters may be loaded while the worker runs."""
     max_lora_rank: int = 64
     trace: TraceSession | None = None
+    faults: FaultPlan | None = None
+    """Faults that a test injects."""
 
     @property
     def has_adapters(self) -> bool:

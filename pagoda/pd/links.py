@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import ConfigError
+from pagoda.faults.injector import Faults
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server, start_authenticator
 from pagoda.messages.worker_config import CurveKeys
@@ -97,8 +98,8 @@ class HandoffLinks:
             self.context.term()
 
 
-def open_links(config: HandoffConfig, replica: int) -> HandoffLinks:
-    """Returns links over ZeroMQ.
+def open_links(config: HandoffConfig, replica: int, faults: Faults | None = None) -> HandoffLinks:
+    """Returns links over ZeroMQ; `faults` are those of this process.
 
     Raises ConfigError if the listener's port is taken or this host does not have the address.
     """
@@ -108,9 +109,9 @@ def open_links(config: HandoffConfig, replica: int) -> HandoffLinks:
     try:
         if config.role.holds_kv:
             port = config.port + replica if config.port else 0
-            listener = SocketListener(context, config.host, port, config.keys)
+            listener = SocketListener(context, config.host, port, config.keys, faults)
         if config.role.fetches_kv:
-            peers = SocketPeers(context, config.keys)
+            peers = SocketPeers(context, config.keys, faults)
     except BaseException:
         context.term()
         raise
@@ -118,7 +119,14 @@ def open_links(config: HandoffConfig, replica: int) -> HandoffLinks:
 
 
 class SocketListener:
-    def __init__(self, context: Context, host: str, port: int, keys: CurveKeys) -> None:
+    def __init__(
+        self,
+        context: Context,
+        host: str,
+        port: int,
+        keys: CurveKeys,
+        faults: Faults | None = None,
+    ) -> None:
         """Binds `port` of this host's address `host`; 0 takes a free one. `context` must have an authenticator.
 
         A host name is resolved here, once: a peer would resolve it in the one thread that serves all its sockets.
@@ -126,6 +134,7 @@ class SocketListener:
         Raises ConfigError if the port cannot be bound.
         """
         host = _numeric(host)
+        self._transmit = (faults or Faults(None)).messages("handoff.send", self._send)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
@@ -154,6 +163,9 @@ class SocketListener:
         return messages
 
     def send(self, asker: bytes, message: PrefillMessage) -> None:
+        self._transmit(asker, message)
+
+    def _send(self, asker: bytes, message: PrefillMessage) -> None:
         # A peer that reads nothing must not make this engine wait: it counts as gone.
         with suppress(zmq.Again):
             self._socket.send_multipart([asker, self._encode(message)], zmq.NOBLOCK)
@@ -208,7 +220,8 @@ class _Connection:
 
 
 class SocketPeers:
-    def __init__(self, context: Context, keys: CurveKeys) -> None:
+    def __init__(self, context: Context, keys: CurveKeys, faults: Faults | None = None) -> None:
+        self._transmit = (faults or Faults(None)).messages("handoff.send", self._send)
         self._context = context
         self._keys = keys
         self._connections: dict[str, _Connection] = {}
@@ -220,6 +233,9 @@ class SocketPeers:
         self._decode = Codec[PrefillMessage](PrefillMessage).decode
 
     def send(self, address: str, message: DecodeMessage) -> None:
+        self._transmit(address, message)
+
+    def _send(self, address: str, message: DecodeMessage) -> None:
         try:
             connection = self._connections.get(address)
             if connection is None:

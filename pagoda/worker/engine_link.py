@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from pagoda.faults.injector import Faults
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
@@ -44,10 +45,17 @@ class EngineLink:
     """The engine tells the workers of a replica apart by their ranks."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, config: WorkerConfig
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        config: WorkerConfig,
+        faults: Faults | None = None,
     ) -> None:
+        """`faults` are those of this process."""
         rank = config.parallel.rank_in_replica(config.place)
         self._socket = connect(context, address, config, str(rank))
+        faults = faults or Faults(None)
+        self._transmit = faults.messages("worker.result", self._send_payload)
         self._encode = Codec[WorkerMessage](WorkerMessage).encode
         self._decode = Codec[WorkerOrder](WorkerOrder).decode
         self._next_progress_at = 0.0
@@ -63,7 +71,10 @@ class EngineLink:
         self._socket.close()
 
     def send(self, message: WorkerMessage) -> None:
-        self._socket.send(self._encode(message))
+        self._transmit(self._encode(message))
+
+    def _send_payload(self, payload: bytes) -> None:
+        self._socket.send(payload)
 
     def report_progress(self) -> None:
         """Tells the engine that the worker, which is starting, does not hang; at most once in `_PROGRESS_S`."""

@@ -27,6 +27,7 @@ from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_de
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.weight_formats import DenseFormat, Quantization
 from pagoda.errors import ConfigError
+from pagoda.faults.injector import Faults
 from pagoda.ipc.machine import available_cores, format_bytes
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.worker import Capabilities, WorkerReady
@@ -259,12 +260,14 @@ def load_runner(
     agree_on_kv: Callable[[int], int] = lambda num_blocks: num_blocks,
     on_progress: Callable[[], None] = lambda: None,
     await_masks: AwaitMasks = no_masks,
+    faults: Faults | None = None,
 ) -> LoadedWorker:
     """Loads weights, asks what the largest step takes, and allocates a KV cache of what is left.
 
     `group` holds the tensor-parallel ranks of the stage; None where this rank is alone. `agree_on_kv` is told for
     how many blocks this rank has room, and gives the size that all ranks take. `on_progress` is called after each
-    weight. `await_masks` waits for the masks of a step, where steps have any.
+    weight. `await_masks` waits for the masks of a step, where steps have any. `faults` are those of this
+    process.
     Raises ConfigError: a file does not hold what it should, or too little memory is left for KV."""
     config, shard = plan.config, plan.shard
     backend, group = plan.backend, group or Alone()
@@ -345,7 +348,7 @@ def load_runner(
             leads=group.rank == 0,
             scores_first=classifier is not None and classifier.first_token,
         )
-        runner = Runner(model, batch, sampler, prompts, tracer, alone=alone)
+        runner = Runner(model, batch, sampler, prompts, tracer, alone=alone, faults=faults)
     else:
         runner = StageRunner(model, batch, tracer)
     adapters = AdapterLoader(plan, model.adapters)

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from pagoda.errors import ConfigError
+from pagoda.faults.injector import Faults
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.messages.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
@@ -68,11 +69,12 @@ def main() -> NoReturn:
     configure_logging(place=str(config.place) if config.parallel.num_ranks > 1 else None)
     set_thread_waiting(os.environ)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    engine = EngineLink(context, address, config)
+    faults = Faults(config.faults, config.place.role)
+    engine = EngineLink(context, address, config, faults)
     tracer = Tracer(config.place.role)
     if config.trace is not None:
         engine.start_trace(tracer, config.trace)
-    worker = _start(config, engine, context, address, tracer)
+    worker = _start(config, engine, context, address, tracer, faults)
     if isinstance(worker, WorkerFailed):
         engine.send(worker)
     else:
@@ -81,7 +83,7 @@ def main() -> NoReturn:
         engine.send(worker.ready)
         worker.populator.keep_ready_behind(-1)
         try:
-            _run(worker, engine, tracer)
+            _run(worker, engine, tracer, faults)
         except Exception:
             _log.exception("a step broke this worker")
         if worker.transfers is not None:
@@ -92,9 +94,9 @@ def main() -> NoReturn:
     os._exit(1)
 
 
-def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
+def _run(worker: _Worker, engine: EngineLink, tracer: Tracer, faults: Faults) -> NoReturn:
     ending = TraceEnding(tracer)
-    steps = _Steps(worker, engine, tracer)
+    steps = _Steps(worker, engine, tracer, faults)
     while True:
         order = None
         if steps.has_room:
@@ -139,10 +141,14 @@ class _Steps:
     is computed as soon as it is prepared: this thread is the first of those that compute it.
     """
 
-    def __init__(self, worker: _Worker, engine: EngineLink, tracer: Tracer) -> None:
+    def __init__(self, worker: _Worker, engine: EngineLink, tracer: Tracer, faults: Faults) -> None:
+        from pagoda.worker.faults import StepFaults
         from pagoda.worker.input_batch import MAX_STEPS
 
         self._worker = worker
+        point = faults.point("worker.step")
+        self._faults = None if point is None else StepFaults(point)
+        self._answer = faults.before("worker.stepped", engine.send)
         self._engine = engine
         self._tracer = tracer
         self._source = None if worker.rendezvous is None else worker.rendezvous.source
@@ -193,6 +199,8 @@ class _Steps:
             self._idle_s += time.monotonic() - began
             if self._ready:
                 tracer.span("await stage", self._ready)
+        if self._faults is not None:
+            self._faults.hit(plan)
         output = ticket.result(before)
         if worker.transfers is not None:
             worker.transfers.jobs.step_done(plan.step, worker.loaded.kv.computed())
@@ -201,7 +209,7 @@ class _Steps:
                 idle, self._idle_s = self._idle_s + self._engine.take_idle(), 0.0
                 if idle:
                     output = msgspec.structs.replace(output, idle_time_s=idle)
-                self._engine.send(output)
+                self._answer(output)
         elif worker.target is not None:
             worker.target.send(plan.step, output)
         self._tickets.popleft()
@@ -223,12 +231,13 @@ def _start(
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     tracer: Tracer,
+    faults: Faults,
 ) -> _Worker | WorkerFailed:
     try:
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         config, cores = bind(config)
-        return _load(config, cores, engine, context, address, tracer)
+        return _load(config, cores, engine, context, address, tracer, faults)
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
     except Exception as error:
@@ -246,6 +255,7 @@ def _load(
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     tracer: Tracer,
+    faults: Faults,
 ) -> _Worker:
     """The rank, which meets its peers first where there are any; threads that move KV may use all of `cores`."""
     began = tracer.e2e()
@@ -259,9 +269,14 @@ def _load(
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
+    on_progress = faults.before("worker.load", engine.report_progress)
     if config.parallel.replica_size == 1:
         loaded = load_runner(
-            plan, tracer, on_progress=engine.report_progress, await_masks=engine.await_masks
+            plan,
+            tracer,
+            on_progress=on_progress,
+            await_masks=engine.await_masks,
+            faults=faults,
         )
         worker = _Worker(loaded, loaded.ready, populator(loaded))
     else:
@@ -274,7 +289,7 @@ def _load(
         group = rendezvous.form_group(peers)
         tracer.span("meet peers", began)
         loaded = load_runner(
-            plan, tracer, group, engine.agree_on_kv, engine.report_progress, engine.await_masks
+            plan, tracer, group, engine.agree_on_kv, on_progress, engine.await_masks, faults
         )
         answers = config.place == config.parallel.sampling_place(config.place.dp)
         target = rendezvous.target(peers)
@@ -286,14 +301,14 @@ def _load(
     from pagoda.worker.kv.transfers import TransferWorker, open_tiers
 
     with free_threads(cores):
-        tiers = open_tiers(plan, loaded)
+        tiers = open_tiers(plan, loaded, faults)
         worker.ready = tiers.described(worker.ready)
         handoff = None
         if config.kv_handoff is not None:
-            handoff = KVHandoff(config.kv_handoff, plan, loaded)
+            handoff = KVHandoff(config.kv_handoff, plan, loaded, faults)
             worker.ready = handoff.described(worker.ready)
         spans = TransferSpans(tracer, plan.bytes_per_block, handoff.group_bytes if handoff else ())
-        open_transfers = partial(TransferWorker, tiers, handoff)
+        open_transfers = partial(TransferWorker, tiers, handoff, faults=faults)
         worker.transfers = TransferThread(context, address, config, open_transfers, spans)
     return worker
 

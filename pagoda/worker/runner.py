@@ -19,9 +19,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from pagoda.faults.injector import Faults
 from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.model.decoder import Decoder, PlannedBatch
 from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
@@ -169,8 +171,12 @@ class Runner:
         tracer: Tracer,
         *,
         alone: bool = True,
+        faults: Faults | None = None,
     ) -> None:
-        """`alone`: no other rank takes part in a step, so that it can be tried again in parts."""
+        """`alone`: no other rank takes part in a step, so that it can be tried again in parts. `faults` are those
+        of this process."""
+        point = None if faults is None else faults.point("worker.logits")
+        self._spoil = None if point is None else partial(spoil_rows, point)
         self.model = model
         self.batch = batch
         self._sampler = sampler
@@ -331,6 +337,8 @@ class Runner:
             self._sampler.meet()
         self._clock.ended("forward")
         rows = {slot: row for row, slot in enumerate(last)}
+        if self._spoil is not None:
+            self._spoil(hidden, {self._request_ids[slot]: row for slot, row in rows.items()})
         sampled = self._sampler.sample(self.model, hidden, rows) if rows else Sampled()
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}

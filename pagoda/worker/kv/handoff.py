@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.faults.injector import Faults
 from pagoda.messages.transfers import KVRank
 from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig
@@ -36,9 +37,16 @@ _log = logging.getLogger(__name__)
 class KVHandoff:
     """One rank's side of the handoff: the memory that it exports, and its way to the memory of others."""
 
-    def __init__(self, config: KVHandoffConfig, plan: WorkerPlan, loaded: LoadedWorker) -> None:
-        """Raises ConfigError if none of the transports works here."""
+    def __init__(
+        self,
+        config: KVHandoffConfig,
+        plan: WorkerPlan,
+        loaded: LoadedWorker,
+        faults: Faults | None = None,
+    ) -> None:
+        """`faults` are those of this process. Raises ConfigError if none of the transports works here."""
         worker = plan.config
+        self._connect_at = (faults or Faults(None)).before("transfer.read", self._connect)
         self._parts = own_parts(loaded.kv, plan.shard, plan.layer_places)
         self.group_bytes = [
             sum(own.part.num_bytes for own in self._parts if own.part.group == group)
@@ -89,7 +97,7 @@ class KVHandoff:
         """Ready to start the threads that fetch; None where nothing is to be fetched."""
         if not self._fetches:
             return None
-        return KVFetcher(self._parts, self._rank, self._connect, self._open_landing, jobs)
+        return KVFetcher(self._parts, self._rank, self._connect_at, self._open_landing, jobs)
 
     def _connect(self, rank: KVRank, deadline: float) -> MemoryLink:
         """Raises TransportError, with the reason of each, if no transport reaches the rank."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from pagoda.backend.kv_store import Event, KVStore
+from pagoda.faults.injector import Faults
 from pagoda.kv.objects import ObjectError, ObjectFiles, ObjectUnreadableError, open_directory
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -79,8 +80,11 @@ class KVTiers:
         )
 
 
-def open_tiers(plan: WorkerPlan, loaded: LoadedWorker) -> KVTiers:
-    """The tiers that the configuration asks for. Raises ConfigError if the directory cannot be used."""
+def open_tiers(plan: WorkerPlan, loaded: LoadedWorker, faults: Faults | None = None) -> KVTiers:
+    """The tiers that the configuration asks for; `faults` are those of this process.
+
+    Raises ConfigError if the directory cannot be used.
+    """
     config = plan.config
     store = loaded.kv
     arena: HostArena | None = None
@@ -90,14 +94,22 @@ def open_tiers(plan: WorkerPlan, loaded: LoadedWorker) -> KVTiers:
     if config.kv_disk_path is not None:
         manifest = make_manifest(plan, store, loaded.ready.arithmetic)
         directory = open_directory(Path(config.kv_disk_path), manifest)
-        files = ObjectFiles(directory, manifest)
+        files = ObjectFiles(directory, manifest, faults)
     return KVTiers(store, arena, files)
 
 
 class TransferWorker:
     """Begins the transfers of one rank, which end in `jobs`."""
 
-    def __init__(self, tiers: KVTiers, handoff: KVHandoff | None, jobs: Jobs) -> None:
+    def __init__(
+        self,
+        tiers: KVTiers,
+        handoff: KVHandoff | None,
+        jobs: Jobs,
+        faults: Faults | None = None,
+    ) -> None:
+        """`faults` are those of this process."""
+        self._copy_blocks = (faults or Faults(None)).before("worker.copy", self._copy)
         self._store = tiers.store
         self._arena = tiers.arena
         self._files = tiers.files
@@ -179,7 +191,7 @@ class TransferWorker:
                 self._let_reads_go_first(job)
             self._attempt(job, batch, buffer)
 
-    def _copy_blocks(self, job: Job, batch: range, buffer: memoryview) -> None:
+    def _copy(self, job: Job, batch: range, buffer: memoryview) -> None:
         """Copies some blocks; `buffer` has room for one object on its way from or to the disk."""
         transfer, store, files = job.transfer, self._store, self._files
         chosen = slice(batch.start, batch.stop)

@@ -1,0 +1,101 @@
+"""Faults of simulated workers, in the time of the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pagoda.executor.base import Executor, ExecutorEvent, WorkerLost
+from pagoda.executor.sim import SimExecutor
+from pagoda.faults.injector import FaultPlan, Faults, instance
+from pagoda.ipc.clock import Clock
+from pagoda.messages.worker import StepPlan, StepResult
+
+_DEATHS = {
+    "kill": "the worker was killed by SIGKILL",
+    "raise": "the worker exited with code 1",
+    "oom": "the worker exited with code 1",
+}
+
+
+def with_faults(
+    executor: SimExecutor, clock: Clock, plan: FaultPlan | None, step_timeout_s: float
+) -> Executor:
+    """`executor` with the faults that are planned for its workers; as it is if there are none."""
+    return executor if plan is None else FaultySimExecutor(executor, clock, plan, step_timeout_s)
+
+
+class FaultySimExecutor:
+    """Passes `worker.step` with each step and `worker.result` with each result. Workers that stop, hang, or whose
+    result is lost are lost when `step_timeout_s` is over."""
+
+    def __init__(
+        self, inner: SimExecutor, clock: Clock, plan: FaultPlan, step_timeout_s: float
+    ) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._plan = plan
+        self._step_timeout_s = step_timeout_s
+        self._num_starts = 0
+        self._results: list[StepResult] = []
+        self._pass_result: Callable[[StepResult], None] = self._results.append
+        self._num_in_flight = 0
+        self._is_stuck = False
+        self._loss: tuple[float, str] | None = None
+        """Time at which the worker is lost, and the reason."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def start(self, num_blocks: int | None = None) -> None:
+        self._num_starts += 1
+        faults = Faults(instance(self._plan, self._num_starts))
+        self._step = faults.point("worker.step")
+        self._pass_result = faults.messages("worker.result", self._results.append)
+        self._num_in_flight, self._is_stuck, self._loss = 0, False, None
+        self._results.clear()
+        self._names: dict[int, str] = {}
+        self._inner.start(num_blocks)
+
+    def submit(self, plan: StepPlan) -> None:
+        for start in plan.starts:
+            self._names[start.slot] = start.request_id
+        due = [] if self._step is None else self._step.due(self._names[slot] for slot in plan.slots)
+        self._num_in_flight += 1
+        self._expect_result()
+        self._inner.submit(plan)
+        for fault in due:
+            if fault.action in _DEATHS:
+                self._loss = self._clock.now(), _DEATHS[fault.action]
+            elif fault.action in ("stop", "hang"):
+                self._is_stuck = True
+
+    def _expect_result(self) -> None:
+        reason = f"a step took longer than {self._step_timeout_s:g} s"
+        self._loss = self._clock.now() + self._step_timeout_s, reason
+
+    def poll(self) -> list[ExecutorEvent]:
+        events: list[ExecutorEvent] = []
+        for event in self._inner.poll():
+            if not isinstance(event, StepResult):
+                events.append(event)
+            elif not self._is_stuck:
+                self._pass_result(event)
+        for result in self._results:
+            self._num_in_flight -= 1
+            self._loss = None
+            if self._num_in_flight > 0:
+                self._expect_result()
+            events.append(msgspec.structs.replace(result))
+        self._results.clear()
+        if self._loss is not None and self._clock.now() >= self._loss[0]:
+            self._inner.close()
+            events.append(WorkerLost(self._loss[1]))
+            self._loss = None
+        return events
+
+    def next_event_at(self) -> float | None:
+        instants = [self._inner.next_event_at(), self._loss[0] if self._loss else None]
+        return min((at for at in instants if at is not None), default=None)
