@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.chaos.idle import IDLE
+from benchmarks.chaos.simulation import SIMULATION
 from benchmarks.chaos.trial import Trial
 
-TRIALS: tuple[Trial, ...] = (IDLE,)
+TRIALS: tuple[Trial, ...] = (SIMULATION, IDLE)

@@ -42,6 +42,15 @@ class SimDisk:
     def next_event_at(self) -> float | None:
         return None if self._scanner is None else self._scanner.next_event_at()
 
+    def hang(self, for_s: float) -> None:
+        """What the scanner has been asked is answered so many seconds later."""
+        if self._scanner is not None:
+            self._scanner.postpone(for_s)
+
+    def close(self) -> None:
+        """The engine that looked at the disk has ended."""
+        self._scanner = None
+
 
 class SimScanner:
     """Looks at the objects in directories when asked, and gives its answers `delay_s` later."""
@@ -77,6 +86,10 @@ class SimScanner:
         if at is None:
             at = self._clock.now() + self._delay_s()
         heapq.heappush(self.jobs, (at, next(self._order), job))
+
+    def postpone(self, for_s: float) -> None:
+        """All that is to be done is done so many seconds later."""
+        self.jobs = [(at + for_s, order, job) for at, order, job in self.jobs]
 
     def work(self, count: int = 1000) -> None:
         """Does so many jobs now."""

@@ -1,0 +1,218 @@
+"""Hosts and routers of a life, which are killed, leave, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from benchmarks.simulation.disk import SimDisk
+from benchmarks.simulation.seeds.draw import (
+    ADAPTER,
+    LEASE_S,
+    NO_REPLICA_TIMEOUT_S,
+    VOCAB_SIZE,
+    EnginePlan,
+    HostPlan,
+    Plan,
+)
+from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine, OffsetClock
+from benchmarks.simulation.seeds.sockets import Latency, Network, Process, SimSockets
+from pagoda.engine.config import EngineConfig, HandoffConfig, KVTiersConfig, SimConfig
+from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.discovery.base import Discovery, HostListener, HostTable
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.host_client import Identity
+from pagoda.frontend.host_server import HostServer
+from pagoda.frontend.policies import POLICIES
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
+from pagoda.frontend.registry import Registry
+from pagoda.messages.adapters import Adapter
+from pagoda.messages.hosts import HostRecord
+from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig
+from pagoda.parallel.config import ParallelConfig
+from pagoda.telemetry.tracer import Tracer
+
+_KEYS = CurveKeys(server_key="", public_key="", secret_key="", server_secret_key="")
+
+
+class Ports(msgspec.Struct):
+    """What a life's hosts and routers have in common."""
+
+    plan: Plan
+    engines: EngineWorld
+    hosts: Network
+    latency: Latency
+
+
+def engine_config(plan: EnginePlan, host: HostPlan) -> EngineConfig:
+    """The configuration of each engine of a host."""
+    handoff = None
+    if host.role is not Role.NONE:
+        handoff = HandoffConfig(role=host.role, host="sim", keys=_KEYS, lease_s=LEASE_S)
+    tiers = None
+    if plan.host_slots or plan.has_disk:
+        tiers = KVTiersConfig(
+            host_bytes=plan.host_slots,
+            disk_path="/nowhere" if plan.has_disk else None,
+            disk_bytes=1000 if plan.has_disk else 0,
+            disk_min_touches=plan.min_touches,
+        )
+    worker = WorkerConfig(
+        model="sim",
+        parallel=ParallelConfig(pipeline_parallel_size=plan.num_stages),
+        adapters=(Adapter("adapter", "/nowhere", ADAPTER),),
+    )
+    sim = SimConfig(
+        base_s=plan.base_s,
+        per_token_s=plan.per_token_s,
+        per_transferred_block_s=plan.per_block_s,
+        num_blocks=host.num_blocks,
+        block_size=plan.block_size,
+        max_model_len=plan.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        kv_groups=plan.groups,
+        kv_host_slots=plan.host_slots,
+        kv_directories=(KVDirectory("/nowhere", 1),) if plan.has_disk else (),
+    )
+    return EngineConfig(
+        worker=worker,
+        executor="sim",
+        sim=sim,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_num_waiting=plan.max_num_waiting,
+        enable_prefix_caching=plan.prefix_caching,
+        kv_tiers=tiers,
+        handoff=handoff,
+        fail_on_load_failure=plan.fails_on_load_failure,
+    )
+
+
+class Host:
+    """A server: a dispatcher over engines, and a door for routers. Killed and started again as one process."""
+
+    def __init__(self, ports: Ports, number: int) -> None:
+        self._ports = ports
+        self.number = number
+        self.plan = ports.plan.hosts[number]
+        self.name = f"host{number}"
+        has_disk = ports.plan.engine.has_disk
+        self.disks = [SimDisk() if has_disk else None for _ in range(self.plan.num_engines)]
+        self._num_starts = 0
+        self.clients: set[asyncio.Task[None]] = set()
+        """Clients that ask this host directly; they end with it."""
+        self.record: HostRecord | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.record is not None
+
+    async def start(self) -> None:
+        ports, plan = self._ports, self._ports.plan
+        self._num_starts += 1
+        self.process = Process(self.name, ports.latency)
+        clock = OffsetClock(self.plan.clock_offset_s)
+        config = engine_config(plan.engine, self.plan)
+        self.engines = [
+            LateEngine(
+                config,
+                ports.engines,
+                self.process,
+                f"{self.name}e{index}",
+                clock,
+                f"tcp://{self.name}e{index}:1",
+                self.disks[index],
+            )
+            for index in range(self.plan.num_engines)
+        ]
+        tracer = Tracer("frontend", clock_ns=clock.now_ns)
+        replicas = [engine.replica for engine in self.engines]
+        self.dispatcher = Dispatcher(replicas, POLICIES[plan.policy], tracer=tracer, clock=clock)
+        await self.dispatcher.start()
+        identity = Identity(f"{self.name}-{self._num_starts}", "sim", "digest", is_router=False)
+        address = f"tcp://{self.name}:{self.number + 1}"
+        sockets = SimSockets(ports.hosts, self.process)
+        self.door = HostServer(self.dispatcher, sockets, address, identity, tracer)
+        self.record = HostRecord(host_id=identity.id, address=address)
+
+    async def kill(self) -> None:
+        """Ends the process: nobody hears of it but by the end of connections."""
+        self.record = None
+        self.process.kill()
+        for engine in self.engines:
+            engine.end()
+        await cancel_all(list(self.clients))
+        await self._close()
+
+    async def finish(self) -> None:
+        """Ends the host when it has answered what it has; routers have been told."""
+        await self.dispatcher.drain(30.0)
+        await self._close()
+
+    async def close(self) -> None:
+        self.record = None
+        await self._close()
+
+    async def _close(self) -> None:
+        await self.door.close()
+        await self.dispatcher.close()
+
+
+class _Names(Discovery):
+    """Tells a router of hosts as soon as they are named."""
+
+    def __init__(self, table: HostTable) -> None:
+        self._table = table
+
+    async def follow(self, listener: HostListener) -> None:
+        self._table.listen(listener)
+        await asyncio.Event().wait()
+
+
+class Router:
+    """A frontend over hosts."""
+
+    def __init__(self, ports: Ports, number: int) -> None:
+        self._ports = ports
+        self.name = f"router{number}"
+        self._num_starts = 0
+        self.clients: set[asyncio.Task[None]] = set()
+        self.is_up = False
+
+    async def start(self, hosts: Sequence[HostRecord]) -> None:
+        plan = self._ports.plan
+        self._num_starts += 1
+        self.process = Process(self.name, self._ports.latency)
+        tracer = Tracer("router", clock_ns=OffsetClock(0.0).now_ns)
+        self.members = PrefillDecodeRouter(
+            POLICIES[plan.policy],
+            plan.min_tokens,
+            tracer,
+            no_replica_timeout_s=NO_REPLICA_TIMEOUT_S,
+        )
+        self.dispatcher = self.members.dispatcher
+        self._table = HostTable()
+        identity = Identity(f"{self.name}-{self._num_starts}", "sim", "digest", is_router=True)
+        sockets = SimSockets(self._ports.hosts, self.process)
+        self.registry = Registry(self.members, _Names(self._table), sockets, identity, tracer)
+        for host in hosts:
+            self.name_host(host.address, host)
+        await self.registry.first_host()
+        self.is_up = True
+
+    def name_host(self, address: str, host: HostRecord | None) -> None:
+        """Tells the registry of the host at an address; None: there is none."""
+        self._table.set(address, host)
+
+    async def kill(self) -> None:
+        self.is_up = False
+        self.process.kill()
+        await cancel_all(list(self.clients))
+        await self.close()
+
+    async def close(self) -> None:
+        await self.registry.close()
+        await self.members.close()
