@@ -23,7 +23,8 @@ def outcome_of(summary: Summary, num_repeated: int) -> Outcome:
     measured = (
         f"{summary.num_lives:,} seeds, {len(summary.broken)} broken{broken and f' ({broken}, …)'}: "
         f"{num_answers:,} requests, {met['steps']:,} steps, {met['deaths']:,} dead workers and engines, "
-        f"{met['preemptions']:,} preemptions, {met['refusals']:,} refusals; {num_repeated} logs alike byte for byte"
+        f"{met['preemptions']:,} preemptions, {met['refusals']:,} refusals; "
+        f"{num_repeated} logs repeat byte for byte"
     )
     return Outcome(measured, not summary.broken and num_repeated == _NUM_REPEATED)
 
