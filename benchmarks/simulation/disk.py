@@ -43,7 +43,7 @@ class SimDisk:
         return None if self._scanner is None else self._scanner.next_event_at()
 
     def hang(self, for_s: float) -> None:
-        """What the scanner has been asked is answered so many seconds later."""
+        """Postpones all answers that the scanner owes."""
         if self._scanner is not None:
             self._scanner.postpone(for_s)
 

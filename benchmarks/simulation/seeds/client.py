@@ -30,7 +30,7 @@ MAX_HARMLESS_DEATHS = 2
 
 @dataclass
 class Answer:
-    """What a client got."""
+    """The answer that a client got."""
 
     ask: Ask
     tokens: list[int] = field(default_factory=list)
@@ -185,7 +185,7 @@ def _explains(plan: Plan, answer: Answer, num_deaths: int, outages: bool) -> boo
 
 
 def _check_cached(plan: Plan, answer: Answer, answers: Sequence[Answer]) -> None:
-    """What was found in the cache, a request with the same salt and adapter must have computed."""
+    """Cached tokens were computed by a request with the same salt and adapter."""
     if not answer.num_cached_tokens or _may_find_its_own(plan):
         return
     own, most = answer.ask.request, 0

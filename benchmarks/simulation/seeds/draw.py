@@ -103,7 +103,7 @@ class Chances:
     """Chances of faults that may happen to any message or transfer, and how late things are."""
 
     message_late: float
-    """Of messages between processes."""
+    """Chance of a message between processes to be late."""
     late_s: float
     """The most that such a message is late."""
     handoff_dropped: float
@@ -112,7 +112,7 @@ class Chances:
     transfer_failed: float
     transfer_late: float
     loop_late: float
-    """Of wake-ups of an event loop or an engine."""
+    """Chance of a wake-up of an event loop or an engine to be late."""
     loop_late_s: float
 
 
@@ -126,7 +126,7 @@ class Ask:
     """Number of a router or, below 0, of a host that is asked directly."""
     request: GenerateRequest
     num_retries: int
-    """How often it comes again when it is refused."""
+    """Number of times that it comes again when it is refused."""
     leaves_after: int | None
     """Tokens after which the client goes away."""
     cancels_at: float | None

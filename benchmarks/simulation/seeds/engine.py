@@ -79,7 +79,7 @@ class OffsetClock:
 
 
 class EngineWorld(msgspec.Struct, frozen=True):
-    """What engines share with all else that is simulated."""
+    """Everything that engines share with the rest of the simulation."""
 
     network: SimNetwork
     """The network of prefill/decode handoff."""
@@ -91,9 +91,9 @@ class EngineWorld(msgspec.Struct, frozen=True):
     note: Callable[[str], None]
     """Writes a line to the log, which there is if `logs`."""
     broken: Callable[[BaseException], None]
-    """Is told of what must not happen."""
+    """Listener for errors, none of which may happen."""
     crashed: Callable[[str], None]
-    """Is told of the end of workers and engines."""
+    """Listener for the ends of workers and engines, with the name of the engine."""
 
 
 class _Preemptions:
@@ -281,7 +281,7 @@ class LateEngine:
         self.core = self.executor = self._links = self._timer = self._in = None
 
     def _deliver(self, payload: bytes | str) -> None:
-        """At the frontend: a message, or after how many seconds another engine follows the one that ended."""
+        """Takes, at the frontend, a message, or the seconds after which another engine follows one that ended."""
         if isinstance(payload, bytes):
             message = _FROM_ENGINE.decode(payload)
             self._note_message("->", message)

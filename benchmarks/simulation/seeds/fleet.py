@@ -39,7 +39,7 @@ _KEYS = CurveKeys(server_key="", public_key="", secret_key="", server_secret_key
 
 
 class Ports(msgspec.Struct):
-    """What a life's hosts and routers have in common."""
+    """Everything that hosts and routers of a life have in common."""
 
     plan: Plan
     engines: EngineWorld

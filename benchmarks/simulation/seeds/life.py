@@ -40,15 +40,15 @@ _LATENCY_S = 0.0002
 
 @dataclass
 class Verdict:
-    """What came of a life."""
+    """The outcome of a life."""
 
     seed: int
     problem: str = ""
-    """What is broken; empty if nothing is."""
+    """Sentence about the first thing that broke; empty if nothing did."""
     log: list[str] = field(default_factory=list)
     """Every message and event, if it was asked for."""
     met: Counter[str] = field(default_factory=Counter)
-    """How often things have happened."""
+    """Numbers of things that have happened, by name."""
 
     @property
     def digest(self) -> str:

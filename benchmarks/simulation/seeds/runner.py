@@ -19,7 +19,7 @@ _NICENESS = 10
 
 @dataclass
 class Summary:
-    """What came of lives."""
+    """The outcome of many lives."""
 
     num_lives: int = 0
     met: Counter[str] = field(default_factory=Counter)

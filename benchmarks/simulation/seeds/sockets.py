@@ -63,7 +63,7 @@ class Channel(Generic[T]):
         self._arm()
 
     def close(self) -> None:
-        """What is under way is lost. May be called twice."""
+        """Loses messages that are under way. May be called twice."""
         self.is_closed = True
         self._items.clear()
         if self._timer is not None:
