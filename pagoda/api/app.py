@@ -7,24 +7,21 @@ HTTP, is answered with an OpenAI error object.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
+from pagoda.api.access import check_content_type, check_origin, check_scope
 from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
-from pagoda.api.route import Route
 from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
@@ -126,7 +123,7 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
 async def _dispatch(context: RequestContext) -> web.StreamResponse:
     path, route = context.http.path, context.client_request.route
     methods = ROUTES.get(route)
-    _check_host(context)
+    check_origin(context)
     cors = context.service.config.cors_origins
     if cors and context.http.method == "OPTIONS":
         return context.empty(cors.preflight(context.http.headers, tuple(methods or ())))
@@ -146,18 +143,9 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
         raise ApiError(
             405, f"{path} answers {allowed}, not {context.http.method}.", headers={"Allow": allowed}
         )
-    _check_scope(context, methods[method])
+    check_scope(context, methods[method])
+    check_content_type(context, methods[method])
     return await methods[method].handler(context)
-
-
-def _check_scope(context: RequestContext, route: Route) -> None:
-    """Raises ApiError: 403, the client's key is not for this route."""
-    if route.scopes and not context.scopes & route.scopes:
-        needed = " or ".join(sorted(route.scopes))
-        raise ApiError(
-            403,
-            f"The API key {context.key_name} is not for this route, which needs the scope {needed}.",
-        )
 
 
 def _find(path: str) -> tuple[str, str]:
@@ -174,51 +162,6 @@ def _find(path: str) -> tuple[str, str]:
 def _request_id(given: str) -> str:
     """The client's id without characters that could harm a log or a header; a new id if nothing is left."""
     return _NOT_IN_REQUEST_ID.sub("", given[:_MAX_REQUEST_ID_CHARS]) or uuid.uuid4().hex
-
-
-def _check_host(context: RequestContext) -> None:
-    """Refuses web pages of other origins, also those whose name was made to point here (DNS rebinding)."""
-    headers = context.http.headers
-    host = headers.get("Host")
-    allowed = context.service.config.allowed_hosts
-    if host is not None and allowed is not None and _name(host) not in allowed:
-        raise ApiError(
-            403,
-            f"This server does not answer for the host {host[:200]!r}; --allowed-hosts names more.",
-        )
-    origin = headers.get("Origin")
-    if origin is None:
-        return
-    try:
-        netloc = urlsplit(origin).netloc.lower() or None
-    except ValueError:
-        netloc = None
-    cors = context.service.config.cors_origins
-    is_question = bool(cors) and context.http.method == "OPTIONS"
-    if netloc != (host or "").lower() and not is_question and not cors.allows(origin):
-        raise ApiError(
-            403,
-            "Requests from web pages of other origins are refused; --cors-origins names those that may.",
-        )
-
-
-def _name(host: str) -> str:
-    """The name in a Host header, without the port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
-
-
-def hosts_for(bind_host: str, extra: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """The Host headers that a server bound to `bind_host` accepts. None means all: others reach the address."""
-    name = bind_host.strip("[]").lower()
-    try:
-        is_local = ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        is_local = name == "localhost"
-    if not is_local:
-        return None
-    return ("localhost", "127.0.0.1", "::1", name, *(host.lower() for host in extra))
 
 
 class ApiServer(web.Server):

@@ -22,6 +22,7 @@ _STATUSES = {
     408: ("invalid_request_error", "body_timeout"),
     409: ("invalid_request_error", ""),
     413: ("invalid_request_error", "body_too_long"),
+    415: ("invalid_request_error", "unsupported_media_type"),
     429: ("rate_limit_error", ""),
     431: ("invalid_request_error", "headers_too_long"),
     501: ("not_supported_error", "not_supported"),

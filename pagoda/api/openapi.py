@@ -23,12 +23,13 @@ Table = Mapping[str, Mapping[str, Route]]
 _REASONS = {
     400: "A value is not as it must be; the message names the field.",
     401: "The API key is missing or wrong.",
-    403: "The server does not accept the Host or Origin header.",
+    403: "The server does not accept the Host or Origin header, or the API key lacks the scope.",
     404: "There is no such thing or model.",
     405: "The path has other methods.",
     408: "The body came too slowly.",
     409: "The state does not allow it.",
     413: "The body is too long.",
+    415: "The body has a type that web pages of others may send, or none.",
     429: "The waiting queue is full; `Retry-After` says when to come again.",
     431: "The headers are too long.",
     500: "A bug, or the engine failed with the request.",
@@ -37,7 +38,7 @@ _REASONS = {
 }
 _ALWAYS = (400, 401, 403, 405, 431, 500, 503)
 """Statuses of every route."""
-_WITH_BODY = (404, 408, 413, 429)
+_WITH_BODY = (404, 408, 413, 415, 429)
 """Statuses of routes that read a body."""
 _OPENAI_ERROR = {
     "type": "object",

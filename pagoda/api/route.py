@@ -46,6 +46,8 @@ class Route:
     """True if the body can ask for a stream."""
     needs_body: bool = True
     """False if the JSON body may be left out."""
+    takes_form: bool = False
+    """True if the body is a form with files (multipart/form-data)."""
     is_offered: bool = True
     """False for a route that only says why it is refused, which is not described."""
     statuses: tuple[int, ...] = ()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pagoda.api.allowed_hosts import ANY_HOST, AllowedHosts
 from pagoda.api.answer_log import log_answer
 from pagoda.api.body import UnknownFields
 from pagoda.api.bootstrap import Rooms
@@ -38,7 +39,7 @@ class ApiConfig:
     """Names that are neither the model's nor those of adapters mean the model, too."""
     api_keys: ApiKeys = NO_KEYS
     """Every route but those of `/health` and the page needs one of these keys, if there are any."""
-    allowed_hosts: Sequence[str] | None = None
+    allowed_hosts: AllowedHosts = ANY_HOST
     cors_origins: CorsOrigins = NO_ORIGINS
     root_path: str = ""
     """A path before all routes, under which a proxy shows the server; routes without it are answered, too."""

@@ -15,7 +15,8 @@ from functools import partial
 
 from aiohttp import web
 
-from pagoda.api.app import ApiServer, hosts_for
+from pagoda.api.allowed_hosts import hosts_for
+from pagoda.api.app import ApiServer
 from pagoda.api.keys import ApiKeys
 from pagoda.api.service import ApiConfig, Service
 from pagoda.cli import output

@@ -16,8 +16,8 @@ import msgspec
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from pagoda.api.allowed_hosts import hosts_for
 from pagoda.api.answer_log import log_answer
-from pagoda.api.app import hosts_for
 from pagoda.api.body import UnknownFields
 from pagoda.api.cors import CorsOrigins
 from pagoda.api.file_watch import WatchedFiles
@@ -130,7 +130,8 @@ class ServerOptions:
     files_max_bytes: Annotated[int | str, Parameter(metavar="INT")] = "16GiB"
     """The most that all files in --files-dir may take, such as 100GiB; uploads beyond are refused."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
-    """Another Host header to accept while listening on this machine only; may be repeated."""
+    """Another name in Host headers to accept; may be repeated. A server that others reach accepts any name unless
+    this names some, and addresses always."""
 
     @property
     def parsers(self) -> ParserChoice:

@@ -5,7 +5,6 @@ import gzip
 
 import pytest
 
-from pagoda.api.app import hosts_for
 from pagoda.api.dialect import OPENAI
 from pagoda.api.keys import ApiKeys
 from pagoda.api.routes import OPEN_PATHS, ROUTES
@@ -149,9 +148,10 @@ async def test_every_route_but_health_and_the_page_asks_for_the_key(
 @pytest.mark.parametrize("path", ["//health/live", "/health/live?x", "/health/live#/v1/models"])
 async def test_a_path_cannot_pretend_to_be_open(serve_api, path: str) -> None:
     api = await serve_api(api_keys=ApiKeys(["secret"]))
-    status, body = await api.raw(f"GET {path} HTTP/1.1\r\nHost: /health/live\r\n\r\n".encode())
-    assert status in (200, 400, 401)
-    assert b'"data"' not in body
+    for host in ("/health/live", "x"):
+        status, body = await api.raw(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert status in (200, 400, 401) if host == "x" else status in (400, 403)
+        assert b'"data"' not in body
 
 
 async def test_only_its_own_pages_may_ask(api) -> None:
@@ -161,20 +161,6 @@ async def test_only_its_own_pages_may_ask(api) -> None:
         assert "Access-Control-Allow-Origin" not in answer.headers
     headers = {"Origin": api.url}
     assert (await api.get("/v1/models", headers=headers)).status == 200
-
-
-async def test_names_that_were_made_to_point_here(serve_api) -> None:
-    api = await serve_api(allowed_hosts=hosts_for("127.0.0.1", ("proxy.example",)))
-    own = ("127.0.0.1:8000", "localhost", "LocalHost:1", "[::1]:8000", "proxy.example")
-    for host in (*own, "evil.example:8000", "127.0.0.1.evil.example", ""):
-        answer = await api.get("/v1/models", headers={"Host": host})
-        assert answer.status == (200 if host in own else 403), host
-
-
-def test_servers_that_others_can_reach_answer_any_host() -> None:
-    assert hosts_for("0.0.0.0") is hosts_for("192.168.0.7") is None
-    assert "localhost" in (hosts_for("localhost") or ())
-    assert "::1" in (hosts_for("::1") or ())
 
 
 # ---- request ids
@@ -231,8 +217,8 @@ async def test_a_body_that_grows_when_unpacked(serve_api) -> None:
 
 async def test_a_body_that_does_not_come(serve_api) -> None:
     api = await serve_api(body_timeout_s=0.05)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
-    status, body = await api.raw(head)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    status, body = await api.raw(head + b"Content-Length: 100\r\n\r\n{")
     assert status == 408
     assert b"did not arrive" in body
 

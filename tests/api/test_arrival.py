@@ -61,7 +61,7 @@ async def test_an_empty_line_is_no_arrival(api, clock, arrived) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     body = b'{"prompt": "hi", "max_tokens": 1}'
     request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-    request += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    request += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     for before in (b"", b"\r\n"):
         writer.write(request + before)
         await writer.drain()

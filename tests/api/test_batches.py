@@ -143,7 +143,7 @@ async def test_files_are_listed_by_pages(api, attach: Attach) -> None:
 )
 async def test_uploads_are_checked(api, attach: Attach, fields: Any, word: str) -> None:
     await attach(api)
-    form = aiohttp.FormData()
+    form = aiohttp.FormData(default_to_multipart=True)
     for name, value in fields:
         form.add_field(name, value, filename="f" if name == "file" else None)
     answer = await api.request("POST", "/v1/files", data=form)
@@ -153,7 +153,7 @@ async def test_uploads_are_checked(api, attach: Attach, fields: Any, word: str) 
 
 async def test_uploads_must_be_of_parts(api, attach: Attach) -> None:
     await attach(api)
-    assert (await api.post("/v1/files", {"file": 1})).status == 400
+    assert (await api.post("/v1/files", {"file": 1})).status == 415
     for kind in ("multipart/form-data", "multipart/form-data; boundary=x"):
         headers = {"Content-Type": kind}
         assert (await api.post("/v1/files", b"nonsense", headers=headers)).status == 400

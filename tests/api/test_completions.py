@@ -353,7 +353,10 @@ async def test_a_client_that_goes_away_aborts(serve_api, stream: bool, n: int) -
 
 async def test_a_client_of_http_1_0_gets_the_events_without_chunks(api) -> None:
     body = b'{"prompt": "hi", "stream": true}'
-    head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = (
+        b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+    )
     _, events = await api.raw(head + body)
     *pieces, last, rest = events.split(b"\n\n")
     texts = [json.loads(piece[6:])["choices"][0]["text"] for piece in pieces]
@@ -377,8 +380,8 @@ async def test_a_reader_that_stops_reading_is_cut_off(serve_api) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=2**10)
     body = {"prompt": ["hi"] * 100, "n": 10, "max_tokens": 250, "stream": True, "logprobs": 20}
     data = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-    writer.write(head % len(data) + data)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(head + b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
     await asyncio.wait_for(api.endpoint.any_aborted.wait(), 30)
     writer.close()
     del reader

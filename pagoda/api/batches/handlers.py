@@ -63,8 +63,6 @@ def _batches(context: RequestContext) -> BatchRunner:
 async def upload_file(context: RequestContext) -> web.StreamResponse:
     """Writes an upload to the disk as it comes."""
     files = _files(context)
-    if not context.http.content_type.startswith("multipart/"):
-        raise InvalidRequestError("the body must be multipart/form-data.", param="file")
     purpose: str | None = None
     upload: tuple[str, int, str] | None = None
     timeout_s = context.service.config.body_timeout_s

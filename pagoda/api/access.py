@@ -1,0 +1,74 @@
+"""Checks of a request before its route answers: where it comes from, what its key may do, what its body is."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from aiohttp import HttpVersion11
+
+from pagoda.api.errors import ApiError
+from pagoda.api.request_context import RequestContext
+from pagoda.api.route import Route
+
+_OF_ANY_PAGE = frozenset(
+    ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+)
+"""Types of bodies that a browser lets any web page send anywhere without asking (the CORS-safelisted ones of
+https://fetch.spec.whatwg.org/#cors-safelisted-request-header), and no type."""
+
+
+def check_origin(context: RequestContext) -> None:
+    """Refuses web pages of other origins, also those whose name was made to point here (DNS rebinding).
+    Raises ApiError: 403; 400 without a Host header, which every browser sends."""
+    http, config = context.http, context.service.config
+    hosts = http.headers.getall("Host", ())
+    if len(hosts) > 1 or (not hosts and http.version >= HttpVersion11):
+        raise ApiError(400, "A request must have one Host header.", word="invalid_http")
+    host = hosts[0] if hosts else None
+    if host is not None and not config.allowed_hosts.allows(host):
+        raise ApiError(
+            403,
+            f"This server does not answer for the host {host[:200]!r}; --allowed-hosts names more.",
+        )
+    origin = http.headers.get("Origin")
+    if origin is None:
+        return
+    try:
+        netloc = urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        netloc = None
+    cors = config.cors_origins
+    is_question = bool(cors) and http.method == "OPTIONS"
+    if netloc != (host or "").lower() and not is_question and not cors.allows(origin):
+        raise ApiError(
+            403,
+            "Requests from web pages of other origins are refused; --cors-origins names those that may.",
+        )
+
+
+def check_scope(context: RequestContext, route: Route) -> None:
+    """Raises ApiError: 403, the client's key is not for this route."""
+    if route.scopes and not context.scopes & route.scopes:
+        needed = " or ".join(sorted(route.scopes))
+        raise ApiError(
+            403,
+            f"The API key {context.key_name} is not for this route, which needs the scope {needed}.",
+        )
+
+
+def check_content_type(context: RequestContext, route: Route) -> None:
+    """Raises ApiError: 415, the body has a type that any web page may send, or is no form where one is needed."""
+    if not context.http.body_exists:
+        return
+    given = context.http.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if route.takes_form:
+        if given != "multipart/form-data":
+            raise ApiError(
+                415, "The body must be a form, with `Content-Type: multipart/form-data`."
+            )
+    elif given in _OF_ANY_PAGE:
+        raise ApiError(
+            415,
+            "The body must be JSON with the header `Content-Type: application/json`, "
+            f"got {given or 'no type'}.",
+        )
