@@ -117,6 +117,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     False computes the KV."""
     engine_timeout_s: float = 30.0
     """Seconds of silence after which the frontend kills an engine that owes an answer, and starts another."""
+    worker_timeout_s: float = 15.0
+    """Seconds of silence after which the process of a worker counts as stopped, and is replaced."""
     step_timeout_s: float = 300.0
     worker_start_timeout_s: float = 600.0
     """Seconds without progress after which workers that start are killed and started again."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from pagoda.engine import canary
 from pagoda.engine.adapters import EngineAdapters
 from pagoda.engine.assembly import EngineParts, GrammarsOpener, build_parts, open_grammars
+from pagoda.engine.canary import Canary
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.constraint import Constraint
 from pagoda.engine.kv_transfers import TiersBuilder
@@ -38,9 +40,9 @@ from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0
 """A worker that lived this many seconds starts a new count of losses."""
-MAX_IDLE_LOSSES = 8
-"""Short-lived workers in a row, lost without a step in flight, after which the engine gives up. Of losses during
-steps the scheduler fails the request that causes them."""
+MAX_IDLE_LOSSES = 5
+"""Short-lived workers in a row after which the engine gives up: those that were lost without a step in flight, or
+while they computed the canary. Of losses during other steps the scheduler fails the request that causes them."""
 _FIRST_PAUSE_S = 0.25
 """Pause behind the second loss in a row; behind the first there is none."""
 _MAX_PAUSE_S = 10.0
@@ -58,26 +60,31 @@ class WorkerRestarts:
         self._ready_at: float | None = None
         self._next_pause_s = 0.0
         self._idle_losses_in_row = 0
+        self.losses_in_row = 0
+        """Workers that were lost since a step has ended, or one was stable."""
 
     def on_ready(self) -> None:
         self._ready_at = self._clock.now()
 
     def on_step(self) -> None:
-        self._idle_losses_in_row = 0
+        self._idle_losses_in_row = self.losses_in_row = 0
 
     def on_loss(self, reason: str, *, is_idle: bool) -> None:
-        """The worker is lost; `is_idle` says that no step was in flight.
+        """The worker is lost; `is_idle` says that no request was in a step in flight.
 
         Raises EngineDeadError if too many workers were lost in a row.
         """
         now, ready_at = self._clock.now(), self._ready_at
         self._ready_at = None
         if ready_at is not None and now - ready_at >= STABLE_S:
-            self._next_pause_s, self._idle_losses_in_row = 0.0, 0
+            self._next_pause_s, self._idle_losses_in_row, self.losses_in_row = 0.0, 0, 0
         self.count += 1
+        self.losses_in_row += 1
         self._idle_losses_in_row += is_idle
         if self._idle_losses_in_row > MAX_IDLE_LOSSES:
-            raise EngineDeadError(f"{MAX_IDLE_LOSSES} workers were lost in a row; last: {reason}")
+            raise EngineDeadError(
+                f"{self._idle_losses_in_row} workers were lost in a row; last: {reason}"
+            )
         self._restart_at = now + self._next_pause_s
         self._next_pause_s = min(_MAX_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._next_pause_s))
 
@@ -312,7 +319,7 @@ class EngineCore:
         self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
         self._count_expert_tokens(result.expert_tokens)
         taken, trace_began = self._last_progress, self._tracer.e2e()
-        chunks = self.parts.scheduler.update(result)
+        chunks = Canary.without(self.parts.scheduler.update(result))
         self.steps.finished(result, taken)
         if trace_began:
             self.tracing.updated(trace_began, result)
@@ -344,6 +351,8 @@ class EngineCore:
             if self._tracer.session is not None:
                 self.tracing.watch(parts.scheduler)
         parts.scheduler.hooks.workers_ready(worker)
+        if self._restarts.losses_in_row >= canary.LOSSES_BEFORE and parts.scheduler.requests:
+            Canary(parts.scheduler).send()
 
     def _on_worker_lost(self, loss: WorkerLost) -> list[TokenChunk]:
         chunks = self.lose_worker(loss)
@@ -357,7 +366,10 @@ class EngineCore:
         if self.parts is None:
             raise ConfigError(loss.reason) if loss.is_user_error else EngineDeadError(loss.reason)
         scheduler = self.parts.scheduler
-        self._restarts.on_loss(loss.reason, is_idle=not scheduler.in_flight)
+        tried = Canary(scheduler)
+        is_idle = not scheduler.in_flight or tried.is_in_flight
+        tried.take_back()
+        self._restarts.on_loss(loss.reason, is_idle=is_idle)
         for tracing in self._tracings:
             tracing.worker_lost(loss.reason)
         chunks = scheduler.recover()

@@ -333,6 +333,7 @@ def _make_executor(
         address=address,
         step_timeout_s=config.step_timeout_s,
         start_timeout_s=config.worker_start_timeout_s,
+        worker_timeout_s=config.worker_timeout_s,
         clock=clock,
         tracer=tracer,
         faults=faults,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Container, Sequence
 from functools import cached_property
 from itertools import chain
@@ -12,6 +13,7 @@ from typing import Literal
 import msgspec
 import zmq
 
+from pagoda.executor.agreement import disagreement
 from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
 from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.group_transfers import GroupTransfers
@@ -43,13 +45,19 @@ from pagoda.telemetry.tracer import Tracer, TraceSession
 
 _log = logging.getLogger(__name__)
 
-_Wait = Literal["hello", "start", "step", "transfer", "connection"]
+_Wait = Literal["word", "hello", "start", "step", "transfer", "parting", "connection"]
 _Decode = Callable[[bytes], WorkerMessage | TransferMessage]
 
 _PATIENCE_S = 30.0
 """Seconds after which the log names workers that have not said hello."""
+FIRST_WORD_S = 60.0
+"""Seconds that the process of a worker may take to connect, before it has imported anything large."""
 _HANG_UP_S = 1.0
 """Seconds without a connection after which a worker counts as lost."""
+_PARTING_S = 0.1
+"""Seconds after which a connection that has ended is known to the socket to have ended."""
+_HEARTBEATS = 4
+"""Signs of life that a worker is asked for within its time-out."""
 
 
 class GroupExecutor:
@@ -71,6 +79,7 @@ class GroupExecutor:
         address: str,
         step_timeout_s: float,
         start_timeout_s: float = 600.0,
+        worker_timeout_s: float = 15.0,
         clock: Clock,
         tracer: Tracer | None = None,
         faults: Faults | None = None,
@@ -80,14 +89,17 @@ class GroupExecutor:
         `address` is where workers reach the engine: `ipc://` and a path in a private directory, to which a
         number is appended per start, or `tcp://` and an address of this host, at which each start takes a free
         port, with new keys. Workers are lost when one step takes longer than `step_timeout_s`, or when all are
-        silent for `start_timeout_s` before the last of them is ready. `tracer` has the clock that workers compare
-        theirs with; `faults` are those of this process.
+        silent for `start_timeout_s` before the last of them is ready. A thread of ZeroMQ answers for a process
+        that runs, whatever it does; workers are lost when one is stopped for `worker_timeout_s`, or has not
+        connected within `FIRST_WORD_S`. `tracer` has the clock that workers compare theirs with; `faults` are
+        those of this process.
         """
         self._config = config
         self._launcher = launcher
         self._address = address
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
+        self._worker_timeout_s = worker_timeout_s
         self._clock = clock
         self.tracer = tracer or Tracer("engine")
         self._encode_order = Codec[WorkerOrder](WorkerOrder).encode
@@ -118,9 +130,16 @@ class GroupExecutor:
             for place in parallel.places(self._config.place.dp)
         ]
         self._group = _Group(
-            configs, address, keys, self._launcher.launch, self._step_timeout_s, self._faults
+            configs,
+            address,
+            keys,
+            self._launcher.launch,
+            self._step_timeout_s,
+            self._worker_timeout_s,
+            self._faults,
         )
         now = self._clock.now()
+        self._group.deadlines["word"] = now + FIRST_WORD_S
         self._group.deadlines["start"] = now + self._start_timeout_s
         if len(configs) > 1:
             self._group.deadlines["hello"] = now + _PATIENCE_S
@@ -262,6 +281,11 @@ class GroupExecutor:
                         group.deadlines["step"] = self._clock.now() + self._step_timeout_s
                     events.append(message)
         now = self._clock.now()
+        group.look_for_gone(now)
+        if group.all_were_heard:
+            group.deadlines.pop("word", None)
+        elif not group.workers.are_placed:
+            group.deadlines["word"] = now + FIRST_WORD_S
         if group.has_started:
             group.deadlines.pop("start", None)
         elif has_heard or not group.workers.are_placed:
@@ -277,6 +301,8 @@ class GroupExecutor:
             group.complain()
         if "connection" in over:
             return group.unreachable
+        if "word" in over:
+            return group.mute(FIRST_WORD_S)
         if "start" in over:
             return group.hung_start(self._start_timeout_s)
         if "step" in over:
@@ -290,7 +316,8 @@ class GroupExecutor:
         return loss
 
     def pollables(self) -> list[object]:
-        return [self._group.socket, *self._group.workers.pollables()] if self._group else []
+        group = self._group
+        return [group.socket, group.monitor, *group.workers.pollables()] if group else []
 
     def pids(self) -> dict[str, int]:
         return self._group.pids() if self._group else {}
@@ -314,9 +341,11 @@ class _Group:
         keys: CurveKeys | None,
         launch: Callable[[list[WorkerConfig], str], WorkerSet],
         transfer_timeout_s: float,
+        worker_timeout_s: float,
         faults: Faults,
     ) -> None:
         self._configs = configs
+        self._worker_timeout_s = worker_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         parallel, dp = configs[0].parallel, configs[0].place.dp
         self._sampling_rank = parallel.rank_in_replica(parallel.sampling_place(dp))
@@ -327,6 +356,12 @@ class _Group:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         # A message that cannot be sent raises an error instead of being lost in silence.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # The worker's thread of ZeroMQ answers, also while the interpreter loads a library or waits for a device.
+        heartbeat_ms = max(1, round(worker_timeout_s * 1000 / _HEARTBEATS))
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, (_HEARTBEATS - 1) * heartbeat_ms)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        """Becomes readable when a connection has ended."""
         if keys is not None:
             start_authenticator(self._context, keys)
             encrypt_server(self.socket, keys)
@@ -342,14 +377,16 @@ class _Group:
         self._rooms: dict[int, WorkerRoom] = {}
         self._readies: dict[int, WorkerReady] = {}
         """Hellos, rooms and readies are keyed by rank in the replica."""
+        self._heard: set[bytes] = set()
+        """Connections on which something has come."""
         self._linked: set[int] = set()
         """Ranks whose connections for transfers are there."""
         self._received: list[tuple[int, WorkerMessage | TransferMessage]] = []
         self._take = faults.messages("engine.result", self._decode)
         self.deadlines: dict[_Wait, float] = {}
-        """Times until which all must have said hello, or the log names who has not; one that starts must have sent
-        a message; the step in flight, and a transfer, must have ended; and the end of an unreachable worker's
-        process is known."""
+        """Times until which each must have sent its first message; all must have said hello, or the log names who
+        has not; one that starts must have sent a message; the step in flight, and a transfer, must have ended; it
+        is known who has hung up; and the end of an unreachable worker's process is known."""
         self.unreachable: WorkerLost | None = None
         """A worker without a connection, which has missed a message."""
         self.num_in_flight = 0
@@ -372,6 +409,10 @@ class _Group:
             self.deadlines.pop("transfer", None)
         else:
             self.deadlines["transfer"] = deadline
+
+    @property
+    def all_were_heard(self) -> bool:
+        return self._heard.issuperset(self.ranks)
 
     @property
     def is_ready(self) -> bool:
@@ -400,8 +441,26 @@ class _Group:
                     raise
                 if self.unreachable is None:
                     rank, _ = self._connections[identity]
-                    self.unreachable = WorkerLost(f"{worker_name(self._configs[rank])} hung up")
+                    self.unreachable = WorkerLost(
+                        f"{worker_name(self._configs[rank])} hung up, or was silent for "
+                        f"{self._worker_timeout_s:g} s"
+                    )
                     self.deadlines["connection"] = now + _HANG_UP_S
+
+    def look_for_gone(self, now: float) -> None:
+        """Finds who it is that hung up, or was silent for too long, if any has: the socket does not name it."""
+        with contextlib.suppress(zmq.Again):
+            while self.monitor.recv_multipart(zmq.NOBLOCK):
+                self.deadlines["parting"] = now + _PARTING_S
+        if now >= self.deadlines.get("parting", math.inf):
+            del self.deadlines["parting"]
+            # What changes nothing for those that are there.
+            ranks, links = (
+                self._heard.intersection(self.ranks),
+                self._heard.intersection(self.links),
+            )
+            self.send(sorted(ranks), msgspec.msgpack.encode(ClockPong(0, "", 0)), now)
+            self.send(sorted(links), msgspec.msgpack.encode(Transfers()), now)
 
     def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
         """Returns the messages that have arrived, each with the rank of its sender.
@@ -416,6 +475,7 @@ class _Group:
 
     def _decode(self, identity: bytes, payload: bytes) -> None:
         rank, decode = self._connections[identity]
+        self._heard.add(identity)
         self._received.append((rank, decode(payload)))
 
     def greet(self, rank: int, hello: WorkerHello, now: float) -> None:
@@ -444,7 +504,7 @@ class _Group:
             self._linked.add(rank)
         if not self.has_started:
             return None
-        problem = self._disagreement()
+        problem = disagreement(self._readies.values())
         if problem is not None:
             return WorkerLost(problem, is_user_error=True)
         ready = self._readies[self._sampling_rank]
@@ -473,26 +533,6 @@ class _Group:
         self._trace_problems += message.problems
         return [] if self._trace_ends_of else [TraceStopped(self._trace_problems)]
 
-    def _disagreement(self) -> str | None:
-        readies = self._readies.values()
-        block_sizes = sorted({ready.block_size for ready in readies})
-        if len(block_sizes) > 1:
-            sizes = " and ".join(str(size) for size in block_sizes)
-            return f"the workers' backends prefer KV blocks of {sizes} tokens; name one with --block-size."
-        arithmetics = sorted({ready.arithmetic for ready in readies})
-        if len(arithmetics) > 1:
-            # Ranks that round differently would not agree on hidden states, nor on the experts of a token.
-            return (
-                f"the workers compute with {' and '.join(arithmetics)}, whose results differ in rounding; set "
-                "PAGODA_CPU_ISA to an instruction set that all hosts have, or give --backend reference."
-            )
-        if len({ready.kv_digest for ready in readies}) > 1:
-            return (
-                "the workers' KV does not mean the same to other engines; all hosts must have the same files of "
-                "the model and the same version of Pagoda."
-            )
-        return None
-
     def complain(self) -> None:
         del self.deadlines["hello"]
         _log.warning("still waiting for %s at %s", self._others(self._hellos), self._endpoint)
@@ -503,6 +543,11 @@ class _Group:
             "Pagoda on all hosts."
         )
         return self.failure(rank, WorkerFailed(error, is_user_error=True))
+
+    def mute(self, timeout_s: float) -> WorkerLost:
+        """The loss of workers whose processes have not connected within `timeout_s`."""
+        heard = [rank for rank, identity in enumerate(self.ranks) if identity in self._heard]
+        return WorkerLost(f"{self._others(heard)} did not connect within {timeout_s:g} s")
 
     def hung_start(self, timeout_s: float) -> WorkerLost:
         """The loss of workers that made no progress for `timeout_s` while they started; names those at fault."""
@@ -524,6 +569,8 @@ class _Group:
 
     def close(self) -> None:
         self.workers.close()
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
         self.socket.close()
         self._context.term()
 

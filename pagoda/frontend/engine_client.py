@@ -32,17 +32,19 @@ from pagoda.messages.frontend import (
     Hello,
     LoadQuery,
     Shutdown,
+    TokenChunks,
 )
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0
-"""An engine that lived for this many seconds starts a new count of deaths."""
+"""An engine that answered for this many seconds starts a new count of deaths, as does one that gave a token."""
 MAX_DEATHS_IN_ROW = 5
-"""Short-lived engines in a row after which the frontend gives up."""
-START_TIMEOUT_S = 300.0
-"""Seconds of silence after which an engine that is starting is replaced. An engine answers while its workers load;
-joining a Ray cluster takes its time."""
+"""Engines in a row, each without a token and gone before `STABLE_S`, after which the frontend gives up."""
+START_TIMEOUT_S = 60.0
+"""Seconds of silence after which an engine that starts is replaced. An engine answers while its workers load."""
+RAY_START_TIMEOUT_S = 300.0
+"""The same of an engine that joins a Ray cluster, which takes its time."""
 _LAST_WORDS_S = 0.05
 """Seconds without a message after which nothing more is expected from an engine that has ended."""
 _STOP_S = 5.0
@@ -64,9 +66,16 @@ class EngineClient:
         config: EngineConfig,
         tracer: Tracer | None = None,
         *,
-        start_timeout_s: float = START_TIMEOUT_S,
+        start_timeout_s: float | None = None,
     ) -> None:
-        """`tracer` is that of this process. Raises ConfigError if there is no place for the engine's sockets."""
+        """`tracer` is that of this process. An engine is replaced when it is silent for `start_timeout_s` while it
+        starts; None takes `START_TIMEOUT_S`, or `RAY_START_TIMEOUT_S`.
+
+        Raises ConfigError if there is no place for the engine's sockets.
+        """
+        if start_timeout_s is None:
+            is_ray = config.executor == "ray"
+            start_timeout_s = RAY_START_TIMEOUT_S if is_ray else START_TIMEOUT_S
         self._config = config
         self._tracer = tracer or Tracer("frontend")
         self._num_traces = 0
@@ -84,14 +93,19 @@ class EngineClient:
         self._receive = self._faults.messages("frontend.receive", self._take)
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at: float | None = None
+        self._heard_at = 0.0
+        """Time of the last message of the engine."""
+        self._has_given_tokens = False
+        """The engine that runs has computed part of an answer."""
         self.num_deaths_in_row = 0
-        """Engines that ended in a row, each within `STABLE_S` of being ready."""
+        """Engines that ended in a row, none of which was stable or has given a token."""
         self.replica = replica = Replica(
             self,
             "the engine",
             self._tracer,
             hang_timeout_s=config.engine_timeout_s,
             on_hang=lambda: self._on_hang(config.engine_timeout_s),
+            probes_idle=True,
         )
         self._start_watchdog = Watchdog(
             start_timeout_s,
@@ -195,14 +209,15 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         """Runs one engine after another until one says that it cannot start, or too many die."""
-        loop = asyncio.get_running_loop()
         try:
             while True:
-                self._ready_at = None
+                self._ready_at, self._has_given_tokens = None, False
                 reason = await self._run_engine()
                 if self.replica.state is ReplicaState.FAILED:
                     return
-                if self._ready_at is not None and loop.time() - self._ready_at >= STABLE_S:
+                # One that hung was no good since it was heard last.
+                answered_s = 0.0 if self._ready_at is None else self._heard_at - self._ready_at
+                if self._has_given_tokens or answered_s >= STABLE_S:
                     self.num_deaths_in_row = 0
                 self.num_deaths_in_row += 1
                 if self.num_deaths_in_row > MAX_DEATHS_IN_ROW:
@@ -254,12 +269,16 @@ class EngineClient:
 
     def _take(self, engine: _Engine, payload: bytes) -> None:
         self._start_watchdog.heard()
+        self._heard_at = asyncio.get_running_loop().time()
         try:
             message = self._decode(payload)
         except msgspec.DecodeError as error:
             engine.end(f"sent what is not a message ({error})")
             return
         match message:
+            case TokenChunks() if not self._has_given_tokens:
+                self._has_given_tokens = any(chunk.token_ids for chunk in message.chunks)
+                self.replica.receive(message)
             case TraceStopped():
                 if message.number == self._num_traces:
                     self._end_trace(message.problems)
@@ -271,7 +290,7 @@ class EngineClient:
                     self._config.worker, kept_blocks=message.num_blocks
                 )
                 self._config = msgspec.structs.replace(self._config, worker=worker)
-                self._ready_at = asyncio.get_running_loop().time()
+                self._ready_at = self._heard_at
                 self.replica.receive(message)
                 for adapter in self._loads:  # what the engine before was told is lost with it
                     self.send(LoadAdapter(adapter))
@@ -281,11 +300,9 @@ class EngineClient:
                 self.replica.receive(message)
 
     def _on_failed(self, engine: _Engine, failure: EngineFailed) -> None:
-        """The reason of a first engine that never was ready ends everything; later, it is one more death."""
-        if self.replica.has_started:
-            engine.end(f"gave up ({failure.error.removesuffix('.')})")
-            return
-        error = ConfigError if failure.is_user_error else EngineDeadError
+        """The engine cannot start, or cannot keep its workers alive: another one could not either."""
+        has_started = self.replica.has_started
+        error = ConfigError if failure.is_user_error and not has_started else EngineDeadError
         self._fail(error(failure.error))
         engine.end(failure.error)
 

@@ -137,8 +137,10 @@ class EngineOptions:
     """Seconds that a step may take; after that its workers are killed and started again."""
     worker_start_timeout: NotNegative = 600.0
     """Seconds without progress after which workers that are starting are killed and started again."""
+    worker_timeout: AtLeastOne = 15.0
+    """Seconds without a sign of life after which a worker process that was stopped is killed and started again."""
     engine_timeout: AtLeastOne = 30.0
-    """Seconds of silence after which an engine that has work is killed and replaced; its requests go on."""
+    """Seconds of silence after which an engine is killed and replaced; its requests go on."""
     seed: Seed | None = None
     """Seed of dummy weights; in generate, chat and bench offline also of sampling."""
 
@@ -183,6 +185,7 @@ class EngineOptions:
             worker_start_timeout_s=options.worker_start_timeout,
             engine_timeout_s=options.engine_timeout,
             faults=faults,
+            worker_timeout_s=options.worker_timeout,
         )
 
     def _check_needs(self, role: Role) -> None:

@@ -91,10 +91,12 @@ class Replica:
         name: str = "",
         hang_timeout_s: float | None = None,
         on_hang: Callable[[], None] = lambda: None,
+        probes_idle: bool = False,
     ) -> None:
         """`peer` is the subject of errors, such as `the engine`. The clock of `tracer` stamps chunks on arrival.
 
         `on_hang` is called when the peer owes an answer and has sent nothing for `hang_timeout_s`; None: never.
+        With `probes_idle` a peer that owes nothing is asked for its load now and then.
         """
         self.transport = transport
         self.name = name
@@ -124,7 +126,7 @@ class Replica:
         self._history = CounterHistory()
         self._watchdog = hang_timeout_s and Watchdog(
             hang_timeout_s,
-            is_owed=lambda: bool(self._streams or self._queries),
+            is_owed=lambda: bool(probes_idle or self._streams or self._queries),
             probe=lambda: self._tell(LoadQuery(PROBE)),
             on_silence=on_hang,
         )
@@ -383,6 +385,7 @@ class Replica:
         self._limits = limits
         if not self.is_open:
             self.state = ReplicaState.READY
+            self._expect()
             # This peer knows nothing of what the one before it was asked for.
             if self._cache_listeners:
                 self.transport.send(SubscribeCache())

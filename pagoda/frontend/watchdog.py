@@ -24,7 +24,8 @@ class Watchdog:
         probe: Callable[[], None],
         on_silence: Callable[[], None],
     ) -> None:
-        """`is_owed` says if an answer is outstanding; `probe` sends a message that the peer answers at once."""
+        """`is_owed` says if an answer is outstanding; one that is always True has an idle peer probed, too, about
+        four times in `timeout_s`. `probe` sends a message that the peer answers at once."""
         self._tick_s = timeout_s / _TICKS
         self._is_owed = is_owed
         self._probe = probe

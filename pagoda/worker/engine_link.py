@@ -66,6 +66,7 @@ class EngineLink:
         """Orders that came while the clocks were compared, or masks were awaited."""
         self._masks: dict[int, TokenMasks] = {}
         """Masks that came before a step awaits them, by step."""
+        self.report_progress()
 
     def close(self) -> None:
         self._socket.close()

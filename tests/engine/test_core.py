@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+from random import Random
+
 import msgspec
 import pytest
 from harness import Harness, assert_complete, make_request
-from mortal_executor import SpeakingExecutor, speaking
+from mortal_executor import POISON, MortalExecutor, SpeakingExecutor, speaking
 
+from pagoda.engine.canary import LOSSES_BEFORE
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore, WorkerRestarts
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
-from pagoda.messages.frontend import PrefixCacheUpdate, RequestRefused
+from pagoda.messages.frontend import FinishReason, PrefixCacheUpdate, RequestRefused
 from pagoda.messages.worker import StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -62,7 +65,36 @@ def test_losses_in_a_row_are_retried_later_and_later_then_given_up() -> None:
         lose()
     assert pauses[0] == 0
     assert pauses[1:] == sorted(pauses[1:])
-    assert max(pauses) == 10
+    assert max(pauses) == 2
+
+
+def test_a_machine_on_which_nothing_can_be_computed_ends_the_engine_and_blames_no_request() -> None:
+    harness, executor = speaking()
+    harness.add(make_request("a", [1, 2, 3]))
+
+    def lose_steps() -> None:
+        for _ in range(100):
+            while not harness.scheduler.in_flight:
+                harness.tick()
+            executor.say(WorkerLost("the device is broken"))
+            harness.step()
+
+    with pytest.raises(EngineDeadError, match=f"{MAX_IDLE_LOSSES + 1} workers were lost in a row"):
+        lose_steps()
+    assert harness.finished == {}
+    assert len(executor.starts) == LOSSES_BEFORE + MAX_IDLE_LOSSES + 1
+
+
+def test_requests_that_crash_the_worker_one_after_the_other_do_not_end_the_engine() -> None:
+    harness = Harness(wrap=lambda inner, clock: MortalExecutor(inner, clock, Random(1), 0.0))
+    for index in range(10):
+        harness.add(make_request(f"poison{index}", [POISON]))
+        harness.run()
+        assert harness.finished[f"poison{index}"].finish_reason is FinishReason.ERROR
+    good = make_request("good", [1, 2, 3])
+    harness.add(good)
+    harness.run()
+    assert_complete(harness, [good])
 
 
 def test_workers_may_be_lost_during_steps_any_number_of_times() -> None:

@@ -29,6 +29,7 @@ def make_executor(
         parallel: ParallelConfig | None = None,
         step_timeout_s: float = 30.0,
         start_timeout_s: float = 30.0,
+        worker_timeout_s: float = 30.0,
         clock: Clock | None = None,
         kv_host_bytes: int = 0,
         kv_disk_path: str | None = None,
@@ -46,6 +47,7 @@ def make_executor(
             address=address,
             step_timeout_s=step_timeout_s,
             start_timeout_s=start_timeout_s,
+            worker_timeout_s=worker_timeout_s,
             clock=clock or MonotonicClock(),
         )
         made.append(executor)

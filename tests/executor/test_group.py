@@ -73,9 +73,10 @@ def test_a_killed_worker_that_stays_keeps_only_its_successor_waiting(
     assert_gone([pid])
 
 
-def until_heard(executor: GroupExecutor, start_deadline: float) -> None:
-    """Polls until a message of a worker that starts has moved `start_deadline`."""
-    while executor.next_event_at() == start_deadline:
+def until_heard(executor: GroupExecutor) -> None:
+    """Polls until a message of a worker that starts has moved the deadline of the start."""
+    before = executor.next_event_at()
+    while executor.next_event_at() == before:
         assert zmq.zmq_poll([(s, zmq.POLLIN) for s in executor.pollables()], 20_000)
         assert executor.poll() == []
 
@@ -94,13 +95,46 @@ def test_workers_that_make_no_progress_while_they_start_are_ended(
     executor = make_executor(model, parallel, start_timeout_s=10.0, clock=clock)
     workers = list(pids(executor).values())
     clock.advance_to(9.0)
-    until_heard(executor, 10.0)
-    clock.advance_to(18.5)
-    assert executor.poll() == []
-    assert executor.next_event_at() == 19.0
-    clock.advance_to(19.0)
-    assert executor.poll() == [WorkerLost(f"{names} made no progress for 10 s while starting")]
+    until_heard(executor)
+    while not (events := executor.poll()):  # a later message may move the deadline again
+        at = executor.next_event_at()
+        assert at is not None
+        clock.advance_to(at)
+    assert clock.now() >= 19
+    (loss,) = events
+    assert isinstance(loss, WorkerLost)
+    assert loss.reason.endswith(f"{names} made no progress for 10 s while starting")
     assert_gone(workers)
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_worker_that_is_stopped_is_lost_long_before_a_step_may_end(
+    make_executor: MakeExecutor, is_busy: bool
+) -> None:
+    executor = make_executor("hangs" if is_busy else "obeys", PAIR, worker_timeout_s=0.4)
+    next_event(executor)
+    if is_busy:
+        executor.submit(PLAN)
+    os.kill(pids(executor)[NAMES[1]], signal.SIGSTOP)
+    workers = list(pids(executor).values())
+    silent = "worker pp0 tp1 hung up, or was silent for 0.4 s"
+    assert next_event(executor) == WorkerLost(silent)
+    assert_gone(workers)
+
+
+def test_a_worker_that_is_stopped_while_it_loads_is_lost(make_executor: MakeExecutor) -> None:
+    executor = make_executor("hangs-loading", worker_timeout_s=0.4)
+    until_heard(executor)
+    os.kill(pids(executor)["the worker"], signal.SIGSTOP)
+    assert next_event(executor) == WorkerLost("the worker hung up, or was silent for 0.4 s")
+
+
+def test_a_worker_that_is_stopped_before_it_connects_is_lost(make_executor: MakeExecutor) -> None:
+    clock = VirtualClock()
+    executor = make_executor("obeys", start_timeout_s=600.0, clock=clock)
+    os.kill(pids(executor)["the worker"], signal.SIGSTOP)
+    clock.advance_to(group.FIRST_WORD_S)
+    assert executor.poll() == [WorkerLost("the worker did not connect within 60 s")]
 
 
 def test_a_worker_that_cannot_start_says_why(make_executor: MakeExecutor) -> None:
@@ -159,7 +193,7 @@ def test_a_rank_that_hangs_up_is_lost(make_executor: MakeExecutor) -> None:
         executor.submit(StepPlan(step, [0], [1]))
         time.sleep(0.2)
         events += executor.poll()
-    assert events[-1] == WorkerLost("worker pp0 tp1 hung up")
+    assert events[-1] == WorkerLost("worker pp0 tp1 hung up, or was silent for 30 s")
 
 
 def test_a_rank_that_leaves_before_it_knows_its_peers_is_lost(
@@ -170,7 +204,7 @@ def test_a_rank_that_leaves_before_it_knows_its_peers_is_lost(
     executor = make_executor("leaves@1", ParallelConfig(tensor_parallel_size=2))
     while not left.exists():  # the rank has said hello and is gone before the engine looks
         time.sleep(0.01)
-    assert next_event(executor) == WorkerLost("worker pp0 tp1 hung up")
+    assert next_event(executor) == WorkerLost("worker pp0 tp1 hung up, or was silent for 30 s")
 
 
 def test_the_log_names_who_has_not_said_hello(
@@ -356,7 +390,7 @@ def ready_worker() -> WorkerReady:
 
 
 def poll_once_heard(executor: GroupExecutor) -> list[ExecutorEvent]:
-    (socket,) = executor.pollables()
+    socket, _monitor = executor.pollables()
     assert zmq.zmq_poll([(socket, zmq.POLLIN)], 20_000), "nobody said anything"
     return executor.poll()
 

@@ -21,7 +21,8 @@ from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend import engine_client
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.messages.frontend import GenerateRequest, TokenChunk
+from pagoda.messages.frontend import EngineMessage, GenerateRequest, TokenChunk
+from pagoda.messages.hosts import HostLeave
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
@@ -73,6 +74,12 @@ def kill(client: EngineClient, fault: signal.Signals = signal.SIGKILL) -> int:
 async def until_ready(client: EngineClient) -> None:
     async with asyncio.timeout(20):
         while client.replica.state is not ReplicaState.READY:
+            await asyncio.sleep(0.001)
+
+
+async def until_lost(client: EngineClient) -> None:
+    async with asyncio.timeout(20):
+        while client.replica.state is ReplicaState.READY:
             await asyncio.sleep(0.001)
 
 
@@ -142,15 +149,73 @@ async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
     failed = asyncio.create_task(client.replica.wait_failed())
     for _ in range(2):
         await until_ready(client)
-        running = await asking(client)
         kill(client)
-        with pytest.raises(EngineLostError):
-            await running
+        await until_lost(client)
     assert "2 times in a row" in str(await failed)
     with pytest.raises(EngineDeadError, match="2 times in a row"):
         await collect(client, make_request(1))
     assert client.replica.state is ReplicaState.FAILED
     assert not (await client.replica.health()).ready
+
+
+async def test_engines_that_compute_before_they_die_are_never_given_up(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 1)
+    for _ in range(3):
+        await until_ready(client)
+        stream = client.replica.generate(make_request(1, max_tokens=100_000))
+        while not (await anext(stream)).token_ids:
+            pass
+        kill(client)
+        await until_lost(client)
+        await stream.aclose()
+    await until_ready(client)
+
+
+async def test_an_engine_that_answers_for_a_moment_and_hangs_then_is_not_stable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long its silence is waited for."""
+    monkeypatch.setattr(engine_client, "STABLE_S", 0.2)
+    monkeypatch.setattr(engine_client, "MAX_DEATHS_IN_ROW", 1)
+    async with started(engine_timeout_s=0.8) as client:
+        failed = asyncio.create_task(client.replica.wait_failed())
+        for _ in range(2):
+            await until_ready(client)
+            kill(client, signal.SIGSTOP)
+            await until_lost(client)
+        assert "did not answer for 0.8 s, 2 times in a row" in str(await failed)
+
+
+async def test_an_idle_engine_that_is_stopped_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with started(engine_timeout_s=0.8) as client:
+        pid = kill(client, signal.SIGSTOP)
+        await until_lost(client)
+        assert_gone(pid)
+        await until_ready(client)
+        assert "the engine did not answer for 0.8 s; starting it again" in caplog.text
+        assert (await collect(client, make_request(1)))[0] == expected(make_request(1))
+
+
+async def test_an_idle_engine_that_answers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked all the time."""
+    async with started(engine_timeout_s=0.8) as client:
+        pid = client.engine_pid
+        reports: list[EngineMessage | HostLeave] = []
+        receive = client.replica.receive
+
+        def hear(message: EngineMessage | HostLeave) -> None:
+            reports.append(message)
+            receive(message)
+
+        monkeypatch.setattr(client.replica, "receive", hear)
+        async with asyncio.timeout(20):
+            while len(reports) < 5:
+                await asyncio.sleep(0.01)
+        assert client.engine_pid == pid
 
 
 async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(

@@ -18,6 +18,7 @@ from pagoda.messages.worker import (
     WorkerMessage,
     WorkerOrder,
     WorkerPeers,
+    WorkerProgress,
 )
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
@@ -36,8 +37,12 @@ class EngineSide:
         self._worker = b""
 
     def hear(self) -> WorkerMessage:
-        self._worker, payload = self._socket.recv_multipart()
-        return self._decode(payload)
+        """The next message, without the first one, which only says that the worker is there."""
+        message: WorkerMessage = WorkerProgress()
+        while isinstance(message, WorkerProgress):
+            self._worker, payload = self._socket.recv_multipart()
+            message = self._decode(payload)
+        return message
 
     def say(self, message: WorkerOrder | WorkerPeers) -> None:
         self._socket.send_multipart([self._worker, self._encode(message)])
