@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.chaos.fuzz.trial import FUZZ
 from benchmarks.chaos.idle import IDLE
 from benchmarks.chaos.simulation import SIMULATION
 from benchmarks.chaos.trial import Trial
 
-TRIALS: tuple[Trial, ...] = (SIMULATION, IDLE)
+TRIALS: tuple[Trial, ...] = (SIMULATION, FUZZ, IDLE)

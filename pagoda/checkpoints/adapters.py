@@ -13,13 +13,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
+from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.errors import ConfigError
 
 CONFIG_FILE = "adapter_config.json"
@@ -29,8 +27,6 @@ MAX_RANK = 512
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 2**26
 _DTYPES = ("F32", "BF16", "F16")
 _NEUTRAL = {
     "use_dora": False,
@@ -166,25 +162,16 @@ def _read_header(path: Path) -> Mapping[str, tuple[int, ...]]:
     """Shapes of the tensors of a safetensors file, whose numbers must be of a format that Pagoda reads."""
     if not path.is_file():
         raise ConfigError(f"{path.parent} is no LoRA adapter: it has no file {path.name}.")
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
-        entries = msgspec.json.decode(header, type=dict[str, dict[str, Any]])
-        entries.pop("__metadata__", None)
-        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-        if path.stat().st_size != _LENGTH_BYTES + length + end:
-            raise ValueError("the file ends elsewhere")
-        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
-        dtypes = {name: str(entry["dtype"]) for name, entry in entries.items()}
-    except (OSError, msgspec.MsgspecError, KeyError, ValueError, TypeError, IndexError):
-        raise ConfigError(f"{path} is not a complete safetensors file; fetch it again.") from None
-    for name, dtype in dtypes.items():
-        if dtype not in _DTYPES:
+    tensors, offset = read_header(path)
+    end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    if path.stat().st_size != offset + end:
+        raise ConfigError(f"{path} is not a complete safetensors file; fetch it again.")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
             raise ConfigError(
-                f"{path}: tensor {name} is stored as {dtype}; Pagoda reads {', '.join(_DTYPES)}."
+                f"{path}: tensor {name} is stored as {tensor.dtype}; Pagoda reads {', '.join(_DTYPES)}."
             )
-    return shapes
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _known_linears(config: ModelSpec) -> dict[str, list[LinearSpec]]:

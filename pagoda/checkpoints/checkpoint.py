@@ -9,6 +9,7 @@ from pagoda.errors import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_MAX_NAME_CHARS = 255
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -37,6 +38,6 @@ def read_index(path: Path) -> dict[str, Path]:
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise ConfigError(f"{path}: weight_map must name files beside it, got {name!r}.")
-        if not (path.parent / name).is_file():
-            raise ConfigError(f"{path} names {name}, which is missing.")
+        if len(name) > _MAX_NAME_CHARS or "\0" in name or not (path.parent / name).is_file():
+            raise ConfigError(f"{path} names {name[:_MAX_NAME_CHARS]!r}, which is missing.")
     return {tensor: path.parent / name for tensor, name in weight_map.items()}

@@ -43,6 +43,9 @@ _REFUSED = {
     "GlmMoeDsaForCausalLM": f"{_INDEXED}; the nearest that it serves is GLM-4.7 (Glm4MoeForCausalLM)",
 }
 """Architectures near those of families, with what they compute otherwise."""
+_MAX_LAYERS = 4096
+"""Layers of a model: each is an object, of which a wrong number must not fill memory."""
+_MAX_HEADS = _MAX_HEAD_DIM = 65_536
 DTYPES = ("float32", "bfloat16", "float16")
 
 _ACTIVATIONS = {
@@ -124,12 +127,12 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpe
     _check_activation(fields, family)
     refuse_other_arithmetic(fields, family.own_keys)
     hidden_size = fields.positive("hidden_size")
-    num_layers = fields.positive("num_hidden_layers")
-    num_heads = fields.positive("num_attention_heads")
+    num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
+    num_heads = fields.positive("num_attention_heads", most=_MAX_HEADS)
     num_kv_heads = fields.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
-    head_dim = fields.positive("head_dim", max(1, hidden_size // num_heads))
+    head_dim = fields.positive("head_dim", max(1, hidden_size // num_heads), most=_MAX_HEAD_DIM)
     if head_dim % 2:
         fields.refuse("head_dim", "must be even")
     rotary = parse_rope(fields, head_dim, family.partial_rotary)

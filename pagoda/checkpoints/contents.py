@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
+from pagoda.checkpoints.safetensors_header import read_header
 from pagoda.errors import ConfigError
 
 _DECODER = "model."
@@ -33,7 +33,6 @@ _FOLLOWING = re.compile(
     r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale)$"
 )
 """Frequencies that follow from the configuration, and scales of KV caches in the files' own format."""
-_LENGTH_BYTES = 8
 _BIASED = {
     MlpSpec: (Role.MLP_IN, Role.MLP_OUT),
     ExpertsSpec: (Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT),
@@ -71,15 +70,7 @@ def tensor_names(directory: Path) -> Collection[str]:
     if index.exists():
         return full_names(read_index(index)).keys()
     (path,) = weight_files(directory)
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a complete safetensors file; fetch it again.") from error
-    if not isinstance(header, dict):
-        raise ConfigError(f"{path} is not a complete safetensors file; fetch it again.")
-    return full_names(header.keys()).keys()
+    return full_names(read_header(path)[0].keys()).keys()
 
 
 def missing_tensor(spec: ModelSpec, names: Collection[str]) -> str | None:

@@ -11,6 +11,9 @@ from pagoda.errors import ConfigError
 
 T = TypeVar("T")
 
+_LARGEST = 2**31 - 1
+"""Largest size or number of anything: tensors are indexed, and tokens counted, in 32 bits."""
+
 
 class Fields:
     """Values by name; every error is a ConfigError that names the file and the field. None counts as absent."""
@@ -42,12 +45,17 @@ class Fields:
         value = self._get(name, (int,), "a whole number", default)
         if value < 0:
             self.refuse(name, "must not be negative")
-        return value
+        return self._bounded(name, value, _LARGEST)
 
-    def positive(self, name: str, default: int | None = None) -> int:
+    def positive(self, name: str, default: int | None = None, *, most: int = _LARGEST) -> int:
         value = self._get(name, (int,), "a positive integer", default)
         if value <= 0:
             self.refuse(name, "must be a positive integer")
+        return self._bounded(name, value, most)
+
+    def _bounded(self, name: str, value: int, most: int) -> int:
+        if value > most:
+            self.refuse(name, f"must be at most {most}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:

@@ -14,23 +14,19 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import msgspec
+from typing import BinaryIO
 
 from pagoda.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, weight_files
 from pagoda.checkpoints.gguf.reader import GgufFile, is_gguf, read_gguf
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.resolve import ModelFiles
-from pagoda.errors import ConfigError
+from pagoda.checkpoints.safetensors_header import read_header
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _TEXT_KEYS = "tokenizer."
 """Prefix of the keys of a GGUF file that are about text alone."""
 _SAMPLE_BYTES = 2**12
 _STRIDE_BYTES = 2**18
-_LENGTH_BYTES = 8
-"""First bytes of a safetensors file, which hold the length of its header."""
 
 _Stored = tuple[Path, int, int, str]
 """File, first byte, number of bytes, and what the tensor is."""
@@ -93,18 +89,11 @@ def _gguf_tensors(file: GgufFile) -> Iterator[_Stored]:
 
 def _stored_tensors(path: Path) -> Iterator[_Stored]:
     """Yields the places of the tensors of a safetensors file."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            header = file.read(min(length, path.stat().st_size))
-        entries = msgspec.json.decode(header, type=dict[str, dict[str, Any]])
-        for name, entry in entries.items():
-            if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                what = f"{name} {entry['dtype']} {entry['shape']}"
-                yield path, _LENGTH_BYTES + length + start, end - start, what
-    except (msgspec.MsgspecError, KeyError, ValueError, TypeError):
-        raise ConfigError(f"{path} is not a safetensors file.") from None
+    tensors, offset = read_header(path)
+    for name, tensor in tensors.items():
+        start, end = tensor.data_offsets
+        what = f"{name} {tensor.dtype} {list(tensor.shape)}"
+        yield path, offset + start, end - start, what
 
 
 def _sample(tensors: Iterable[_Stored], digest: hashlib._Hash) -> None:

@@ -1,32 +1,32 @@
 """Chat templates: the model's own Jinja template turns a conversation into the text that the model was trained on.
 
 Templates come from the model directory or from the operator, never from a client. They run in Jinja's immutable
-sandbox with the same extras as in Hugging Face transformers, and what one rendering may produce is bounded.
+sandbox with the same extras as in Hugging Face transformers, and what one rendering may do is bounded
+(`template_sandbox`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from pagoda.errors import ConfigError, InvalidRequestError, refuse
+from pagoda.frontend.template_sandbox import (
+    BUDGET,
+    MAX_RENDERED_CHARS,
+    Budget,
+    Sandbox,
+    TemplateError,
+)
 
-MAX_RENDERED_CHARS = 16 * 2**20
 MAX_SWITCH_CHARS = 1024
 
 _RESERVED = frozenset(
-    {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
+    {BUDGET, "messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
     | {"continue_final_message", "raise_exception", "strftime_now"}
 )
 
@@ -46,10 +46,6 @@ _TEMPLATE_FAULTS = (
 """Errors that expressions of a template raise when the conversation lacks something."""
 
 
-class TemplateError(Exception):
-    """A template refuses a conversation through `raise_exception`, or breaks a limit."""
-
-
 class ChatTemplate:
     def __init__(
         self,
@@ -60,7 +56,7 @@ class ChatTemplate:
     ) -> None:
         """`defaults` are values of switches that a request leaves out.
         Raises ConfigError: the source is not a Jinja template. InvalidRequestError: as `render`, for a switch."""
-        environment = _environment()
+        environment = Sandbox()
         try:
             tree = environment.parse(source)
             self._variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
@@ -128,7 +124,7 @@ class ChatTemplate:
 
     def _bounded(self, **variables: object) -> str:
         parts, size = [], 0
-        for part in self._template.generate(**variables):
+        for part in self._template.generate(**variables, **{BUDGET: Budget()}):
             size += len(part)
             if size > MAX_RENDERED_CHARS:
                 raise TemplateError(f"the prompt grows beyond {MAX_RENDERED_CHARS} characters")
@@ -179,45 +175,6 @@ def _cut_behind_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     if begin < 0:
         refuse("continue_final_message", "needs a last message whose content the template renders")
     return text[: begin + len(content)]
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which bounds `range`; here also repetition and powers, which could fill memory at once."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if not numbers or (operator == "**" and abs(right) > 64):
-            raise TemplateError(f"{operator} is for small numbers in a chat template")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's part for training; it renders as what it holds."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.Environment:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    # Unlike Jinja's own filter, this one leaves `<` and friends as they are.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 def read_template(path: Path) -> str:

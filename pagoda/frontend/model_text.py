@@ -213,7 +213,8 @@ def _template_source(
     for holder in (_read_json(directory / "chat_template.json"), config):
         template = holder.get("chat_template")
         if isinstance(template, list):
-            template = {t.get("name"): t.get("template") for t in template}.get("default")
+            named = (it for it in template if isinstance(it, dict) and it.get("name") == "default")
+            template = next(named, {}).get("template")
         if isinstance(template, str):
             return template
     return None

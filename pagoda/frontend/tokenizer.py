@@ -23,6 +23,7 @@ from pagoda.frontend.detokenizer import (
     byte_level_piece,
     sentencepiece_piece,
 )
+from pagoda.frontend.tokenizer_checks import TokenizerError, check_backend, failures_told
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
@@ -61,12 +62,17 @@ class Tokenizer:
         """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (such as BOS).
         Raises InvalidRequestError: the text has half of a surrogate pair, so it is no Unicode text."""
         try:
-            [encoding] = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
+            with failures_told():
+                [encoding] = self._backend.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequestError(
                 "the text holds half of a surrogate pair, which is not valid Unicode."
+            ) from None
+        except TokenizerError as error:
+            raise InvalidRequestError(
+                f"the model's tokenizer fails with this text: {error}."
             ) from None
         ids: list[int] = encoding.ids
         return ids
@@ -77,10 +83,15 @@ class Tokenizer:
         """Token ids of two texts and what stands around them; the longer is cut first, down to `most` tokens.
         Raises InvalidRequestError: a text has half of a surrogate pair, or `most` leaves no room for any."""
         try:
-            one, other = self._backend.encode_batch([first, second], add_special_tokens=False)
+            with failures_told():
+                one, other = self._backend.encode_batch([first, second], add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequestError(
                 "a text holds half of a surrogate pair, which is not valid Unicode."
+            ) from None
+        except TokenizerError as error:
+            raise InvalidRequestError(
+                f"the model's tokenizer fails with these texts: {error}."
             ) from None
         if most is not None:
             around = self._backend.num_special_tokens_to_add(is_pair=True) * add_special_tokens
@@ -98,7 +109,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if self._render_unknown is None:
-            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            with failures_told():
+                text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return text
         decoder = self.incremental((), skip_special_tokens=skip_special_tokens)
         return "".join(map(decoder.push, token_ids)) + decoder.flush()
@@ -208,11 +220,15 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if not path.is_file():
         return Tokenizer(Backend.from_str(_converted(directory)))
     try:
-        return Tokenizer(Backend.from_file(str(path)))
-    except Exception as error:  # the library raises bare Exception
+        with failures_told():
+            backend = Backend.from_file(str(path))
+            tokenizer = Tokenizer(backend)
+    except TokenizerError as error:
         raise ConfigError(
             f"{str(path)!r} is not a tokenizer.json that can be read: {error}."
         ) from None
+    check_backend(backend, repr(str(path)))
+    return tokenizer
 
 
 def _converted(directory: Path) -> str:

@@ -79,5 +79,5 @@ def test_damaged_weights_are_named(tmp_path: Path, content: bytes) -> None:
     one = save(tmp_path / "one")
     path = tmp_path / "one" / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="not a safetensors file"):
+    with pytest.raises(ConfigError, match="not a complete safetensors file"):
         model_digest(one)

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.frontend import template_sandbox
 from pagoda.frontend.chat_template import ChatTemplate, read_template
 
 USER = [{"role": "user", "content": "hi"}]
@@ -159,6 +160,12 @@ def test_continues_the_final_message() -> None:
     assert rendered.endswith("<|im_start|>assistant\nThe answer is")
 
 
+def _grown(expression: str, first: str = "'aaaaaaaa'", shown: str = "1") -> str:
+    """A template that puts an expression of `ns.x` in the place of `ns.x` again and again."""
+    turns = "{% for _ in range(60) %}{% set ns.x = " + expression + " %}{% endfor %}"
+    return "{% set ns = namespace(x=" + first + ") %}" + turns + "{{ " + shown + " }}"
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -170,16 +177,81 @@ def test_continues_the_final_message() -> None:
         ("{{ [1] * 1000000000 }}", "small numbers"),
         ("{{ 2 ** 10000000 }}", "small numbers"),
         ("{% for i in range(9999) %}{{ '%10000s' | format('x') }}{% endfor %}", "grows beyond"),
+        ("{{ '%99999999d' | format(1) }}{{ 1 }}", "grows beyond"),
+        ("{{ '%99999999d' % 1 }}", "grows beyond"),
+        ("{{ '%*d' % (99999999, 1) }}", "widths"),
+        ("{{ '{:99999999}'.format(1) }}", "grows beyond"),
+        ("{{ '{:{}}'.format(1, 99999999) }}", "widths"),
+        ("{{ 'a'.ljust(99999999) }}", "small numbers"),
+        ("{{ 'a' | center(99999999) }}", "small numbers"),
+        ("{{ [1] | batch(99999999, 0) | list }}", "small numbers"),
+        ("{{ 1 | round(99999999, 'ceil') }}", "small numbers"),
+        ("{{ (5).to_bytes(99999999, 'big') }}", "to_bytes"),
+        ("{{ 'aa'.translate({97: 'b'}) }}", "translate"),
+        ("{{ [[1], [2]] | sum(start=[]) }}", "sum"),
+        ("{{ strftime_now('%99999999Y') }}", "widths"),
+        ("{{ lipsum(99999999) }}", "undefined"),
+        (_grown("ns.x ~ ns.x"), "grows beyond"),
+        (_grown("ns.x + ns.x"), "grows beyond"),
+        (_grown("ns.x | replace('a', 'a' * 1 ~ 'aaaaaaa')"), "small numbers"),
+        (_grown("ns.x | replace('a', 'aaaaaaaa')"), "grows beyond"),
+        (_grown("ns.x.replace('a', 'aaaaaaaa')"), "grows beyond"),
+        (_grown("ns.x.join([ns.x, ns.x, ns.x])"), "grows beyond|steps"),
+        (_grown("[ns.x, ns.x, ns.x] | join(ns.x)"), "grows beyond|steps"),
+        (_grown("'%s%s' % (ns.x, ns.x)"), "grows beyond"),
+        (_grown("'{}{}'.format(ns.x, ns.x)"), "grows beyond"),
+        (_grown("ns.x + ns.x", "[1]"), "grows beyond|steps"),
+        (_grown("[ns.x, ns.x]", "[1]", "ns.x | string"), "steps"),
+        (_grown("[ns.x, ns.x]", "[1]", "ns.x"), "steps"),
+        (_grown("[ns.x, ns.x]", "[1]", "ns.x ~ ''"), "steps"),
+        (_grown("[ns.x, ns.x]", "[1]", "ns.x | tojson"), "steps"),
+        (_grown("[ns.x, ns.x]", "[1]", "'%s' % [ns.x]"), "steps"),
+        (_grown("ns.x * ns.x", "3"), "too many digits"),
         ("{{ messages.append(1) }}", "chat template refuses"),
         ("{{ ''.__class__.__mro__ }}", "chat template refuses"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template refuses"),
     ],
 )
-def test_what_a_template_may_do_is_bounded(source: str, message: str) -> None:
+def test_what_a_template_may_do_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 200_000)
     with pytest.raises(InvalidRequestError, match=message) as caught:
         template(source).render(USER)
     assert caught.value.param == "messages"
+
+
+_NESTED = "{% for i in range(9999) %}{% for j in range(9999) if TEST %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        _NESTED.replace("TEST", "true"),
+        _NESTED.replace("TEST", "false"),
+        "{% for i in [99] recursive %}{{ loop([i - 1]) }}{{ loop([i - 1]) }}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+        "{% for i in range(9999) %}{% set x = range(9999) | list %}{% endfor %}",
+        "{% for i in range(9999) %}{% set x = messages[0].content.upper() %}{% endfor %}",
+    ],
+)
+def test_a_template_that_runs_long_is_refused(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 20_000)
+    messages = [{"role": "user", "content": "x" * 100_000}]
+    with pytest.raises(InvalidRequestError, match=r"more than 20000 steps|recursion"):
+        template(source).render(messages)
+
+
+def test_time_is_bounded_where_steps_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", -1.0)
+    with pytest.raises(InvalidRequestError, match="takes more than -1 s"):
+        template("{% for i in range(9999) %}{% endfor %}").render(USER)
+
+
+def test_many_messages_of_a_usual_template_are_few_steps() -> None:
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 4096
+    assert template(QWEN).render(messages).count("<|im_end|>") >= 8192
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from pagoda.checkpoints.pooling_spec import ClassifierSpec
 from pagoda.checkpoints.rope import RotarySpec, parse_rope, rope_of_kind
 from pagoda.checkpoints.state_layers import StateSpec
 
+_MAX_EXPERTS = 65_536
+"""Experts of a layer: each is an object."""
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -42,7 +44,7 @@ def with_experts(spec: ModelSpec, experts: ExpertsSpec, layers: Collection[int])
 
 def expert_counts(fields: Fields, name: str, defaults: tuple[int, int]) -> tuple[int, int]:
     """Experts of a layer (the field `name`), and experts that each token goes through."""
-    num_experts = fields.positive(name, defaults[0])
+    num_experts = fields.positive(name, defaults[0], most=_MAX_EXPERTS)
     per_token = fields.positive("num_experts_per_tok", defaults[1])
     if per_token > num_experts:
         fields.refuse("num_experts_per_tok", f"must be at most {name} ({num_experts})")

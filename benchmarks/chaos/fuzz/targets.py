@@ -1,0 +1,8 @@
+"""All targets, by name."""
+
+from __future__ import annotations
+
+from benchmarks.chaos.fuzz.files import FILES
+from benchmarks.chaos.fuzz.target import Target
+
+TARGETS: dict[str, Target] = {target.name: target for target in FILES}

@@ -1,0 +1,28 @@
+"""The row of fuzzing in the table of reliability."""
+
+from __future__ import annotations
+
+from benchmarks.chaos.fuzz.runner import fuzz
+from benchmarks.chaos.fuzz.targets import TARGETS
+from benchmarks.chaos.trial import Outcome, Trial
+
+_SECONDS, _SHORT_SECONDS = 600, 2
+
+
+def _run(short: bool) -> Outcome:
+    seconds = _SHORT_SECONDS if short else _SECONDS
+    done = [fuzz(name, seconds) for name in TARGETS]
+    failures = [f"{it.name}: {'; '.join(it.failures)}" for it in done if it.failures]
+    runs, edges = sum(it.runs for it in done), sum(it.edges for it in done)
+    covered = f", {edges:,} edges covered" if edges else ", blindly: atheris is not installed"
+    said = f"{len(done)} targets, {seconds} s each: {runs:,} inputs{covered}, "
+    return Outcome(said + ("; ".join(failures) or "no failure"), not failures)
+
+
+FUZZ = Trial(
+    "fuzz",
+    "inputs changed at random, guided by coverage: model files, adapters, templates, tokenizers, KV on disk, "
+    "traces, lists of hosts, flags",
+    "no crash, no error but a sentence, no hang (10 s), at most 512 MiB more memory",
+    _run,
+)
