@@ -339,7 +339,7 @@ class Life:
             request = GenerateRequest(
                 request_id=f"last{number}",
                 prompt_token_ids=[number % 50, 1, 2],
-                sampling=SamplingParams(seed=number, max_tokens=3),
+                sampling=SamplingParams(seed=number, max_tokens=1),
             )
             answer = Answer(Ask(0.0, 0, 0, request, 3, None, None, None, 0.0, None))
             await ask(answer, home)
