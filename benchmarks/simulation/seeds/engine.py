@@ -146,8 +146,9 @@ class LateEngine:
         self.executor: FaultyExecutor | None = None
         self._links: HandoffLinks | None = None
         self._routes = RequestRoutes()
+        self._returned: set[str] = set()
+        """Ids of requests that no engine refuses for want of room."""
         self._inbox: deque[bytes] = deque()
-        self._follows_cache = self._follows_steps = False
         self._in: Channel[bytes] | None = None
         self._out: Channel[bytes | str] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -213,7 +214,7 @@ class LateEngine:
         self._num_starts += 1
         self._hangs_until = 0.0
         self._routes = RequestRoutes()
-        self._follows_cache = self._follows_steps = False
+        self._returned.clear()
         world.note(f"{self.name} begins")
         neighbours = None
         if config.handoff is not None:
@@ -320,10 +321,12 @@ class LateEngine:
 
     def _serve(self, core: EngineCore) -> None:
         had_parts = core.parts is not None
+        is_news = bool(self._inbox)
         for payload in list(self._inbox):
             self._handle(core, _TO_ENGINE.decode(payload))
         self._inbox.clear()
-        self._send_chunks(core.step())
+        chunks = core.step()
+        self._send_chunks(chunks)
         for refusal in core.drain_refusals():
             self._refuse(refusal)
         if not had_parts and core.parts is not None and core.ready is not None:
@@ -335,14 +338,22 @@ class LateEngine:
             self._say(report)
         for update in core.drain_updates():
             self._say(update)
-        if core.scheduler is not None:
+        if core.scheduler is not None and (is_news or chunks or self.num_turns % 4 == 0):
             check_books(core.scheduler)
+            self._check_queue(core.scheduler)
         instants = [core.next_wakeup()]
         if self.disk is not None:
             instants.append(self.disk.next_event_at())
         upcoming = min((it for it in instants if it is not None), default=None)
         if upcoming is not None:
             self.wake_at(self._clock.on_loop(upcoming))
+
+    def _check_queue(self, scheduler: Scheduler) -> None:
+        """No more requests are there than may be, but for those that return."""
+        config = self._config
+        number = len(scheduler.requests.keys() - self._returned)
+        most = config.max_num_seqs + config.max_num_waiting
+        require(number <= most, f"{self.name} has {number} requests, and room for {most}.")
 
     def _note_move(self, text: str) -> None:
         self._world.note(f"{self.name} {text}")
@@ -369,7 +380,10 @@ class LateEngine:
     def _admit(self, core: EngineCore, message: GenerateRequest) -> None:
         request = self._routes.add(_FRONTEND, message)
         require(request is not None, f"The wire id of {message.request_id} was used twice.")
-        answer = core.add(cast(GenerateRequest, request))
+        request = cast(GenerateRequest, request)
+        if request.returns:
+            self._returned.add(request.request_id)
+        answer = core.add(request)
         if isinstance(answer, RequestRefused):
             self._refuse(answer)
         else:

@@ -255,6 +255,7 @@ class Life:
             if router.is_up:
                 router.name_host(address, None)
         if kills:
+            self._count_death(host.name)
             await host.kill()
         else:
             host.door.leave()
@@ -412,7 +413,7 @@ class Life:
     def _count_death(self, name: str) -> None:
         self._num_deaths += 1
         self._verdict.met["deaths"] += 1
-        self.note(f"{name} loses its worker or itself")
+        self.note(f"{name} has ended, or its worker has")
 
     def _count(self) -> None:
         met = self._verdict.met
