@@ -146,8 +146,8 @@ class LateEngine:
         self.executor: FaultyExecutor | None = None
         self._links: HandoffLinks | None = None
         self._routes = RequestRoutes()
-        self._returned: set[str] = set()
-        """Ids of requests that no engine refuses for want of room."""
+        self._newcomers: set[str] = set()
+        """Ids of requests that an engine refuses when it has no room."""
         self._inbox: deque[bytes] = deque()
         self._in: Channel[bytes] | None = None
         self._out: Channel[bytes | str] | None = None
@@ -214,7 +214,7 @@ class LateEngine:
         self._num_starts += 1
         self._hangs_until = 0.0
         self._routes = RequestRoutes()
-        self._returned.clear()
+        self._newcomers.clear()
         world.note(f"{self.name} begins")
         neighbours = None
         if config.handoff is not None:
@@ -316,6 +316,9 @@ class LateEngine:
         self.num_turns += 1
         try:
             self._serve(core)
+        except EngineDeadError as error:
+            self._world.note(f"{self.name} gives up: {error}")
+            self.kill(_RESTART_S)
         except Exception as error:
             self._world.broken(error)
 
@@ -351,7 +354,7 @@ class LateEngine:
     def _check_queue(self, scheduler: Scheduler) -> None:
         """No more requests are there than may be, but for those that return."""
         config = self._config
-        number = len(scheduler.requests.keys() - self._returned)
+        number = len(scheduler.requests.keys() & self._newcomers)
         most = config.max_num_seqs + config.max_num_waiting
         require(number <= most, f"{self.name} has {number} requests, and room for {most}.")
 
@@ -381,8 +384,8 @@ class LateEngine:
         request = self._routes.add(_FRONTEND, message)
         require(request is not None, f"The wire id of {message.request_id} was used twice.")
         request = cast(GenerateRequest, request)
-        if request.returns:
-            self._returned.add(request.request_id)
+        if not request.returns:
+            self._newcomers.add(request.request_id)
         answer = core.add(request)
         if isinstance(answer, RequestRefused):
             self._refuse(answer)

@@ -23,7 +23,9 @@ from benchmarks.simulation.seeds.sockets import Network
 from pagoda.executor.sim import TransferFate
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.host_client import HANG_TIMEOUT_S
 from pagoda.ipc.clock import LoopClock
+from pagoda.ipc.event_socket import SILENCE_S
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import Transfer
@@ -219,8 +221,12 @@ class Life:
                 await self._replace_host(host, fault.value, kills=False)
             case Kind.STALL_HOST:
                 host.process.stall(fault.value)
+                if fault.value >= HANG_TIMEOUT_S:
+                    self._count_death(host.name)
             case Kind.CUT_LINKS:
                 self._ports.hosts.cut(host.process, fault.value)
+                if fault.value >= SILENCE_S:
+                    self._count_death(host.name)
             case _:
                 self._engine_fault(engine, fault)
 
@@ -413,7 +419,7 @@ class Life:
     def _count_death(self, name: str) -> None:
         self._num_deaths += 1
         self._verdict.met["deaths"] += 1
-        self.note(f"{name} has ended, or its worker has")
+        self.note(f"{name} or its worker has ended, or is lost to routers")
 
     def _count(self) -> None:
         met = self._verdict.met
