@@ -1,10 +1,16 @@
-"""Files that are read; an error names the flag that the file was given with."""
+"""Files that are read or kept private; an error names the flag that the file was given with."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+
+
+def open_private(path: str, flags: int) -> int:
+    """Opener (as `open` takes it) of files that only the user may read, wherever they lie."""
+    return os.open(path, flags, 0o600)
 
 
 def read_file(path: Path, flag: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 import time
@@ -58,6 +59,7 @@ from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import LEVELS, Tracer
 from pagoda.version import __version__
 
+_log = logging.getLogger("pagoda.cli")
 _SHOWN_KEYS = 8
 """Names of keys in the summary of a server."""
 _SWITCH_INTERVAL_S = 0.001
@@ -215,6 +217,11 @@ class ServerOptions:
         """The keys, and their file, which is read again when it changes.
         Raises ConfigError: a key or the file is wrong."""
         path = self.api_keys_file
+        if any(key in argument for key in self.api_key for argument in sys.argv):
+            _log.warning(
+                "--api-key shows a key to every user of this machine, in the list of processes; "
+                "--api-keys-file and PAGODA_API_KEY do not"
+            )
         if path is None:
             return ApiKeys(self.api_key), []
         keys = ApiKeys(self.api_key, in_file=())

@@ -168,7 +168,7 @@ async def _beside(work: Callable[[], T]) -> T:
 
 def _prepare(directory: Path, run: str) -> None:
     """Removes the last trace of this name. Raises OSError: the directory cannot be written."""
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     probe = directory / f"{run_prefix(run)}{secrets.token_hex(8)}.probe"
     probe.touch(exist_ok=False)
     probe.unlink()

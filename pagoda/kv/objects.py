@@ -214,7 +214,7 @@ def make_directory(directory: Path, manifest: Manifest) -> None:
 
     Raises OSError if the directory cannot be made.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, exist_ok=True)
     path = directory / MANIFEST_NAME
     if path.exists():

@@ -24,6 +24,8 @@ from typing import Any
 
 import msgspec
 
+from pagoda.files import open_private
+
 FRAGMENT_SUFFIX = ".fragment.jsonl"
 MAX_FRAGMENT_BYTES = 2 * 2**30
 """A trace that was forgotten does not fill the disk."""
@@ -162,8 +164,8 @@ class FragmentWriter:
 
     def _run(self) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "xb", buffering=0) as file:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(self.path, "xb", buffering=0, opener=open_private) as file:
                 self._drain(file.write)
                 while not self._ends.wait(_PERIOD_S):
                     self._drain(file.write)

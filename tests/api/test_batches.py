@@ -207,6 +207,20 @@ async def test_a_batch_of_a_revoked_key_is_not_answered(serve_api, attach: Attac
     assert first["response"]["status_code"] == 401
 
 
+async def test_files_are_private_also_in_a_directory_for_all(
+    api, attach: Attach, tmp_path: Path
+) -> None:
+    (tmp_path / "files").mkdir(mode=0o755)
+    runner = await attach(api)
+    made = (await upload(api, jsonl(request("a"), request("b", temperature=-1)))).json()
+    batch = (await create(api, made["id"])).json()
+    while not runner.batches[batch["id"]].is_finished:
+        await asyncio.sleep(0)
+    files = [path for path in (tmp_path / "files").iterdir() if path.name != "lock"]
+    assert len(files) >= 6
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
 # ---- batches
 
 

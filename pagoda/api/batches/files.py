@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from pagoda.errors import ConfigError, refuse
+from pagoda.files import open_private
 
 DEFAULT_MAX_BYTES = 16 * 2**30
 """Bytes of all files together, unless the operator says otherwise."""
@@ -58,7 +59,7 @@ def new_id(kind: str) -> str:
 def write_record(path: Path, record: msgspec.Struct) -> None:
     """Writes a description, so that after a crash there is the old one or the new one."""
     part = path.with_suffix(".part")
-    with part.open("wb") as file:
+    with open(part, "wb", opener=open_private) as file:
         file.write(msgspec.json.encode(record))
         file.flush()
         os.fsync(file.fileno())
@@ -133,7 +134,7 @@ class FileStore:
         path = self.data_path(file_id).with_suffix(".upload")
         num_bytes = num_counted = 0
         try:
-            with await asyncio.to_thread(path.open, "wb") as file:
+            with await asyncio.to_thread(open, path, "wb", opener=open_private) as file:
                 held = bytearray()
                 async for chunk in chunks:
                     num_bytes += len(chunk)

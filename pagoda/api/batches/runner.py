@@ -45,6 +45,7 @@ from pagoda.api.request_context import Caller
 from pagoda.api.scoring.embeddings import EmbeddingRequest, answer_embeddings
 from pagoda.api.service import Service
 from pagoda.errors import OverloadedError, refuse
+from pagoda.files import open_private
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.request_tracker import ClientRequest
 
@@ -351,5 +352,5 @@ def _next_lines(lines: Iterator[tuple[int, bytes | None]]) -> list[bytes]:
 
 def _append(path: Path, text: bytes) -> None:
     """Adds a line in one write, so that lines of several threads do not mix."""
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=open_private) as file:
         file.write(text)
