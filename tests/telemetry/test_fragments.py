@@ -115,3 +115,9 @@ def test_a_process_that_is_killed_loses_the_buffer_at_most(tmp_path: Path) -> No
     steps = [event["args"]["step"] for event in fragment.named("step")]
     assert steps == list(range(len(steps)))
     assert steps
+
+
+def test_only_the_user_reads_a_fragment(tmp_path: Path) -> None:
+    made = written(tmp_path / "trace")
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert made.parent.stat().st_mode & 0o777 == 0o700
