@@ -147,7 +147,7 @@ def _socket_inodes(pid: int) -> Iterator[str]:
 
 
 def _open_paths(pid: int) -> Iterator[Path]:
-    """What a process has open to write, and memory that it shares, through the links of /proc."""
+    """Files that a process has open to write, and memory that it shares, through the links of /proc."""
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             mode = os.stat(link).st_mode
