@@ -1,3 +1,5 @@
+"""Another user of the machine, in the short form of the trial."""
+
 from __future__ import annotations
 
 import os
