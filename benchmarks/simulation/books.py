@@ -53,8 +53,12 @@ def check_tiers(scheduler: Scheduler, tiers: TieredKVConnector) -> None:
     """Every request that awaits KV is known to the tiers."""
     check_slots(tiers)
     most = scheduler.limits.max_num_seqs
-    loading = in_state(scheduler, RequestState.LOADING)
-    awaiting = in_state(scheduler, RequestState.AWAITING_KV)
+    loading, awaiting = set[str](), set[str]()
+    for request in scheduler.requests.values():
+        if request.state is RequestState.LOADING:
+            loading.add(request.request_id)
+        elif request.state is RequestState.AWAITING_KV:
+            awaiting.add(request.request_id)
     require(len(scheduler.running) + len(loading) <= most, "Too many requests run and load.")
     require(len(awaiting) <= most, "Too many requests await KV.")
     loading -= tiers.ended.keys()
@@ -82,35 +86,42 @@ def check_slots(tiers: TieredKVConnector) -> None:
 
 def check_sums(scheduler: Scheduler) -> None:
     """The sums that the scheduler keeps are right, and so are the numbers of each request's tokens."""
-    requests = scheduler.requests.values()
-    places, kv = scheduler.places, scheduler.kv
-    holders = [it for it in requests if it.state in (RequestState.RUNNING, RequestState.LOADING)]
-    require(places.reserved.num_seqs == len(holders), "Sequences are counted wrongly.")
-    reserved = sum(it.reserved_blocks for it in holders)
-    require(places.reserved.num_blocks == reserved, "Reserved blocks are added up wrongly.")
-    for request in requests:
+    places, kv, max_model_len = scheduler.places, scheduler.kv, scheduler.limits.max_model_len
+    numbers = dict.fromkeys(RequestState, 0)
+    num_reserved = num_pending = 0
+    for request in scheduler.requests.values():
+        state, num_tokens = request.state, request.num_tokens
         num_computed, num_scheduled = request.num_computed_tokens, request.num_scheduled_tokens
+        numbers[state] += 1
+        num_pending += num_tokens - num_computed
         # A token that a step in flight samples may be scheduled before it is known.
-        most = request.num_tokens + request.num_pending_samples
-        in_order = 0 <= num_computed <= num_scheduled <= most
-        in_order &= num_computed <= request.num_tokens <= scheduler.limits.max_model_len
-        require(in_order, f"Tokens of {request.request_id} are counted wrongly.")
-        missing = kv.num_missing(request.table, request.num_tokens, num_computed)
-        if request.state is RequestState.AWAITING_KV:
+        in_order = 0 <= num_computed <= num_scheduled <= num_tokens + request.num_pending_samples
+        if not in_order or not num_computed <= num_tokens <= max_model_len:
+            raise BrokenInvariantError(f"Tokens of {request.request_id} are counted wrongly.")
+        if state in (RequestState.RUNNING, RequestState.LOADING):
+            num_reserved += request.reserved_blocks
+        if state is RequestState.AWAITING_KV:
             is_right = request.reserved_blocks == 0
-        elif kv.keeps_all:
-            is_right = request.reserved_blocks == missing + len(kv.groups)
-        else:  # reckoned when blocks change, of which there is one more in each group
-            is_right = request.reserved_blocks >= missing
-        require(is_right, f"{request.request_id} has reserved too many or too few blocks.")
-    pending = sum(request.num_tokens - request.num_computed_tokens for request in requests)
-    require(places.num_pending_tokens == pending, "Pending tokens are added up wrongly.")
-    running = in_state(scheduler, RequestState.RUNNING)
-    require(len(scheduler.running) == len(running), "Running requests are not in the list.")
-    waiting = in_state(scheduler, RequestState.WAITING)
-    require(len(scheduler.waiting) == len(waiting), "Waiting requests are not in the queue.")
-    awaiting = sum(it.is_awaiting_kv for it in requests)
-    require(scheduler.num_awaiting_kv == awaiting, "Requests that await KV are miscounted.")
+        else:
+            missing = kv.num_missing(request.table, num_tokens, num_computed)
+            # Where groups do not keep all: reckoned when blocks change, of which there is one more in each.
+            least = missing + len(kv.groups) * kv.keeps_all
+            is_right = request.reserved_blocks >= least
+            is_right &= not kv.keeps_all or request.reserved_blocks == least
+        if not is_right:
+            name = request.request_id
+            raise BrokenInvariantError(f"{name} has reserved too many or too few blocks.")
+    num_running, num_loading = numbers[RequestState.RUNNING], numbers[RequestState.LOADING]
+    num_holders, reserved = places.reserved
+    require(num_holders == num_running + num_loading, "Sequences are counted wrongly.")
+    require(reserved == num_reserved, "Reserved blocks are added up wrongly.")
+    require(places.num_pending_tokens == num_pending, "Pending tokens are added up wrongly.")
+    require(len(scheduler.running) == num_running, "Running requests are not in the list.")
+    num_waiting = numbers[RequestState.WAITING]
+    require(len(scheduler.waiting) == num_waiting, "Waiting requests are not in the queue.")
+    num_awaiting = num_loading + numbers[RequestState.AWAITING_KV]
+    is_right = scheduler.num_awaiting_kv == num_awaiting
+    require(is_right, "Requests that await KV are miscounted.")
 
 
 def in_state(scheduler: Scheduler, state: RequestState) -> set[str]:
