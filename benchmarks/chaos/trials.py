@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from benchmarks.chaos.drop import DROP
 from benchmarks.chaos.fuzz.trial import FUZZ
 from benchmarks.chaos.idle import IDLE
 from benchmarks.chaos.simulation import SIMULATION
+from benchmarks.chaos.soak import SOAK
 from benchmarks.chaos.trial import Trial
 from benchmarks.chaos.two_users import TWO_USERS
 
-TRIALS: tuple[Trial, ...] = (SIMULATION, FUZZ, TWO_USERS, IDLE)
+TRIALS: tuple[Trial, ...] = (DROP, SOAK, SIMULATION, FUZZ, TWO_USERS, IDLE)

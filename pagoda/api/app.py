@@ -18,6 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from pagoda.api.access import check_content_type, check_origin, check_scope
+from pagoda.api.connections import Connections, bound_silence
 from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
 from pagoda.api.request_context import RequestContext
@@ -31,7 +32,7 @@ STREAMS = frozenset({"/v1/live"})
 """Routes whose answer has no end, so that HEAD is refused."""
 
 CONNECTION_IDLE_S = 75.0
-"""Seconds after which a connection without a complete request is closed."""
+"""Seconds after which a connection without the complete headers of a request is closed."""
 
 _QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load"}
 """Routes that programs poll; successful answers are logged at the level debug."""
@@ -180,19 +181,24 @@ class ApiServer(web.Server):
             keepalive_timeout=CONNECTION_IDLE_S,
         )
         self._service = service
+        self._bound = Connections(service.config.max_connections)
 
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, self._service, loop=self._loop, **self._kwargs)
+        return Connection(self, self._service, self._bound, loop=self._loop, **self._kwargs)
 
 
 class Connection(web.RequestHandler):
     """A connection that knows when each request arrived, and lets event streams wait for a slow client."""
 
-    __slots__ = ("_arrived_ns", "_is_idle", "_service", "_writable")
+    __slots__ = ("_arrived_ns", "_connections", "_is_idle", "_is_open", "_service", "_writable")
 
-    def __init__(self, server: ApiServer, service: Service, **options: Any) -> None:
+    def __init__(
+        self, server: ApiServer, service: Service, connections: Connections, **options: Any
+    ) -> None:
         super().__init__(server, **options)
         self._service = service
+        self._connections = connections
+        self._is_open = False
         self._is_idle = True
         self._arrived_ns = 0
         self._writable = asyncio.Event()
@@ -206,9 +212,18 @@ class Connection(web.RequestHandler):
         super().resume_writing()
         self._writable.set()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        bound_silence(transport.get_extra_info("socket"), self._service.config.stall_timeout_s)
+        self._is_open = True
+        self._connections.add(self)
+
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._writable.set()
+        if self._is_open:
+            self._is_open = False
+            self._connections.remove(self)
 
     async def wait_writable(self) -> None:
         """Returns when the buffer of the socket has room, or the connection is lost."""
@@ -226,11 +241,20 @@ class Connection(web.RequestHandler):
         arrived_ns = self._arrived_ns or self._service.tracker.clock_ns()
         self._arrived_ns = 0
         self._is_idle = False
+        self._connections.set_busy(self)
         return arrived_ns
 
     def end(self, *, is_read: bool) -> None:
         """Ends the request. The next bytes begin another request if this one was read to its end."""
         self._is_idle = is_read
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        finished = await super().finish_response(request, resp, start_time)
+        if self._is_open:
+            self._connections.set_waiting(self)
+        return finished
 
     def handle_error(
         self,

@@ -12,6 +12,7 @@ from pagoda.api.allowed_hosts import ANY_HOST, AllowedHosts
 from pagoda.api.answer_log import log_answer
 from pagoda.api.body import UnknownFields
 from pagoda.api.bootstrap import Rooms
+from pagoda.api.connections import UNLIMITED
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.keys import NO_KEYS, ApiKeys
@@ -63,7 +64,9 @@ class ApiConfig:
     """Bytes of responses that are kept for `previous_response_id` and for retrieval, and as many of conversations;
     0 keeps none."""
     stall_timeout_s: float = 60.0
-    """Seconds after which a client that reads nothing of a full stream is cut off."""
+    """Seconds after which a client that reads nothing of an answer is cut off."""
+    max_connections: int = UNLIMITED
+    """Open connections; at the limit those that wait longest for a request are closed."""
 
 
 @dataclass

@@ -20,6 +20,7 @@ from cyclopts.validators import Number
 from pagoda.api.allowed_hosts import hosts_for
 from pagoda.api.answer_log import log_answer
 from pagoda.api.body import UnknownFields
+from pagoda.api.connections import max_connections, raise_descriptor_limit
 from pagoda.api.cors import CorsOrigins
 from pagoda.api.file_watch import WatchedFiles
 from pagoda.api.keys import ApiKeys
@@ -196,6 +197,7 @@ class ServerOptions:
             tokens_as_ids=self.return_tokens_as_token_ids,
             vllm_metrics=self.vllm_metrics,
             response_store_bytes=_bytes_of("--response-store-bytes", self.response_store_bytes),
+            max_connections=max_connections(),
         )
         return ServerConfig(
             api,
@@ -424,6 +426,7 @@ def run_server(
         settle_heap()
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    raise_descriptor_limit()
     event_loop.run(
         serve_api(
             config,

@@ -24,18 +24,24 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server_process(
-    arguments: Sequence[str], command: Literal["serve", "route"] = "serve"
+    arguments: Sequence[str],
+    command: Literal["serve", "route"] = "serve",
+    *,
+    stderr: int | None = None,
 ) -> Iterator[ServerProcess]:
     """Runs `pagoda COMMAND --port 0 ARGUMENTS` for as long as the context lasts.
 
-    At the end the server is asked to finish (SIGTERM), and nothing of it is left behind.
+    At the end the server is asked to finish (SIGTERM), and nothing of it is left behind. `stderr` is a file
+    descriptor that takes its log.
 
     Raises ConfigError if the server does not start; the server has given the reason on standard error.
     """
     read_end, write_end = os.pipe()
     with open(read_end, encoding="utf-8") as output:
         try:
-            child = ChildProcess("pagoda", [command, "--port", "0", *arguments], stdout=write_end)
+            child = ChildProcess(
+                "pagoda", [command, "--port", "0", *arguments], stdout=write_end, stderr=stderr
+            )
         finally:
             os.close(write_end)
         try:

@@ -36,10 +36,11 @@ class ChildProcess:
         *,
         config: bytes = b"",
         stdout: int | None = None,
+        stderr: int | None = None,
     ) -> None:
         """Starts `python -m module arguments...`; the child reads `config` from its standard input.
 
-        `stdout` is a file descriptor that takes its standard output, instead of this process's own.
+        `stdout` and `stderr` are file descriptors that take its output, instead of this process's own.
 
         Must be called from a thread that lives as long as the child may: on Linux the child is killed when
         the thread that started it ends.
@@ -50,6 +51,7 @@ class ChildProcess:
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=stdout,
+                stderr=stderr,
                 pass_fds=[child_end.fileno()],
                 env={**os.environ, LIFELINE_ENV: str(child_end.fileno())},
             )

@@ -1,0 +1,225 @@
+"""Clients that drop their connections, never read, or never finish a request, beside a few that behave."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from subprocess import PIPE, Popen
+
+import msgspec
+
+from benchmarks.chaos.good_streams import Seen, good_streams
+from benchmarks.chaos.processes import ended
+from benchmarks.chaos.trial import Outcome, Trial
+from benchmarks.chaos.vitals import vitals
+from pagoda.cli.server_process import ServerProcess, server_process
+
+_GOOD = 4
+"""Streams whose tokens are timed."""
+_GOOD_TOKENS = 200
+_FREED_S = 1.0
+_LARGEST_GROWTH = 1.05
+_LARGEST_ITL_RATIO = 1.2
+_HIGHEST_WAIT_S = 120.0
+"""The longest wait for what should take a second, or for connections that should be closed after 75 seconds."""
+
+
+@dataclass(frozen=True)
+class _Server:
+    name: str
+    arguments: tuple[str, ...]
+    drop_rate: float
+    """Clients a second that the server answers without a queue, with the clients on the same two cores."""
+    stay_rate: float
+
+
+_SERVERS = (
+    _Server("simulated", ("--executor", "sim", "--sim-base-ms", "50"), 100.0, 20.0),
+    # Few blocks, so that those before the measurement have touched all memory of the cache.
+    _Server("pagoda-tiny", ("--num-kv-blocks", "1024", "--max-num-seqs", "16"), 25.0, 20.0),
+)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers of clients, and the seconds for which good streams are watched before."""
+
+    drop: int
+    never_read: int
+    half_open: int
+    baseline_s: float
+    waits_for_close: bool
+    """Waits until the server has closed half-open connections itself."""
+
+    def before(self) -> _Sizes:
+        """Clients that come before memory is measured: a tenth as many that drop, and as many at a time."""
+        return _Sizes(self.drop // 10, self.never_read, self.half_open, 0.0, waits_for_close=False)
+
+
+_FULL = _Sizes(10_000, 500, 1_000, 30.0, waits_for_close=True)
+_SHORT = _Sizes(60, 6, 10, 0.5, waits_for_close=False)
+
+
+class _Work(msgspec.Struct, frozen=True):
+    """A part of `GET /v1/load`."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+
+
+@dataclass
+class _Findings:
+    freed_s: float = 0.0
+    """The longest time from the last client of a kind to a server with nothing but the good streams' requests."""
+    itl: dict[str, Seen] = field(default_factory=dict)
+    """Figures of good streams by the kind of rude clients; without these, under the empty name."""
+    growth: float = 0.0
+    """Memory in the end, of that before."""
+    faults: list[str] = field(default_factory=list)
+
+
+def _load(url: str) -> _Work:
+    with urllib.request.urlopen(f"{url}/v1/load", timeout=30) as answer:
+        return msgspec.json.decode(answer.read(), type=_Work)
+
+
+@contextmanager
+def _rude(url: str, kind: str, clients: int, rate: float, seed: int) -> Iterator[Popen[bytes]]:
+    command = [sys.executable, "-m", "benchmarks.chaos.rude_clients", url, kind]
+    command += ["--clients", str(clients), "--rate", str(rate), "--seed", str(seed)]
+    with ended(Popen(command, stdin=PIPE, stdout=PIPE)) as process:
+        yield process
+
+
+def _end_of(process: Popen[bytes], faults: list[str]) -> None:
+    """Lets the clients leave, and waits until all have."""
+    told, _ = process.communicate()
+    end = json.loads(told.splitlines()[-1])
+    if end["failures"]:
+        faults.append(f"{len(end['failures'])} connections failed, one by {end['failures'][0]}")
+
+
+def _freed_after(url: str, others: int) -> float:
+    """Seconds until no more requests than `others` run and none waits; without others, all blocks are free."""
+    began = time.monotonic()
+    while True:
+        load, waited = _load(url), time.monotonic() - began
+        is_rest = load.num_running <= others and load.num_waiting == 0
+        if (is_rest and (others or load.num_free_blocks == load.num_blocks)) or (
+            waited > _HIGHEST_WAIT_S
+        ):
+            return waited
+        time.sleep(0.02)
+
+
+def _storm(
+    server: ServerProcess, rates: _Server, sizes: _Sizes, good: Callable[[], Seen], seed: int
+) -> _Findings:
+    """All kinds of rude clients, one kind after the other."""
+    url, found = server.base_url, _Findings()
+    stays = (("never-read", sizes.never_read), ("half-open", sizes.half_open))
+    good()
+    with _rude(url, "drop", sizes.drop, rates.drop_rate, seed) as process:
+        _end_of(process, found.faults)
+        found.freed_s = _freed_after(url, _GOOD)
+    found.itl["drop"] = good()
+    for kind, clients in stays:
+        descriptors = vitals(server.pid)["frontend"].num_descriptors
+        with _rude(
+            url, kind, clients, rates.stay_rate * (5 if kind == "half-open" else 1), seed
+        ) as process:
+            if process.stdout is not None:
+                process.stdout.readline()
+            if kind == "half-open" and sizes.waits_for_close:
+                _wait_closed(server, descriptors, found.faults)
+            _end_of(process, found.faults)
+            found.freed_s = max(found.freed_s, _freed_after(url, _GOOD))
+        found.itl[kind] = good()
+    return found
+
+
+def _wait_closed(server: ServerProcess, descriptors: int, faults: list[str]) -> None:
+    deadline = time.monotonic() + _HIGHEST_WAIT_S
+    while vitals(server.pid)["frontend"].num_descriptors > descriptors + _GOOD:
+        if time.monotonic() > deadline:
+            faults.append("half-open connections stay")
+            return
+        time.sleep(1)
+
+
+def _total_memory(server: ServerProcess) -> int:
+    return sum(process.memory_bytes for process in vitals(server.pid).values())
+
+
+def _try(rates: _Server, sizes: _Sizes) -> _Findings:
+    with tempfile.TemporaryFile() as log:
+        arguments = [*rates.arguments, "--any-model-name"]
+        with server_process(arguments, stderr=log.fileno()) as server:
+            url = server.base_url
+            with good_streams(url, _GOOD, _GOOD_TOKENS) as good:
+                _storm(server, rates, sizes.before(), good, seed=1)
+            _freed_after(url, 0)
+            time.sleep(sizes.baseline_s / 3)
+            before = _total_memory(server)
+            with good_streams(url, _GOOD, _GOOD_TOKENS) as good:
+                time.sleep(1)
+                good()
+                time.sleep(sizes.baseline_s)
+                quiet = good()
+                found = _storm(server, rates, sizes, good, seed=2)
+            found.itl[""] = quiet
+            found.freed_s = max(found.freed_s, _freed_after(url, 0))
+            time.sleep(sizes.baseline_s / 3)
+            found.growth = _total_memory(server) / before
+        log.seek(0)
+        if b"Traceback" in log.read():
+            found.faults.append("a traceback in the log")
+    found.faults += [error for seen in found.itl.values() for error in seen.errors]
+    return found
+
+
+def _words(name: str, found: _Findings) -> str:
+    quiet = found.itl[""].p99_ms
+    ratios = ", ".join(
+        f"{seen.p99_ms / quiet:.2f} × {kind}" for kind, seen in found.itl.items() if kind
+    )
+    told = f"; {'; '.join(found.faults)[:200]}" if found.faults else ""
+    return (
+        f"{name}: free within {found.freed_s:.2f} s; memory {found.growth - 1:+.1%}; "
+        f"ITL p99 {quiet:.1f} ms before, {ratios}{told}"
+    )
+
+
+def _run(short: bool) -> Outcome:
+    sizes, servers = (_SHORT, _SERVERS[:1]) if short else (_FULL, _SERVERS)
+    found = {server.name: _try(server, sizes) for server in servers}
+    holds = all(
+        not one.faults
+        and one.freed_s <= (_HIGHEST_WAIT_S if short else _FREED_S)
+        and (short or (one.growth <= _LARGEST_GROWTH and _itl_holds(one)))
+        for one in found.values()
+    )
+    return Outcome("; ".join(_words(name, one) for name, one in found.items()), holds)
+
+
+def _itl_holds(found: _Findings) -> bool:
+    largest = _LARGEST_ITL_RATIO * found.itl[""].p99_ms
+    return all(seen.p99_ms <= largest for seen in found.itl.values())
+
+
+DROP = Trial(
+    "drop",
+    "10,000 clients that drop their connection before, in or behind their request or in its stream; 500 that "
+    "never read; 1,000 half-open connections",
+    "all blocks free within 1 s; memory at most 5 % above that before; ITL p99 of four other streams at most "
+    "1.2 × that before; no traceback in the log",
+    _run,
+)
