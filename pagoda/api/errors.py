@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError, PagodaError
 from pagoda.frontend.text_generator import PromptTooLongError
+from pagoda.telemetry.logging import withheld
 
 INTERNAL_ERROR = "The server made an error; its log says more."
 
@@ -90,5 +91,5 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
             return unavailable(str(error))
         case PagodaError():
             return ApiError(500, str(error))
-    _log.exception("request failed", exc_info=error, extra={"request_id": request_id})
+    _log.error("request failed", exc_info=withheld(error), extra={"request_id": request_id})
     return ApiError(500, INTERNAL_ERROR)

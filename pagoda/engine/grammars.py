@@ -17,6 +17,7 @@ from pagoda.engine.vocabulary import TokenTexts, Vocabulary
 from pagoda.errors import PagodaError
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.messages.frontend import GenerateRequest, Grammar
+from pagoda.telemetry.logging import withheld
 
 GrammarCompiler = Callable[[Grammar, Vocabulary], CompiledGrammar | str]
 
@@ -199,8 +200,8 @@ class Grammars:
                 entry.compiled = outcome
         try:
             place = entry.place(job.request)
-        except BaseException:  # see `_compiled`
-            _log.exception("an answer cannot be followed in its grammar")
+        except BaseException as error:  # see `_compiled`
+            _log.error("an answer cannot be followed in its grammar", exc_info=withheld(error))
             place = f"{NAMES[job.grammar.kind]} cannot be followed; the server's log says why."
         self._done.append((job.request, place))
 
@@ -218,10 +219,8 @@ class Grammars:
         with contextlib.nullcontext() if threads is None else threads.timed(job, limit_s):
             try:
                 return self._compile(job.grammar, self._vocabulary)
-            except (
-                BaseException
-            ):  # a panic of the library, which is no Exception, must not end the thread
-                _log.exception("a grammar cannot be compiled")
+            except BaseException as error:  # also a panic of the library, which is no Exception
+                _log.error("a grammar cannot be compiled", exc_info=withheld(error))
                 return f"{NAMES[job.grammar.kind]} cannot be compiled; the server's log says why."
 
 

@@ -69,6 +69,20 @@ def configure_logging(
     logging._srcfile = None
 
 
+class WithheldError(Exception):
+    """Stands in a log for an exception whose text may quote a client."""
+
+
+def withheld(error: BaseException) -> WithheldError:
+    """The frames and types of an exception and of those that led to it, without their texts."""
+    stand_in = WithheldError(f"{type(error).__name__}; its text may quote a client").with_traceback(
+        error.__traceback__
+    )
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    stand_in.__cause__ = None if before is None else withheld(before)
+    return stand_in
+
+
 class _TextLines(logging.Formatter):
     """One line each, but for tracebacks: what others have written cannot look like a line of its own."""
 
