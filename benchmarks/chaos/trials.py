@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from benchmarks.chaos.deaths import (
+    HANG_LOADING,
+    KILL_ENGINE,
+    KILL_WORKER,
+    OOM,
+    POISON,
+    STOP_ENGINE,
+    STOP_WORKER,
+)
 from benchmarks.chaos.drop import DROP
 from benchmarks.chaos.fuzz.trial import FUZZ
 from benchmarks.chaos.idle import IDLE
@@ -10,4 +19,18 @@ from benchmarks.chaos.soak import SOAK
 from benchmarks.chaos.trial import Trial
 from benchmarks.chaos.two_users import TWO_USERS
 
-TRIALS: tuple[Trial, ...] = (DROP, SOAK, SIMULATION, FUZZ, TWO_USERS, IDLE)
+TRIALS: tuple[Trial, ...] = (
+    KILL_WORKER,
+    KILL_ENGINE,
+    STOP_WORKER,
+    STOP_ENGINE,
+    HANG_LOADING,
+    OOM,
+    POISON,
+    DROP,
+    SOAK,
+    SIMULATION,
+    FUZZ,
+    TWO_USERS,
+    IDLE,
+)
