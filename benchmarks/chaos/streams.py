@@ -121,7 +121,7 @@ def _save_adapter(directory: Path, rank: int = 8) -> None:
     tensors = {}
     targets = set()
     for layer in range(config.num_layers):
-        for linear in config.attention_linears(layer):
+        for linear in filter(None, config.attention_linears(layer)):
             size = 0.4 * linear.inputs**-0.5 * rank**-0.5
             name = f"base_model.model.{linear.name}"
             down = draws.standard_normal((rank, linear.inputs), dtype=numpy.float32)

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerRestarts:
-    """Counts losses. The pause before a restart doubles with each loss in a row."""
+    """Counts losses. The pause before a restart doubles with each loss in a row, without a step in between."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -68,6 +68,7 @@ class WorkerRestarts:
 
     def on_step(self) -> None:
         self._idle_losses_in_row = self.losses_in_row = 0
+        self._next_pause_s = 0.0
 
     def on_loss(self, reason: str, *, is_idle: bool) -> None:
         """The worker is lost; `is_idle` says that no request was in a step in flight.
@@ -232,7 +233,8 @@ class EngineCore:
                     self.executor.close()
                     chunks += self._on_worker_lost(
                         WorkerLost(
-                            f"a result got lost or came twice, as step {event.step} did not come in turn"
+                            f"a result got lost or came twice, as step {event.step} did not come in turn",
+                            suspicion=0,
                         )
                     )
                 case StepResult():
@@ -372,7 +374,7 @@ class EngineCore:
         self._restarts.on_loss(loss.reason, is_idle=is_idle)
         for tracing in self._tracings:
             tracing.worker_lost(loss.reason)
-        chunks = scheduler.recover()
+        chunks = scheduler.recover(loss.suspicion)
         _log.error(
             "%s; starting it again, %d requests will continue",
             loss.reason.removesuffix("."),

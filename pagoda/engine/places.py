@@ -236,7 +236,8 @@ class Quarantine:
 
     A crash raises the crash count of each request in the steps in flight, and of no request that waits. From
     `QUARANTINE_CRASHES` on, a request runs alone, so that it neither raises the counts of others nor has its own
-    raised by them. The count starts anew once the request gets further than it was at the crash.
+    raised by them. The count starts anew once the request gets further than it was at the crash. A step that took
+    too long, which all have waited for, counts twice: a request that never ends costs three time-outs.
     """
 
     def __init__(self) -> None:
@@ -246,13 +247,16 @@ class Quarantine:
         """The request to run alone now; None when all run together."""
         return min(self.requests, key=_key, default=None)
 
-    def on_crash(self, in_flight: set[Request]) -> list[Request]:
-        """Counts a crash during these requests; returns those that must fail, in order."""
+    def on_crash(self, in_flight: set[Request], suspicion: int = 1) -> list[Request]:
+        """Counts a crash during these requests; returns those that must fail, in order. `suspicion` is as in
+        `WorkerLost`."""
+        if not suspicion:
+            return []
         most = MAX_CRASHES if len(in_flight) == 1 else QUARANTINE_CRASHES
         alive = [request for request in in_flight if request.state is not RequestState.FINISHED]
         for request in alive:
             request.crash_point = max(request.crash_point, request.num_scheduled_tokens)
-            request.crash_count = min(request.crash_count + 1, most)
+            request.crash_count = min(request.crash_count + suspicion, most)
             if request.crash_count >= QUARANTINE_CRASHES:
                 self.requests.add(request)
         failing = (request for request in alive if request.crash_count >= MAX_CRASHES)

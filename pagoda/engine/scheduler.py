@@ -368,8 +368,9 @@ class Scheduler:
 
     # ---- when the worker is lost
 
-    def recover(self) -> list[TokenChunk]:
-        """The worker and all KV are gone: every request waits again, with the tokens it has.
+    def recover(self, suspicion: int = 1) -> list[TokenChunk]:
+        """The worker and all KV are gone: every request waits again, with the tokens it has. `suspicion`
+        is as in `WorkerLost`.
 
         Returns the ends of requests that crashed the worker too often (`Quarantine`).
         """
@@ -377,7 +378,7 @@ class Scheduler:
         self.in_flight.clear()
         self.batcher.unmasked.clear()
         self.batcher.leaders.clear()
-        failing = self.quarantine.on_crash(crashed)
+        failing = self.quarantine.on_crash(crashed, suspicion)
         for request in list(self.running):
             self.kv.free(request.table)
             self._wait_again(request)

@@ -12,6 +12,8 @@ from pagoda.messages.transfers import TransferEnd, Transfers
 from pagoda.messages.worker import StepPlan, StepResult, TokenMasks, WorkerReady
 from pagoda.telemetry.tracer import TraceSession
 
+STEP_TIMEOUT_SUSPICION = 2
+
 
 class WorkerLost(msgspec.Struct, frozen=True):
     """The workers are gone, and with them all KV and every step under way."""
@@ -20,6 +22,9 @@ class WorkerLost(msgspec.Struct, frozen=True):
     """A clause: `the worker was killed by SIGKILL`."""
     is_user_error: bool = False
     """The worker could not start for a reason that trying again does not mend; `reason` is a sentence."""
+    suspicion: int = 1
+    """Weight of the loss against the requests in the steps in flight: 0 if it is no fault of theirs, 2 if all have
+    waited long for it (`STEP_TIMEOUT_SUSPICION`)."""
 
 
 ExecutorEvent = WorkerReady | StepResult | TransferEnd | AdapterLoaded | TraceStopped | WorkerLost

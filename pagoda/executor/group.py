@@ -14,7 +14,12 @@ import msgspec
 import zmq
 
 from pagoda.executor.agreement import disagreement
-from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
+from pagoda.executor.base import (
+    STEP_TIMEOUT_SUSPICION,
+    ExecutorEvent,
+    WorkerLost,
+    max_in_flight,
+)
 from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
@@ -236,7 +241,7 @@ class GroupExecutor:
             received = group.receive()
         except msgspec.DecodeError as error:
             problem = f"a worker sent what is not a message ({error})"
-            return [self._lose(lost or WorkerLost(problem))]
+            return [self._lose(lost or WorkerLost(problem, suspicion=0))]
         for rank, message in received:
             has_heard = True
             match message:
@@ -306,7 +311,10 @@ class GroupExecutor:
         if "start" in over:
             return group.hung_start(self._start_timeout_s)
         if "step" in over:
-            return WorkerLost(f"a step took longer than {self._step_timeout_s:g} s")
+            return WorkerLost(
+                f"a step took longer than {self._step_timeout_s:g} s",
+                suspicion=STEP_TIMEOUT_SUSPICION,
+            )
         if "transfer" in over:
             return WorkerLost(f"no KV transfer ended within {self._step_timeout_s:g} s")
         return None

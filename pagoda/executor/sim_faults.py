@@ -7,9 +7,14 @@ from typing import Any
 
 import msgspec
 
-from pagoda.executor.base import Executor, ExecutorEvent, WorkerLost
+from pagoda.executor.base import (
+    STEP_TIMEOUT_SUSPICION,
+    Executor,
+    ExecutorEvent,
+    WorkerLost,
+)
 from pagoda.executor.sim import SimExecutor
-from pagoda.faults.injector import FaultPlan, Faults, instance
+from pagoda.faults.injector import Fault, FaultPlan, Faults, instance
 from pagoda.ipc.clock import Clock
 from pagoda.messages.worker import StepPlan, StepResult
 
@@ -42,9 +47,11 @@ class FaultySimExecutor:
         self._results: list[StepResult] = []
         self._pass_result: Callable[[StepResult], None] = self._results.append
         self._num_in_flight = 0
-        self._is_stuck = False
-        self._loss: tuple[float, str] | None = None
-        """Time at which the worker is lost, and the reason."""
+        self._is_broken = False
+        self._due: dict[int, Fault] = {}
+        """Faults of steps under way."""
+        self._loss: tuple[float, WorkerLost] | None = None
+        """Time at which the worker is lost."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -54,7 +61,8 @@ class FaultySimExecutor:
         faults = Faults(instance(self._plan, self._num_starts))
         self._step = faults.point("worker.step")
         self._pass_result = faults.messages("worker.result", self._results.append)
-        self._num_in_flight, self._is_stuck, self._loss = 0, False, None
+        self._num_in_flight, self._is_broken, self._loss = 0, False, None
+        self._due.clear()
         self._results.clear()
         self._names: dict[int, str] = {}
         self._inner.start(num_blocks)
@@ -66,22 +74,30 @@ class FaultySimExecutor:
         self._num_in_flight += 1
         self._expect_result()
         self._inner.submit(plan)
-        for fault in due:
-            if fault.action in _DEATHS:
-                self._loss = self._clock.now(), _DEATHS[fault.action]
-            elif fault.action in ("stop", "hang"):
-                self._is_stuck = True
+        deadly = [fault for fault in due if fault.action != "slow"]
+        if deadly:
+            self._due[plan.step] = deadly[0]
+
+    def _break(self, fault: Fault) -> None:
+        """The worker computes nothing from this step on."""
+        self._is_broken = True
+        if fault.action in _DEATHS:
+            self._loss = self._clock.now(), WorkerLost(_DEATHS[fault.action])
 
     def _expect_result(self) -> None:
-        reason = f"a step took longer than {self._step_timeout_s:g} s"
-        self._loss = self._clock.now() + self._step_timeout_s, reason
+        loss = WorkerLost(
+            f"a step took longer than {self._step_timeout_s:g} s", suspicion=STEP_TIMEOUT_SUSPICION
+        )
+        self._loss = self._clock.now() + self._step_timeout_s, loss
 
     def poll(self) -> list[ExecutorEvent]:
         events: list[ExecutorEvent] = []
         for event in self._inner.poll():
             if not isinstance(event, StepResult):
                 events.append(event)
-            elif not self._is_stuck:
+            elif event.step in self._due:
+                self._break(self._due[event.step])
+            elif not self._is_broken:
                 self._pass_result(event)
         for result in self._results:
             self._num_in_flight -= 1
@@ -92,7 +108,7 @@ class FaultySimExecutor:
         self._results.clear()
         if self._loss is not None and self._clock.now() >= self._loss[0]:
             self._inner.close()
-            events.append(WorkerLost(self._loss[1]))
+            events.append(self._loss[1])
             self._loss = None
         return events
 

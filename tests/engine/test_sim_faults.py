@@ -60,8 +60,14 @@ def test_answers_are_the_same(schedule: str) -> None:
     assert again.core.load() == harness.core.load()
 
 
-def test_a_request_that_kills_fails_alone() -> None:
-    harness, requests = _serve("worker.step:kill~r3")
+@pytest.mark.parametrize(
+    ("action", "num_losses"),
+    [("kill", 5), ("raise", 5), ("oom", 5), ("hang", 3), ("stop", 3)],
+)
+def test_a_request_that_ends_workers_fails_alone(action: str, num_losses: int) -> None:
+    """Together with all others twice, then alone three times; a step that hangs counts twice."""
+    harness, requests = _serve(f"worker.step:{action}~r3")
+    assert harness.core.load().num_worker_restarts == num_losses
     for request in requests:
         chunk = harness.finished[request.request_id]
         if request.request_id == "r3":
