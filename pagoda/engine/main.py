@@ -35,6 +35,7 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import memory_of
+from pagoda.ipc.numbered import Incoming, LostMessageError, Outgoing
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.messages.adapters import LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import (
@@ -131,6 +132,8 @@ class EngineProcess:
         self._codec_in = Codec[FrontendMessage](FrontendMessage)
         self._codec_out = Codec[EngineMessage](EngineMessage)
         self._frontends: list[bytes] = []
+        self._incoming: defaultdict[bytes, Incoming] = defaultdict(Incoming)
+        self._outgoing: defaultdict[bytes, Outgoing] = defaultdict(Outgoing)
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
         self._routes = RequestRoutes()
@@ -146,6 +149,11 @@ class EngineProcess:
         except PagodaError as error:
             self._wait_for_a_frontend()
             self._send_all(EngineFailed(str(error), isinstance(error, ConfigError)))
+        except LostMessageError as error:
+            _log.error(
+                "the frontend %s; this engine ends, and its requests go on in another", error
+            )
+            sys.exit(1)
         finally:
             self._socket.close()
 
@@ -209,7 +217,8 @@ class EngineProcess:
     def _receive(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                frontend, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+                frontend, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                payload = self._incoming[frontend].payload(frames)
                 self._handle(frontend, self._codec_in.decode(payload))
 
     def _handle(self, frontend: bytes, message: FrontendMessage) -> None:
@@ -300,7 +309,10 @@ class EngineProcess:
                 self._send(frontend, message)
 
     def _send(self, frontend: bytes, message: EngineMessage) -> None:
-        self._socket.send_multipart([frontend, self._codec_out.encode(message)])
+        payload = self._codec_out.encode(message)
+        are_numbered = self._incoming[frontend].are_numbered
+        frames = self._outgoing[frontend].frames(payload) if are_numbered else [payload]
+        self._socket.send_multipart([frontend, *frames])
 
     def _wait_for_a_frontend(self) -> None:
         """A start that fails at once must still be told to the frontend that is just connecting."""

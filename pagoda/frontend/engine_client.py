@@ -22,6 +22,7 @@ from pagoda.frontend.watchdog import Watchdog
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.event_socket import EventSocket
 from pagoda.ipc.lifeline import ChildProcess
+from pagoda.ipc.numbered import Incoming, LostMessageError, Outgoing
 from pagoda.ipc.rundir import ENGINE_SOCKET, RuntimeDirectory, socket_address
 from pagoda.messages.adapters import Adapter, AdapterLoaded, LoadAdapter, UnloadAdapter
 from pagoda.messages.frontend import (
@@ -89,7 +90,7 @@ class EngineClient:
         self._engine: _Engine | None = None
         self._num_engines = 0
         self._faults = Faults(config.faults)
-        self._transmit = self._faults.messages("frontend.send", self._send_payload)
+        self._transmit = self._faults.messages("frontend.send", self._send_frames)
         self._receive = self._faults.messages("frontend.receive", self._take)
         self._supervisor: asyncio.Task[None] | None = None
         self._ready_at: float | None = None
@@ -261,17 +262,20 @@ class EngineClient:
 
     def send(self, message: FrontendMessage) -> None:
         if self._engine is not None:
-            self._transmit(self._encode(message))
+            self._transmit(self._engine.outgoing.frames(self._encode(message)))
 
-    def _send_payload(self, payload: bytes) -> None:
+    def _send_frames(self, frames: list[bytes]) -> None:
         if self._engine is not None:
-            self._engine.socket.send(payload)
+            self._engine.socket.send(*frames)
 
-    def _take(self, engine: _Engine, payload: bytes) -> None:
+    def _take(self, engine: _Engine, frames: list[bytes]) -> None:
         self._start_watchdog.heard()
         self._heard_at = asyncio.get_running_loop().time()
         try:
-            message = self._decode(payload)
+            message = self._decode(engine.incoming.payload(frames))
+        except LostMessageError as error:
+            engine.end(str(error))
+            return
         except msgspec.DecodeError as error:
             engine.end(f"sent what is not a message ({error})")
             return
@@ -327,13 +331,14 @@ class _Engine:
         config: EngineConfig,
         directory: RuntimeDirectory,
         context: zmq.Context[zmq.Socket[bytes]],
-        on_message: Callable[[_Engine, bytes], None],
+        on_message: Callable[[_Engine, list[bytes]], None],
     ) -> None:
         """Raises OSError or zmq.ZMQError if no process or socket can be made; nothing is left behind."""
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         """End of the engine as a clause: `was killed by SIGKILL`."""
         self._num_messages = 0
+        self.outgoing, self.incoming = Outgoing(), Incoming()
         self._on_message = on_message
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -357,7 +362,7 @@ class _Engine:
 
     async def stop(self, shutdown: bytes) -> None:
         """Asks the engine to end, and returns when it has, or after `_STOP_S`."""
-        self.socket.send(shutdown)
+        self.socket.send(*self.outgoing.frames(shutdown))
         await asyncio.wait([self.ended], timeout=_STOP_S)
 
     def drop(self) -> None:
@@ -368,7 +373,7 @@ class _Engine:
 
     def _receive(self, frames: list[bytes]) -> None:
         self._num_messages += 1
-        self._on_message(self, frames[-1])
+        self._on_message(self, frames)
 
     def _on_hangup(self) -> None:
         self._loop.remove_reader(self.child.fileno())
