@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 from benchmarks.chaos.streams import (
     RESPAWN_S,
@@ -24,8 +24,10 @@ _ENGINE_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 10.0
 _KINDS = "greedy, seeded, held to a schema, of an adapter"
 _NUM_STREAMS, _NUM_FAULTS = 200, 20
+_SHORT_STREAMS, _SHORT_TOKENS = 8, 60
 
 
+@cache
 def _undisturbed(count: int, max_tokens: int) -> list[Stream]:
     with adapted_server() as server:
         return asyncio.run(run_streams(server, bodies(count, max_tokens)))
@@ -45,7 +47,7 @@ def _signals(
 ) -> Outcome:
     """Compares streams of a server whose processes are sent signals with undisturbed ones."""
     if short:
-        count, times, max_tokens = 8, min(times, 2), 100
+        count, times, max_tokens = _SHORT_STREAMS, 1, _SHORT_TOKENS
     expected = _undisturbed(count, max_tokens)
     with adapted_server(flags, faults) as server:
         disturb = partial(signal_children, server, module, number, times)
@@ -114,7 +116,7 @@ HANG_LOADING = Trial(
 
 
 def _out_of_memory(short: bool) -> Outcome:
-    count, max_tokens = (8, 60) if short else (16, 400)
+    count, max_tokens = (_SHORT_STREAMS, _SHORT_TOKENS) if short else (16, 400)
     expected = _undisturbed(count, max_tokens)
     faults = "worker.logits:oom@20 worker[1].step:kill@30 worker[2].step:oom@20"
     with adapted_server(faults=faults) as server:
@@ -140,7 +142,7 @@ _POISONS = {
 
 
 def _poison(short: bool) -> Outcome:
-    count, max_tokens = (8, 40) if short else (50, 200)
+    count, max_tokens = (_SHORT_STREAMS, _SHORT_TOKENS) if short else (50, 200)
     kinds = ["NaN"] if short else list(_POISONS)
     expected = _undisturbed(count, max_tokens)
     told, holds = [], True
