@@ -198,7 +198,7 @@ async def _read(session: aiohttp.ClientSession, stream: Stream) -> None:
 def comparison(
     streams: list[Stream], expected: list[Stream], most_pause_s: float | None
 ) -> Outcome:
-    """How many streams are as they would have been; `most_pause_s` limits the longest pause, None does not."""
+    """Comparison of streams with what they would have been; `most_pause_s` limits the longest pause, None does not."""
     same = sum(
         a.content == b.content and not a.errors for a, b in zip(streams, expected, strict=True)
     )
@@ -218,7 +218,7 @@ async def signal_children(
     further tokens of all streams: each process has lived when it ends."""
     draws = random.Random(1)
     for _ in range(times):
-        await _until_more(streams, draws.randint(len(streams) // 2, 3 * len(streams)))
+        await _until_more(streams, draws.randint(2 * len(streams), 8 * len(streams)))
         child = await _newest(server.pid, module)
         os.kill(child, number)
         if number == signal.SIGSTOP:

@@ -13,8 +13,8 @@ from pagoda.engine.request_tracing import RequestRows
 from pagoda.kv.manager import KVManager, PrefixHit
 
 QUARANTINE_CRASHES = 2
-MAX_CRASHES = QUARANTINE_CRASHES + 3
-"""A request that crashed the worker three times alone fails."""
+MAX_CRASHES = QUARANTINE_CRASHES + 2
+"""A request that crashed the worker twice alone fails."""
 _MAX_CHUNK = 128
 _key = attrgetter("order_key")
 
@@ -237,7 +237,7 @@ class Quarantine:
     A crash raises the crash count of each request in the steps in flight, and of no request that waits. From
     `QUARANTINE_CRASHES` on, a request runs alone, so that it neither raises the counts of others nor has its own
     raised by them. The count starts anew once the request gets further than it was at the crash. A step that took
-    too long, which all have waited for, counts twice: a request that never ends costs three time-outs.
+    too long, which all have waited for, counts twice: a request that never ends costs two time-outs.
     """
 
     def __init__(self) -> None:
