@@ -198,7 +198,7 @@ async def _read(session: aiohttp.ClientSession, stream: Stream) -> None:
 def comparison(
     streams: list[Stream], expected: list[Stream], most_pause_s: float | None
 ) -> Outcome:
-    """Comparison of streams with what they would have been; `most_pause_s` limits the longest pause, None does not."""
+    """Comparison of streams with undisturbed ones; `most_pause_s` limits the longest pause, None does not."""
     same = sum(
         a.content == b.content and not a.errors for a, b in zip(streams, expected, strict=True)
     )
