@@ -14,6 +14,7 @@ from benchmarks.chaos.deaths import (
 from benchmarks.chaos.drop import DROP
 from benchmarks.chaos.fuzz.trial import FUZZ
 from benchmarks.chaos.idle import IDLE
+from benchmarks.chaos.shutdown import SIGKILL, SIGTERM
 from benchmarks.chaos.simulation import SIMULATION
 from benchmarks.chaos.soak import SOAK
 from benchmarks.chaos.trial import Trial
@@ -28,6 +29,8 @@ TRIALS: tuple[Trial, ...] = (
     OOM,
     POISON,
     DROP,
+    SIGTERM,
+    SIGKILL,
     SOAK,
     SIMULATION,
     FUZZ,

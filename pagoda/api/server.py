@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pagoda.api.batches.runner import BatchRunner
 from pagoda.api.file_watch import FileWatch, WatchedFiles
 from pagoda.api.listener import Listener
 from pagoda.api.service import ApiConfig, Service
+from pagoda.api.service_manager import ServiceManager
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
@@ -115,17 +117,23 @@ async def serve(
     tracing.join(fleet)
     watch.start()
     dispatcher = fleet.dispatcher
+    manager = ServiceManager(os.environ)
+    telling = asyncio.create_task(manager.tell_of_loading())
     try:
         loading = asyncio.ensure_future(start_generator(fleet, load_text, service.tracker))
         if not await signals.before(loading):
             return
+        telling.cancel()
         service.generator = loading.result()
         if service.batches is not None:
             service.batches.start()
         on_ready(url, dispatcher.limits)
+        manager.tell_ready(url)
+        telling = asyncio.create_task(manager.feed_watchdog(dispatcher.health))
         failed = asyncio.ensure_future(dispatcher.wait_failed())
         if await signals.before(failed):
             raise failed.result()
+        manager.tell_stopping(server.drain_timeout_s)
         await fleet.leave()
         service.draining = True
         await _close_batches(service)
@@ -143,6 +151,7 @@ async def serve(
         if tracing.session is not None:
             await signals.hurried(tracing.stop())
         await fleet.close()
+        telling.cancel()
         if spans is not None:
             await asyncio.to_thread(spans.close)
         signals.restore()

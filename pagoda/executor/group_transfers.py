@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Sequence
 
 from pagoda.messages.transfers import DiskObjects, KVRank, RemoteBlocks, Transfer, TransferEnd
@@ -27,10 +28,11 @@ class GroupTransfers:
     def deadline(self) -> float | None:
         """Time until which a rank with open transfers must have ended one; None without open transfers.
 
-        A slow disk that makes progress does not hang, however many transfers wait for it. Transfers from another
-        engine have longer: the worker itself gives up on an engine that does not answer.
+        Transfers from another engine have longer: the worker itself gives up on an engine that does not answer.
+        Those with a disk have for ever: the next worker would wait for the same disk. Requests do not wait, and
+        nothing further is asked of a disk that hangs (`TieredKVConnector`).
         """
-        patience_s = dict.fromkeys(_Kind, self._timeout_s)
+        patience_s = dict.fromkeys(_Kind, self._timeout_s) | {_Kind.DISK: math.inf}
         limits_s = (entry.limit_s for entry in self._under_way.values())
         patience_s[_Kind.REMOTE] += max(limits_s, default=0.0)
         instants = (
@@ -38,7 +40,7 @@ class GroupTransfers:
             for (_, kind), work in self._work.items()
             if work.num_open
         )
-        return min(instants, default=None)
+        return min((instant for instant in instants if instant < math.inf), default=None)
 
     def begin(self, transfers: Sequence[Transfer], now: float) -> None:
         for transfer in transfers:

@@ -198,12 +198,8 @@ class Replica:
             report = await self.load()
         except (TimeoutError, EngineDeadError, EngineLostError):
             return Health(False, f"{self._peer} does not answer")
-        if not report.is_worker_ready:
-            return Health(False, "the worker is restarting")
-        # Of several replicas, the others go on.
-        if not report.replicas and report.stalled_for_s > STALL_LIMIT_S:
-            return Health(False, f"no step has finished for {report.stalled_for_s:.0f} s")
-        return Health(True)
+        trouble = _trouble(report)
+        return Health(trouble is None, trouble or "")
 
     # ---- requests
 
@@ -434,6 +430,21 @@ class Replica:
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(EngineLostError(reason))
+
+
+def _trouble(report: LoadReport) -> str | None:
+    """The reason that nothing is computed; None if something is, or would be, at one of several replicas."""
+    if not report.is_worker_ready:
+        return "the worker is restarting"
+    if report.replicas:
+        troubles = [
+            "the engine does not answer" if replica.report is None else _trouble(replica.report)
+            for replica in report.replicas
+        ]
+        return None if None in troubles else troubles[0]
+    if report.stalled_for_s > STALL_LIMIT_S:
+        return f"no step has finished for {report.stalled_for_s:.0f} s"
+    return None
 
 
 def _refusal(message: RequestRefused) -> PagodaError:

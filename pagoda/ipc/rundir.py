@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ WORKER_SOCKET = "worker"
 
 _PREFIX = "pagoda-"
 _LOCK = "lock"
+_WAIT_AND_REMOVE = 'exec 3<&0; { read -r nothing; rm -rf -- "$1"; } <&3 &'
 _MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a socket that the kernel takes (unix(7))."""
 _LONGEST_NAME = f"{WORKER_SOCKET}-9999999-{MAX_RANKS}"
@@ -26,8 +28,9 @@ _LONGEST_NAME = f"{WORKER_SOCKET}-9999999-{MAX_RANKS}"
 class RuntimeDirectory:
     """A directory that only this user may enter, removed by `close`.
 
-    A process that is killed cannot remove its directory, so the next one does: the owner holds a lock that
-    the kernel takes away when it ends, and directories without a holder are swept at the start.
+    A process that is killed cannot remove its directory, so a shell that waits for its end does. Where that was
+    killed too, or there is none, the next server does: the owner holds a lock that the kernel takes away when it
+    ends, and directories without a holder are swept at the start.
 
     Raises ConfigError if the name of the directory for temporary files is too long for a socket.
     """
@@ -37,6 +40,7 @@ class RuntimeDirectory:
         _sweep(parent)
         self.path, lock = _make(parent)
         self._lock: int | None = lock
+        self._life: int | None = _remove_at_end(self.path)
         if len(os.fsencode(self.path / _LONGEST_NAME)) > _MAX_SOCKET_PATH_BYTES:
             self.close()
             raise ConfigError(
@@ -49,6 +53,9 @@ class RuntimeDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+        if self._life is not None:
+            os.close(self._life)
+            self._life = None
 
 
 def socket_address(directory: Path, name: str) -> str:
@@ -63,6 +70,24 @@ def _make(parent: Path) -> tuple[Path, int]:
         if (path / _LOCK).exists():
             return path, lock
         os.close(lock)  # another process swept it before it was locked
+
+
+def _remove_at_end(path: Path) -> int | None:
+    """A shell waits for the end of this process, and removes `path` then. Returns what it waits to be closed.
+
+    The shell is nobody's child and in no group, so that whatever ends this process does not end it.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        command = ["/bin/sh", "-c", _WAIT_AND_REMOVE, "sh", str(path)]
+        null = subprocess.DEVNULL
+        subprocess.run(command, stdin=read_end, stdout=null, stderr=null, start_new_session=True)
+    except OSError:  # there is no shell
+        os.close(write_end)
+        return None
+    finally:
+        os.close(read_end)
+    return write_end
 
 
 def _sweep(parent: Path) -> None:

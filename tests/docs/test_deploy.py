@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,11 @@ from pagoda.cli.main import build_app
 from pagoda.frontend.discovery.addresses import Advertised, parse_address
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.engine_options import HandoffOptions
+from pagoda.frontend.replica import QUERY_TIMEOUT_S
 from pagoda.ipc.curve import keys_of
 
 MANIFESTS = sorted((Path(__file__).parents[2] / "deploy" / "kubernetes").glob("*.yaml"))
+UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "pagoda.service"
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
@@ -91,3 +96,29 @@ def test_hosts_join_every_router_by_its_name() -> None:
         for _, container in workloads(path):
             for joins in re.findall(r"--join=(\S+)", " ".join(container["args"])):
                 assert set(joins.split(",")) == names
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_probes_ask_for_readiness_and_life_and_wait_longer_than_the_server(path: Path) -> None:
+    for _, container in workloads(path):
+        readiness, liveness = container["readinessProbe"], container["livenessProbe"]
+        assert readiness["httpGet"] == {"path": "/health/ready", "port": "http"}
+        assert liveness["httpGet"] == {"path": "/health/live", "port": "http"}
+        assert readiness["timeoutSeconds"] > QUERY_TIMEOUT_S + 1
+        if "serve" in container["args"]:
+            assert container["startupProbe"]["httpGet"] == readiness["httpGet"]
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd is not installed")
+    unit = tmp_path / UNIT.name
+    text = UNIT.read_text(encoding="utf-8")
+    unit.write_text(text.replace("/opt/pagoda/bin/pagoda", sys.executable), encoding="utf-8")
+    done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    options = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    assert (options["Type"], options["KillMode"]) == ("notify", "mixed")
+    _, _, drain = options["ExecStart"].partition("--drain-timeout ")
+    assert int(options["TimeoutStopSec"]) > int(drain)

@@ -59,12 +59,13 @@ def test_a_rank_that_moves_does_not_hang() -> None:
     assert transfers.deadline is None
 
 
-def test_memory_that_moves_does_not_hide_a_disk_that_hangs() -> None:
+def test_a_disk_that_hangs_does_not_hide_memory_that_does() -> None:
     transfers = GroupTransfers(1, timeout_s=10.0)
     to_disk = Transfer(0, 0, DeviceBlocks([0]), DiskObjects([b"key"]))
     transfers.begin([to_disk, transfer(1)], now=0.0)
-    transfers.end(0, TransferEnd(1, 0), 9.0)
     assert transfers.deadline == 10.0
+    transfers.end(0, TransferEnd(1, 0), 9.0)
+    assert transfers.deadline is None
 
 
 def test_another_engine_that_is_slow_is_no_worker_that_hangs() -> None:
@@ -214,6 +215,16 @@ def test_a_transfer_that_hangs_is_the_end_of_all(make_executor: MakeExecutor, mo
     assert next_event(executor) == WorkerLost("no KV transfer ended within 0.2 s")
     assert_gone(started)
     assert executor.next_event_at() is None
+
+
+def test_a_disk_that_hangs_is_not_the_end_of_the_workers_which_go_on_with_steps(
+    make_executor: MakeExecutor,
+) -> None:
+    executor = with_tiers(make_executor, "never-ends", step_timeout_s=5.0)
+    executor.submit_transfers(Transfers([Transfer(0, 0, DeviceBlocks([0]), DiskObjects([b"key"]))]))
+    assert executor.next_event_at() is None
+    executor.submit(PLAN)
+    assert isinstance(next_event(executor), StepResult)
 
 
 def test_transfers_of_lost_workers_are_forgotten(make_executor: MakeExecutor) -> None:

@@ -12,7 +12,7 @@ from scripted_endpoint import LIMITS
 from virtual_fleet import request, virtual
 
 from pagoda.errors import EngineDeadError, EngineLostError, InvalidRequestError, OverloadedError
-from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.endpoint import Health, ReplicaState
 from pagoda.frontend.replica import QUERY_TIMEOUT_S, Replica
 from pagoda.messages.frontend import (
     AbortRequests,
@@ -26,7 +26,7 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenChunks,
 )
-from pagoda.messages.load import LoadReport
+from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.telemetry.tracer import Tracer
 
 TIMEOUT_S = 8.0
@@ -327,3 +327,24 @@ async def test_a_frontend_that_was_stopped_itself_does_not_blame_its_peer() -> N
     peer.answers_probes = True
     await asyncio.sleep(3 * TIMEOUT_S)
     assert not peer.hung_at
+
+
+@pytest.mark.parametrize(
+    ("reports", "reason"),
+    [
+        ((LoadReport(), None), ""),
+        ((None, None), "the engine does not answer"),
+        ((LoadReport(stalled_for_s=100.0), None), "no step has finished for 100 s"),
+        ((LoadReport(is_worker_ready=False),), "the worker is restarting"),
+    ],
+)
+async def test_a_router_calls_a_host_ready_if_any_of_its_engines_makes_progress(
+    reports: tuple[LoadReport | None, ...], reason: str
+) -> None:
+    peer = Peer()
+    peer.answers_probes = True
+    peer.load["replicas"] = tuple(
+        ReplicaLoad(name="", state="ready", num_requests=0, weighed_tokens=0, report=report)
+        for report in reports
+    )
+    assert await peer.replica.health() == Health(not reason, reason)

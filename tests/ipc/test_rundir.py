@@ -4,6 +4,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import pytest
 from pagoda.ipc.rundir import RuntimeDirectory, socket_address
 
 MAKE_ONE_AND_DIE = """
-import os, tempfile
-from pagoda.ipc.rundir import RuntimeDirectory
-directory = RuntimeDirectory()
+import os, sys
+from pagoda.ipc import rundir
+if "alone" in sys.argv:
+    rundir._remove_at_end = lambda path: None
+directory = rundir.RuntimeDirectory()
 print(directory.path, flush=True)
 os._exit(1)
 """
@@ -42,11 +45,24 @@ def test_nobody_else_may_enter_and_close_removes_it() -> None:
     directory.close()
 
 
-def test_directories_of_ended_processes_are_swept_and_those_of_others_left(tmp_path: Path) -> None:
+def made_and_left(*arguments: str) -> Path:
     done = subprocess.run(
-        [sys.executable, "-c", MAKE_ONE_AND_DIE], stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-c", MAKE_ONE_AND_DIE, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
-    left = Path(done.stdout.strip())
+    return Path(done.stdout.strip())
+
+
+def test_the_directory_of_a_process_that_is_killed_goes_with_it() -> None:
+    left = made_and_left()
+    while left.exists():
+        time.sleep(0.01)
+
+
+def test_directories_of_ended_processes_are_swept_and_those_of_others_left(tmp_path: Path) -> None:
+    left = made_and_left("alone")
     assert left.parent == tmp_path
     assert left.exists()
     (tmp_path / "pagoda-notes").mkdir()
