@@ -30,7 +30,7 @@ class Server:
     url: str
     process: subprocess.Popen[str]
     directory: Path
-    """Its directory for temporary files, in which nothing else is."""
+    """Place of its temporary files, and of nothing else."""
     shared_before: frozenset[str]
     """Names in the shared memory of the machine before it began."""
 
