@@ -384,8 +384,8 @@ class LateEngine:
         request = self._routes.add(_FRONTEND, message)
         require(request is not None, f"The wire id of {message.request_id} was used twice.")
         request = cast(GenerateRequest, request)
-        if not request.returns:
-            self._newcomers.add(request.request_id)
+        change = self._newcomers.discard if request.returns else self._newcomers.add
+        change(request.request_id)
         answer = core.add(request)
         if isinstance(answer, RequestRefused):
             self._refuse(answer)

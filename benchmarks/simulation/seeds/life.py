@@ -343,6 +343,9 @@ class Life:
         homes: list[Host | Router] = [*self._hosts, *self._routers]
         for number, home in enumerate(homes):
             require(home.is_up, f"{home.name} did not come back.")
+            stalled_s = home.process.stalled_until - asyncio.get_running_loop().time()
+            if stalled_s > 0:
+                await asyncio.sleep(stalled_s + _SETTLE_S)
             request = GenerateRequest(
                 request_id=f"last{number}",
                 prompt_token_ids=[number % 50, 1, 2],
