@@ -10,6 +10,7 @@
 # make screenshots   the pictures of the page in docs/img
 # make docs          the table of docs/metrics.md, from the metrics that are declared
 # make chaos       every fault of docs/reliability.md, provoked and measured (hours); TRIALS="idle ..." names some
+# make audit       known vulnerabilities of what is installed, and a list of it (build/sbom.cdx.json, CycloneDX)
 # make clean   remove .venv and everything that the tools leave behind
 #
 # PYTHON=python3.12 chooses another interpreter.
@@ -34,11 +35,13 @@ OLDER_CLIENTS := tests/clients/test_instructor.py tests/clients/test_litellm.py
 ASK := PAGODA=$(abspath $(BIN)/pagoda)
 NODE_CLIENTS := tests/clients/node/node_modules/.installed
 
+AUDIT := .venv-audit
+
 CHROMIUM := /usr/bin/chromium
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
-.PHONY: setup demo serve test test-real test-ui test-clients test-native chaos screenshots docs clean
+.PHONY: setup demo serve test test-real test-ui test-clients test-native chaos audit screenshots docs clean
 
 setup: $(VENV)/.installed
 
@@ -69,6 +72,12 @@ test-clients: $(CLIENTS)/.installed $(CLIENTS)-older/.installed $(NODE_CLIENTS) 
 
 chaos: $(VENV)/.installed-test
 	@$(BIN)/python -m benchmarks.chaos $(TRIALS)
+
+audit: $(VENV)/.installed $(AUDIT)/.installed
+	@mkdir -p build
+	@$(AUDIT)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom.cdx.json $(BIN)/python
+	@echo "build/sbom.cdx.json lists what is installed"
+	@$(AUDIT)/bin/python tools/audit.py $$($(BIN)/python -c 'import site; print(*site.getsitepackages())')
 
 screenshots: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python tests/ui/screenshots.py docs/img
@@ -107,13 +116,19 @@ $(CLIENTS)/.installed $(CLIENTS)-older/.installed: | $(VENV)/.installed
 	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	@touch $@
 
+$(AUDIT)/.installed:
+	@test -x $(@D)/bin/python || { echo "creating $(@D)"; $(PYTHON) -m venv $(@D); }
+	@echo "installing pip-audit and cyclonedx-bom"
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install 'pip-audit>=2.9' 'cyclonedx-bom>=7'
+	@touch $@
+
 # Without node the tests of its clients are skipped.
 $(NODE_CLIENTS): tests/clients/node/package.json
 	@! command -v npm >/dev/null || npm --prefix tests/clients/node install --silent --no-audit --no-fund
 	@mkdir -p $(@D) && touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-older tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(AUDIT) $(CLIENTS) $(CLIENTS)-older tests/clients/node/node_modules tests/clients/node/package-lock.json build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
