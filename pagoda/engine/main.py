@@ -219,7 +219,12 @@ class EngineProcess:
             while True:
                 frontend, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 payload = self._incoming[frontend].payload(frames)
-                self._handle(frontend, self._codec_in.decode(payload))
+                try:
+                    message = self._codec_in.decode(payload)
+                except msgspec.DecodeError as error:
+                    _log.warning("a frontend sent what is not a message: %s", error)
+                    continue
+                self._handle(frontend, message)
 
     def _handle(self, frontend: bytes, message: FrontendMessage) -> None:
         match message:

@@ -24,6 +24,7 @@ from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import Endpoint, ReplicaState, Unsubscribe
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_sockets import HostSockets
+from pagoda.frontend.request_checks import check_request
 from pagoda.frontend.request_tracker import REFUSED, RequestTracker
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.machine import memory_of
@@ -298,6 +299,7 @@ class HostServer:
     async def _generate(self, router: _Router, wire_id: str, request: GenerateRequest) -> None:
         with self._tracker.answering(request) as record:
             try:
+                check_request(request, self._limits)
                 value = record.with_span(request)
                 chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
                 async with aclosing(chunks):

@@ -45,6 +45,9 @@ class Frontend:
         for message in messages:
             self._socket.send(msgspec.msgpack.encode(message))
 
+    def send_frame(self, payload: bytes) -> None:
+        self._socket.send(payload)
+
     def receive(self) -> EngineMessage:
         while True:
             message = msgspec.msgpack.decode(self._socket.recv(), type=EngineMessage)
@@ -101,6 +104,15 @@ def test_a_second_request_of_the_same_id_leaves_the_first_untouched(
     frontend.send(request, request)
     assert frontend.answer(request) == expected_tokens(request)
     frontend.send(request)  # the id is free again
+    assert frontend.answer(request) == expected_tokens(request)
+
+
+def test_what_is_no_message_ends_nothing(make_frontend: type[Frontend]) -> None:
+    frontend = make_frontend()  # type: ignore[call-arg]
+    request = make_request("a", [1, 2, 3], max_tokens=30)
+    for payload in (b"", b"garbage", msgspec.msgpack.encode({"type": "x"})):
+        frontend.send_frame(payload)
+    frontend.send(request)
     assert frontend.answer(request) == expected_tokens(request)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,11 +23,13 @@ from pagoda.messages.frontend import (
     AbortRequests,
     FinishReason,
     FrontendMessage,
+    RequestRefused,
     SubscribeCache,
     TokenChunk,
     TokenChunks,
 )
 from pagoda.messages.hosts import HostMessage
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 
@@ -198,3 +201,31 @@ async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
     tracer.stop()
     (fragment,) = read_fragments(tmp_path)
     assert sum(event["args"]["chunks"] for event in fragment.named("chunks")) == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"prompt_token_ids": [512]}, "prompt_token_ids takes token ids below"),
+        ({"output_token_ids": [2**31 - 1]}, "output_token_ids takes token ids below"),
+        ({"eos_token_ids": (999,)}, "eos_token_ids takes token ids below"),
+        ({"prompt_token_ids": []}, "1 to 256 tokens"),
+        ({"prompt_token_ids": [1] * 257}, "1 to 256 tokens"),
+        ({"sampling": SamplingParams(logit_bias={512: 1.0})}, "logit_bias takes token ids below"),
+        ({"sampling": SamplingParams(logit_bias={5: 1e9})}, "logit_bias must be in"),
+        ({"sampling": SamplingParams(temperature=-1.0)}, "temperature must be in"),
+        ({"sampling": SamplingParams(allowed_token_ids=())}, "allowed_token_ids must name"),
+    ],
+)
+async def test_what_no_frontend_would_send_is_refused_before_the_engine(
+    wrong: dict[str, Any], reason: str
+) -> None:
+    endpoint = ScriptedEndpoint("ok")
+    async with Door(endpoint) as door:
+        await door.say(msgspec.structs.replace(request("r"), **wrong))
+        said = msgspec.msgpack.decode(await door.socket.recv(), type=HostMessage)
+        assert isinstance(said, RequestRefused)
+        assert reason in said.error
+        assert endpoint.requests == []
+        await door.say(request("s"))
+        assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
