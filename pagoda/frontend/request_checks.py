@@ -1,4 +1,4 @@
-"""Checks of a request that came over a wire: who has the cluster's key may still be wrong, or of another version."""
+"""Checks of a request that came over a wire, whose sender may be wrong or of another version."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Hostile clients beside good ones: attacks with the answers that are right, and the trial that measures them."""

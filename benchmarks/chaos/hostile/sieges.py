@@ -1,0 +1,136 @@
+"""Clients that hold connections: that trickle, drop, never read, or send what is no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator
+
+from benchmarks.chaos.hostile.attack import Siege
+
+_HOLD_S = 3.0
+_READ_BYTES = 2**16
+
+
+def sieges() -> Iterator[Siege]:
+    yield Siege("500 clients that drop their streams", _dropping)
+    yield Siege("100 bodies that trickle", _many(100, _trickle(_head(1000) + b'{"prompt": "')))
+    yield Siege(
+        "100 headers that trickle", _many(100, _trickle(b"POST /v1/completions HTTP/1.1\r\n"))
+    )
+    yield Siege("1,000 half-open connections", _many(1000, _hold(b"")))
+    yield Siege("8 clients that never read 64 answers", _many(8, _hold(_never_read())))
+    yield Siege("4 requests with 118 tracestates of 8 kB", _many(4, _hold(_tracestates())))
+    yield Siege("1,000 requests in one packet", _many(1, _exchange(_GET * 1000)))
+    yield Siege(
+        "TLS on a plain port", _many(20, _exchange(b"\x16\x03\x01\x02\x00\x01" + bytes(512)))
+    )
+    noise = random.Random(1).randbytes(65_536)
+    yield Siege("64 kB of noise", _many(20, _exchange(noise)))
+    yield Siege(
+        "a length that is none", _many(20, _exchange(_GET[:-2] + b"Content-Length: -1\r\n\r\n"))
+    )
+    both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    yield Siege(
+        "two lengths", _many(20, _exchange(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + both))
+    )
+    chunks = b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\nx"
+    yield Siege(
+        "a chunk of 2^64 bytes",
+        _many(20, _exchange(b"POST /tokenize HTTP/1.1\r\nHost: x\r\n" + chunks)),
+    )
+
+
+_Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+_GET = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def _head(length: int, path: str = "/v1/completions", more: bytes = b"") -> bytes:
+    line = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return line.encode() + more + f"Content-Length: {length}\r\n\r\n".encode()
+
+
+def _request(body: dict[str, object], more: bytes = b"") -> bytes:
+    data = json.dumps(body).encode()
+    return _head(len(data), more=more) + data
+
+
+def _never_read() -> bytes:
+    body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 100_000, "stream": True, "ignore_eos": True}
+    return _request(body)
+
+
+def _tracestates() -> bytes:
+    body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 200, "ignore_eos": True}
+    parent = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\r\n"
+    return _request(
+        body, parent + b"".join(b"tracestate: a=%b\r\n" % (b"x" * 8000) for _ in range(118))
+    )
+
+
+def _many(count: int, client: _Client) -> Callable[[str, int], Awaitable[None]]:
+    async def run(host: str, port: int) -> None:
+        async def one() -> None:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                reader, writer = await asyncio.open_connection(host, port)
+                try:
+                    await client(reader, writer)
+                finally:
+                    writer.transport.abort()
+
+        await asyncio.gather(*(one() for _ in range(count)))
+
+    return run
+
+
+def _hold(data: bytes) -> _Client:
+    """Sends, and reads nothing for some seconds."""
+
+    async def client(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(data)
+        await asyncio.sleep(_HOLD_S)
+
+    return client
+
+
+def _trickle(data: bytes) -> _Client:
+    """Sends a byte now and then behind a beginning."""
+
+    async def client(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        for _turn in range(30):
+            writer.write(b"x")
+            await asyncio.sleep(_HOLD_S / 30)
+
+    return client
+
+
+def _exchange(data: bytes) -> _Client:
+    """Sends, and reads what comes until the server hangs up or is silent."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HOLD_S):
+                while await reader.read(_READ_BYTES):
+                    pass
+
+    return client
+
+
+async def _dropping(host: str, port: int) -> None:
+    body = {"prompt": "x", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+    data, rng = _request(body), random.Random(1)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(rng.random() / 2):
+                while await reader.read(_READ_BYTES):
+                    pass
+
+    for _ in range(10):
+        await _many(50, client)(host, port)
