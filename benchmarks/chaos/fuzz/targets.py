@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.chaos.fuzz.files import FILES
+from benchmarks.chaos.fuzz.sockets import SOCKETS
 from benchmarks.chaos.fuzz.target import Target
 
-TARGETS: dict[str, Target] = {target.name: target for target in FILES}
+TARGETS: dict[str, Target] = {target.name: target for target in (*FILES, *SOCKETS)}

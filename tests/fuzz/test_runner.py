@@ -1,0 +1,38 @@
+"""Fuzzing itself: a process runs, counts and keeps what fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.chaos.fuzz.child import Findings, guarded
+from benchmarks.chaos.fuzz.forms import JSON, mutator
+from benchmarks.chaos.fuzz.runner import fuzz
+
+
+def test_a_target_is_fuzzed_in_a_process_of_its_own() -> None:
+    done = fuzz("hosts_file", 1)
+    assert done.failures == ()
+    assert done.runs > 10
+
+
+def test_a_failure_of_a_kind_is_kept_once_with_its_input(tmp_path: Path) -> None:
+    findings = Findings(tmp_path)
+
+    def feed(data: bytes) -> None:
+        if data != b"good":
+            raise KeyError(data)
+
+    feed_one = guarded(feed, findings)
+    for data in (b"good", b"bad", b"worse"):
+        feed_one(data)
+    assert list(findings.kinds) == ["KeyError at outside"]
+    [kept] = tmp_path.glob("*.input")
+    assert kept.read_bytes() == b"bad"
+
+
+def test_changes_of_a_tree_follow_from_the_seed() -> None:
+    mutate = mutator(JSON)
+    data = b'{"a": [1, 2, {"b": "text"}], "c": 1.5}'
+    changed = [mutate(data, 4096, seed) for seed in range(50)]
+    assert changed == [mutate(data, 4096, seed) for seed in range(50)]
+    assert len(set(changed)) > 30
