@@ -13,6 +13,7 @@ from benchmarks.chaos.deaths import (
 )
 from benchmarks.chaos.drop import DROP
 from benchmarks.chaos.fuzz.trial import FUZZ
+from benchmarks.chaos.hostile.trial import HOSTILE
 from benchmarks.chaos.idle import IDLE
 from benchmarks.chaos.shutdown import SIGKILL, SIGTERM
 from benchmarks.chaos.simulation import SIMULATION
@@ -32,6 +33,7 @@ TRIALS: tuple[Trial, ...] = (
     SIGTERM,
     SIGKILL,
     SOAK,
+    HOSTILE,
     SIMULATION,
     FUZZ,
     TWO_USERS,
