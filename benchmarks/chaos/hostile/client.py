@@ -45,7 +45,7 @@ def attacks() -> Iterator[Attack | Siege]:
 
 
 async def _send(session: aiohttp.ClientSession, attack: Attack) -> str:
-    """What is wrong with the answer; empty if nothing is."""
+    """Fault of the answer; empty if it is right."""
     headers = {"Content-Type": "application/json", **attack.headers}
     try:
         async with session.post(attack.path, data=attack.body, headers=headers) as answer:
