@@ -122,6 +122,21 @@ def test_transfers_and_peers_come_in_order_and_ends_go_in_any(
     assert [engine.receive() for _ in range(3)] == [TransferEnd(n, 3) for n in (7, 2, 3)]
 
 
+@pytest.mark.parametrize("again", [SECOND, FIRST])
+def test_a_transfer_out_of_turn_ends_the_worker(
+    engine: Engine, link: TransferThread, monkeypatch: pytest.MonkeyPatch, again: Transfer
+) -> None:
+    """It would write to blocks that may belong to others by now."""
+    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr("os._exit", ends.put)
+    engine.receive()
+    for transfer in (SECOND, again):
+        engine.send(Transfers([transfer]))
+    assert ends.get(timeout=20) == 1
+    assert half(link).told.get(timeout=20) == Transfers([SECOND])
+    assert half(link).told.empty()
+
+
 def test_closing_it_closes_the_workers_half(engine: Engine, link: TransferThread) -> None:
     engine.receive()
     link.close()

@@ -96,6 +96,7 @@ class TransferThread:
         """`open_transfers` is called at once, with the jobs in which its transfers are to end."""
         self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
+        self._last_id = -1
         self._spans = spans
         self.jobs = Jobs(self._wake)
         self.transfers = open_transfers(self.jobs)
@@ -127,6 +128,13 @@ class TransferThread:
             _log.exception("transfers cannot be served any more")
             os._exit(1)
 
+    def _check_turn(self, message: Transfers) -> None:
+        """Raises ValueError: a transfer came twice or out of turn, and would write to blocks of others by now."""
+        for transfer in message.transfers:
+            if transfer.transfer_id <= self._last_id:
+                raise ValueError(f"Transfer {transfer.transfer_id} came twice or out of turn.")
+            self._last_id = transfer.transfer_id
+
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
         codec_out = Codec[TransferMessage](TransferMessage)
         codec_in = Codec[Transfers](Transfers)
@@ -143,5 +151,6 @@ class TransferThread:
                     self._spans.end(end)
             if socket in ready:
                 message: Transfers = codec_in.decode(socket.recv())
+                self._check_turn(message)
                 self._spans.begin(message.transfers)
                 self.transfers.apply(message)
