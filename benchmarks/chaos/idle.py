@@ -1,24 +1,104 @@
-"""CPU time of a server that has nothing to do."""
+"""CPU time of servers that have nothing to do while somebody watches them."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
 
 from benchmarks.chaos.trial import Outcome, Trial
+from benchmarks.handoff.pod import free_address, write_key
 from benchmarks.idle import cpu_share
 from benchmarks.start_up import ask_once
-from pagoda.cli.server_process import server_process
+from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.frontend.event_loop import run
 
 _LARGEST_SHARE = 0.003
+_SCRAPE_S = 15.0
+"""Seconds between two scrapes of Prometheus, whose default is a minute."""
+
+
+@contextmanager
+def _watched(url: str) -> Iterator[None]:
+    """The live page is open, which reads events and nothing else, and Prometheus scrapes."""
+    ending = threading.Event()
+
+    async def read_events(session: aiohttp.ClientSession) -> None:
+        async with session.get("/v1/live") as answer:
+            async for _ in answer.content:
+                pass
+
+    async def scrape(session: aiohttp.ClientSession) -> None:
+        while True:
+            async with session.get("/metrics") as answer:
+                await answer.read()
+            await asyncio.sleep(_SCRAPE_S)
+
+    async def watch() -> None:
+        timeout = aiohttp.ClientTimeout(None)
+        async with aiohttp.ClientSession(url, timeout=timeout) as session:
+            tasks = [
+                asyncio.create_task(read_events(session)),
+                asyncio.create_task(scrape(session)),
+            ]
+            await asyncio.to_thread(ending.wait)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    thread = threading.Thread(target=run, args=(watch(),), name="watcher")
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join()
+
+
+def _tiers(directory: Path) -> list[str]:
+    disk = ["--kv-disk-path", str(directory / "kv"), "--kv-disk-bytes", "1GiB"]
+    return ["--kv-host-bytes", "64MiB", *disk]
+
+
+def _share(watched: ServerProcess, others: Sequence[ServerProcess], seconds: float) -> float:
+    """CPU seconds per second of all processes of these servers while one of them is watched."""
+    asyncio.run(ask_once(watched))
+    with _watched(watched.base_url):
+        # One server after the other: all have nothing to do all the time.
+        return sum(cpu_share(server.pid, seconds) for server in (watched, *others))
 
 
 def _run(short: bool) -> Outcome:
-    with server_process([]) as server:
-        asyncio.run(ask_once(server))
-        share = cpu_share(server.pid, 5 if short else 30)
-    return Outcome(f"{100 * share:.2f} % of a core, all processes", share <= _LARGEST_SHARE)
+    seconds = 2.0 if short else 30.0
+    with tempfile.TemporaryDirectory() as directory:
+        tiers, key = _tiers(Path(directory)), write_key(Path(directory))
+        with server_process(tiers) as server:
+            alone = _share(server, (), seconds)
+        join = free_address()
+        with (
+            server_process(
+                ["--dp", "2", "--join", join, "--cluster-key-file", str(key), *tiers]
+            ) as host,
+            server_process(
+                ["--join-listen", join, "--cluster-key-file", str(key)], "route"
+            ) as router,
+        ):
+            fleet = _share(router, (host,), seconds)
+    words = (
+        f"{100 * alone:.2f} % of a core, all processes of a server; "
+        f"{100 * fleet:.2f} % with a router and a host of two engines instead"
+    )
+    return Outcome(words, alone <= _LARGEST_SHARE)
 
 
 IDLE = Trial(
-    "idle", "nothing, after one request", "all processes together use at most 0.3 % of a core", _run
+    "idle",
+    "nothing after one request; KV tiers in host memory and on disk, the live page open, a scrape every 15 s",
+    "all processes of a server together use at most 0.3 % of a core",
+    _run,
 )
