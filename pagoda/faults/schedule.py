@@ -3,7 +3,7 @@
     seed=7 worker.step:kill@5,12 disk.write:enospc%0.1 engine.result:double@*3 worker[1].load:hang
 
 An entry is `POINT:ACTION`, `POINT[INSTANCE]` with the number of a process counted by its parent, `ACTION=VALUE`;
-behind that `~TEXT` for passes that concern a request or rank whose name contains TEXT, and when: `@5,12` at these
+behind that `~TEXT` for passes that concern a request whose id contains TEXT, and when: `@5,12` at these
 passes, `@5+` from the fifth on, `@*3` at every third, `%0.1` at each with that probability, else at each.
 """
 
@@ -50,6 +50,8 @@ POINTS: Mapping[str, frozenset[str]] = {
     "transfer.read": _CODE,
 }
 """Points and the actions that each can take."""
+_POINTS_OF_REQUESTS = ("worker.step", "worker.logits")
+"""Points whose passes concern requests."""
 _DEFAULT_VALUES = {"slow": 1.0, "jump": 3600.0}
 """Seconds, where an entry says none."""
 _ENTRY = re.compile(
@@ -127,6 +129,11 @@ def _parse_entry(word: str) -> FaultEntry:
         raise ConfigError(
             f"{FAULTS_ENV}: the action at {point} must be one of {', '.join(sorted(POINTS[point]))}, "
             f"got {action!r}."
+        )
+    if found["text"] and point not in _POINTS_OF_REQUESTS:
+        raise ConfigError(
+            f"{FAULTS_ENV}: ~{found['text']} must be at {' or '.join(_POINTS_OF_REQUESTS)}, where passes concern "
+            f"requests, not at {point}."
         )
     try:
         value = float(found["value"] or _DEFAULT_VALUES.get(action, 0.0))

@@ -67,6 +67,7 @@ def test_parts_of_an_entry() -> None:
         ("worker[0].step:kill", "must count from 1"),
         ("worker.step:kill@*0", "must count from 1"),
         ("worker.step:kill%1.5", "must be from 0 to 1"),
+        ("engine.turn:kill~r1", "must be at worker.step or worker.logits"),
         ("worker.step:slow=1.2.3", "has a number that cannot be read"),
     ],
 )
