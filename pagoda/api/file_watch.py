@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+from pagoda.frontend.async_utils import cancel_all, keep_going
 
-INTERVAL_S = 1.0
+_INTERVAL_S = 1.0
 """Seconds between two looks. A look is one `stat` of each file, in a thread; file systems of the network, and the
 links by which Kubernetes changes a Secret, tell nobody of changes."""
 
@@ -49,24 +50,22 @@ class WatchedFiles:
 class FileWatch:
     """Looks after files until it is closed."""
 
-    def __init__(self, watched: Sequence[WatchedFiles], interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, watched: Sequence[WatchedFiles]) -> None:
         self._watched = watched
-        self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to look, if there are files. Needs a running event loop."""
         if self._watched:
-            self._task = asyncio.ensure_future(self._run())
+            self._task = asyncio.ensure_future(keep_going(self._run, "watching files"))
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_all([self._task])
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(_INTERVAL_S)
             for files in self._watched:
                 await asyncio.to_thread(files.look)
 

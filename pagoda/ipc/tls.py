@@ -89,9 +89,8 @@ class ServerTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
-        context.num_tickets = (
-            0  # a ticket would let in who had a certificate of earlier authorities
-        )
+        # A ticket would let in clients that were known by authorities of before.
+        context.num_tickets = 0
         context.set_alpn_protocols(["http/1.1"])
         self._files.load(context)
         if self._files.authorities is not None:
