@@ -18,7 +18,7 @@ from benchmarks.simulation.seeds.draw import (
     Plan,
 )
 from benchmarks.simulation.seeds.executor import NAN
-from pagoda.errors import OverloadedError
+from pagoda.errors import InvalidRequestError, OverloadedError
 from pagoda.executor.sim import sim_logprob, sim_token
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
@@ -40,7 +40,7 @@ class Answer:
     error: str = ""
     num_cached_tokens: int | None = None
     outcome: str = ""
-    """`ended`, `refused`, `left`, `cancelled`, or `lost` with its router or host; empty while it runs."""
+    """`ended`, `refused`, `invalid`, `left`, `cancelled`, or `lost` with its router or host; empty while it runs."""
     num_refusals: int = 0
 
     def take(self, chunk: TokenChunk) -> None:
@@ -106,6 +106,9 @@ async def ask(answer: Answer, home: Home) -> None:
                 answer.outcome = "refused"
                 return
             await asyncio.sleep(max(0.1, min(error.retry_after_s, 2.0)))
+        except InvalidRequestError as error:
+            answer.outcome, answer.error = "invalid", str(error)
+            return
 
 
 async def _read(answer: Answer, dispatcher: Dispatcher) -> None:
@@ -146,6 +149,10 @@ def _check(plan: Plan, answer: Answer, num_deaths: int, outages: bool) -> None:
         return
     if answer.outcome == "refused":
         require(not answer.tokens, f"{name} was refused behind tokens.")
+        return
+    if answer.outcome == "invalid":
+        is_explained = len(request.prompt_token_ids) > plan.engine.max_model_len
+        require(is_explained, f"{name} was refused as invalid: {answer.error}")
         return
     require(answer.outcome == "ended", f"{name} has no end.")
     if answer.finish is FinishReason.ABORT:

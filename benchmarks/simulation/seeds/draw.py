@@ -8,16 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.frontend.replica_set import SMALL_FLEET
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.kv_groups import KVGroup, KVKind, layer_groups
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import Role
 
 VOCAB_SIZE = 50
-WORKER_POISON = VOCAB_SIZE + 1
-"""A prompt token that the worker dies of, whenever it computes it."""
-ENGINE_POISON = VOCAB_SIZE + 2
-"""A prompt token that the engine dies of, soon after it has taken it."""
+WORKER_POISON = VOCAB_SIZE - 1
+"""A token that the worker dies of, whenever it computes it in a prompt."""
+ENGINE_POISON = VOCAB_SIZE - 2
+"""A token that the engine dies of, soon after it has taken it in a prompt."""
 ADAPTER = "a" * 64
 """Digest of the adapter that all engines have."""
 LEASE_S = 3.0
@@ -26,6 +27,7 @@ STEP_TIMEOUT_S = 1.0
 NO_REPLICA_TIMEOUT_S = 20.0
 FOR_EVER_S = 1e6
 """Longer than any life: what hangs so long hangs until somebody ends it."""
+_LARGE = 10
 
 
 class Kind(enum.StrEnum):
@@ -171,11 +173,12 @@ class Plan:
 def draw(seed: int) -> Plan:
     """The life of this seed; equal in every process."""
     rng = random.Random(seed)
-    # One life in a hundred is ten times as large as most.
-    size = rng.choice([1, 1, 1, 2, 2, 3]) if rng.random() < 0.99 else 10
+    # A few lives are ten times as large as most; their fleets may have more members than are looked at for each
+    # request.
+    size = rng.choice([1, 1, 1, 2, 2, 3]) if rng.random() < 0.997 else _LARGE
     engine = _draw_engine(rng)
     num_routers = rng.choice([0, 0, 1, 1, 2])
-    num_hosts = rng.randint(1, 1 + size) if num_routers else 1
+    num_hosts = rng.randint(1, 1 + size + SMALL_FLEET * (size == _LARGE)) if num_routers else 1
     with_handoff = num_hosts > 1 and rng.random() < 0.6
     hosts = tuple(_draw_host(rng, engine, size, with_handoff) for _ in range(num_hosts))
     num_asks = rng.randint(2, 4 + 4 * size)
@@ -271,7 +274,7 @@ def _draw_asks(
     count: int,
     span_s: float,
 ) -> tuple[Ask, ...]:
-    documents = [[rng.randrange(VOCAB_SIZE) for _ in range(engine.max_model_len)] for _ in range(2)]
+    documents = [[_draw_token(rng) for _ in range(engine.max_model_len)] for _ in range(2)]
     impatient = rng.choice([0.0, 0.0, 0.3])
     nan, poison = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.0, 0.0, 0.1])
     priorities = rng.choice([(0,), (0, 0, 1, -1)])
@@ -313,12 +316,17 @@ def _draw_asks(
     return tuple(asks[:count])
 
 
+def _draw_token(rng: random.Random) -> int:
+    """A token that nothing dies of."""
+    return rng.randrange(VOCAB_SIZE) % ENGINE_POISON
+
+
 def _draw_prompt(
     rng: random.Random, max_model_len: int, documents: Sequence[list[int]]
 ) -> list[int]:
     """A beginning that others have too, then something of its own; now and then too long."""
     shared = rng.choice([0, 4, 8, 12, max_model_len])
-    own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 10))]
+    own = [_draw_token(rng) for _ in range(rng.randint(1, 10))]
     prompt = rng.choice(documents)[:shared] + own
     most = max_model_len + (rng.random() < 0.02) * rng.randint(0, 2) - 1
     return prompt[: max(1, most)]

@@ -78,7 +78,7 @@ class FaultyExecutor:
             for slot_id, number in zip(plan.slots, plan.num_tokens, strict=True):
                 slot = worker.slots[slot_id]
                 end = slot.num_computed_tokens
-                if WORKER_POISON in slot.token_ids[end - number : end]:
+                if WORKER_POISON in slot.token_ids[end - number : min(end, slot.num_prompt_tokens)]:
                     self._dies_at, self._reason = self._clock.now(), "the worker was poisoned"
             self._spoil(result)
             return result

@@ -16,7 +16,7 @@ from benchmarks.simulation.books import BrokenInvariantError, check_nothing_left
 from benchmarks.simulation.event_loop import VirtualTimeLoop
 from benchmarks.simulation.network import SimNetwork
 from benchmarks.simulation.seeds.client import Answer, ask, check_answers, expected_tokens
-from benchmarks.simulation.seeds.draw import LEASE_S, Ask, Fault, Kind, Plan
+from benchmarks.simulation.seeds.draw import ENGINE_POISON, LEASE_S, Ask, Fault, Kind, Plan
 from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine
 from benchmarks.simulation.seeds.fleet import Host, Ports, Router
 from benchmarks.simulation.seeds.sockets import Network
@@ -348,7 +348,7 @@ class Life:
                 await asyncio.sleep(stalled_s + _SETTLE_S)
             request = GenerateRequest(
                 request_id=f"last{number}",
-                prompt_token_ids=[number % 50, 1, 2],
+                prompt_token_ids=[number % ENGINE_POISON, 1, 2],
                 sampling=SamplingParams(seed=number, max_tokens=1),
             )
             answer = Answer(Ask(0.0, 0, 0, request, 3, None, None, None, 0.0, None))
