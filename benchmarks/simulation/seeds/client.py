@@ -40,7 +40,7 @@ class Answer:
     error: str = ""
     num_cached_tokens: int | None = None
     outcome: str = ""
-    """`ended`, `refused`, `invalid`, `left`, `cancelled`, or `lost` with its router or host; empty while it runs."""
+    """`ended`, `refused`, `invalid`, `left`, `cancelled`, or `lost` with its home; empty while it runs."""
     num_refusals: int = 0
 
     def take(self, chunk: TokenChunk) -> None:
