@@ -40,6 +40,7 @@ _LIMITS = EngineReady(
     block_size=16,
     max_num_seqs=256,
     max_num_waiting=1024,
+    max_num_waiting_tokens=2**30,
     summary="a host of a benchmark",
 )
 

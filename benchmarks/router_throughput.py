@@ -86,6 +86,7 @@ class Host:
             block_size=16,
             max_num_seqs=2**12,
             max_num_waiting=2**12,
+            max_num_waiting_tokens=2**30,
             summary="a host of a benchmark",
         )
 

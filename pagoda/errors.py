@@ -45,6 +45,17 @@ class OverloadedError(PagodaError):
         self.retry_after_s = retry_after_s
 
 
+class NoReplicaError(OverloadedError):
+    """No replica has taken requests for too long."""
+
+
+class DeadlineError(PagodaError):
+    """The request's deadline has passed before its answer was complete."""
+
+    def __init__(self) -> None:
+        super().__init__("The request was not complete within its timeout.")
+
+
 class EngineLostError(PagodaError):
     """The engine ended with this request in it; another may go on with the request's value."""
 

@@ -41,6 +41,7 @@ def snapshot_of_everything() -> Snapshot:
             block_size=1,
             max_num_seqs=1,
             max_num_waiting=1,
+            max_num_waiting_tokens=2**30,
             summary="",
         ),
     )

@@ -15,6 +15,7 @@ from benchmarks.chaos.drop import DROP
 from benchmarks.chaos.fuzz.trial import FUZZ
 from benchmarks.chaos.hostile.trial import HOSTILE
 from benchmarks.chaos.idle import IDLE
+from benchmarks.chaos.overload import OVERLOAD
 from benchmarks.chaos.shutdown import SIGKILL, SIGTERM
 from benchmarks.chaos.simulation import SIMULATION
 from benchmarks.chaos.soak import SOAK
@@ -30,6 +31,7 @@ TRIALS: tuple[Trial, ...] = (
     OOM,
     POISON,
     DROP,
+    OVERLOAD,
     SIGTERM,
     SIGKILL,
     SOAK,

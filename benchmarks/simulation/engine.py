@@ -204,6 +204,8 @@ class SimEngine:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
             self.deliver(core.step())
+            for refusal in core.drain_refusals():
+                self.replica.receive(refusal)
             for update in core.drain_updates():
                 self.replica.receive(update)
             if core.drain_load_report() is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 import uuid
@@ -18,9 +19,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from pagoda.api.access import check_content_type, check_origin, check_scope
+from pagoda.api.body import MAX_TIMEOUT_S
 from pagoda.api.connections import Connections, bound_silence
 from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
+from pagoda.api.keys import ANYBODY
 from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.routes import OPEN_PATHS, ROUTES
@@ -36,6 +39,7 @@ CONNECTION_IDLE_S = 75.0
 
 _QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load"}
 """Routes that programs poll; successful answers are logged at the level debug."""
+TIMEOUT_HEADER = "X-Request-Timeout"
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_LOGGED_PATH_CHARS = 200
 _MAX_TRACESTATE_CHARS = 2048
@@ -112,6 +116,7 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
         id=_request_id(headers.get("X-Request-Id", "")),
         arrived_ns=arrived_ns,
         key_name="" if key is None else key.name,
+        weight=1.0 if key is None else key.weight,
         traceparent=headers.get("traceparent"),
         tracestate=tracestate if 0 < len(tracestate) <= _MAX_TRACESTATE_CHARS else None,
         route=route,
@@ -146,7 +151,31 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
         )
     check_scope(context, methods[method])
     check_content_type(context, methods[method])
-    return await methods[method].handler(context)
+    if not methods[method].is_queued:
+        return await methods[method].handler(context)
+    context.client_request.timeout_s = _timeout_s(context)
+    with context.service.key_limits.admit(context.key or ANYBODY):
+        context.service.check_room(context.client_request)
+        return await methods[method].handler(context)
+
+
+def _timeout_s(context: RequestContext) -> float | None:
+    """Seconds that the client gives the request, or the server's default; the body may say otherwise.
+
+    `x-stainless-timeout` of OpenAI's SDKs is no such limit: it bounds each silence of a stream, not the answer,
+    and a client that has waited so long hangs up, which ends the request. Raises ApiError: 400, no such number.
+    """
+    given = context.http.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return context.service.config.request_timeout_s
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        message = f"{TIMEOUT_HEADER} must be a number of seconds above 0, at most {MAX_TIMEOUT_S}."
+        raise ApiError(400, message, TIMEOUT_HEADER)
+    return timeout_s
 
 
 def _find(path: str) -> tuple[str, str]:

@@ -10,15 +10,20 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from pagoda.api.body_structure import check_structure
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import LongWork
 
 T = TypeVar("T")
+
+MAX_TIMEOUT_S = 86400
+Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+"""Field `timeout` of bodies: seconds from the arrival of the request until it ends, complete or not."""
 
 LARGE_BODY_BYTES = 64 << 10
 """Longer bodies are decoded in a thread, so that other streams go on meanwhile."""

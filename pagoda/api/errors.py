@@ -6,7 +6,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError, PagodaError
+from pagoda.errors import (
+    DeadlineError,
+    EngineDeadError,
+    InvalidRequestError,
+    NoReplicaError,
+    OverloadedError,
+    PagodaError,
+)
 from pagoda.frontend.text_generator import PromptTooLongError
 from pagoda.telemetry.logging import withheld
 
@@ -46,14 +53,14 @@ class ApiError(Exception):
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     word: str = ""
-    """The kind of the error, where neither code nor status determines it."""
+    """The kind of the error, where neither code nor status determines it: the reason of a refusal, for example."""
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Numbers that the error is about, by llama.cpp's names."""
 
     @property
     def kind(self) -> str:
         """One word of a fixed set, for logs and metrics. Clients get `code`, with values of the OpenAI API."""
-        return self.code or self.word or _STATUSES.get(self.status, _SERVER_ERROR)[1]
+        return self.word or self.code or _STATUSES.get(self.status, _SERVER_ERROR)[1]
 
     def body(self) -> dict[str, object]:
         kind, _ = _STATUSES.get(self.status, _SERVER_ERROR)
@@ -84,9 +91,18 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
             return context_exceeded(str(error), error.param, error.num_tokens, error.context)
         case InvalidRequestError():
             return ApiError(400, str(error), error.param, word=error.kind)
+        case NoReplicaError():
+            return unavailable(str(error), retry_after_s=error.retry_after_s)
         case OverloadedError():
             headers = {"Retry-After": str(error.retry_after_s)}
-            return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
+            return ApiError(
+                429, str(error), code="rate_limit_exceeded", headers=headers, word="queue_full"
+            )
+        case DeadlineError():
+            # The SDKs of OpenAI and Anthropic send a request again after 408, but for this header.
+            return ApiError(
+                408, str(error), code="request_timeout", headers={"x-should-retry": "false"}
+            )
         case EngineDeadError():
             return unavailable(str(error))
         case PagodaError():

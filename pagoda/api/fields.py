@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from pagoda.api.body import Timeout
 from pagoda.api.neutral import NeutralFields
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.beam_search import BeamSearchParams
@@ -109,6 +110,7 @@ class GenerationFields(NeutralFields, frozen=True, kw_only=True, forbid_unknown_
     id_slot: int | None = None
     """llama.cpp's place for a request; all requests share one cache here."""
     add_special_tokens: bool | None = None
+    timeout: Timeout | None = None
     kv_transfer_params: KVTransferParams | None = None
     bootstrap_host: HostName | None = None
     bootstrap_port: Annotated[int, Meta(ge=1, le=65535)] | None = None

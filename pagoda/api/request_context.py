@@ -20,6 +20,13 @@ from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics
 T = TypeVar("T")
 
 
+def take_timeout(client_request: ClientRequest, body: object) -> None:
+    """Gives the request the time that the field `timeout` of its body says, if there is one."""
+    timeout_s: float | None = getattr(body, "timeout", None)
+    if timeout_s is not None:
+        client_request.timeout_s = timeout_s
+
+
 @dataclass(frozen=True)
 class Caller:
     """Client of a generation: what a generation needs to know of an HTTP request, or of what stands for one."""
@@ -90,6 +97,7 @@ class RequestContext:
         return {
             "X-Request-Id": self.request_id,
             "openai-processing-ms": str(took_ns // 10**6),
+            **self.service.key_limits.headers(self.key),
             **self.service.config.cors_origins.headers(self.http.headers.get("Origin")),
         }
 
@@ -120,7 +128,9 @@ class RequestContext:
         body = await self.body()
         generator = self.service.generator
         threads = None if generator is None else generator.long_texts
-        return await parse_beside(body, kind, threads, self.service.config.unknown_fields)
+        parsed = await parse_beside(body, kind, threads, self.service.config.unknown_fields)
+        take_timeout(self.client_request, parsed)
+        return parsed
 
     def json(self, value: object) -> web.Response:
         return self._response(encode_json(value), "application/json")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.frontend.request_tracker import REFUSED, RequestStatistics, RequestTracker
+from pagoda.frontend.request_tracker import REFUSED, TIMED_OUT, RequestStatistics, RequestTracker
 from pagoda.messages.frontend import FinishReason
 from pagoda.telemetry.histogram import Histogram, total
 
@@ -30,7 +30,7 @@ _TOKENS = tuple(
     float(digit * 10**power) for power in range(7) for digit in (1, 2, 5) if power < 6 or digit == 1
 )
 
-FINISH_REASONS = (*(str(reason) for reason in FinishReason), REFUSED)
+FINISH_REASONS = (*(str(reason) for reason in FinishReason), TIMED_OUT, REFUSED)
 _COMPLETE = frozenset((str(FinishReason.STOP), str(FinishReason.LENGTH)))
 
 

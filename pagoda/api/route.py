@@ -44,6 +44,9 @@ class Route:
     """The form of errors and streams."""
     streams: bool = False
     """True if the body can ask for a stream."""
+    is_queued: bool = False
+    """True if answers wait for an engine: a full queue refuses them before the body is read, and they count
+    against the limits of their API key."""
     needs_body: bool = True
     """False if the JSON body may be left out."""
     takes_form: bool = False

@@ -41,7 +41,13 @@ _bootstrap_room = Route(
 )
 _server_info = Route(info.server_info, "The server, in the words of SGLang and vLLM.", ANSWER)
 _chat = Route(
-    chat_completions, "Answers a conversation.", ANSWER, ChatRequest, ChatCompletion, streams=True
+    chat_completions,
+    "Answers a conversation.",
+    ANSWER,
+    ChatRequest,
+    ChatCompletion,
+    streams=True,
+    is_queued=True,
 )
 _llama_chat = Route(
     partial(chat_completions, first_content=None),
@@ -50,6 +56,7 @@ _llama_chat = Route(
     ChatRequest,
     dialect=LLAMACPP_CHAT,
     streams=True,
+    is_queued=True,
 )
 _count_chat_tokens = Route(
     count_chat_tokens, "Counts the tokens of a conversation.", ANSWER, ChatRequest
@@ -114,7 +121,13 @@ ROUTES: dict[str, dict[str, Route]] = {
     },
     "/v1/completions": {
         "POST": Route(
-            completions, "Continues texts.", ANSWER, CompletionRequest, Completion, streams=True
+            completions,
+            "Continues texts.",
+            ANSWER,
+            CompletionRequest,
+            Completion,
+            streams=True,
+            is_queued=True,
         )
     },
     "/v1/chat/completions": {"POST": _chat},

@@ -15,6 +15,7 @@ from pagoda.api.bootstrap import Rooms
 from pagoda.api.connections import UNLIMITED
 from pagoda.api.cors import NO_ORIGINS, CorsOrigins
 from pagoda.api.errors import ApiError, unavailable
+from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
 from pagoda.api.openai.conversations.store import ConversationStore
@@ -22,7 +23,7 @@ from pagoda.api.openai.responses.store import ResponseStore
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
-from pagoda.frontend.request_tracker import RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.frontend.trace_control import TraceControl
 
@@ -63,6 +64,8 @@ class ApiConfig:
     response_store_bytes: int = 256 * 2**20
     """Bytes of responses that are kept for `previous_response_id` and for retrieval, and as many of conversations;
     0 keeps none."""
+    request_timeout_s: float | None = None
+    """Seconds after which a request ends whose client gives it no time of its own; None for none."""
     stall_timeout_s: float = 60.0
     """Seconds after which a client that reads nothing of an answer is cut off."""
     max_connections: int = UNLIMITED
@@ -82,6 +85,7 @@ class Service:
     tracing: TraceControl | None = None
     live_stats: LiveStats = field(init=False)
     request_metrics: RequestMetrics = field(init=False)
+    key_limits: KeyLimits = field(init=False)
     responses: ResponseStore = field(init=False)
     files: FileStore | None = None
     """Files of clients; None without a directory for them."""
@@ -96,6 +100,7 @@ class Service:
         self.responses = ResponseStore(self.config.response_store_bytes)
         self.conversations = ConversationStore(self.config.response_store_bytes)
         self.request_metrics.follow(self.tracker)
+        self.key_limits = KeyLimits(self.tracker)
         self.tracker.subscribe(on_finish=log_answer)
 
     @property
@@ -130,6 +135,11 @@ class Service:
         """The name under which a generator answers: the model's, or that of an adapter."""
         adapter = generator.adapter
         return self.config.served_model_name if adapter is None else adapter.name
+
+    def check_room(self, client_request: ClientRequest) -> None:
+        """Raises OverloadedError if the waiting queue is full for this client, whatever its request says."""
+        if self.fleet is not None and self.generator is not None and not self.draining:
+            self.fleet.dispatcher.check_room(client_request.key_name, client_request.weight)
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError: 404, the model is not served here."""

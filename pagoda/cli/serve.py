@@ -19,7 +19,7 @@ from cyclopts.validators import Number
 
 from pagoda.api.allowed_hosts import hosts_for
 from pagoda.api.answer_log import log_answer
-from pagoda.api.body import UnknownFields
+from pagoda.api.body import MAX_TIMEOUT_S, UnknownFields
 from pagoda.api.connections import max_connections, raise_descriptor_limit
 from pagoda.api.cors import CorsOrigins
 from pagoda.api.file_watch import WatchedFiles
@@ -67,6 +67,9 @@ _SWITCH_INTERVAL_S = 0.001
 """Seconds for which a thread with a long text may keep the event loop waiting; Python's own are 5 ms."""
 
 
+Timeout = Annotated[float, Parameter(validator=Number(gt=0, lte=MAX_TIMEOUT_S))]
+
+
 @Parameter(name="*", group=Group("Server", sort_key=5))
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
@@ -105,6 +108,8 @@ class ServerOptions:
     leaves reasoning in the text."""
     otlp_endpoint: Annotated[str | None, Parameter(metavar="URL")] = None
     """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
+    request_timeout: Timeout | None = None
+    """Seconds after which a request ends whose client gives it no timeout of its own; by default never."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
     cors_origins: Annotated[
@@ -197,6 +202,7 @@ class ServerOptions:
             tokens_as_ids=self.return_tokens_as_token_ids,
             vllm_metrics=self.vllm_metrics,
             response_store_bytes=_bytes_of("--response-store-bytes", self.response_store_bytes),
+            request_timeout_s=self.request_timeout,
             max_connections=max_connections(),
         )
         return ServerConfig(

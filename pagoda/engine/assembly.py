@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import EngineConfig
@@ -21,12 +22,37 @@ from pagoda.kv.manager import KVManager
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd.links import HandoffLinks
 
+_WAITING_CACHES = 8
+"""KV caches that the tokens of waiting prompts may fill."""
+_WAITING_STEPS = 64
+"""Full steps that the tokens of waiting prompts may take, where these are more tokens."""
+
+
+class QueueLimits(NamedTuple):
+    """The most requests that an engine takes."""
+
+    max_num_seqs: int
+    max_num_waiting: int
+    max_num_waiting_tokens: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, limits: SchedulerLimits, worker: WorkerReady) -> QueueLimits:
+        """Limits that the configuration leaves open follow from what the engine drains."""
+        max_tokens = config.max_num_waiting_tokens
+        if max_tokens is None:
+            max_tokens = max(
+                _WAITING_CACHES * worker.num_blocks * worker.block_size,
+                _WAITING_STEPS * limits.max_num_batched_tokens,
+            )
+        return cls(limits.max_num_seqs, config.max_num_waiting, max_tokens)
+
 
 @dataclass(frozen=True)
 class EngineParts:
     worker: WorkerReady
     """The first one; its successors have the same KV cache."""
     scheduler: Scheduler
+    limits: QueueLimits
     cache_reporter: CacheReporter
     cache_recorder: CacheRecorder
     grammars: Grammars
@@ -72,6 +98,7 @@ def build_parts(
     return EngineParts(
         worker=worker,
         scheduler=scheduler,
+        limits=QueueLimits.of(config, limits, worker),
         cache_reporter=CacheReporter([kv.pool, *scheduler.hooks.near_pools], recorder, clock),
         cache_recorder=recorder,
         grammars=open_grammars(config, worker.vocab_size),

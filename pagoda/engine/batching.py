@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
 from pagoda.engine.config import EngineConfig
+from pagoda.engine.fair_shares import FairShares
 from pagoda.engine.kv_hooks import KVHooks, LoadStart
 from pagoda.engine.leaders import Leaders
 from pagoda.engine.places import Places, Quarantine
+from pagoda.engine.plans import Behind, InFlightStep, PlanBuilder
 from pagoda.engine.request import OrderKey, Request, RequestState
 from pagoda.ipc.clock import Clock
-from pagoda.kv.manager import UNLIMITED_RUN, KVManager, PrefixHit
+from pagoda.kv.manager import KVManager, PrefixHit
 from pagoda.messages.kv_groups import KVKind
-from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, WorkerReady
+from pagoda.messages.worker import NewBlocks, StepPlan, WorkerReady
 
 _BLOCKED_STEPS = 16
 """Steps after which a request that did not fit is looked at again, when nothing became free."""
@@ -34,7 +38,14 @@ DEAR_S = 0.001
 STEP_MASKS_S = 0.008
 """Processor time that the masks of dear grammars take of a step, as far as more than one request has one."""
 
-_NO_KEY: OrderKey = (-(2**63), -1)
+AGEING_STEPS = 8
+"""Full steps, for every so many of whose tokens that go to higher priorities one waiting request of a lower one,
+the first to have come, is raised to the front of all that wait."""
+
+_MAX_OTHERS = 16
+"""Requests in line of whose tokens a long prompt of another tenant takes account."""
+
+_NO_KEY: OrderKey = (-(2**63), -math.inf, -1)
 """A key that sorts in front of every order key."""
 
 
@@ -69,101 +80,6 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             mixed_steps=capabilities.mixed_steps,
             num_stages=config.worker.parallel.pipeline_parallel_size,
             whole_prompts=whole_prompts,
-        )
-
-
-class Scheduled(msgspec.Struct, frozen=True, gc=False):
-    """Part of one request in a step."""
-
-    request: Request
-    admission: int
-    slot: int
-    num_tokens: int
-    samples: bool
-
-
-class InFlightStep(NamedTuple):
-    """A step that the worker has not answered yet."""
-
-    step: int
-    scheduled: list[Scheduled]
-    has_decodes: bool
-    """True if the step computes single tokens of decoding requests."""
-
-
-class PlanBuilder:
-    """Collects the parts of one step within the token budget."""
-
-    def __init__(
-        self, step: int, limits: SchedulerLimits, decodes: bool | None, max_decodes: int
-    ) -> None:
-        """`decodes` is True for single tokens only, False for chunks only, None for both together."""
-        self.step = step
-        self.budget = limits.max_num_batched_tokens
-        self.scheduled: list[Scheduled] = []
-        self.starts: list[SlotStart] = []
-        self.new_blocks: list[NewBlocks] = []
-        self.new_tokens: list[tuple[int, int]] = []
-        self.forced_tokens: list[tuple[int, list[int]]] = []
-        self.masked_slots: list[int] = []
-        self.dear_s = 0.0
-        """Processor time of the masks of all running requests with dear grammars."""
-        self.masks_s = 0.0
-        """The part of it that the step takes."""
-        self.gives_way = False
-        """True if a request has given way because of its grammar."""
-        self.starts_dear = False
-        """True if a request with a dear grammar begins in the step."""
-        self.decodes_left = max_decodes
-        self.has_decodes = False
-        self.is_mixed = decodes is None
-        self._multiple = limits.batch_multiple
-        self._decodes = decodes
-        self._whole_prompts = limits.whole_prompts
-
-    def count_for(self, available: int, num_behind: int = 0, most: int = UNLIMITED_RUN) -> int:
-        """Tokens that this step gives to a request with `available` schedulable tokens; 0 if none.
-
-        A chunk leaves one token of the budget to each of `num_behind` requests, but takes at least half of it.
-        No chunk is longer than `most`.
-        """
-        if min(available, most) <= 0 or (
-            self._decodes is not None and self._decodes != (available == 1)
-        ):
-            return 0
-        if self._whole_prompts:
-            return available if available <= self.budget else 0
-        if available == 1:
-            return 1 if self.budget else 0
-        count = min(available, self.budget, most)
-        if count > 1:
-            count = min(count, max(self._multiple, self.budget - num_behind, self.budget // 2))
-        if count < available:
-            count -= count % self._multiple
-        return count
-
-    def add(self, request: Request, slot: int, count: int, available: int) -> None:
-        samples = count == available
-        request.num_scheduled_tokens += count
-        if samples:
-            request.num_pending_samples += 1
-            request.num_worker_tokens += 1
-            if request.constraint is not None:
-                self.masked_slots.append(slot)
-        self.scheduled.append(Scheduled(request, request.admission, slot, count, samples))
-        self.budget -= count
-
-    def plan(self, freed_slots: list[int]) -> StepPlan:
-        return StepPlan(
-            self.step,
-            [part.slot for part in self.scheduled],
-            [part.num_tokens for part in self.scheduled],
-            self.starts,
-            self.new_blocks,
-            freed_slots,
-            self.new_tokens,
-            self.forced_tokens,
-            self.masked_slots,
         )
 
 
@@ -207,6 +123,8 @@ class Batcher:
         """Steps in flight that sample with grammars, and whose masks have not been sent."""
         self.next_step = 0
         self.hooks = KVHooks()
+        self.on_begun: Callable[[Request], None] = lambda _: None
+        """Listener for the first admission of a request."""
         self.leaders = Leaders(kv)
         self._limits = limits
         self._kv = kv
@@ -221,6 +139,9 @@ class Batcher:
         """Requests with dear grammars take turns in the plan that is being made."""
         self._dear_s = 0.0
         """Processor time of the masks of all requests with dear grammars, in the last plan."""
+        self.shares = FairShares()
+        self._num_overtaking_tokens = 0
+        """Tokens given to requests of higher priorities since a request that waits was last raised."""
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
@@ -239,7 +160,8 @@ class Batcher:
             if alone is not None:
                 self._schedule_alone(alone, plan)
             else:
-                self._yield_to_higher_priority()
+                self._raise_the_overtaken()
+                self._make_way()
                 self._fill(plan)
                 self._dear_s = plan.dear_s
             if plan.scheduled:
@@ -247,6 +169,7 @@ class Batcher:
                 self.next_step += 1
                 step = InFlightStep(plan.step, plan.scheduled, plan.has_decodes)
                 self.in_flight.append(step)
+                self._count_overtaking(plan)
                 if plan.masked_slots:
                     self.unmasked.append(step)
                 return plan.plan(self._places.drain_freed_slots()), False
@@ -304,14 +227,93 @@ class Batcher:
         if hit is not None:
             self._admit(request, hit, plan)
 
-    def _yield_to_higher_priority(self) -> None:
-        """Makes room for the first waiting request, as far as running requests have a lower priority."""
+    # ---- who goes first
+
+    def _count_overtaking(self, plan: PlanBuilder) -> None:
+        """Counts the tokens of the plan that a waiting request of a lower priority did not get."""
+        last = self._waiting.last
+        if last is None or last.order_key[0] == self._top_priority():
+            self._num_overtaking_tokens = 0
+            return
+        self._num_overtaking_tokens += sum(
+            part.num_tokens
+            for part in plan.scheduled
+            if part.request.order_key[0] < last.order_key[0]
+        )
+
+    def _top_priority(self) -> int:
+        """The highest priority of all requests in line and running, of which there are some."""
+        firsts = [*self._running[:1], *islice(self._waiting, 1)]
+        return min(request.order_key[0] for request in firsts)
+
+    def _raise_the_overtaken(self) -> None:
+        """Ageing: puts the first to have come of the waiting requests with lower priorities before all others."""
+        most = AGEING_STEPS * self._limits.max_num_batched_tokens
+        if self._num_overtaking_tokens < most or not self._waiting:
+            return
+        self._num_overtaking_tokens = 0
+        top = self._top_priority()
+        overtaken = [request for request in self._waiting if request.order_key[0] > top]
+        if overtaken:
+            chosen = min(overtaken, key=lambda request: request.order_key[2])
+            self._places.reorder(chosen, (top, -math.inf, chosen.order_key[2]))
+
+    def _make_way(self) -> None:
+        """Makes room for the first waiting request: running requests of lower priorities give way, and the newest
+        of a tenant that has more than its share while the first one's tenant has less."""
         while self._running and (first := self._next_in_line(_NO_KEY)) is not None:
-            last = self._running[-1]
-            has_priority = first.order_key[0] < last.order_key[0] and not first.num_pending_samples
-            if not has_priority or self._fitting_prefix(first) is not None:
+            if first.num_pending_samples or self._fitting_prefix(first) is not None:
                 return
-            self.preempt(last)
+            last = self._running[-1]
+            if first.order_key[0] < last.order_key[0]:
+                self.preempt(last)
+                continue
+            victim = self._over_served(first)
+            if victim is None:
+                return
+            self.preempt(victim)
+            priority, start, arrival = victim.order_key
+            behind = max(start, math.nextafter(first.order_key[1], math.inf))
+            self._places.reorder(victim, (priority, behind, arrival))
+
+    def _over_served(self, first: Request) -> Request | None:
+        """The newest running request of the tenant that has most beside its weight, in sequences if these are all
+        taken, else in tokens; None unless it has no less than the tenant of `first` when the two have changed
+        places."""
+        if not self._places.has_tenants:
+            return None
+        counts = not self._places.has_slot or self._places.is_full
+        priority = first.order_key[0]
+        sizes: dict[str, float] = {}
+        newest: dict[str, Request] = {}
+        for request in self._running:
+            if request.order_key[0] == priority:
+                size = _size(request, counts=counts)
+                sizes[request.tenant] = sizes.get(request.tenant, 0.0) + size
+                newest[request.tenant] = request
+        if not newest:
+            return None
+        heaviest = max(sizes, key=sizes.__getitem__)
+        victim = newest[heaviest]
+        rest = sizes[heaviest] - _size(victim, counts=counts)
+        own = sizes.get(first.tenant, 0.0) + _size(first, counts=counts)
+        return victim if heaviest != first.tenant and rest >= own else None
+
+    def _victim_behind(self, request: Request) -> Request:
+        """The request to preempt for blocks that `request` needs: one of the lowest priority, of several tenants
+        the one with the most tokens beside its weight, the last in line; `request` itself if none is behind it."""
+        last = self._running[-1]
+        if last is request or not self._places.has_tenants:
+            return last
+        priority = last.order_key[0]
+        sizes: dict[str, float] = {}
+        for other in self._running:
+            sizes[other.tenant] = sizes.get(other.tenant, 0.0) + _size(other, counts=False)
+        behind = self._running[self._places.index_of(request) + 1 :]
+        candidates = (other for other in reversed(behind) if other.order_key[0] == priority)
+        return max(candidates, key=lambda other: sizes[other.tenant])
+
+    # ---- the plan
 
     def _fill(self, plan: PlanBuilder) -> None:
         """Gives tokens in order of priority; among equals to running requests before waiting ones.
@@ -348,10 +350,8 @@ class Batcher:
                     first = self._next_in_line(first.order_key)
             elif request is not None:
                 available = request.num_schedulable_tokens
-                num_behind = 0
-                if available > 1 and plan.is_mixed:
-                    num_behind = min(self._num_decodes_behind(index), plan.decodes_left)
-                self._extend(request, plan, available, num_behind)
+                behind = self._behind(index, first, plan) if available > 1 else None
+                self._extend(request, plan, available, behind)
                 if self.counters.num_preemptions != preemptions:
                     first = None
                 index += 1
@@ -362,19 +362,40 @@ class Batcher:
         """The first waiting request behind `key` that may go on, if there is room for it."""
         return self.hooks.first_ready(self._waiting.after(key)) if self._waiting else None
 
-    def _num_decodes_behind(self, index: int) -> int:
-        """Requests behind running request `index`, and of its priority, that need a single token."""
-        priority = self._running[index].order_key[0]
-        return sum(
-            other.order_key[0] == priority and other.num_schedulable_tokens == 1
-            for other in self._running[index + 1 :]
-        )
+    def _behind(self, index: int, first: Request | None, plan: PlanBuilder) -> Behind:
+        """Wishes of requests behind running request `index` and of its priority: a token for each of those that
+        decode, and for prompts of other tenants a share by their weights."""
+        request = self._running[index]
+        priority, tenant, weight = request.order_key[0], request.tenant, request.charge.weight
+        others = {}
+        num_tokens = num_decodes = 0
+        for other in self._running[index + 1 :]:
+            if other.order_key[0] == priority:
+                wanted = other.num_schedulable_tokens
+                if wanted == 1:
+                    num_decodes += 1
+                elif wanted and other.tenant != tenant:
+                    num_tokens += wanted
+                    others[other.tenant] = other.charge.weight
+        if plan.is_mixed:
+            num_tokens += min(num_decodes, plan.decodes_left)
+        if first is not None and first.tenant != tenant and first.order_key[0] == priority:
+            hit = self._fitting_prefix(first)
+            if hit is not None:
+                num_tokens += first.num_tokens - hit.num_blocks * self._kv.block_size
+                others[first.tenant] = first.charge.weight
+                for other in islice(self._waiting.after(first.order_key), _MAX_OTHERS):
+                    if other.tenant != tenant and other.order_key[0] == priority:
+                        num_tokens += other.num_tokens
+                        others[other.tenant] = other.charge.weight
+        share = weight / (weight + sum(others.values())) if others else 0.5
+        return Behind(num_tokens, min(0.5, share))
 
     def _extend(
-        self, request: Request, plan: PlanBuilder, available: int, num_behind: int = 0
+        self, request: Request, plan: PlanBuilder, available: int, behind: Behind | None = None
     ) -> None:
         """Gives a running request tokens, preempting requests behind it for blocks if need be."""
-        slot, count = request.slot, plan.count_for(available, num_behind, self._most(request))
+        slot, count = request.slot, plan.count_for(available, behind, self._most(request))
         if count == 0 or slot is None or self._gives_way(request, plan):
             return
         if available == 1:
@@ -387,7 +408,7 @@ class Batcher:
             new_blocks = self._kv.grow(request.table, num_tokens)
             while new_blocks is None:
                 if not self.hooks.make_room():
-                    victim = self._running[-1]
+                    victim = self._victim_behind(request)
                     self.preempt(victim)
                     if victim is request:
                         return
@@ -479,6 +500,8 @@ class Batcher:
         request.num_sent_tokens = request.num_worker_tokens = request.num_tokens
         if request.num_cached_tokens is None:
             self._note_first_admission(request, hit.num_blocks)
+            self.shares.admitted(request.charge)
+            self.on_begun(request)
         plan.starts.append(request.slot_start(slot))
         self.leaders.advance(request)
         self.hooks.on_admitted(request)
@@ -496,3 +519,8 @@ class Batcher:
     def forget_blocked(self) -> None:
         """Something may have become free that `_is_still_blocked` does not see."""
         self._blocked = None
+
+
+def _size(request: Request, *, counts: bool) -> float:
+    """Sequences (`counts`) or tokens of the request over the weight of its tenant."""
+    return (1 if counts else request.num_tokens) / request.charge.weight

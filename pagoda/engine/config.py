@@ -107,6 +107,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 4096
+    max_num_waiting_tokens: int | None = None
+    """Prompt tokens of requests that wait and have not begun; None derives them
+    from the KV cache (`pagoda.engine.assembly.QueueLimits`)."""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     enable_prefix_caching: bool = True
     kv_events: KVEventsConfig | None = None

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from pagoda.admission.waiting_room import Bounds, Newcomer, WaitingRoom
 from pagoda.engine import canary
 from pagoda.engine.adapters import EngineAdapters
 from pagoda.engine.assembly import EngineParts, GrammarsOpener, build_parts, open_grammars
 from pagoda.engine.canary import Canary
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.constraint import Constraint
+from pagoda.engine.deadlines import Deadlines
 from pagoda.engine.kv_transfers import TiersBuilder
 from pagoda.engine.reports import StepRecorder
+from pagoda.engine.request import Request
 from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.tracing import EngineTracing
-from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.errors import ConfigError, DeadlineError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import KVEvent
@@ -23,6 +26,7 @@ from pagoda.kv.tiers import build_tiers
 from pagoda.messages.adapters import AdapterLoaded
 from pagoda.messages.frontend import (
     EngineReady,
+    FinishReason,
     GenerateRequest,
     PrefixCacheUpdate,
     RequestRefused,
@@ -127,6 +131,8 @@ class EngineCore:
         self._restarts = WorkerRestarts(clock)
         self.adapters = EngineAdapters(config.worker.adapters, executor)
         self._refusals: list[RequestRefused] = []
+        self._room = WaitingRoom(clock)
+        self._deadlines = Deadlines()
         self.is_worker_ready = False
         """False while the first worker starts, and while a lost one is being replaced."""
         self._was_worker_ready = True
@@ -153,15 +159,16 @@ class EngineCore:
         """The engine's limits, as soon as its first worker is ready."""
         if self.parts is None:
             return None
-        worker, limits = self.parts.worker, self.parts.scheduler.limits
+        worker, limits = self.parts.worker, self.parts.limits
         told = self.parts.scheduler.kv.groups[0]
         return EngineReady(
-            max_model_len=limits.max_model_len,
+            max_model_len=self.parts.scheduler.limits.max_model_len,
             vocab_size=worker.vocab_size,
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
             max_num_seqs=limits.max_num_seqs,
-            max_num_waiting=self._config.max_num_waiting,
+            max_num_waiting=limits.max_num_waiting,
+            max_num_waiting_tokens=limits.max_num_waiting_tokens,
             max_logprobs=self._config.max_logprobs,
             summary=worker.summary,
             role=Role.NONE if self._config.handoff is None else self._config.handoff.role,
@@ -178,14 +185,41 @@ class EngineCore:
         if self.parts is None:
             return RequestRefused(request.request_id, retry_after_s=1)
         scheduler, grammars = self.parts.scheduler, self.parts.grammars
-        room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
-        if len(scheduler.requests) + grammars.num_held >= room and not request.returns:
+        if not request.returns and not self._make_room(self.parts, request):
             scheduler.hooks.on_refused(request)
-            return RequestRefused(request.request_id, retry_after_s=1)
+            return RequestRefused(request.request_id, retry_after_s=self._room.retry_after_s)
+        if request.timeout_s is not None and request.request_id not in scheduler.requests:
+            self._deadlines.add(request.request_id, self._clock.now() + request.timeout_s)
         if request.grammar is None:
             return self._add(scheduler, request, None)
         constraint = grammars.take(request, request.grammar)
         return [] if constraint is None else self._add(scheduler, request, constraint)
+
+    def _make_room(self, parts: EngineParts, request: GenerateRequest) -> bool:
+        """Enters a request into the waiting queue; False if it has no room. Refuses others for it."""
+        if request.request_id in parts.scheduler.requests:
+            return True  # the scheduler says so
+        newcomer = Newcomer(
+            request.request_id, request.tenant, request.weight, len(request.prompt_token_ids)
+        )
+        limits = parts.limits
+        num_begun = (
+            len(parts.scheduler.requests) + parts.grammars.num_held - self._room.num_requests
+        )
+        evicted = self._room.evictions_for(
+            newcomer,
+            Bounds(
+                limits.max_num_seqs + limits.max_num_waiting - num_begun,
+                limits.max_num_waiting_tokens,
+            ),
+        )
+        if evicted is None:
+            return False
+        for request_id in evicted:
+            self.abort(request_id)
+            self._refusals.append(RequestRefused(request_id, self._room.retry_after_s))
+        self._room.add(newcomer)
+        return True
 
     def _add(
         self, scheduler: Scheduler, request: GenerateRequest, constraint: Constraint | str | None
@@ -196,25 +230,53 @@ class EngineCore:
             problem = "the adapter is not loaded here."
         if problem or isinstance(constraint, str):
             scheduler.hooks.on_refused(request)
+            self._forget(request.request_id)
             return RequestRefused(
-                request.request_id, retry_after_s=0 if problem else 1, error=problem
+                request.request_id,
+                retry_after_s=0 if problem else self._room.retry_after_s,
+                error=problem,
             )
         if not scheduler.requests:
             self._last_progress = self._clock.now()
         chunks = scheduler.add(request, constraint)
         if chunks and chunks[-1].finish_reason is not None:
             scheduler.hooks.on_refused(request)
+            self._forget(request.request_id)
         self._submit_transfers(scheduler)
         return chunks
 
+    def _forget(self, request_id: str) -> None:
+        """The request has ended: it neither waits nor has a deadline any more."""
+        self._room.remove(request_id, has_begun=False)
+        self._deadlines.remove(request_id)
+
     def drain_refusals(self) -> list[RequestRefused]:
-        """Requests that were taken, and whose grammars then turned out to be wrong."""
+        """Requests that were taken, and whose grammars turned out to be wrong, or which made room for others."""
         refusals, self._refusals = self._refusals, []
         return refusals
 
     def abort(self, request_id: str) -> None:
-        if self.parts is not None and not self.parts.grammars.drop(request_id):
+        if self.parts is None:
+            return
+        self._refusals = [one for one in self._refusals if one.request_id != request_id]
+        if self.parts.grammars.drop(request_id):
+            self._forget(request_id)
+        else:
             self.parts.scheduler.abort(request_id)
+
+    def _end_late(self, parts: EngineParts) -> list[TokenChunk]:
+        """Ends the requests whose deadlines have passed, wherever they are."""
+        chunks: list[TokenChunk] = []
+        error = str(DeadlineError())
+        for request_id in self._deadlines.drain(self._clock.now()):
+            request = parts.scheduler.requests.get(request_id)
+            if request is not None:
+                chunks.append(parts.scheduler.fail(request, error, timed_out=True))
+            elif parts.grammars.drop(request_id):
+                self._forget(request_id)
+                reason = FinishReason.ERROR
+                chunks.append(TokenChunk(request_id, [], reason, error=error, timed_out=True))
+        return chunks
 
     def step(self) -> list[TokenChunk]:
         """Applies what has happened, then hands out as many plans as may be in flight.
@@ -255,6 +317,7 @@ class EngineCore:
         if self._restarts.is_due():
             self.executor.start(self.parts.worker.num_blocks if self.parts else None)
         if self.parts is not None:
+            chunks += self._end_late(self.parts)
             chunks += self._step_scheduler(self.parts.scheduler)
         return chunks
 
@@ -348,6 +411,8 @@ class EngineCore:
                 self._build_tiers,
                 self._open_grammars,
             )
+            parts.scheduler.on_finished = lambda request: self._forget(request.request_id)
+            parts.scheduler.batcher.on_begun = self._on_begun
             if self._follows_cache:
                 parts.cache_reporter.follow()
             if self._tracer.session is not None:
@@ -361,6 +426,9 @@ class EngineCore:
         for tracing in self._tracings:
             tracing.on_workers_stopped(TraceStopped())
         return chunks
+
+    def _on_begun(self, request: Request) -> None:
+        self._room.remove(request.request_id, has_begun=True)
 
     def lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self.is_worker_ready = False
@@ -418,7 +486,8 @@ class EngineCore:
 
     def next_wakeup(self) -> float | None:
         """The next instant, on the clock, with something to do even if no event comes; None for never."""
-        instants = [part.next_event_at() for part in (self._restarts, self.executor, self.steps)]
+        parts = (self._restarts, self.executor, self.steps, self._deadlines)
+        instants = [part.next_event_at() for part in parts]
         if self.parts is not None:
             instants.append(self.parts.cache_reporter.next_event_at())
             instants.append(self.parts.scheduler.hooks.next_event_at())

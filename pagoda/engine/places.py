@@ -42,6 +42,11 @@ class WaitingQueue:
         for chunk in self._chunks:
             yield from chunk
 
+    @property
+    def last(self) -> Request | None:
+        """The last in line; None if nobody is."""
+        return self._chunks[-1][-1] if self._chunks else None
+
     def add(self, request: Request) -> None:
         """`reserved_blocks` must not change while the request is in line."""
         index = min(self._chunk_of(request.order_key), len(self._chunks) - 1)
@@ -118,6 +123,8 @@ class Places:
         self.num_pending_tokens = 0
         """Prompt and output tokens of all requests that are not computed yet."""
         self.rows: RequestRows | None = None
+        self.tenants: dict[str, int] = {}
+        """Number of requests of each tenant, running or not."""
         self._free_slots = list(range(max_num_seqs))
         self._freed_slots: list[int] = []
 
@@ -144,6 +151,7 @@ class Places:
         before, request.state = request.state, state
         if before is RequestState.NEW:
             self.num_pending_tokens += request.num_tokens
+            self.tenants[request.tenant] = self.tenants.get(request.tenant, 0) + 1
         elif before is RequestState.RUNNING:
             self._leave_slot(request)
         elif before is RequestState.WAITING:
@@ -164,8 +172,26 @@ class Places:
             self.update(request)
         elif state is RequestState.FINISHED:
             self.num_pending_tokens -= request.num_tokens - request.num_computed_tokens
+            self.tenants[request.tenant] -= 1
+            if not self.tenants[request.tenant]:
+                del self.tenants[request.tenant]
         if self.rows is not None:
             self.rows.moved(request, before, is_lost=is_lost)
+
+    def reorder(self, request: Request, key: OrderKey) -> None:
+        """Gives a waiting request another place in line."""
+        self.waiting.remove(request)
+        request.order_key = key
+        self.waiting.add(request)
+
+    @property
+    def has_tenants(self) -> bool:
+        """True if requests of several tenants are here, among which service is shared out."""
+        return len(self.tenants) > 1
+
+    def index_of(self, request: Request) -> int:
+        """Index of a running request in `running`."""
+        return bisect_left(self.running, request.order_key, key=_key)
 
     def count_computed(self, request: Request, num_tokens: int) -> None:
         request.num_computed_tokens += num_tokens

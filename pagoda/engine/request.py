@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from pagoda.engine.constraint import Constraint
+from pagoda.engine.fair_shares import Charge
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
 from pagoda.messages.frontend import (
@@ -22,16 +23,17 @@ from pagoda.messages.frontend import (
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 
-OrderKey = tuple[int, int]
-"""(priority, arrival). Requests are served in this order and preempted in the reverse of it; keys are unique."""
+OrderKey = tuple[int, float, int]
+"""(priority, start tag, arrival). Requests are served in this order; keys are unique."""
 
 
-def order_key(message: GenerateRequest, arrival: int) -> OrderKey:
-    """The scheduling policy: lower priorities first, then first come, first served.
+def order_key(message: GenerateRequest, start: float, arrival: int) -> OrderKey:
+    """The scheduling policy: lower priorities first, then lower start tags (`FairShares`), then first come, first
+    served.
 
     Only a lower first element makes running requests give way; `arrival` counts requests from 0.
     """
-    return message.priority, arrival
+    return message.priority, start, arrival
 
 
 class RequestState(enum.Enum):
@@ -57,6 +59,8 @@ class Request:
     message: InitVar[GenerateRequest]
     max_model_len: InitVar[int]
     order_key: OrderKey
+    charge: Charge
+    """The tenant of the request, and its service so far as it is foreseen."""
     table: BlockTable
     runs_ahead: bool = True
     """True if a token may be computed before the engine knows the token in front of it."""
@@ -74,6 +78,8 @@ class Request:
     end_token_ids: frozenset[int] = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    num_received_tokens: int = field(init=False)
+    """Tokens of the answer that came with the request."""
     max_total_tokens: int = field(init=False)
     pooling: Pooling | None = field(init=False)
     num_scored_tokens: int = field(init=False)
@@ -151,6 +157,7 @@ class Request:
         self.end_token_ids = self.eos_token_ids | self.stop_token_ids
         self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
+        self.num_received_tokens = len(message.output_token_ids)
         self.max_total_tokens = max_model_len
         if sampling.max_tokens is not None:
             self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
@@ -206,6 +213,10 @@ class Request:
         if self.num_pending_samples and (not self.runs_ahead or expected >= self.max_total_tokens):
             return 0
         return expected - self.num_scheduled_tokens
+
+    @property
+    def tenant(self) -> str:
+        return self.charge.tenant
 
     @property
     def is_awaiting_kv(self) -> bool:

@@ -42,7 +42,7 @@ class Scheduler:
         limits: SchedulerLimits,
         kv: KVManager,
         clock: Clock,
-        order: Callable[[GenerateRequest, int], OrderKey] = order_key,
+        order: Callable[[GenerateRequest, float, int], OrderKey] = order_key,
     ) -> None:
         """`clock` measures how long requests wait; `order` is the policy (see `order_key`)."""
         if not kv.fit(limits.max_model_len, limits.batch_multiple):
@@ -62,6 +62,8 @@ class Scheduler:
         self.in_flight, self.counters = self.batcher.in_flight, self.batcher.counters
         self.schedule, self.preempt = self.batcher.schedule, self.batcher.preempt
         self._num_arrivals = 0
+        self.on_finished: Callable[[Request], None] = lambda _: None
+        """Listener for the end of a request."""
         self.attach(KVHooks())
 
     def attach(self, hooks: KVHooks) -> None:
@@ -91,9 +93,11 @@ class Scheduler:
 
         A request whose answer is already complete, or that can never run, is answered at once.
         """
+        charge = self.batcher.shares.charge(message)
         request = Request(
             message=message,
-            order_key=self._order(message, self._num_arrivals),
+            order_key=self._order(message, charge.start, self._num_arrivals),
+            charge=charge,
             table=self.kv.new_table(message.cache_salt, message.adapter),
             max_model_len=self.limits.max_model_len,
             runs_ahead=self.limits.num_stages == 1,
@@ -103,10 +107,12 @@ class Scheduler:
         self._num_arrivals += 1
         problem = self._refusal(request) or self.hooks.refusal(message)
         if problem is not None:
+            self._settle(request)
             return [TokenChunk(message.request_id, [], FinishReason.ERROR, error=problem)]
         if request.num_output_tokens:
             reason, stop_reason = request.finish_reason()
             if reason is not None:
+                self._settle(request)
                 return [TokenChunk(message.request_id, [], reason, stop_reason)]
         self.requests[request.request_id] = request
         chunks = self.hooks.on_added(message, request)
@@ -142,7 +148,14 @@ class Scheduler:
         self.finish(request, FinishReason.ABORT)
         return True
 
-    def fail(self, request: Request, error: str, *, blames_grammar: bool = False) -> TokenChunk:
+    def fail(
+        self,
+        request: Request,
+        error: str,
+        *,
+        blames_grammar: bool = False,
+        timed_out: bool = False,
+    ) -> TokenChunk:
         """Ends a request with an error; `error` is a sentence."""
         self.finish(request, FinishReason.ERROR)
         return TokenChunk(
@@ -151,11 +164,14 @@ class Scheduler:
             FinishReason.ERROR,
             error=error,
             blames_grammar=blames_grammar,
+            timed_out=timed_out,
         )
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Every ending of a request goes through here."""
         del self.requests[request.request_id]
+        self._settle(request)
+        self.on_finished(request)
         self.quarantine.on_finished(request)
         self.hooks.on_finished(request)
         self.batcher.leaders.leave(request)
@@ -164,6 +180,11 @@ class Scheduler:
         self.places.enter(request, RequestState.FINISHED)
         if self.places.rows is not None:
             self.places.rows.ended(request, reason)
+
+    def _settle(self, request: Request) -> None:
+        """Charges the tenant of a request that ends for what was computed here."""
+        num_new = request.num_output_tokens - request.num_received_tokens
+        self.batcher.shares.settle(request.charge, request.num_cached_tokens, num_new)
 
     # ---- step results
 

@@ -12,20 +12,23 @@ import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from pagoda.errors import (
     ConfigError,
+    DeadlineError,
     EngineDeadError,
     EngineLostError,
     InvalidRequestError,
     OverloadedError,
+    PagodaError,
 )
+from pagoda.frontend.admission import Admission
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
+from pagoda.frontend.fleet_health import health_of
 from pagoda.frontend.outliers import Ejection, OutlierDetector
 from pagoda.frontend.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.frontend.placer import Placer
@@ -53,13 +56,6 @@ DEFAULT_NO_REPLICA_TIMEOUT_S = 30
 _MOVED_RETRY_S = 1
 """A replica that a request was moved from is not tried again within this time."""
 _JUDGE_INTERVAL_S = 1.0
-_NUM_HEALTH_QUERIES = 16
-"""Replicas that are asked for their health at a time."""
-_HEALTH_PATIENCE_S = 0.1
-"""Seconds without an answer after which the next replicas are asked too."""
-_HEALTH_TIMEOUT_S = 2.5
-"""A little more than an engine has for its answer."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -93,6 +89,7 @@ class Dispatcher:
         self._placer = Placer(self.slots, self._clock, no_replica_timeout_s, self._uses_prefixes)
         self.quarantine = self._placer.quarantine
         self.slots.on_room = self._placer.wake
+        self._admission = Admission(self.slots, self._clock)
         self.requests: dict[str, TrackedRequest] = {}
         """The requests that have not ended, by id."""
         self._judge_timer: asyncio.TimerHandle | None = None
@@ -345,33 +342,7 @@ class Dispatcher:
             return Health(False, str(self._placer.failure))
         if self._draining:
             return Health(False, "the server is shutting down")
-        reasons: dict[ReplicaSlot, str] = {}
-        remaining = iter(sorted(self.slots, key=lambda slot: -slot.latest_ns))
-        pending: dict[asyncio.Task[Health], ReplicaSlot] = {}
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                    while True:
-                        for slot in islice(remaining, _NUM_HEALTH_QUERIES):
-                            pending[asyncio.ensure_future(slot.replica.health())] = slot
-                        if not pending:
-                            break
-                        # Replicas that hang do not keep the others from being asked.
-                        done, _ = await asyncio.wait(
-                            pending, timeout=_HEALTH_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
-                        )
-                        for answer in done:
-                            slot = pending.pop(answer)
-                            if answer.result().ready:
-                                return Health(True)
-                            reasons[slot] = answer.result().reason
-        finally:
-            await cancel_all(list(pending))
-        told = (
-            f"{self.slots.prefix(slot)}{reasons.get(slot, 'it does not answer')}"
-            for slot in self.slots
-        )
-        return Health(False, "; ".join(told) or "there is no replica")
+        return await health_of(self.slots)
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
@@ -396,6 +367,10 @@ class Dispatcher:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         tracked = self._accept(request)
+        timer: asyncio.TimerHandle | None = None
+        if request.timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(request.timeout_s, self._end, tracked, DeadlineError())
         try:
             while (placement := await self._placer.place(tracked)) is not None:
                 slot = placement.slot
@@ -415,13 +390,20 @@ class Dispatcher:
                 except EngineLostError:
                     self._on_engine_lost(tracked, slot)
                 except OverloadedError as error:
+                    if tracked.ending is not None:
+                        raise
                     tracked.refusals[slot.number] = error.retry_after_s
                     self._placer.leave(tracked)
                     self.slots.on_full(slot, error.retry_after_s)
                 finally:
                     self._placer.leave(tracked)
+            if tracked.ending is not None:
+                raise tracked.ending
             yield tracked.final_chunk()
         finally:
+            if timer is not None:
+                timer.cancel()
+            self._admission.leave(tracked)
             self.quarantine.clear(tracked)
             if tracked.token_ids:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
@@ -432,10 +414,11 @@ class Dispatcher:
 
     def _accept(self, request: GenerateRequest) -> TrackedRequest:
         """Admission control: an accepted request always gets a final chunk, whatever happens to engines, unless no
-        replica comes in time.
+        replica comes in time, its deadline passes, or it gives up its place in the waiting queue to another key's.
 
         Raises EngineDeadError if all replicas are given up, OverloadedError if the server drains or its replicas
-        have no room, InvalidRequestError if a request with this id is running (which goes on undisturbed).
+        have no room, DeadlineError if the deadline has passed, InvalidRequestError if a request with this id is
+        running (which goes on undisturbed).
         """
         if self._placer.failure is not None:
             raise EngineDeadError(str(self._placer.failure))
@@ -443,12 +426,31 @@ class Dispatcher:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
         if request.request_id in self.requests:
             raise InvalidRequestError(f"a request with id {request.request_id} is already running.")
-        # More would be refused by all replicas in turn, or wait for one without end.
-        if len(self.requests) >= self.slots.room_for(request):
-            raise OverloadedError("The waiting queue is full.")
+        if request.timeout_s is not None and request.timeout_s <= 0:
+            raise DeadlineError
+        for request_id in self._admission.evictions_for(request):
+            self._end(self.requests[request_id], self._admission.full())
         tracked = self.requests[request.request_id] = TrackedRequest(request, self._clock.now())
+        self._admission.enter(tracked)
         self._idle.clear()
         return tracked
+
+    def check_room(self, tenant: str, weight: float) -> None:
+        """Raises OverloadedError if a request of this tenant is refused at the moment, however short it is. Costs
+        next to nothing, where refusing a request that was tokenized first does not."""
+        if self._placer.failure is None and not self._draining and self.slots.has_limits:
+            self._admission.check(tenant, weight)
+
+    def _end(self, tracked: TrackedRequest, ending: PagodaError) -> None:
+        """Ends a request with this error for its client."""
+        if tracked.state is RequestState.ABORTED:
+            return
+        tracked.ending, tracked.state = ending, RequestState.ABORTED
+        self._admission.give_up(tracked)
+        if tracked.placement is not None:
+            self._spawn(tracked.placement.slot.replica.abort(tracked.request_id))
+        else:
+            tracked.wake()
 
     @contextlib.asynccontextmanager
     async def _stream(
@@ -459,7 +461,7 @@ class Dispatcher:
         Raises _MovedError if the request was taken away before its replica had it.
         """
         async with contextlib.AsyncExitStack() as stack:
-            value = tracked.value()
+            value = tracked.value(placement.began_at)
             if self._offload is not None and not tracked.is_suspect:
                 value = await stack.enter_async_context(self._offload.prepare(tracked, placement))
                 if tracked.state is not RequestState.QUEUED or not placement.slot.replica.is_open:
@@ -476,15 +478,21 @@ class Dispatcher:
     ) -> TokenChunk:
         """Takes a chunk into account and returns it as the client sees it. In the path of each token.
 
-        Raises _MovedError if the replica has given the request up.
+        Raises _MovedError if the replica has given the request up, and the reason if it was ended for one.
         """
-        if chunk.finish_reason is FinishReason.ABORT and tracked.moves_if_aborted:
-            raise _MovedError
+        if chunk.finish_reason is FinishReason.ABORT:
+            if tracked.ending is not None:
+                raise tracked.ending
+            if tracked.moves_if_aborted:
+                raise _MovedError
+        if chunk.timed_out:
+            raise DeadlineError
         slot, token_ids, num_computed = placement.slot, chunk.token_ids, 0
         if chunk.prompt_logprobs is not None:
             tracked.num_scored_tokens = chunk.prompt_logprobs.end
         if tracked.state is RequestState.QUEUED and chunk.kv_source is None:
             tracked.state = RequestState.COMPUTING
+            self._admission.begin(tracked)
         if chunk.queue_time_s is not None and not tracked.token_ids:
             before_s = placement.began_at - tracked.accepted_at
             chunk = msgspec.structs.replace(chunk, queue_time_s=before_s + chunk.queue_time_s)

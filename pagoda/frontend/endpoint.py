@@ -69,10 +69,11 @@ class Endpoint(Protocol):
         Closing the iterator early (`aclose`, cancellation) aborts the request. Failures of this request alone
         come as a chunk with `FinishReason.ERROR`.
 
-        Raises OverloadedError before the first chunk if the waiting queue is full or the endpoint drains;
-        EngineLostError if an engine ended with this request in it or there is none at the moment (the request may
-        be given to another endpoint with the tokens so far: a `Dispatcher` does that and never raises it);
-        EngineDeadError if the endpoint has ended for good.
+        Raises OverloadedError before the first chunk if the waiting queue is full, the endpoint drains or the
+        request gave up its place to another key's; DeadlineError when the request's time is over; EngineLostError
+        if an engine ended with this request in it or there is none at the moment (the request may be given to
+        another endpoint with the tokens so far: a `Dispatcher` does that and never raises it); EngineDeadError if
+        the endpoint has ended for good.
         """
         ...
 

@@ -94,6 +94,8 @@ class EngineOptions:
     """The most tokens in one step."""
     max_num_waiting: Count = 4096
     """The most requests that wait; more are refused with status 429."""
+    max_num_waiting_tokens: Count | None = None
+    """The most prompt tokens of requests that wait; by default 8 times what the KV cache holds."""
     max_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] = DEFAULT_MAX_LOGPROBS
     """The most likely tokens that a request may ask for at each position; -1 allows the whole vocabulary."""
     block_size: Count | None = None

@@ -16,6 +16,7 @@ import zmq
 
 from pagoda.errors import (
     ConfigError,
+    DeadlineError,
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
@@ -25,7 +26,7 @@ from pagoda.frontend.endpoint import Endpoint, ReplicaState, Unsubscribe
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_sockets import HostSockets
 from pagoda.frontend.request_checks import check_request
-from pagoda.frontend.request_tracker import REFUSED, RequestTracker
+from pagoda.frontend.request_tracker import REFUSED, TIMED_OUT, RequestTracker
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import (
@@ -312,6 +313,11 @@ class HostServer:
             except OverloadedError as error:
                 record.ending = REFUSED, str(error)
                 self._send(router, RequestRefused(wire_id, error.retry_after_s))
+            except DeadlineError as error:
+                record.ending = TIMED_OUT, str(error)
+                reason = FinishReason.ERROR
+                chunk = TokenChunk(wire_id, [], reason, error=str(error), timed_out=True)
+                self._put(router, chunk)
             except InvalidRequestError as error:
                 record.ending = str(FinishReason.ERROR), str(error)
                 self._flush()  # a request that has moved may have chunks on the way

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pagoda.errors import EngineDeadError, EngineLostError
+from pagoda.errors import EngineDeadError, EngineLostError, PagodaError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.load_tracker import ReplicaWork, RequestWork
 from pagoda.frontend.outliers import REMOTE_KV_S, TIER_KV_S, ReplicaHealth, Waiting
@@ -84,6 +84,12 @@ class TrackedRequest:
         self.accepted_at = accepted_at
         self.placement: Placement | None = None
         """The replica that has the request; None while it waits for one."""
+        self.deadline = None if request.timeout_s is None else accepted_at + request.timeout_s
+        """Instant at which the request ends, complete or not."""
+        self.ending: PagodaError | None = None
+        """The reason that the request was ended here, which its client gets instead of a last chunk."""
+        self.has_begun = request.returns
+        """An engine has told that it computes the request, so it does not wait any more."""
         self.returns = request.returns
         """An engine took the request before, so none refuses it for want of room any more."""
         self.has_waited = False
@@ -125,9 +131,12 @@ class TrackedRequest:
             return False
         return self.state is RequestState.MOVING or not self.request.holds_kv
 
-    def value(self) -> GenerateRequest:
-        """The request as a replica is given it: with the tokens so far."""
+    def value(self, now: float) -> GenerateRequest:
+        """The request as a replica is given it: with the tokens so far, and the time that is left."""
         request = self.request
+        if self.deadline is not None:
+            left_s = max(0.0, self.deadline - now)
+            request = msgspec.structs.replace(request, timeout_s=left_s)
         if not self.returns:
             return request
         has_moved_on = len(self.token_ids) > len(request.output_token_ids)

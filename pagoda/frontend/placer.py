@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 
-from pagoda.errors import EngineDeadError, OverloadedError
+from pagoda.errors import EngineDeadError, NoReplicaError, OverloadedError
 from pagoda.frontend.load_tracker import RequestWork
 from pagoda.frontend.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.frontend.prefix_index import short_keys
@@ -75,8 +75,8 @@ class Placer:
     async def place(self, tracked: TrackedRequest) -> Placement | None:
         """Enters the request at a replica, waiting until one takes requests; None if its end is known already.
 
-        Raises OverloadedError if all replicas are full or none has taken requests for too long, EngineDeadError if
-        all replicas are given up.
+        Raises OverloadedError if all replicas are full, NoReplicaError if none has taken requests for too long,
+        EngineDeadError if all replicas are given up.
         """
         waits_until = math.inf
         while not tracked.is_over:
@@ -104,7 +104,7 @@ class Placer:
                     timeout_s = self._no_replica_timeout_s
                     tracked.problem = f"No replica has taken requests for {timeout_s:g} s."
                     if not tracked.token_ids:  # else an error chunk ends the answer
-                        raise OverloadedError(
+                        raise NoReplicaError(
                             tracked.problem, retry_after_s=max(1, round(timeout_s))
                         )
             tracked.refusals.clear()

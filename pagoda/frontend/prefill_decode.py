@@ -17,7 +17,7 @@ from typing import cast
 
 import msgspec
 
-from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.errors import DeadlineError, EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.placement import Placement, TrackedRequest
@@ -130,7 +130,7 @@ class PrefillOffload:
 
         Never raises because something failed: then the request is as it was. Does not wait for long.
         """
-        request = tracked.value()
+        request = tracked.value(placement.began_at)
         if not self._is_worth_it(request, tracked, placement):
             yield request
             return
@@ -190,7 +190,7 @@ class PrefillOffload:
                         source.set_result(chunk.kv_source)
                     elif chunk.kv_source.transfer_id != source.result().transfer_id:
                         return  # the host was lost, and at the next one nobody will ask
-        except (OverloadedError, InvalidRequestError, EngineDeadError) as error:
+        except (OverloadedError, InvalidRequestError, DeadlineError, EngineDeadError) as error:
             _log.info(
                 "the prompt is not computed by a prefill host: %s",
                 error,

@@ -158,6 +158,13 @@ class ReplicaSet:
         room = sum(p.room for p in self._pools.values() if has_part_in(p.role, request))
         return room or self.limits.max_num_seqs + self.limits.max_num_waiting
 
+    @property
+    def max_queued_tokens(self) -> int:
+        """Prompt tokens of requests that have not begun, for all replicas: those that may wait there, and those
+        that begin at once, of which replicas tell after a step."""
+        limits = self.limits
+        return limits.max_num_waiting_tokens + limits.num_blocks * limits.block_size
+
     # ---- who takes requests
 
     @property
@@ -313,6 +320,9 @@ def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady
         block_size=next(iter(limits)).block_size,
         max_num_seqs=sum(limit.max_num_seqs * count for limit, count in limits.items()),
         max_num_waiting=sum(limit.max_num_waiting * count for limit, count in limits.items()),
+        max_num_waiting_tokens=sum(
+            limit.max_num_waiting_tokens * count for limit, count in limits.items()
+        ),
         summary=prefix + "; ".join(summaries),
         role=_sum_of_roles({limit.role for limit in limits}),
         max_logprobs=_least_logprobs({limit.max_logprobs for limit in limits}),

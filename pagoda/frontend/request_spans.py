@@ -30,7 +30,7 @@ _MAX_WAITING = 2048
 _CLOSING_S = 2.0
 """Seconds that the last spans may take to be sent at the end."""
 _OPERATIONS = {"/v1/chat/completions": "chat"}
-_FAILURES = frozenset(("error", "refused"))
+_FAILURES = frozenset(("error", "refused", "timeout"))
 
 _log = logging.getLogger(__name__)
 

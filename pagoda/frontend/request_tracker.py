@@ -9,11 +9,15 @@ from typing import Any
 
 import msgspec
 
-from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.errors import DeadlineError, EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 
 REFUSED = "refused"
 """The finish reason of an answer that no engine accepted."""
+
+
+TIMED_OUT = "timeout"
+"""The finish reason of an answer that was not complete when its deadline passed."""
 
 
 class ClientRequest(msgspec.Struct, kw_only=True):
@@ -25,6 +29,10 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     """Time of the first byte, on the clock of the tracker."""
     key_name: str = ""
     """The name of the API key of the request, never the key; empty without keys."""
+    weight: float = 1.0
+    """The weight of that key beside others."""
+    timeout_s: float | None = None
+    """Seconds from `arrived_ns` until the request ends, complete or not; None for no deadline."""
     traceparent: str | None = None
     """The client's span (https://www.w3.org/TR/trace-context/), if the client sent one."""
     tracestate: str | None = None
@@ -56,9 +64,9 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     finish_reason: str = ""
-    """`stop`, `length`, `abort`, `error` or `refused`; empty while the answer runs."""
+    """`stop`, `length`, `abort`, `error`, `timeout` or `refused`; empty while the answer runs."""
     error: str = ""
-    """One sentence for the finish reasons `error` and `refused`."""
+    """One sentence for the finish reasons `error`, `timeout` and `refused`."""
     ending: tuple[str, str] = (str(FinishReason.ABORT), "")
     """Finish reason and error, should the answer end now."""
 
@@ -94,6 +102,17 @@ class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
     @property
     def duration_s(self) -> float | None:
         return _seconds(self.client_request.arrived_ns, self.ended_ns)
+
+    def with_time_left(self, request: GenerateRequest, now_ns: int) -> GenerateRequest:
+        """Returns `request` with what is left of the time that its client gave it.
+        Raises DeadlineError: nothing is left."""
+        timeout_s = self.client_request.timeout_s
+        if timeout_s is None:
+            return request
+        left_s = timeout_s - (now_ns - self.client_request.arrived_ns) / 1e9
+        if left_s <= 0:
+            raise DeadlineError
+        return msgspec.structs.replace(request, timeout_s=left_s)
 
     def with_span(self, request: GenerateRequest) -> GenerateRequest:
         """Returns `request` with the parent span of this answer."""
@@ -197,6 +216,9 @@ class RequestTracker:
             yield record
         except OverloadedError as refusal:
             record.ending = REFUSED, str(refusal)
+            raise
+        except DeadlineError as late:
+            record.ending = TIMED_OUT, str(late)
             raise
         except (EngineDeadError, InvalidRequestError) as death:
             record.ending = str(FinishReason.ERROR), str(death)

@@ -279,6 +279,8 @@ class TextGenerator:
                     ),
                     eos_token_ids=self._eos_of(sampling),
                     priority=priority,
+                    tenant=client_request.key_name,
+                    weight=client_request.weight,
                     cache_salt=cache_salt,
                     session=session,
                     holds_kv=holds_kv,
@@ -300,8 +302,8 @@ class TextGenerator:
 
     async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         """The answer as it grows; the last delta has a finish reason. Closing the generator aborts the request.
-        Raises OverloadedError, EngineDeadError: as `Endpoint.generate`; InvalidRequestError: the grammar is wrong,
-        or takes too much work; names the client's field."""
+        Raises OverloadedError, DeadlineError, EngineDeadError: as `Endpoint.generate`; InvalidRequestError: the
+        grammar is wrong, or takes too much work; names the client's field."""
         tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
@@ -311,6 +313,7 @@ class TextGenerator:
             tracker.answering(request.request, request.client_request) as record,
         ):
             value = record.with_span(request.request)
+            value = record.with_time_left(value, tracker.clock_ns())
             chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,7 +18,7 @@ from pagoda.messages.sampling_params import DEFAULT_MAX_LOGPROBS, SamplingParams
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
@@ -85,6 +85,13 @@ class GenerateRequest(
     priority: int = 0
     """Lower comes first, as in vLLM."""
     cache_salt: str | None = None
+    tenant: str = ""
+    """Name of the API key, among which an engine shares out tokens of the same priority; empty without keys."""
+    weight: Annotated[float, msgspec.Meta(ge=0.01, le=100.0)] = 1.0
+    """Share of the tenant beside those of others that want more than there is."""
+    timeout_s: Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)] | None = None
+    """Seconds from when the receiver has the request until it ends, complete or not; None for no deadline. What is
+    left goes on with the request: clocks of hosts are not compared."""
     returns: bool = False
     """An engine took this request before, so it is not refused for want of room."""
     session: str | None = None
@@ -239,6 +246,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """[hidden] float32, little-endian, in the last chunk of a request with `pooling`."""
     blames_grammar: bool = False
     """True if the error is that the request's grammar takes too much work: the client's mistake."""
+    timed_out: bool = False
+    """True if the error is that the request's deadline has passed."""
 
     @property
     def is_news(self) -> bool:
@@ -294,6 +303,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     block_size: int
     max_num_seqs: int
     max_num_waiting: int
+    max_num_waiting_tokens: int
+    """Prompt tokens that requests may have which wait and have not begun."""
     summary: str
     """One line for the operator: device, dtype, KV cache size."""
     protocol_version: int = PROTOCOL_VERSION
@@ -321,6 +332,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
 
     request_id: str
     retry_after_s: int = 0
+    """Seconds in which the engine drains the tokens that wait now."""
     error: str = ""
     """Fault of a request that can never run, in one sentence; empty if the queue is full."""
 

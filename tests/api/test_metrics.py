@@ -180,7 +180,7 @@ async def test_answers_are_counted_by_key_and_reason(serve_api) -> None:
     errors = {tuple(labels.values()): n for labels, n in series(text, "pagoda_http_errors_total")}
     assert errors == {
         ("invalid_api_key", "/v1/chat/completions", "401"): 1,
-        ("rate_limit_exceeded", "/v1/completions", "429"): 1,
+        ("queue_full", "/v1/completions", "429"): 1,
     }
 
 

@@ -75,7 +75,7 @@ def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> lis
 def make_scheduler(
     num_blocks: int = 64,
     prefix_caching: bool = True,
-    order: Callable[[GenerateRequest, int], OrderKey] = order_key,
+    order: Callable[[GenerateRequest, float, int], OrderKey] = order_key,
     **limits: object,
 ) -> Scheduler:
     merged = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **limits}
@@ -99,6 +99,7 @@ class Harness:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
         max_num_waiting: int = 4096,
+        max_num_waiting_tokens: int | None = None,
         prefix_caching: bool = True,
         num_stages: int = 1,
         wrap: Callable[[SimExecutor, VirtualClock], Executor] | None = None,
@@ -152,6 +153,7 @@ class Harness:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_waiting=max_num_waiting,
+            max_num_waiting_tokens=max_num_waiting_tokens,
             enable_prefix_caching=prefix_caching,
             kv_events=KVEventsConfig("127.0.0.1", 5557),
             kv_tiers=kv_tiers,

@@ -72,8 +72,9 @@ def test_without_mixed_steps_kinds_take_turns() -> None:
 def chunk_before_decodes(num_decodes: int, priority: int, **limits: object) -> Scheduler:
     """A prompt of 40 tokens, half admitted, in front of requests that decode."""
 
-    def order(message: GenerateRequest, arrival: int) -> OrderKey:
-        return (priority, -1) if message.request_id == "long" else (message.priority, arrival)
+    def order(message: GenerateRequest, start: float, arrival: int) -> OrderKey:
+        is_long = message.request_id == "long"
+        return (priority, start, -1) if is_long else (message.priority, start, arrival)
 
     scheduler = make_scheduler(max_num_seqs=40, num_blocks=200, order=order, **limits)
     for index in range(num_decodes):

@@ -344,7 +344,7 @@ def test_seeds_of_several_kv_groups_meet_what_can_go_wrong() -> None:
 
 
 def test_seeds_of_host_memory_meet_what_can_go_wrong() -> None:
-    met = events_of(150, host=True, disk=False)
+    met = events_of(200, host=True, disk=False)
     assert met["loaded from host"] > 300
     assert {event for event in HOST_EVENTS if not met[event]} == set()
 

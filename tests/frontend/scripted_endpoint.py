@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import msgspec
 
+from pagoda.errors import DeadlineError
 from pagoda.executor.sim import sim_embedding, sim_logprob
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.model_text import synthetic_model_text
@@ -34,6 +35,7 @@ LIMITS = EngineReady(
     block_size=16,
     max_num_seqs=8,
     max_num_waiting=8,
+    max_num_waiting_tokens=2**30,
     summary="scripted",
 )
 
@@ -74,6 +76,8 @@ class ScriptedEndpoint:
         self.any_aborted = asyncio.Event()
         self.raises: Exception | None = None
         self.breaks_after: int | None = None
+        self.late_after: int | None = None
+        """Tokens after which the deadline of an answer has passed."""
         self.breaks_prompts = False
         """Requests without an answer fail."""
         self.num_cached_tokens = 0
@@ -147,6 +151,8 @@ class ScriptedEndpoint:
             end = FinishReason.LENGTH
             yield TokenChunk(request.request_id, [], end, embedding=vector)
         for count, token_id in enumerate(ids[:limit]):
+            if count == self.late_after:
+                raise DeadlineError
             if count == self.pause_after:
                 self.paused.set()
                 await self.go_on.wait()

@@ -72,6 +72,7 @@ ROUTES: dict[str, dict[str, Route]] = {
             MessagesRequest,
             dialect=ANTHROPIC,
             streams=True,
+            is_queued=True,
         )
     },
     "/v1/messages/count_tokens": {

@@ -41,7 +41,7 @@ from pagoda.api.openai.chat import begin_chat
 from pagoda.api.openai.completions import begin_completion
 from pagoda.api.openai.responses.beginning import begin_response
 from pagoda.api.openai.responses.bodies import ResponsesRequest
-from pagoda.api.request_context import Caller
+from pagoda.api.request_context import Caller, take_timeout
 from pagoda.api.scoring.embeddings import EmbeddingRequest, answer_embeddings
 from pagoda.api.service import Service
 from pagoda.errors import OverloadedError, refuse
@@ -74,6 +74,7 @@ async def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
     service = caller.service
     threads = None if service.generator is None else service.generator.long_texts
     parsed: Any = await parse_beside(body, kind, threads, service.config.unknown_fields)
+    take_timeout(caller.client_request, parsed)
     for name in ("stream", "background"):
         if getattr(parsed, name, None):
             refuse(name, "is not possible in a batch")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS
 from pagoda.errors import refuse
 from pagoda.frontend.text_generator import TextGenerator
@@ -38,6 +39,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Fields that completion and infill have in common."""
 
     model: str | None = None
+    timeout: Timeout | None = None
     stream: bool | None = None
     n_predict: int | None = None
     max_tokens: int | None = None

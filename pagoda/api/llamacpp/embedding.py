@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from pagoda.api.body import Timeout
 from pagoda.api.fields import renamed
 from pagoda.api.llamacpp.bodies import Prompt, prompts_of
 from pagoda.api.request_context import RequestContext
@@ -28,6 +29,7 @@ class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     content: Prompt | None = None
     input: Prompt | None = None
     model: str | None = None
+    timeout: Timeout | None = None
     embd_normalize: Annotated[int, Meta(ge=-1, le=100)] | None = None
     """-1 changes nothing, 0 scales their largest element to 32760, p divides by the p-norm; 2 if left out."""
 

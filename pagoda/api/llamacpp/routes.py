@@ -10,17 +10,33 @@ from pagoda.api.llamacpp.server import TemplateBody, adapters, apply_template, p
 from pagoda.api.route import ANSWER, Route, refused
 
 _completion = Route(
-    completion, "Continues prompts.", ANSWER, CompletionBody, dialect=LLAMACPP, streams=True
+    completion,
+    "Continues prompts.",
+    ANSWER,
+    CompletionBody,
+    dialect=LLAMACPP,
+    streams=True,
+    is_queued=True,
 )
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/completion": {"POST": _completion},
     "/completions": {"POST": _completion},
     "/infill": {
-        "POST": Route(infill, "Fills a gap.", ANSWER, InfillBody, dialect=LLAMACPP, streams=True)
+        "POST": Route(
+            infill,
+            "Fills a gap.",
+            ANSWER,
+            InfillBody,
+            dialect=LLAMACPP,
+            streams=True,
+            is_queued=True,
+        )
     },
     "/embedding": {
-        "POST": Route(embedding, "Vectors of texts.", ANSWER, EmbeddingBody, dialect=LLAMACPP)
+        "POST": Route(
+            embedding, "Vectors of texts.", ANSWER, EmbeddingBody, dialect=LLAMACPP, is_queued=True
+        )
     },
     "/apply-template": {
         "POST": Route(

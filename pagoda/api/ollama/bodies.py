@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
@@ -81,6 +82,7 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Fields that chat and generate have in common."""
 
     model: str
+    timeout: Timeout | None = None
     stream: bool | None = None
     """A stream is the default."""
     format: str | dict[str, Any] | None = None

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from pagoda.api.body import Timeout
 from pagoda.api.ollama.bodies import Options, check_options
 from pagoda.api.ollama.names import served_name
 from pagoda.api.request_context import RequestContext
@@ -20,6 +21,7 @@ class EmbedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Fields that both bodies have in common."""
 
     model: str
+    timeout: Timeout | None = None
     keep_alive: str | float | None = None
     """Time for which the model stays loaded, which is always."""
     options: Options | None = None

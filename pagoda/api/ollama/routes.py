@@ -14,19 +14,40 @@ _operators = refused("the operator chooses the model when the server starts.", O
 ROUTES: dict[str, dict[str, Route]] = {
     "/api/chat": {
         "POST": Route(
-            chat, "Answers a conversation.", ANSWER, ChatBody, dialect=OLLAMA, streams=True
+            chat,
+            "Answers a conversation.",
+            ANSWER,
+            ChatBody,
+            dialect=OLLAMA,
+            streams=True,
+            is_queued=True,
         )
     },
     "/api/generate": {
         "POST": Route(
-            generate, "Answers a prompt.", ANSWER, GenerateBody, dialect=OLLAMA, streams=True
+            generate,
+            "Answers a prompt.",
+            ANSWER,
+            GenerateBody,
+            dialect=OLLAMA,
+            streams=True,
+            is_queued=True,
         )
     },
     "/api/embed": {
-        "POST": Route(embed_texts, "Vectors of texts.", ANSWER, EmbedBody, dialect=OLLAMA)
+        "POST": Route(
+            embed_texts, "Vectors of texts.", ANSWER, EmbedBody, dialect=OLLAMA, is_queued=True
+        )
     },
     "/api/embeddings": {
-        "POST": Route(embed_prompt, "The vector of a text.", ANSWER, EmbeddingsBody, dialect=OLLAMA)
+        "POST": Route(
+            embed_prompt,
+            "The vector of a text.",
+            ANSWER,
+            EmbeddingsBody,
+            dialect=OLLAMA,
+            is_queued=True,
+        )
     },
     "/api/tags": {"GET": Route(tags, "The models.", ANY_KEY, dialect=OLLAMA)},
     "/api/ps": {"GET": Route(running, "The models in memory.", ANY_KEY, dialect=OLLAMA)},

@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.service import Service
@@ -36,6 +37,7 @@ class PoolingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Fields that the bodies of all these routes have in common."""
 
     model: str | None = None
+    timeout: Timeout | None = None
     user: str | None = None
     pooling: Literal["last", "mean", "cls"] | None = None
     """Pooling other than the model's own."""

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from pagoda.api.body import Timeout
 from pagoda.api.fields import TokenIds
 from pagoda.api.generation import GenerationError
 from pagoda.api.request_context import RequestContext
@@ -33,6 +34,7 @@ class GenerativeScoringRequest(
     label_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LABELS)]
     """Tokens that may come next; the score is that of the first one."""
     model: str | None = None
+    timeout: Timeout | None = None
     user: str | None = None
     apply_softmax: bool | None = None
     """False gives the probability among all tokens, else among the labels."""

@@ -8,15 +8,21 @@ from pagoda.api.scoring.embeddings import EmbeddingRequest, embeddings, pooling
 from pagoda.api.scoring.generative import GenerativeScoringRequest, generative_scoring
 from pagoda.api.scoring.rerank import RerankRequest, ScoreRequest, rerank, score
 
-_embeddings = Route(embeddings, "Vectors of texts.", ANSWER, EmbeddingRequest, Embeddings)
-_score = Route(score, "Scores of pairs of texts.", ANSWER, ScoreRequest, Scores)
-_rerank = Route(rerank, "Documents by their scores against a query.", ANSWER, RerankRequest)
+_embeddings = Route(
+    embeddings, "Vectors of texts.", ANSWER, EmbeddingRequest, Embeddings, is_queued=True
+)
+_score = Route(score, "Scores of pairs of texts.", ANSWER, ScoreRequest, Scores, is_queued=True)
+_rerank = Route(
+    rerank, "Documents by their scores against a query.", ANSWER, RerankRequest, is_queued=True
+)
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/embeddings": {"POST": _embeddings},
     "/embeddings": {"POST": _embeddings},
     "/pooling": {
-        "POST": Route(pooling, "Vectors of texts, as vLLM has it.", ANSWER, EmbeddingRequest)
+        "POST": Route(
+            pooling, "Vectors of texts, as vLLM has it.", ANSWER, EmbeddingRequest, is_queued=True
+        )
     },
     "/generative_scoring": {
         "POST": Route(
@@ -25,6 +31,7 @@ ROUTES: dict[str, dict[str, Route]] = {
             ANSWER,
             GenerativeScoringRequest,
             Scores,
+            is_queued=True,
         )
     },
     "/v1/score": {"POST": _score},

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pagoda.api.body import Timeout
 from pagoda.api.fields import MAX_TOKEN_IDS, TokenIds
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY
 from pagoda.errors import refuse
@@ -44,6 +45,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_path: str | None = None
     """Name of an adapter."""
     model: str | None = None
+    timeout: Timeout | None = None
     priority: int | None = None
     cache_salt: str | None = None
     max_thinking_tokens: Annotated[Any, ()] = None

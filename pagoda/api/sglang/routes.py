@@ -36,7 +36,9 @@ _cached = refused("cache_salt keeps requests apart.")
 
 ROUTES: dict[str, dict[str, Route]] = {
     "/generate": {
-        "POST": Route(generate, "Continues prompts.", ANSWER, GenerateBody, streams=True)
+        "POST": Route(
+            generate, "Continues prompts.", ANSWER, GenerateBody, streams=True, is_queued=True
+        )
     },
     "/get_model_info": {"GET": _model_info},
     "/model_info": {"GET": _model_info},

@@ -17,10 +17,19 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/load": {"GET": Route(server_load, "The number of requests under way.", LOOK)},
     "/tokenizer_info": {"GET": Route(tokenizer_info, "The tokenizer.", ANSWER)},
     "/invocations": {
-        "POST": Route(invocations, "Answers a chat or a completion.", ANSWER, streams=True)
+        "POST": Route(
+            invocations, "Answers a chat or a completion.", ANSWER, streams=True, is_queued=True
+        )
     },
     "/inference/v1/generate": {
-        "POST": Route(generate_tokens, "Continues token ids.", ANSWER, TokensBody, streams=True)
+        "POST": Route(
+            generate_tokens,
+            "Continues token ids.",
+            ANSWER,
+            TokensBody,
+            streams=True,
+            is_queued=True,
+        )
     },
     "/v1/completions/render": {
         "POST": Route(render_completion, "The tokens of prompts.", ANSWER, CompletionRequest)
@@ -28,7 +37,9 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/v1/chat/completions/render": {
         "POST": Route(render_chat, "The tokens of a conversation.", ANSWER, ChatRequest)
     },
-    "/v1/chat/completions/batch": {"POST": Route(chat_batch, "Answers conversations.", ANSWER)},
+    "/v1/chat/completions/batch": {
+        "POST": Route(chat_batch, "Answers conversations.", ANSWER, is_queued=True)
+    },
     "/start_profile": {
         "POST": Route(
             start_profile, "Begins a trace.", OPERATE, StartBody, needs_body=False, statuses=(409,)

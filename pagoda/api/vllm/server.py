@@ -12,7 +12,7 @@ from pagoda.api.body import convert_body, parse_body
 from pagoda.api.openai.bodies import MAX_SEQUENCES_PER_BODY, ChatRequest
 from pagoda.api.openai.chat import begin_chat, chat_completions
 from pagoda.api.openai.completions import completions
-from pagoda.api.request_context import RequestContext
+from pagoda.api.request_context import RequestContext, take_timeout
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import gather_all
 
@@ -69,6 +69,7 @@ async def chat_batch(context: RequestContext) -> web.StreamResponse:
     begun = []
     for messages in conversations:
         body = convert_body({**fields, "messages": messages}, ChatRequest)
+        take_timeout(context.client_request, body)
         begun.append(await begin_chat(context.caller, body))
     wholes = await gather_all([generation.run(shape) for generation, shape in begun])
     choices = [choice for whole in wholes for choice in whole["choices"]]

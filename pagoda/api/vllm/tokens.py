@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pagoda.api.body import convert_body
+from pagoda.api.body import Timeout, convert_body
 from pagoda.api.conversation import begin_conversation
 from pagoda.api.fields import KVTransferParams, StreamOptions, TokenIds, renamed
 from pagoda.api.generation import Answer, Generation
@@ -35,6 +35,7 @@ class TokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     token_ids: TokenIds
     sampling_params: dict[str, Any] = {}
     model: str | None = None
+    timeout: Timeout | None = None
     request_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

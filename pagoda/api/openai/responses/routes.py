@@ -140,6 +140,7 @@ ROUTES: dict[str, dict[str, Route]] = {
             ResponsesRequest,
             dialect=RESPONSES,
             streams=True,
+            is_queued=True,
         )
     },
     "/v1/responses/input_tokens": {

@@ -1,0 +1,120 @@
+"""The plan of one step while it is made: its parts, and the tokens that are left of its budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from pagoda.engine.request import Request
+from pagoda.kv.manager import UNLIMITED_RUN
+from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan
+
+if TYPE_CHECKING:
+    from pagoda.engine.batching import SchedulerLimits
+
+
+class Scheduled(msgspec.Struct, frozen=True, gc=False):
+    """Part of one request in a step."""
+
+    request: Request
+    admission: int
+    slot: int
+    num_tokens: int
+    samples: bool
+
+
+class InFlightStep(NamedTuple):
+    """A step that the worker has not answered yet."""
+
+    step: int
+    scheduled: list[Scheduled]
+    has_decodes: bool
+    """True if the step computes single tokens of decoding requests."""
+
+
+class Behind(NamedTuple):
+    """Wishes of requests behind a chunk of a prompt."""
+
+    num_tokens: int
+    share: float
+    """Part of the budget that the chunk takes in any case."""
+
+
+class PlanBuilder:
+    """Collects the parts of one step within the token budget."""
+
+    def __init__(
+        self, step: int, limits: SchedulerLimits, decodes: bool | None, max_decodes: int
+    ) -> None:
+        """`decodes` is True for single tokens only, False for chunks only, None for both together."""
+        self.step = step
+        self.budget = limits.max_num_batched_tokens
+        self.scheduled: list[Scheduled] = []
+        self.starts: list[SlotStart] = []
+        self.new_blocks: list[NewBlocks] = []
+        self.new_tokens: list[tuple[int, int]] = []
+        self.forced_tokens: list[tuple[int, list[int]]] = []
+        self.masked_slots: list[int] = []
+        self.dear_s = 0.0
+        """Processor time of the masks of all running requests with dear grammars."""
+        self.masks_s = 0.0
+        """The part of it that the step takes."""
+        self.gives_way = False
+        """True if a request has given way because of its grammar."""
+        self.starts_dear = False
+        """True if a request with a dear grammar begins in the step."""
+        self.decodes_left = max_decodes
+        self.has_decodes = False
+        self.is_mixed = decodes is None
+        self._multiple = limits.batch_multiple
+        self._decodes = decodes
+        self._whole_prompts = limits.whole_prompts
+
+    def count_for(
+        self, available: int, behind: Behind | None = None, most: int = UNLIMITED_RUN
+    ) -> int:
+        """Tokens that this step gives to a request with `available` schedulable tokens; 0 if none.
+
+        A chunk leaves the tokens of the budget that those `behind` want, but takes its share of it. No chunk is
+        longer than `most`.
+        """
+        if min(available, most) <= 0 or (
+            self._decodes is not None and self._decodes != (available == 1)
+        ):
+            return 0
+        if self._whole_prompts:
+            return available if available <= self.budget else 0
+        if available == 1:
+            return 1 if self.budget else 0
+        count = min(available, self.budget, most)
+        if count > 1 and behind is not None:
+            share = int(self.budget * behind.share)
+            count = min(count, max(self._multiple, self.budget - behind.num_tokens, share))
+        if count < available:
+            count -= count % self._multiple
+        return count
+
+    def add(self, request: Request, slot: int, count: int, available: int) -> None:
+        samples = count == available
+        request.num_scheduled_tokens += count
+        if samples:
+            request.num_pending_samples += 1
+            request.num_worker_tokens += 1
+            if request.constraint is not None:
+                self.masked_slots.append(slot)
+        self.scheduled.append(Scheduled(request, request.admission, slot, count, samples))
+        self.budget -= count
+
+    def plan(self, freed_slots: list[int]) -> StepPlan:
+        return StepPlan(
+            self.step,
+            [part.slot for part in self.scheduled],
+            [part.num_tokens for part in self.scheduled],
+            self.starts,
+            self.new_blocks,
+            freed_slots,
+            self.new_tokens,
+            self.forced_tokens,
+            self.masked_slots,
+        )

@@ -1,0 +1,98 @@
+"""Limits of API keys over HTTP, and the clock behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import pytest
+from conftest import Api, ApiFactory
+
+from pagoda.api.errors import ApiError
+from pagoda.api.key_limits import KeyLimits
+from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
+
+
+def key(name: str = "k", **limits: int) -> ApiKey:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return ApiKey(name=name, sha256=digest, scopes=EVERY_ROUTE, **limits)
+
+
+async def serve_with(serve_api: ApiFactory, *keys: ApiKey) -> Api:
+    return await serve_api(api_keys=ApiKeys(in_file=keys))
+
+
+def sent_with(name: str) -> dict[str, dict[str, str]]:
+    return {"headers": {"Authorization": f"Bearer {name}"}}
+
+
+BODY = {"prompt": "hi", "max_tokens": 2}
+
+
+async def test_requests_beyond_the_rate_are_refused_and_others_go_on(serve_api: ApiFactory) -> None:
+    api = await serve_with(serve_api, key(requests_per_minute=2), key("free", weight=3))
+    answers = [await api.post("/v1/completions", BODY, **sent_with("k")) for _ in range(3)]
+    assert [answer.status for answer in answers] == [200, 200, 429]
+    assert int(answers[2].headers["Retry-After"]) in range(25, 31)
+    assert answers[2].error()["code"] == "rate_limit_exceeded"
+    told = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
+    assert told == ["1", "0", "0"]
+    assert answers[0].headers["x-ratelimit-limit-requests"] == "2"
+    assert (await api.get("/v1/models", **sent_with("k"))).status == 200
+    free = await api.post("/v1/completions", BODY, **sent_with("free"))
+    assert free.status == 200
+    assert "x-ratelimit-limit-requests" not in free.headers
+    assert (api.endpoint.requests[-1].tenant, api.endpoint.requests[-1].weight) == ("free", 3.0)
+    metrics = (await api.get("/metrics", **sent_with("k"))).body.decode()
+    assert 'code="requests_per_minute"' in metrics
+
+
+async def test_requests_at_a_time_are_bounded(serve_api: ApiFactory) -> None:
+    api = await serve_with(serve_api, key(max_concurrent_requests=1))
+    api.endpoint.pause_after = 1
+    first = asyncio.create_task(api.post("/v1/completions", BODY, **sent_with("k")))
+    await api.endpoint.paused.wait()
+    second = await api.post("/v1/completions", BODY, **sent_with("k"))
+    assert (second.status, second.headers["Retry-After"]) == (429, "1")
+    api.endpoint.go_on.set()
+    assert (await first).status == 200
+    assert (await api.post("/v1/completions", BODY, **sent_with("k"))).status == 200
+
+
+async def test_tokens_are_counted_as_they_come(serve_api: ApiFactory) -> None:
+    api = await serve_with(serve_api, key(tokens_per_minute=3))
+    statuses = [
+        (await api.post("/v1/completions", BODY, **sent_with("k"))).status for _ in range(2)
+    ]
+    assert statuses == [200, 429]
+
+
+def test_a_bucket_fills_with_time_and_debt_is_paid_first() -> None:
+    now, tracker, waits = [0.0], RequestTracker(), list[str]()
+    limits, one = KeyLimits(tracker, lambda: now[0]), key(tokens_per_minute=60)
+
+    def admits() -> bool:
+        try:
+            with limits.admit(one):
+                return True
+        except ApiError as refusal:
+            waits.append(refusal.headers["Retry-After"])
+            return False
+
+    assert admits()
+    client_request = ClientRequest(id="r", arrived_ns=0, key_name="k")
+    record = tracker.start("r", client_request, num_prompt_tokens=40, max_tokens=60)
+    tracker.add_tokens(record, 60)
+    assert limits.headers(one)["x-ratelimit-remaining-tokens"] == "0"
+    assert not admits()
+    assert waits == ["41"]
+    now[0] = 40.5
+    assert admits()
+
+
+@pytest.mark.parametrize("name", ["", "k"])
+def test_keys_without_limits_cost_nothing(name: str) -> None:
+    limits = KeyLimits(RequestTracker())
+    one = key(name) if name else None
+    assert limits.headers(one) == {}
