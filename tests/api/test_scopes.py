@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import aiohttp
@@ -116,6 +117,12 @@ async def test_only_the_scope_for_others_sees_and_ends_requests_of_others(serve_
     for name, num_seen in (("alice", 1), ("bob", 0), ("boss", 1)):
         listed = (await api.get("/v1/requests", headers=sent(name))).json()
         assert (listed["total"], len(listed["data"])) == (num_seen, num_seen), name
+    told = api.session.get(f"{api.url}/v1/live", headers=sent("bob"))
+    async with asyncio.timeout(20), told as response:
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                assert json.loads(line[6:])["answers"] == []
+                break
     path = f"/v1/requests/{running}"
     assert (await api.request("DELETE", path, headers=sent("bob"))).status == 404
     ended = await api.request("DELETE", path, headers=sent("boss"))

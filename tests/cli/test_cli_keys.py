@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from pagoda.api.keys import ApiKeys, Scope
 from pagoda.api.keys_file import read_keys
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import main as command
+from pagoda.cli.serve import ServerOptions
 
 
 @pytest.fixture
@@ -72,3 +75,14 @@ def test_the_file_may_stand_in_the_environment(
     monkeypatch.setitem(os.environ, "PAGODA_API_KEYS_FILE", str(path))
     assert run(capsys, "add", "alice")[0] == 0
     assert [key.name for key in read_keys(path)] == ["alice"]
+
+
+@pytest.mark.parametrize("words", [["--api-key", "a:=secret"], ["--api-key=a:=secret"], []])
+def test_a_key_on_the_command_line_is_warned_of(
+    words: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pagoda", "serve", *words])
+    config = ServerOptions(api_key=("a:=secret",)).config(resolve_model(None))
+    assert config.api.api_keys.names == ("a",)
+    assert any("list of processes" in message for message in caplog.messages) is bool(words)
+    assert "secret" not in caplog.text
