@@ -137,6 +137,29 @@ OOM = Trial(
     _out_of_memory,
 )
 
+_LOSSES = (
+    "engine[1].plan:double@20 worker[2].result:double@20 worker[3].result:reorder@20 worker[4].result:drop@20 "
+    "engine[2].plan:drop@20 engine[2].result:reorder@60 frontend.receive:double@60 frontend.send:double@7"
+)
+
+
+def _lost_messages(short: bool) -> Outcome:
+    count, max_tokens = (_SHORT_STREAMS, _SHORT_TOKENS) if short else (50, 200)
+    expected = _undisturbed(count, max_tokens)
+    flags = ("--step-timeout", f"{_STEP_TIMEOUT_S:g}", "--engine-timeout", f"{_ENGINE_TIMEOUT_S:g}")
+    with adapted_server(flags, _LOSSES) as server:
+        streams = asyncio.run(run_streams(server, bodies(count, max_tokens)))
+    return comparison(streams, expected, None if short else _STEP_TIMEOUT_S + 2 * RESPAWN_S)
+
+
+LOST_MESSAGES = Trial(
+    "lost-messages",
+    "plans, results and messages between frontend and engine that are lost, come twice or out of turn, one after "
+    "the other, while 50 streams run",
+    _asked(_STEP_TIMEOUT_S, "--step-timeout", 2),
+    _lost_messages,
+)
+
 _POISON_STEP_TIMEOUT_S = 3.0
 _POISONS = {
     "raises": "worker.logits:raise~poison",

@@ -18,6 +18,7 @@ from benchmarks.chaos.trial import Trial
         deaths.HANG_LOADING,
         deaths.OOM,
         deaths.POISON,
+        deaths.LOST_MESSAGES,
     ],
     ids=lambda trial: trial.name,
 )
