@@ -193,10 +193,10 @@ async def test_responses_belong_to_a_key(serve_api) -> None:
 
 
 async def test_the_oldest_responses_make_room(serve_api) -> None:
-    api = await serve_api("ok", text=QWEN, response_store_bytes=8000)
+    api = await serve_api("ok", text=QWEN, response_store_bytes=24_000)
     ids = [(await respond(api, input="x" * 100))["id"] for _ in range(20)]
     store = api.service.responses
-    assert 0 < store.num_bytes <= 8000
+    assert 0 < store.num_bytes <= 24_000
     assert 2 <= len(store) < 20
     assert (await api.get(f"/v1/responses/{ids[-1]}")).status == 200
     assert (await api.get(f"/v1/responses/{ids[0]}")).status == 404
@@ -209,12 +209,12 @@ async def test_a_store_without_room_keeps_nothing(serve_api) -> None:
 
 
 def test_a_used_response_stays() -> None:
-    store = ResponseStore(max_bytes=400)
+    store = ResponseStore(max_bytes=1200)
     for number in range(10):
         response = {"id": str(number), "output": [], "previous_response_id": None}
         store.put(StoredResponse("", response, []))
         assert store.get("", "0").response_id == "0"
-    assert store.num_bytes <= 400
+    assert store.num_bytes <= 1200
     assert len(store) < 10
 
 

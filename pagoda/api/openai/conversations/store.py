@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda.api.errors import ApiError
+from pagoda.api.kept_json import kept_bytes
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.output import new_id
-from pagoda.api.sse import encode_json
 from pagoda.errors import refuse
 from pagoda.frontend.conversation import MAX_MESSAGES
 
@@ -49,7 +49,7 @@ class ConversationStore:
     """The conversations of all clients."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` bounds the JSON of all items; with 0 there are no conversations."""
+        """`max_bytes` bounds the memory of all items; with 0 there are no conversations."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._conversations: OrderedDict[tuple[str, str], StoredConversation] = OrderedDict()
@@ -60,7 +60,7 @@ class ConversationStore:
     def put(self, stored: StoredConversation, items: Sequence[Item]) -> None:
         """Keeps a conversation with its first items; others make room.
         Raises InvalidRequestError: it is larger than all that is kept."""
-        num_bytes = len(encode_json(stored.metadata))
+        num_bytes = kept_bytes(stored.metadata)
         self._check_bytes(num_bytes + _num_bytes(items))
         self._conversations[stored.key_name, stored.conversation_id] = stored
         self._resize(stored, num_bytes)
@@ -88,7 +88,7 @@ class ConversationStore:
             )
 
     def set_metadata(self, stored: StoredConversation, metadata: dict[str, str]) -> None:
-        change = len(encode_json(metadata)) - len(encode_json(stored.metadata))
+        change = kept_bytes(metadata) - kept_bytes(stored.metadata)
         stored.metadata = metadata
         self._resize(stored, change)
 
@@ -98,11 +98,11 @@ class ConversationStore:
         for item in items:
             item_id = item["id"] if item["id"] not in stored.items else new_id("item")
             stored.items[item_id] = {**item, "id": item_id}
-            added += len(encode_json(stored.items[item_id]))
+            added += kept_bytes(stored.items[item_id])
         self._resize(stored, added)
 
     def remove_item(self, stored: StoredConversation, item_id: str) -> None:
-        self._resize(stored, -len(encode_json(stored.items.pop(item_id))))
+        self._resize(stored, -kept_bytes(stored.items.pop(item_id)))
 
     def remove(self, stored: StoredConversation) -> None:
         if self._conversations.pop((stored.key_name, stored.conversation_id), None) is not None:
@@ -123,4 +123,4 @@ class ConversationStore:
 
 
 def _num_bytes(items: Sequence[Item]) -> int:
-    return sum(len(encode_json(item)) for item in items)
+    return sum(kept_bytes(item) for item in items)

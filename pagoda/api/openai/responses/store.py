@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagoda.api.errors import ApiError
+from pagoda.api.kept_json import kept_bytes
 from pagoda.api.openai.responses.bodies import Item
 from pagoda.api.openai.responses.events import EventLog
-from pagoda.api.sse import encode_json
 from pagoda.errors import OverloadedError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ResponseStore:
     """The responses of all clients."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` bounds their JSON; 0 keeps none."""
+        """`max_bytes` bounds their memory; 0 keeps none."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
@@ -175,4 +175,4 @@ class ResponseStore:
 
 def _num_bytes(stored: StoredResponse) -> int:
     events = 0 if stored.log is None else stored.log.num_bytes
-    return len(encode_json(stored.response)) + len(encode_json(stored.input_items)) + events
+    return kept_bytes(stored.response) + kept_bytes(stored.input_items) + events

@@ -1,0 +1,35 @@
+"""The memory of kept JSON is estimated well enough to be bounded by it."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import msgspec
+
+from pagoda.api.kept_json import kept_bytes
+
+_COPIES = 300
+
+
+def _response() -> dict[str, Any]:
+    part = {"type": "output_text", "text": "1 + 2 = 3", "annotations": [], "logprobs": []}
+    message = {"id": "msg_1", "type": "message", "role": "assistant", "content": [part]}
+    options = {f"option_{i}": 0.5 + i for i in range(20)}
+    return {"id": "resp_1", "output": [message], "usage": {"input_tokens": 4711}, **options}
+
+
+def test_the_estimate_is_near_what_python_takes() -> None:
+    text = msgspec.json.encode(_response())
+    tracemalloc.start()
+    try:
+        copies = [msgspec.json.decode(text) for _ in range(_COPIES)]
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.5 < kept_bytes(copies[0]) * _COPIES / taken < 2.0
+
+
+def test_names_within_a_text_are_text() -> None:
+    inner = msgspec.json.encode(_response()).decode()
+    assert kept_bytes(inner) == len(msgspec.json.encode(inner))
