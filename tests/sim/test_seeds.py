@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from benchmarks.chaos.simulation import SIMULATION
@@ -9,7 +11,9 @@ from benchmarks.simulation.seeds.draw import Kind, draw
 from benchmarks.simulation.seeds.life import live
 from benchmarks.simulation.seeds.runner import live_all
 from pagoda.engine.scheduler import Scheduler
-from pagoda.kv.block_pool import BlockPool
+from pagoda.frontend.token_stream import TokenStream
+from pagoda.kv.manager import BlockTable, KVManager
+from pagoda.messages.frontend import TokenChunk
 
 
 @pytest.mark.parametrize("first", range(1000, 1300, 100))
@@ -40,15 +44,32 @@ def test_a_log_tells_the_plan_every_message_and_the_verdict() -> None:
     assert log[-1] == "the end: nothing is broken"
 
 
+def _without_adapters(new_table: Callable[..., BlockTable]) -> Callable[..., BlockTable]:
+    return lambda kv, salt, _adapter="": new_table(kv, salt)
+
+
+def _twice(push: Callable[..., None]) -> Callable[..., None]:
+    def push_twice(stream: TokenStream, chunk: TokenChunk) -> None:
+        push(stream, chunk)
+        push(stream, chunk)
+
+    return push_twice
+
+
+def _not_at_all(_: Callable[..., object]) -> Callable[..., object]:
+    return lambda *_: False
+
+
 @pytest.mark.parametrize(
-    ("owner", "name", "broken"),
+    ("owner", "name", "breaks"),
     [
-        (Scheduler, "abort", lambda *_: False),
-        (BlockPool, "check", lambda *_: (_ for _ in ()).throw(ValueError("It is broken."))),
+        (KVManager, "new_table", _without_adapters),
+        (TokenStream, "push", _twice),
+        (Scheduler, "abort", _not_at_all),
     ],
 )
-def test_what_breaks_is_found(
-    owner: type, name: str, broken: object, monkeypatch: pytest.MonkeyPatch
+def test_what_is_broken_on_purpose_is_found(
+    owner: type, name: str, breaks: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, broken)
-    assert any(live(draw(seed)).problem for seed in range(40))
+    monkeypatch.setattr(owner, name, breaks(getattr(owner, name)))
+    assert any(live(draw(seed)).problem for seed in range(60))

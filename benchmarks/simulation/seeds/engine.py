@@ -139,7 +139,6 @@ class LateEngine:
         self._address = address
         self.name = name
         self.disk = disk
-        self.config = config
         self._loop = asyncio.get_running_loop()
         self._num_starts = 0
         self.core: EngineCore | None = None

@@ -38,8 +38,8 @@ from pagoda.telemetry.tracer import Tracer
 _KEYS = CurveKeys(server_key="", public_key="", secret_key="", server_secret_key="")
 
 
-class Ports(msgspec.Struct):
-    """Everything that hosts and routers of a life have in common."""
+class Surroundings(msgspec.Struct):
+    """Everything that surrounds the hosts and routers of a life."""
 
     plan: Plan
     engines: EngineWorld
@@ -94,12 +94,12 @@ def engine_config(plan: EnginePlan, host: HostPlan) -> EngineConfig:
 class Host:
     """A server: a dispatcher over engines, and a door for routers. Killed and started again as one process."""
 
-    def __init__(self, ports: Ports, number: int) -> None:
-        self._ports = ports
+    def __init__(self, around: Surroundings, number: int) -> None:
+        self._around = around
         self.number = number
-        self.plan = ports.plan.hosts[number]
+        self.plan = around.plan.hosts[number]
         self.name = f"host{number}"
-        has_disk = ports.plan.engine.has_disk
+        has_disk = around.plan.engine.has_disk
         self.disks = [SimDisk() if has_disk else None for _ in range(self.plan.num_engines)]
         self._num_starts = 0
         self.clients: set[asyncio.Task[None]] = set()
@@ -111,15 +111,15 @@ class Host:
         return self.record is not None
 
     async def start(self) -> None:
-        ports, plan = self._ports, self._ports.plan
+        around, plan = self._around, self._around.plan
         self._num_starts += 1
-        self.process = Process(self.name, ports.latency)
+        self.process = Process(self.name, around.latency)
         clock = OffsetClock(self.plan.clock_offset_s)
         config = engine_config(plan.engine, self.plan)
         self.engines = [
             LateEngine(
                 config,
-                ports.engines,
+                around.engines,
                 self.process,
                 f"{self.name}e{index}",
                 clock,
@@ -134,7 +134,7 @@ class Host:
         await self.dispatcher.start()
         identity = Identity(f"{self.name}-{self._num_starts}", "sim", "digest", is_router=False)
         address = f"tcp://{self.name}:{self.number + 1}"
-        sockets = SimSockets(ports.hosts, self.process)
+        sockets = SimSockets(around.hosts, self.process)
         self.door = HostServer(self.dispatcher, sockets, address, identity, tracer)
         self.record = HostRecord(host_id=identity.id, address=address)
 
@@ -175,17 +175,17 @@ class _Names(Discovery):
 class Router:
     """A frontend over hosts."""
 
-    def __init__(self, ports: Ports, number: int) -> None:
-        self._ports = ports
+    def __init__(self, around: Surroundings, number: int) -> None:
+        self._around = around
         self.name = f"router{number}"
         self._num_starts = 0
         self.clients: set[asyncio.Task[None]] = set()
         self.is_up = False
 
     async def start(self, hosts: Sequence[HostRecord]) -> None:
-        plan = self._ports.plan
+        plan = self._around.plan
         self._num_starts += 1
-        self.process = Process(self.name, self._ports.latency)
+        self.process = Process(self.name, self._around.latency)
         tracer = Tracer("router", clock_ns=OffsetClock(0.0).now_ns)
         self.members = PrefillDecodeRouter(
             POLICIES[plan.policy],
@@ -196,7 +196,7 @@ class Router:
         self.dispatcher = self.members.dispatcher
         self._table = HostTable()
         identity = Identity(f"{self.name}-{self._num_starts}", "sim", "digest", is_router=True)
-        sockets = SimSockets(self._ports.hosts, self.process)
+        sockets = SimSockets(self._around.hosts, self.process)
         self.registry = Registry(self.members, _Names(self._table), sockets, identity, tracer)
         for host in hosts:
             self.name_host(host.address, host)

@@ -18,7 +18,7 @@ from benchmarks.simulation.network import SimNetwork
 from benchmarks.simulation.seeds.client import Answer, ask, check_answers, expected_tokens
 from benchmarks.simulation.seeds.draw import ENGINE_POISON, LEASE_S, Ask, Fault, Kind, Plan
 from benchmarks.simulation.seeds.engine import EngineWorld, LateEngine
-from benchmarks.simulation.seeds.fleet import Host, Ports, Router
+from benchmarks.simulation.seeds.fleet import Host, Router, Surroundings
 from benchmarks.simulation.seeds.sockets import Network
 from pagoda.executor.sim import TransferFate
 from pagoda.frontend.async_utils import cancel_all
@@ -112,10 +112,10 @@ class Life:
             broken=self._break,
             crashed=self._count_death,
         )
-        ports = Ports(plan, self._engines, Network(self.note), self._latency_s)
-        self._ports = ports
-        self._hosts = [Host(ports, number) for number in range(len(plan.hosts))]
-        self._routers = [Router(ports, number) for number in range(plan.num_routers)]
+        around = Surroundings(plan, self._engines, Network(self.note), self._latency_s)
+        self._around = around
+        self._hosts = [Host(around, number) for number in range(len(plan.hosts))]
+        self._routers = [Router(around, number) for number in range(plan.num_routers)]
         breaking = asyncio.create_task(self._is_over.wait())
         living = asyncio.create_task(self._live())
         try:
@@ -224,7 +224,7 @@ class Life:
                 if fault.value >= HANG_TIMEOUT_S:
                     self._count_death(host.name)
             case Kind.CUT_LINKS:
-                self._ports.hosts.cut(host.process, fault.value)
+                self._around.hosts.cut(host.process, fault.value)
                 if fault.value >= SILENCE_S:
                     self._count_death(host.name)
             case _:
