@@ -262,19 +262,41 @@ class Batcher:
         """Makes room for the first waiting request: running requests of lower priorities give way, and the newest
         of a tenant that has more than its share while the first one's tenant has less."""
         while self._running and (first := self._next_in_line(_NO_KEY)) is not None:
-            if first.num_pending_samples or self._fitting_prefix(first) is not None:
+            if self._fitting_prefix(first) is not None:
                 return
-            last = self._running[-1]
-            if first.order_key[0] < last.order_key[0]:
-                self.preempt(last)
-                continue
-            victim = self._over_served(first)
+            last, victim = self._running[-1], None
+            if not first.num_pending_samples:  # else it can only wait for these
+                if first.order_key[0] < last.order_key[0]:
+                    self.preempt(last)
+                    continue
+                victim = self._over_served(first)
             if victim is None:
-                return
+                other = self._first_of_others(first)
+                victim = None if other is None else self._over_served(other)
+                if other is None or victim is None:
+                    return
+                priority, start, _ = first.order_key
+                before = math.nextafter(start, -math.inf)
+                self._places.reorder(other, (priority, before, other.order_key[2]))
+                first = other
             self.preempt(victim)
             priority, start, arrival = victim.order_key
             behind = max(start, math.nextafter(first.order_key[1], math.inf))
             self._places.reorder(victim, (priority, behind, arrival))
+
+    def _first_of_others(self, first: Request) -> Request | None:
+        """The first in line behind `first` that is of its priority and of another tenant. Its tenant may have less
+        than its share of what runs although it has had its share of tokens, for slots become free in bursts."""
+        priority, start, _ = first.order_key
+        if start == -math.inf or not self._waiting.has_others(first.tenant):
+            return None
+        return self.hooks.first_ready(
+            request
+            for request in self._waiting.after(first.order_key)
+            if request.tenant != first.tenant
+            and request.order_key[0] == priority
+            and not request.num_pending_samples
+        )
 
     def _over_served(self, first: Request) -> Request | None:
         """The newest running request of the tenant that has most beside its weight, in sequences if these are all

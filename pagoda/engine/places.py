@@ -34,6 +34,8 @@ class WaitingQueue:
         self._block_sums: list[int] = []
         """`reserved_blocks` of each chunk's requests, added up."""
         self._length = 0
+        self._tenants: dict[str, int] = {}
+        """Number of requests in line, by tenant."""
 
     def __len__(self) -> int:
         return self._length
@@ -60,6 +62,7 @@ class WaitingQueue:
             if len(chunk) > _MAX_CHUNK:
                 self._split(index)
         self._length += 1
+        self._tenants[request.tenant] = self._tenants.get(request.tenant, 0) + 1
 
     def remove(self, request: Request) -> None:
         index = self._chunk_of(request.order_key)
@@ -69,6 +72,13 @@ class WaitingQueue:
         if not chunk:
             del self._chunks[index], self._block_sums[index]
         self._length -= 1
+        self._tenants[request.tenant] -= 1
+        if not self._tenants[request.tenant]:
+            del self._tenants[request.tenant]
+
+    def has_others(self, tenant: str) -> bool:
+        """True if a request of another tenant is in line."""
+        return len(self._tenants) > (tenant in self._tenants)
 
     def after(self, key: OrderKey) -> Iterator[Request]:
         """Requests behind `key`; the queue must not change meanwhile."""

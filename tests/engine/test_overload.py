@@ -159,6 +159,24 @@ def test_a_light_key_gets_a_slot_at_once_from_a_key_that_has_all() -> None:
     assert len(harness.finished) == 11
 
 
+def test_a_light_key_gets_a_second_slot_though_its_tag_is_behind() -> None:
+    """Slots of requests that began together become free together: until then no tag is reached."""
+    harness = Harness(max_num_seqs=6)
+    for index in range(20):
+        harness.add(ask(f"h{index}", "heavy", tokens=50), steps=False)
+    harness.step()
+    for _ in range(6):
+        harness.tick()
+    began = harness.clock.now()
+    for index in range(3):
+        harness.add(ask(f"l{index}", "light", tokens=2))
+    while not {"l0", "l1", "l2"} <= harness.finished.keys():
+        assert harness.tick()
+    assert harness.clock.now() - began < 0.15
+    harness.run()
+    assert len(harness.finished) == 23
+
+
 def test_a_long_prompt_of_one_key_leaves_room_in_its_steps_for_another_key() -> None:
     scheduler = make_scheduler(num_blocks=200, max_num_seqs=4)
     scheduler.add(make_request("long", list(range(60)), tenant="heavy"))
