@@ -7,9 +7,9 @@ import contextlib
 import logging
 import select
 import socket
+from typing import Any
 
 import pytest
-from conftest import ApiFactory
 
 from pagoda.api.connections import Connections, bound_silence
 
@@ -94,7 +94,7 @@ def test_the_kernel_cuts_a_client_that_reads_nothing() -> None:
             assert lost.poll(60_000)
 
 
-async def test_silent_connections_keep_nobody_out(serve_api: ApiFactory) -> None:
+async def test_silent_connections_keep_nobody_out(serve_api: Any) -> None:
     server = await serve_api(max_connections=2)
     silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
     silent[0][1].write(b"POST /v1/compl")
@@ -108,7 +108,7 @@ async def test_silent_connections_keep_nobody_out(serve_api: ApiFactory) -> None
         opened.close()
 
 
-async def test_a_connection_waits_again_behind_its_answer(serve_api: ApiFactory) -> None:
+async def test_a_connection_waits_again_behind_its_answer(serve_api: Any) -> None:
     server = await serve_api(max_connections=1)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(_REQUEST)

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from conftest import Api, ApiFactory
 
 from pagoda.errors import DeadlineError
 
@@ -26,7 +25,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), WAYS)
-async def test_every_dialect_takes_a_timeout(api: Api, path: str, body: dict[str, Any]) -> None:
+async def test_every_dialect_takes_a_timeout(api: Any, path: str, body: dict[str, Any]) -> None:
     answer = await api.post(path, {**body, "timeout": 50})
     assert answer.status == 200, answer.body
     left = [request.timeout_s for request in api.endpoint.requests]
@@ -35,7 +34,7 @@ async def test_every_dialect_takes_a_timeout(api: Api, path: str, body: dict[str
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "soon", 1e9, [1]])
-async def test_a_bad_timeout_is_refused_by_name(api: Api, timeout: object) -> None:
+async def test_a_bad_timeout_is_refused_by_name(api: Any, timeout: object) -> None:
     for path, body in WAYS[:2]:
         answer = await api.post(path, {**body, "timeout": timeout})
         assert (answer.status, answer.error()["param"]) == (400, "timeout")
@@ -44,7 +43,7 @@ async def test_a_bad_timeout_is_refused_by_name(api: Api, timeout: object) -> No
 
 
 async def test_the_body_goes_before_the_header_and_the_header_before_the_default(
-    serve_api: ApiFactory,
+    serve_api: Any,
 ) -> None:
     api = await serve_api(request_timeout_s=30.0)
     header = {"X-Request-Timeout": "20", "x-stainless-timeout": "1"}
@@ -55,14 +54,14 @@ async def test_the_body_goes_before_the_header_and_the_header_before_the_default
     assert [10 * round(one / 10 + 0.4) for one in left] == [30, 20, 10]
 
 
-async def test_all_answers_to_a_request_have_its_deadline(api: Api) -> None:
+async def test_all_answers_to_a_request_have_its_deadline(api: Any) -> None:
     await api.complete(n=3, timeout=40)
     assert [request.timeout_s is not None for request in api.endpoint.requests] == 3 * [True]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_is_late_before_its_first_token_ends_with_408(
-    api: Api, stream: bool
+    api: Any, stream: bool
 ) -> None:
     api.endpoint.raises = DeadlineError()
     answer = await api.complete(timeout=5, stream=stream)
@@ -73,7 +72,7 @@ async def test_a_request_that_is_late_before_its_first_token_ends_with_408(
     assert 'finished_reason="timeout"' in metrics or 'reason="timeout"' in metrics
 
 
-async def test_a_stream_that_is_late_ends_with_an_error_event(api: Api) -> None:
+async def test_a_stream_that_is_late_ends_with_an_error_event(api: Any) -> None:
     api.endpoint.late_after = 1
     answer = await api.complete(timeout=5, stream=True)
     assert answer.status == 200

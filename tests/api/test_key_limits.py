@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from typing import Any
 
 import pytest
-from conftest import Api, ApiFactory
 
 from pagoda.api.errors import ApiError
 from pagoda.api.key_limits import KeyLimits
@@ -19,7 +19,7 @@ def key(name: str = "k", **limits: int) -> ApiKey:
     return ApiKey(name=name, sha256=digest, scopes=EVERY_ROUTE, **limits)
 
 
-async def serve_with(serve_api: ApiFactory, *keys: ApiKey) -> Api:
+async def serve_with(serve_api: Any, *keys: ApiKey) -> Any:
     return await serve_api(api_keys=ApiKeys(in_file=keys))
 
 
@@ -30,7 +30,7 @@ def sent_with(name: str) -> dict[str, dict[str, str]]:
 BODY = {"prompt": "hi", "max_tokens": 2}
 
 
-async def test_requests_beyond_the_rate_are_refused_and_others_go_on(serve_api: ApiFactory) -> None:
+async def test_requests_beyond_the_rate_are_refused_and_others_go_on(serve_api: Any) -> None:
     api = await serve_with(serve_api, key(requests_per_minute=2), key("free", weight=3))
     answers = [await api.post("/v1/completions", BODY, **sent_with("k")) for _ in range(3)]
     assert [answer.status for answer in answers] == [200, 200, 429]
@@ -48,7 +48,7 @@ async def test_requests_beyond_the_rate_are_refused_and_others_go_on(serve_api: 
     assert 'code="requests_per_minute"' in metrics
 
 
-async def test_requests_at_a_time_are_bounded(serve_api: ApiFactory) -> None:
+async def test_requests_at_a_time_are_bounded(serve_api: Any) -> None:
     api = await serve_with(serve_api, key(max_concurrent_requests=1))
     api.endpoint.pause_after = 1
     first = asyncio.create_task(api.post("/v1/completions", BODY, **sent_with("k")))
@@ -60,7 +60,7 @@ async def test_requests_at_a_time_are_bounded(serve_api: ApiFactory) -> None:
     assert (await api.post("/v1/completions", BODY, **sent_with("k"))).status == 200
 
 
-async def test_tokens_are_counted_as_they_come(serve_api: ApiFactory) -> None:
+async def test_tokens_are_counted_as_they_come(serve_api: Any) -> None:
     api = await serve_with(serve_api, key(tokens_per_minute=3))
     statuses = [
         (await api.post("/v1/completions", BODY, **sent_with("k"))).status for _ in range(2)

@@ -24,6 +24,7 @@ from pagoda.api.service import ApiConfig
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.faults.injector import Faults
 from pagoda.frontend.adapters import AdapterRegistry
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.fleet import Fleet
@@ -169,6 +170,7 @@ class DoomedFleet(ScriptedEndpoint):
     def __init__(self) -> None:
         super().__init__()
         self.adapters = AdapterRegistry()
+        self.faults = Faults(None)
         self.closed = False
 
     @property
