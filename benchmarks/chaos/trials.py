@@ -12,11 +12,13 @@ from benchmarks.chaos.deaths import (
     STOP_ENGINE,
     STOP_WORKER,
 )
+from benchmarks.chaos.disk import DISK
 from benchmarks.chaos.drop import DROP
 from benchmarks.chaos.fuzz.trial import FUZZ
 from benchmarks.chaos.hostile.trial import HOSTILE
 from benchmarks.chaos.idle import IDLE
 from benchmarks.chaos.overload import OVERLOAD
+from benchmarks.chaos.routers import ETCD, ROUTER
 from benchmarks.chaos.shutdown import SIGKILL, SIGTERM
 from benchmarks.chaos.simulation import SIMULATION
 from benchmarks.chaos.soak import SOAK
@@ -41,5 +43,8 @@ TRIALS: tuple[Trial, ...] = (
     SIMULATION,
     FUZZ,
     TWO_USERS,
+    DISK,
+    ETCD,
+    ROUTER,
     IDLE,
 )

@@ -46,8 +46,12 @@ class Half:
         self.told: queue.SimpleQueue[Transfers] = queue.SimpleQueue()
         self.is_closed = False
 
+    is_reading = False
+
     def apply(self, message: Transfers) -> None:
         self.told.put(message)
+
+    def give_up_reads(self) -> None: ...
 
     def end(self, *ids: int) -> None:
         for transfer_id in ids:

@@ -179,6 +179,39 @@ def test_an_object_that_cannot_be_read_now_is_told_from_a_bad_one(
     assert (end.failed, end.unreadable) == ([1], [1])  # it is the device that failed
 
 
+def test_a_disk_that_hangs_is_given_up_until_it_answers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written to blocks that were given back, though the disk answers later."""
+    rig.run(blocks(0, 1, 2), objects(1, 2, 3))
+    read, answers = ObjectFiles.read, threading.Event()
+    asked = threading.Semaphore(0)
+
+    def hang(files: ObjectFiles, key: bytes, buffer: memoryview) -> None:
+        asked.release()
+        assert answers.wait(20)
+        read(files, key, buffer)
+
+    monkeypatch.setattr(ObjectFiles, "read", hang)
+    rig.begin(objects(1, 2, 3), blocks(4, 5, 6))
+    for _ in range(transfers.NUM_READERS):
+        assert asked.acquire(timeout=20)
+    rig.transfers.give_up_reads()
+    assert rig.transfers.is_reading, "it has had no time yet"
+    monkeypatch.setattr(transfers, "READ_TIMEOUT_S", 0.0)
+    rig.transfers.give_up_reads()
+    end = rig.wait()
+    assert end.failed == end.unreadable == [0, 1, 2]
+    assert "has not answered" in end.error
+    assert not rig.transfers.is_reading
+    assert rig.run(objects(1), blocks(4)).unreadable == [0], "it is not asked"
+    answers.set()
+    while rig.run(objects(1), blocks(7)).failed:
+        pass
+    assert rig.memory.blocks[7] == b"A" * BLOCK_BYTES
+    assert not {("write", 4), ("write", 5), ("write", 6)}.intersection(rig.memory.touched)
+
+
 def test_what_cannot_be_written_fails_and_later_writes_go_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

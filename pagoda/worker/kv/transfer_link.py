@@ -27,6 +27,8 @@ from pagoda.worker.kv.jobs import Jobs, num_blocks
 from pagoda.worker.kv.transfers import TransferWorker
 
 _FAREWELL_S = 5.0
+_LOOK_MS = 1000
+"""Milliseconds from one look at a disk that owes blocks to the next."""
 
 _ROW = "kv transfers"
 
@@ -143,7 +145,8 @@ class TransferThread:
         poller.register(socket, zmq.POLLIN)
         poller.register(self._news, zmq.POLLIN)
         while not self._is_closing:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(_LOOK_MS if self.transfers.is_reading else None))
+            self.transfers.give_up_reads()
             if self._news in ready:
                 os.eventfd_read(self._news)
                 for end in self.jobs.poll():

@@ -41,6 +41,8 @@ from pagoda.worker.loading import LoadedWorker, WorkerPlan
 NUM_READERS = 2
 NUM_WRITERS = 2
 """Threads of each kind: one copies and checks while the other's object is with the disk."""
+READ_TIMEOUT_S = 10.0
+"""Seconds without the end of any read after which a disk counts as hanging, and what it owes as unreadable."""
 _WRITE_PATIENCE_S = 10.0
 """Seconds after which a write no longer lets reads go first: its blocks are wanted back some time."""
 _WARNING_INTERVAL_S = 10.0
@@ -58,6 +60,13 @@ _ROUTES: dict[tuple[type[TransferPlace], type[TransferPlace]], tuple[str, int]] 
     (DeviceBlocks, DiskObjects): ("write", LATER),
 }
 """Threads and urgency of a transfer, by the kinds of its source and target."""
+
+
+_HANGS = f"the disk of KV blocks has not answered for {READ_TIMEOUT_S:g} s"
+
+
+class _GivenUpError(Exception):
+    """The transfer has ended without this block."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,13 @@ class TransferWorker:
         self.fetcher = None if handoff is None else handoff.open_fetcher(jobs)
         self._num_reads = 0
         """Blocks that are to be read from disk for a request that waits; guarded like the jobs."""
+        self._owed: dict[tuple[Job, int], bool] = {}
+        """Blocks that the disk has yet to give, by job and index, and if a request waits for them; guarded alike.
+        Their targets have not been touched."""
+        self._heard_at = 0.0
+        """Time at which the disk gave the last of them, or was asked for the first."""
+        self._is_hanging = False
+        """The disk has not answered for long, and has not since; guarded alike."""
         self._next_warning_at = 0.0
         self._lanes: dict[str, Lane[_Task]] = {}
         if tiers.arena is not None:
@@ -149,14 +165,63 @@ class TransferWorker:
                     self.fetcher.start(transfer, remote, targets)
                 case _:
                     lane, urgency = self._route(transfer)
-                    if lane is self._lanes.get("read") and urgency == FIRST:
-                        with self._jobs.changed:
-                            self._num_reads += count
+                    if lane is self._lanes.get("read"):
+                        self._read(lane, transfer, count, urgency)
+                        continue
                     size = self._store.batch_blocks if lane is self._lanes.get("copy") else 1
                     batches = [range(count)[at : at + size] for at in range(0, count, size)]
                     job = self._jobs.begin(transfer, len(batches))
                     for batch in batches:
                         lane.put((job, batch), urgency)
+
+    def _read(self, lane: Lane[_Task], transfer: Transfer, count: int, urgency: int) -> None:
+        """Begins to read blocks from disk, or ends at once if the disk hangs."""
+        job = self._jobs.begin(transfer, count)
+        with self._jobs.changed:
+            is_hanging = self._is_hanging
+            if not is_hanging:
+                if not self._owed:
+                    self._heard_at = time.monotonic()
+                self._owed.update({(job, index): urgency == FIRST for index in range(count)})
+                self._num_reads += count * (urgency == FIRST)
+        for index in range(count):
+            if is_hanging:
+                self._jobs.end_part(job, [index], _HANGS, unreadable=True)
+            else:
+                lane.put((job, range(index, index + 1)), urgency)
+
+    @property
+    def is_reading(self) -> bool:
+        """True while the disk owes blocks: `give_up_reads` is to be called now and then."""
+        return bool(self._owed)
+
+    def give_up_reads(self) -> None:
+        """Ends the transfers of a disk that hangs; it is not asked again until it has answered.
+
+        Called by the thread that begins transfers, so none begins meanwhile.
+        """
+        with self._jobs.changed:
+            if not self._owed or time.monotonic() - self._heard_at < READ_TIMEOUT_S:
+                return
+            self._is_hanging = True
+            owed, self._owed = self._owed, {}
+            self._num_reads -= sum(owed.values())
+            self._jobs.changed.notify_all()
+        self._lanes["read"].drop_tasks()
+        _log.warning("%s, and is not asked until it answers", _HANGS)
+        for job, index in owed:
+            self._jobs.end_part(job, [index], _HANGS, unreadable=True)
+
+    def _claim(self, job: Job, index: int) -> None:
+        """The disk has answered. Raises _GivenUpError if its answer is not wanted any more."""
+        with self._jobs.changed:
+            self._is_hanging = False
+            self._heard_at = time.monotonic()
+            is_urgent = self._owed.pop((job, index), None)
+            if is_urgent is None:
+                raise _GivenUpError
+            self._num_reads -= is_urgent
+            self._jobs.changed.notify_all()
 
     def _route(self, transfer: Transfer) -> tuple[Lane[_Task], int]:
         """Chooses the threads that carry out a transfer. Raises ValueError if this worker has no such places."""
@@ -208,17 +273,21 @@ class TransferWorker:
                 store.read(block_ids[chosen], [payload], self._jobs.computed).wait()
                 files.write(keys[batch.start], buffer)
             case DiskObjects(keys), HostSlots(slots) if files:
-                files.read(keys[batch.start], buffer)
+                self._read_object(files, keys[batch.start], buffer, job, batch.start)
                 copy_bytes(files.payload(buffer), self._slot(slots[batch.start]))
             case DiskObjects(keys), DeviceBlocks(block_ids) if files:
-                try:
-                    files.read(keys[batch.start], buffer)
-                    unused = self._await_step(transfer.after_step)
-                    store.write(block_ids[chosen], [files.payload(buffer)], unused).wait()
-                finally:
-                    with self._jobs.changed:
-                        self._num_reads -= 1
-                        self._jobs.changed.notify_all()
+                self._read_object(files, keys[batch.start], buffer, job, batch.start)
+                unused = self._await_step(transfer.after_step)
+                store.write(block_ids[chosen], [files.payload(buffer)], unused).wait()
+
+    def _read_object(
+        self, files: ObjectFiles, key: bytes, buffer: memoryview, job: Job, index: int
+    ) -> None:
+        """Reads an object into a buffer of this thread. Raises as `ObjectFiles.read` and `_claim` do."""
+        try:
+            files.read(key, buffer)
+        finally:
+            self._claim(job, index)
 
     def _let_reads_go_first(self, job: Job) -> None:
         patience_s = job.begun_at + _WRITE_PATIENCE_S - time.monotonic()
@@ -237,11 +306,14 @@ class TransferWorker:
         """Copies some blocks, or ends them with the reason why they were not copied."""
         try:
             self._copy_blocks(job, batch, buffer)
+        except _GivenUpError:
+            pass
         except ObjectError as error:
             unreadable = isinstance(error, ObjectUnreadableError)
             self._jobs.end_part(job, batch, str(error), unreadable=unreadable)
         except Exception as error:
             with self._jobs.changed:
+                self._num_reads -= self._owed.pop((job, batch.start), False)
                 now = time.monotonic()
                 is_told = now >= self._next_warning_at
                 if is_told:
