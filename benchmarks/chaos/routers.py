@@ -87,7 +87,7 @@ def _run_router(short: bool) -> Outcome:
             for join in joins
         ]
         asyncio.run(_until_hosts(routers, hosts))
-        during, after = asyncio.run(_kill_router(*routers, num_tokens=50 if short else 200))
+        during, after = asyncio.run(_kill_router(routers[0], routers[1], 50 if short else 200))
     return _outcome("of the other router's", [*during, *after], short)
 
 
