@@ -245,7 +245,8 @@ def _converted(directory: Path) -> str:
 
 def byte_tokenizer() -> Tokenizer:
     """A tokenizer for models without files: token ids 0 to 255 are bytes, and the others render as ` 4711`."""
-    backend = Backend(BPE(vocab=byte_level_alphabet(), merges=[]))
+    # Whole texts are words here: the cache of 10,000 words would keep 65 MiB of texts, and save no merge.
+    backend = Backend(BPE(vocab=byte_level_alphabet(), merges=[], cache_capacity=0))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
