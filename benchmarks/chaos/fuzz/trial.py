@@ -22,7 +22,7 @@ def _run(short: bool) -> Outcome:
 FUZZ = Trial(
     "fuzz",
     "inputs changed at random, guided by coverage: model files, adapters, templates, tokenizers, KV on disk, "
-    "traces, lists of hosts, flags",
+    "traces, lists of hosts, flags, HTTP, an engine's frames, requests for KV",
     "no crash, no error but a sentence, no hang (10 s), at most 512 MiB more memory",
     _run,
 )

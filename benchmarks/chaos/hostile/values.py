@@ -39,7 +39,7 @@ _FIELDS: dict[str, list[Any]] = {
     "prompt_logprobs": [10**9],
     "max_tokens": [-1, 2**63],
     "cache_salt": [5, "", "x" * 100_000],
-    "kv_transfer_params": [[], {"a": 1}, {"remote_block_ids": [0] * 100_000}],
+    "kv_transfer_params": [[], {"a": 1}, {"remote_block_ids": "x"}],
     "stop": [["x"] * 500, [""], "x" * 100_000],
     "seed": [2**64, 1.5, 10**400],
     "priority": [2**40],
@@ -71,6 +71,10 @@ def values() -> Iterator[Attack]:
     for name, wrong in _FIELDS.items():
         for number, value in enumerate(wrong):
             yield completion(f"{name}, {number + 1}", REFUSED, **{name: value})
+    many_blocks = {
+        "remote_block_ids": [0] * 100_000
+    }  # blocks elsewhere, which count for nothing here
+    yield completion("100,000 blocks elsewhere", kv_transfer_params=many_blocks)
     for name, body in _BODIES.items():
         yield raw(f"body: {name}", body)
     yield raw("body: a zero", b'{"prompt": "a\\u0000b", "max_tokens": 1}', _OK)

@@ -129,7 +129,11 @@ def _other_data(trace: Trace) -> _OtherData:
         )
         for it in trace.processes
     }
-    began = datetime.fromtimestamp(trace.began_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+    try:
+        since = datetime.fromtimestamp(trace.began_ns / 1e9, UTC)
+        began = since.isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):  # a clock that shows no year of ours
+        began = ""
     return _OtherData(processes, trace.began_ns, trace.notes, began)
 
 

@@ -70,7 +70,7 @@ def _rows_of_requests(trace: Trace) -> dict[str, _RequestRows]:
     found: dict[str, _RequestRows] = {}
     for process in trace.processes:
         for row in process.rows:
-            if row.request is None:
+            if row.request is None or not row.spans:
                 continue
             if process.header.kind != "engine":
                 if row.request not in found or found[row.request].process is process:

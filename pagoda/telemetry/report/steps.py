@@ -138,9 +138,11 @@ def worker_report(worker: Process, engines: Sequence[Process]) -> WorkerReport |
             took[span.name] += span.ns
     present = union(it for engine in engines for it in _present(engine))
     busy = union(step.span.interval for step in steps)
-    between = covered(present, busy[0][0], busy[-1][1]) - sum(
-        covered(present, start, end) for start, end in busy
-    )
+    between = 0
+    if busy:  # there is none where all steps took no time
+        between = covered(present, busy[0][0], busy[-1][1]) - sum(
+            covered(present, start, end) for start, end in busy
+        )
     took["rest of the step"] = length(busy) - sum(took.values())
     took["idle, with requests there"] = between
     seconds = {name: max(0, ns) / 1e9 for name, ns in took.items() if ns or name in _PHASES[:3]}
