@@ -31,10 +31,10 @@ def _run(short: bool) -> Outcome:
     )
     with server_process(flags) as server:
         url = server.base_url
-        closed = _load(url, seconds / 3, Clients(_HEAVY, num_clients=2 * num_seqs))
-        most = closed.num_tokens / (seconds / 3)
+        closed = _load(url, seconds / 4, Clients(_HEAVY, num_clients=2 * num_seqs))
+        most = closed.num_tokens / (seconds / 4)
         light = [Clients(key, rate=_LIGHT_RATE) for key in _LIGHT]
-        unloaded = _load(url, seconds, *light)
+        unloaded = _load(url, seconds / 2, *light)
         rate = _OVERLOAD * most / _NUM_OUTPUT_TOKENS - sum(one.rate for one in light)
         loaded = _load(url, seconds, Clients(_HEAVY, rate=rate), *light)
     return outcome_of(most, seconds, unloaded, loaded)
