@@ -18,7 +18,7 @@ from benchmarks.simulation.seeds.draw import (
     Plan,
 )
 from benchmarks.simulation.seeds.executor import NAN
-from pagoda.errors import InvalidRequestError, OverloadedError
+from pagoda.errors import DeadlineError, InvalidRequestError, OverloadedError
 from pagoda.executor.sim import sim_logprob, sim_token
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
@@ -26,6 +26,8 @@ from pagoda.messages.worker_config import Role
 
 MAX_HARMLESS_DEATHS = 2
 """Deaths of workers and engines that no innocent request fails of: `MAX_CRASHES` of both quarantines is higher."""
+_SAME_TIME_S = 1e-6
+_SOON_S = 0.05
 
 
 @dataclass
@@ -40,8 +42,10 @@ class Answer:
     error: str = ""
     num_cached_tokens: int | None = None
     outcome: str = ""
-    """`ended`, `refused`, `invalid`, `left`, `cancelled`, or `lost` with its home; empty while it runs."""
+    """`ended`, `refused`, `invalid`, `late`, `left`, `cancelled`, or `lost` with its home; empty before."""
     num_refusals: int = 0
+    took_s: float = 0.0
+    """Seconds from when it was asked until the answer ended."""
 
     def take(self, chunk: TokenChunk) -> None:
         """Raises BrokenInvariantError if the chunk must not come."""
@@ -95,8 +99,10 @@ async def ask(answer: Answer, home: Home) -> None:
     for attempt in range(1 + it.num_retries):
         while not home.is_up:
             await asyncio.sleep(0.1)
+        asked_at = asyncio.get_running_loop().time()
         try:
             await _read(answer, home.dispatcher)
+            answer.took_s = asyncio.get_running_loop().time() - asked_at
             return
         except OverloadedError as error:
             require(not answer.tokens, f"{it.request.request_id} was refused behind tokens.")
@@ -106,6 +112,12 @@ async def ask(answer: Answer, home: Home) -> None:
                 answer.outcome = "refused"
                 return
             await asyncio.sleep(max(0.1, min(error.retry_after_s, 2.0)))
+        except DeadlineError:
+            timeout_s, now = it.request.timeout_s, asyncio.get_running_loop().time()
+            text = f"{it.request.request_id} was ended before its deadline."
+            require(timeout_s is not None and now >= asked_at + timeout_s - _SAME_TIME_S, text)
+            answer.outcome = "late"
+            return
         except InvalidRequestError as error:
             answer.outcome, answer.error = "invalid", str(error)
             return
@@ -145,7 +157,7 @@ def _check(plan: Plan, answer: Answer, num_deaths: int, outages: bool) -> None:
     require(
         answer.tokens == whole[: len(answer.tokens)], f"{name} got other tokens than it should."
     )
-    if answer.outcome in ("left", "cancelled", "lost"):
+    if answer.outcome in ("left", "cancelled", "lost", "late"):
         return
     if answer.outcome == "refused":
         require(not answer.tokens, f"{name} was refused behind tokens.")
@@ -155,6 +167,9 @@ def _check(plan: Plan, answer: Answer, num_deaths: int, outages: bool) -> None:
         require(is_explained, f"{name} was refused as invalid: {answer.error}")
         return
     require(answer.outcome == "ended", f"{name} has no end.")
+    if request.timeout_s is not None and not (plan.faults or plan.chances.is_late):
+        most_s = request.timeout_s + it.reads_every_s * len(whole) + _SOON_S
+        require(answer.took_s <= most_s, f"{name} went on behind its deadline.")
     if answer.finish is FinishReason.ABORT:
         require(it.aborts_at is not None, f"{name} was aborted, and nobody has asked for it.")
         return

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+
+import msgspec
 
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.replica_set import SMALL_FLEET
@@ -119,6 +121,11 @@ class Chances:
     """Chance of a wake-up of an event loop or an engine to be late."""
     loop_late_s: float
 
+    @property
+    def is_late(self) -> bool:
+        """True if event loops or messages may be late."""
+        return self.message_late > 0 or self.loop_late > 0
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -184,6 +191,7 @@ def draw(seed: int) -> Plan:
     num_asks = rng.randint(2, 4 + 4 * size)
     span_s = rng.choice([0.02, 0.1, 0.5])
     asks = _draw_asks(rng, engine, num_routers, num_hosts, num_asks, span_s)
+    asks = _with_shares(random.Random(f"{seed} shares"), asks)
     return Plan(
         seed=seed,
         engine=engine,
@@ -314,6 +322,21 @@ def _draw_asks(
                 )
             )
     return tuple(asks[:count])
+
+
+def _with_shares(rng: random.Random, asks: Sequence[Ask]) -> tuple[Ask, ...]:
+    """Gives requests keys, among which engines share out their tokens, and deadlines, in some lives."""
+    tenants = rng.choice([("",), ("heavy", "heavy", "heavy", "light")])
+    deadlines = rng.choice([(None,), (None, None, None, 0.0, 0.05, 2.0)])
+    return tuple(
+        replace(
+            it,
+            request=msgspec.structs.replace(
+                it.request, tenant=rng.choice(tenants), timeout_s=rng.choice(deadlines)
+            ),
+        )
+        for it in asks
+    )
 
 
 def _draw_token(rng: random.Random) -> int:

@@ -201,6 +201,11 @@ class LateEngine:
         if self._out is not None:
             self._out.put(f"{restart_s}")
 
+    def replace_if_hung(self) -> None:
+        """Ends an engine that hangs: a supervisor finds it also where it owes no answer."""
+        if self._hangs_until > self._loop.time():
+            self.kill(_RESTART_S)
+
     def hang(self, for_s: float) -> None:
         self._hangs_until = max(self._hangs_until, self._loop.time() + for_s)
 

@@ -340,6 +340,9 @@ class Life:
 
     async def _check_everybody_serves(self) -> None:
         """All that was broken works again."""
+        for engine in self._all_engines():
+            engine.replace_if_hung()
+        await asyncio.sleep(1.0)
         homes: list[Host | Router] = [*self._hosts, *self._routers]
         for number, home in enumerate(homes):
             require(home.is_up, f"{home.name} did not come back.")
