@@ -164,10 +164,12 @@ class LateEngine:
         )
 
     @property
-    def has_transfers(self) -> bool:
-        """True while KV is copied."""
+    def is_unsettled(self) -> bool:
+        """True while KV is copied, and while another engine follows one that has ended."""
         scheduler = None if self.core is None else self.core.scheduler
-        hooks = None if scheduler is None else scheduler.hooks
+        if scheduler is None:
+            return True
+        hooks = scheduler.hooks
         return isinstance(hooks, KVTransferHooks) and not hooks.tiers.is_idle
 
     # ---- Transport

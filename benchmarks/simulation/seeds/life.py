@@ -151,11 +151,11 @@ class Life:
             await host.close()
 
     async def _settle(self) -> None:
-        """Waits until leases have run out, and slow transfers have ended."""
+        """Waits until leases have run out, slow transfers have ended, and all engines run."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TRANSFERS_S
         await asyncio.sleep(_SETTLE_S)
-        while loop.time() < until and any(it.has_transfers for it in self._all_engines()):
+        while loop.time() < until and any(it.is_unsettled for it in self._all_engines()):
             await asyncio.sleep(1.0)
 
     def _all_engines(self) -> list[LateEngine]:
