@@ -22,8 +22,8 @@ from pagoda.messages.worker_config import Role
 QUARANTINE_CRASHES = 2
 """A request with this crash count is tried while no other such request is, so that a request that kills
 engines is told from requests that were only near it."""
-MAX_CRASHES = 3
-"""A request with this crash count is not tried again."""
+MAX_CRASHES = QUARANTINE_CRASHES + 2
+"""A request that crashed an engine twice alone is not tried again."""
 
 
 class RequestState(enum.Enum):

@@ -56,7 +56,7 @@ async def test_a_request_that_kills_engines_or_workers_fails_alone(
     [failed] = [answer for answer in answers if not answer.complete]
     assert failed.request.request_id == "bad"
     assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
-    assert failed.error == "3 engines in a row died while this request was running."
+    assert failed.error == "4 engines in a row died while this request was running."
 
 
 @virtual
