@@ -17,7 +17,7 @@ from pagoda.messages.sampling_params import SamplingParams
 
 LOSSES_BEFORE = 3
 """Workers in a row that were lost without a finished step, after which the next one computes the canary first."""
-_ID = "canary\N{NULL}"
+CANARY_ID = "canary\N{NULL}"
 """No client can give this id: it would have to come in a header."""
 _FIRST_OF_ALL = -(2**62)
 
@@ -31,32 +31,34 @@ class Canary:
     @property
     def is_in_flight(self) -> bool:
         steps = self._scheduler.in_flight
-        return any(part.request.request_id == _ID for step in steps for part in step.scheduled)
+        return any(
+            part.request.request_id == CANARY_ID for step in steps for part in step.scheduled
+        )
 
     def send(self) -> None:
         """The scheduler computes it alone, before all other requests; nothing if one is there already."""
         scheduler = self._scheduler
-        if _ID in scheduler.requests:
+        if CANARY_ID in scheduler.requests:
             return
         is_encoder = scheduler.limits.whole_prompts
         request = GenerateRequest(
-            request_id=_ID,
+            request_id=CANARY_ID,
             prompt_token_ids=[0],
             sampling=SamplingParams(seed=0, max_tokens=0 if is_encoder else 1),
             pooling=Pooling.LAST if is_encoder else None,
             priority=_FIRST_OF_ALL,
         )
         scheduler.add(request)
-        added = scheduler.requests.get(_ID)
+        added = scheduler.requests.get(CANARY_ID)
         if added is not None:
             added.crash_count = QUARANTINE_CRASHES
             scheduler.quarantine.requests.add(added)
 
     def take_back(self) -> None:
         """The worker that was to compute it is lost."""
-        self._scheduler.abort(_ID)
+        self._scheduler.abort(CANARY_ID)
 
     @staticmethod
     def without(chunks: Sequence[TokenChunk]) -> list[TokenChunk]:
         """The chunks of clients' requests."""
-        return [chunk for chunk in chunks if chunk.request_id != _ID]
+        return [chunk for chunk in chunks if chunk.request_id != CANARY_ID]
