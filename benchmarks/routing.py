@@ -119,6 +119,7 @@ def replica(num_blocks: int = 16384) -> EngineConfig:
             base_s=0.010, per_token_s=50e-6, num_blocks=num_blocks, vocab_size=_VOCABULARY
         ),
         max_num_waiting=1_000_000,
+        max_num_waiting_tokens=2**40,
     )
 
 

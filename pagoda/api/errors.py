@@ -43,6 +43,10 @@ CLIENTS_NAME = frozenset(("unknown_field", "duplicate_field"))
 """Kinds of errors whose `param` is not a field of the API but a name that a client made up."""
 
 
+class GenerationError(Exception):
+    """The engine failed with one request. The text is for the log, not for the client."""
+
+
 @dataclass
 class ApiError(Exception):
     """An error answer: HTTP status, one sentence, and the field or thing that the sentence is about."""
@@ -107,5 +111,7 @@ def as_api_error(error: Exception, request_id: str) -> ApiError:
             return unavailable(str(error))
         case PagodaError():
             return ApiError(500, str(error))
-    _log.error("request failed", exc_info=withheld(error), extra={"request_id": request_id})
+    # The reason for which an engine fails a request quotes nobody; the text of any other error may be a prompt's.
+    told = error if isinstance(error, GenerationError) else withheld(error)
+    _log.error("request failed", exc_info=told, extra={"request_id": request_id})
     return ApiError(500, INTERNAL_ERROR)

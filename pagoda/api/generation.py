@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pagoda.api.bootstrap import ask, room_of
 from pagoda.api.constraint_fields import FieldGrammar, constraint_of, constraint_size
+from pagoda.api.errors import GenerationError
 from pagoda.api.fields import (
     GenerationFields,
     beam_search_params,
@@ -30,10 +31,6 @@ from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.messages.frontend import KVSource
 
 Prompt = str | Sequence[int]
-
-
-class GenerationError(Exception):
-    """The engine failed with one request. The text is for the log, not for the client."""
 
 
 class Answer(Protocol):

@@ -413,6 +413,7 @@ def run_server(
         simulated: The text is that of the simulated executor's tokens.
     """
     server, join, profile = options
+    raise_descriptor_limit()  # connections are bounded by what it is then
     spans = server.spans(files)
     joined = join.config(files, spans)
     config = server.config(files)
@@ -432,7 +433,6 @@ def run_server(
         settle_heap()
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    raise_descriptor_limit()
     event_loop.run(
         serve_api(
             config,

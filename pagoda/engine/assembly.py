@@ -26,6 +26,8 @@ _WAITING_CACHES = 8
 """KV caches that the tokens of waiting prompts may fill."""
 _WAITING_STEPS = 64
 """Full steps that the tokens of waiting prompts may take, where these are more tokens."""
+_LARGEST_BODY = 2**20
+"""Tokens of 2,048 inputs of 512 tokens each, which one request for embeddings may have."""
 
 
 class QueueLimits(NamedTuple):
@@ -43,6 +45,7 @@ class QueueLimits(NamedTuple):
             max_tokens = max(
                 _WAITING_CACHES * worker.num_blocks * worker.block_size,
                 _WAITING_STEPS * limits.max_num_batched_tokens,
+                _LARGEST_BODY,
             )
         return cls(limits.max_num_seqs, config.max_num_waiting, max_tokens)
 

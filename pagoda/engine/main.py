@@ -222,6 +222,8 @@ class EngineProcess:
                 try:
                     message = self._codec_in.decode(payload)
                 except msgspec.DecodeError as error:
+                    if self._incoming[frontend].are_numbered:
+                        raise LostMessageError("sent what is no message") from error
                     _log.warning("a frontend sent what is not a message: %s", error)
                     continue
                 self._handle(frontend, message)

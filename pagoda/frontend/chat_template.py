@@ -109,6 +109,7 @@ class ChatTemplate:
         self._check_switches(given)
         try:
             text = self._bounded(
+                Budget(len(messages)),
                 messages=[self._known(message) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt is not False
@@ -122,9 +123,9 @@ class ChatTemplate:
             raise _refusal(str(error) or type(error).__name__) from error
         return _cut_behind_last(text, messages) if continue_final_message else text
 
-    def _bounded(self, **variables: object) -> str:
+    def _bounded(self, budget: Budget, **variables: object) -> str:
         parts, size = [], 0
-        for part in self._template.generate(**variables, **{BUDGET: Budget()}):
+        for part in self._template.generate(**variables, **{BUDGET: budget}):
             size += len(part)
             if size > MAX_RENDERED_CHARS:
                 raise TemplateError(f"the prompt grows beyond {MAX_RENDERED_CHARS} characters")
@@ -135,7 +136,7 @@ class ChatTemplate:
         """True if the name of a user's message is seen in the prompt."""
         message = {"role": "user", "content": "", "name": _PROBE}
         try:
-            return _PROBE in self._bounded(messages=[message], **self.special_tokens)
+            return _PROBE in self._bounded(Budget(), messages=[message], **self.special_tokens)
         except (TemplateError, *_TEMPLATE_FAULTS):
             return False
 

@@ -304,8 +304,12 @@ class EngineClient:
                 self.replica.receive(message)
 
     def _on_failed(self, engine: _Engine, failure: EngineFailed) -> None:
-        """The engine cannot start, or cannot keep its workers alive: another one could not either."""
+        """The engine cannot start, or cannot keep its workers alive. Another one could not either, unless one
+        was ready before and this one lost its first worker: that counts as a death."""
         has_started = self.replica.has_started
+        if has_started and self._ready_at is None:
+            engine.end(f"could not start ({failure.error.removesuffix('.')})")
+            return
         error = ConfigError if failure.is_user_error and not has_started else EngineDeadError
         self._fail(error(failure.error))
         engine.end(failure.error)

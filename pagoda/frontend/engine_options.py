@@ -95,7 +95,7 @@ class EngineOptions:
     max_num_waiting: Count = 4096
     """The most requests that wait; more are refused with status 429."""
     max_num_waiting_tokens: Count | None = None
-    """The most prompt tokens of requests that wait; by default 8 times what the KV cache holds."""
+    """The most prompt tokens of requests that wait; by default 8 KV caches full, at least 1,048,576."""
     max_logprobs: Annotated[int, Meta(ge=ALL_LOGPROBS, lt=2**31)] = DEFAULT_MAX_LOGPROBS
     """The most likely tokens that a request may ask for at each position; -1 allows the whole vocabulary."""
     block_size: Count | None = None

@@ -23,12 +23,15 @@ import jinja2.sandbox
 MAX_RENDERED_CHARS = 16 * 2**20
 """Characters of a rendering, and of any text on the way."""
 MAX_STEPS = 1_000_000
-"""Steps of one rendering: turns of loops, calls, operators; and one for each KiB of text or eight items."""
+"""Steps of one rendering: turns of loops, calls, operators; and one for each KiB of text or eight items. Templates
+that look at all later messages of each one (gpt-oss) get as many steps more as there are pairs of messages."""
 MAX_SECONDS = 3.0
-"""Seconds of one rendering: for what steps do not count."""
+"""Processor seconds of one rendering: for what steps do not count."""
 BUDGET = "__budget__"
 """Name under which a rendering's variables hold its `Budget`; its attributes are private, so templates cannot."""
 
+_MAX_PAIR_STEPS = 32_000_000
+_STEPS_BETWEEN_LOOKS = 16
 _MAX_ITEMS = 2**20
 _MAX_WIDTH = 100_000
 """Highest whole number as an argument of a filter, or of a method that pads."""
@@ -40,10 +43,13 @@ _TEXT_FILTERS = frozenset(
     | {"center", "wordwrap", "wordcount", "striptags", "urlize", "truncate", "safe"}
 )
 """Filters that write a value as text, however deep it is."""
+_COMPARING_FILTERS = frozenset({"unique", "sort", "groupby", "min", "max", "dictsort"})
+_SPLITTING = frozenset({"split", "rsplit", "splitlines"})
 _PADDING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 _NUMBER = re.compile(r"\d{1,12}")
-_WIDTH_GIVEN = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*\*|\{[^}]*\{")
+_WIDTH_GIVEN = re.compile(r"%[-+ #0]*(\d*\.)?\*|\{[^}]*\{")
 """A width that is an argument, of `%` or of `format`."""
+_WIDTH_OF_TIME = re.compile(r"%[-_0^#+]*\d")
 
 
 class TemplateError(Exception):
@@ -51,21 +57,22 @@ class TemplateError(Exception):
 
 
 class Budget:
-    """Steps and time that are left to one rendering."""
+    """Steps and processor time that are left to one rendering, which one thread does."""
 
-    def __init__(self) -> None:
-        self._left = MAX_STEPS
-        self._looked_at = MAX_STEPS
-        self._deadline = time.monotonic() + MAX_SECONDS
+    def __init__(self, num_messages: int = 0) -> None:
+        """`num_messages` are those of the conversation."""
+        self._steps = MAX_STEPS + min(2 * num_messages**2, _MAX_PAIR_STEPS)
+        self._left = self._looked_at = self._steps
+        self._deadline = time.thread_time() + MAX_SECONDS
 
     def _spend(self, steps: int) -> None:
         """Raises TemplateError: the rendering takes too many steps, or too long."""
         self._left -= steps
         if self._left < 0:
-            raise TemplateError(f"it takes more than {MAX_STEPS} steps")
-        if self._looked_at - self._left > 1000:
+            raise TemplateError(f"it takes more than {self._steps} steps")
+        if self._looked_at - self._left >= _STEPS_BETWEEN_LOOKS:
             self._looked_at = self._left
-            if time.monotonic() > self._deadline:
+            if time.thread_time() > self._deadline:
                 raise TemplateError(f"it takes more than {MAX_SECONDS:g} s")
 
 
@@ -89,12 +96,18 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
     def _generate(self, source: jinja2.nodes.Template, *args: Any, **options: Any) -> str:
-        """Lets each turn of a loop cost a step, and texts that are joined by `~` be looked at."""
+        """Lets each turn of a loop cost a step, and values be looked at that are joined, compared, or keys."""
         for loop in list(source.find_all(jinja2.nodes.For)):
             loop.body.insert(0, jinja2.nodes.ExprStmt(_step(loop.lineno), lineno=loop.lineno))
             if loop.test is not None:
                 loop.test = jinja2.nodes.And(_step(loop.lineno), loop.test, lineno=loop.lineno)
         _replace_concat(source)
+        for compared in source.find_all(jinja2.nodes.Compare):
+            compared.expr = _weighed(compared.expr)
+            for operand in compared.ops:
+                operand.expr = _weighed(operand.expr)
+        for pair in source.find_all(jinja2.nodes.Pair):
+            pair.key = _weighed(pair.key)
         return super()._generate(source, *args, **options)
 
     def call_binop(
@@ -117,6 +130,9 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget: Budget = context.parent[BUDGET]
+        if obj is Sandbox.weighed:
+            _spend_text(budget, args[0])
+            return args[0]
         budget._spend(1)
         if obj is Sandbox.step:
             return True
@@ -124,6 +140,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = getattr(obj, "__wrapped__", obj)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str | bytes):
+            if method.__name__ == "join" and args:
+                args = (_listed(budget, args[0]), *args[1:])
             _check_method(budget, owner, method.__name__, args, kwargs)
         elif isinstance(owner, int) and method.__name__ == "to_bytes":
             raise TemplateError("to_bytes is not for chat templates")
@@ -133,6 +151,11 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def step() -> bool:
         """Does nothing, at each turn of a loop: the call costs a step."""
         return True
+
+    @staticmethod
+    def weighed(value: Any) -> Any:
+        """The value, which is compared or hashed next: the call costs what it takes to walk through it."""
+        return value
 
     @staticmethod
     @jinja2.pass_context
@@ -158,6 +181,12 @@ class _Generation(jinja2.ext.Extension):
 
 def _step(line: int) -> jinja2.nodes.Call:
     return _call("step", [], line)
+
+
+def _weighed(expression: jinja2.nodes.Expr) -> jinja2.nodes.Expr:
+    if isinstance(expression, jinja2.nodes.Const):
+        return expression
+    return _call("weighed", [expression], expression.lineno)
 
 
 def _call(name: str, arguments: list[jinja2.nodes.Expr], line: int) -> jinja2.nodes.Call:
@@ -200,7 +229,11 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         given = (*args, *kwargs.values())
         if any(isinstance(it, int) and abs(it) > _MAX_WIDTH for it in given):
             raise TemplateError(f"{name} is for small numbers in a chat template")
+        if name == "join":
+            value = _listed(budget, value)
         _spend_items(budget, value)
+        if name in _COMPARING_FILTERS:
+            _spend_text(budget, value)
         if name in _TEXT_FILTERS:
             for part in (value, *given):
                 _spend_text(budget, part)
@@ -213,7 +246,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             "environment": (context.environment,),
         }.get(passed, ())
         made = function(*first, value, *args, **kwargs)
-        if isinstance(made, str):
+        if isinstance(made, str | list):
             _check_size(made, len(made))
         return made
 
@@ -225,7 +258,7 @@ def _check_growth(budget: Budget, name: str, value: Any, given: Sequence[Any]) -
     longest = max((len(it) for it in given if isinstance(it, str)), default=0)
     if name == "format":
         _check_layout(budget, str(value), "%", given)
-    elif name == "join" and isinstance(value, Sized):
+    elif name == "join":
         _check_size("", len(value) * longest)
     elif name in ("replace", "wordwrap") and longest > 1:
         text = str(value)
@@ -257,8 +290,12 @@ def _check_method(
     elif name == "join":
         for part in given:
             _spend_text(budget, part)
-            if isinstance(part, Sized):
-                _check_size("", len(part) * len(owner))
+            _check_size("", len(part) * len(owner))
+    elif name in _SPLITTING:
+        separators: list[Any] = [it for it in given if isinstance(it, type(owner)) and it]
+        if isinstance(owner, str) and not separators:
+            separators = [" ", "\n"]
+        _check_size(separators, sum(owner.count(it) for it in separators))
     elif name == "translate":
         raise TemplateError("translate is not for chat templates")
     elif name in ("format", "format_map") and isinstance(owner, str):
@@ -297,6 +334,18 @@ def _spend_items(budget: Budget, *values: Any) -> None:
             budget._spend(len(value) >> 3)
 
 
+def _listed(budget: Budget, values: Any) -> Any:
+    """The values as something that has a length; each of a generator costs a step."""
+    if isinstance(values, Sized):
+        return values
+    listed = []
+    for value in values:
+        budget._spend(1)
+        listed.append(value)
+        _check_size(listed, len(listed))
+    return listed
+
+
 def _spend_text(budget: Budget, value: Any) -> None:
     """Spends what it takes to write the value as text, with all that is in it."""
     if isinstance(value, str | bytes):
@@ -326,6 +375,6 @@ def _raise(message: str) -> NoReturn:
 
 
 def _strftime_now(layout: str) -> str:
-    if _NUMBER.search(layout):
+    if _WIDTH_OF_TIME.search(layout):
         raise TemplateError("strftime_now takes no widths")
     return datetime.now().strftime(layout)

@@ -95,6 +95,8 @@ class ServerTls:
         self._files.load(context)
         if self._files.authorities is not None:
             context.verify_mode = ssl.CERT_REQUIRED
+            # Clients of TLS 1.2 could resume a session that authorities of before let in.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
         return context
 
 

@@ -239,7 +239,7 @@ _NESTED = "{% for i in range(9999) %}{% for j in range(9999) if TEST %}{% endfor
 def test_a_template_that_runs_long_is_refused(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.setattr(template_sandbox, "MAX_STEPS", 20_000)
     messages = [{"role": "user", "content": "x" * 100_000}]
-    with pytest.raises(InvalidRequestError, match=r"more than 20000 steps|recursion"):
+    with pytest.raises(InvalidRequestError, match=r"more than 2\d{4} steps|recursion"):
         template(source).render(messages)
 
 

@@ -21,6 +21,7 @@ from pagoda.messages.frontend import FinishReason
         "frontend.receive:reorder@12",
         "frontend.send:drop@3",
         "frontend.send:double@3",
+        "frontend.send:corrupt@3",
     ],
 )
 async def test_answers_are_the_same(schedule: str) -> None:

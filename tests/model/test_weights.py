@@ -110,7 +110,7 @@ def test_bad_indexes(tmp_path: Path) -> None:
     _write_shards(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     _write_index(tmp_path, {"a": "three.safetensors"})
-    assert _refusal(tmp_path) == f"{index} names three.safetensors, which is missing."
+    assert _refusal(tmp_path) == f"{index} names 'three.safetensors', which is missing."
     _write_index(tmp_path, {"a": "../one.safetensors"})
     assert "must name files beside it, got '../one.safetensors'" in _refusal(tmp_path)
     _write_index(tmp_path, {"c": "one.safetensors"})

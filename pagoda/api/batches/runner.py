@@ -295,14 +295,15 @@ class BatchRunner:
 
     async def _ask(self, record: BatchRecord, line: BatchLine, request_id: str) -> tuple[int, Any]:
         """Status and body of the answer to a line."""
+        key = self._service.config.api_keys.named(record.key_name)
         client = ClientRequest(
             id=f"{record.id}-{request_id}",
             arrived_ns=self._service.tracker.clock_ns(),
             key_name=record.key_name,
+            weight=1.0 if key is None else key.weight,
             route=record.endpoint,
         )
         try:
-            key = self._service.config.api_keys.named(record.key_name)
             if key is None:
                 raise ApiError(
                     401, "The API key of this batch was revoked.", code="invalid_api_key"

@@ -12,8 +12,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from pagoda.api.body import Timeout
+from pagoda.api.errors import GenerationError
 from pagoda.api.fields import TokenIds
-from pagoda.api.generation import GenerationError
 from pagoda.api.request_context import RequestContext
 from pagoda.api.scoring.embeddings import envelope
 from pagoda.errors import refuse
