@@ -51,6 +51,10 @@ class Server:
         while not self.core.is_worker_ready:
             self._wait()
             self.core.step()
+        # Until the directory has been looked through, nothing is stored in it.
+        while not all(tier.is_indexed for tier in self.core.load().tiers):
+            self._wait()
+            self.core.step()
 
     def _wait(self) -> None:
         sources = [(source, zmq.POLLIN) for source in self.core.pollables()]
