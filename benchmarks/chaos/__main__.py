@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 
 from benchmarks.chaos.page import Result, result_of, write_page
-from benchmarks.chaos.trial import Trial
+from benchmarks.chaos.trial import Outcome, Trial
 from benchmarks.chaos.trials import TRIALS
 from pagoda.cli import output
 
@@ -38,15 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no trial is named {unknown[0]}; --list prints the names")
     chosen = [by_name[name] for name in options.names] or list(TRIALS)
-    results = [_run(trial, options.short) for trial in chosen]
-    if not options.short:
-        write_page(TRIALS, results)
-    return 0 if all(result.holds for result in results) else 1
+    all_hold = True
+    for trial in chosen:
+        result = _run(trial, options.short)
+        all_hold = all_hold and result.holds
+        if not options.short:
+            write_page(TRIALS, [result])
+    return 0 if all_hold else 1
 
 
 def _run(trial: Trial, short: bool) -> Result:
+    """Runs a trial. One that raises falls short, and the others are tried all the same."""
     output.stdout().print(f"{trial.name}: {trial.fault}\n  asked: {trial.asked}")
-    outcome = trial.run(short)
+    try:
+        outcome = trial.run(short)
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(f"the trial ended with {type(error).__name__}: {error}", False)
     output.stdout().print(f"  {'holds' if outcome.holds else 'FALLS SHORT'}: {outcome.measured}")
     return result_of(trial, outcome)
 

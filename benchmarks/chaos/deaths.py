@@ -42,19 +42,18 @@ def _signals(
     timeout_s: float = 0.0,
     flags: Sequence[str] = (),
     faults: str = "",
-    num_starts: int = 1,
     count: int = _NUM_STREAMS,
     max_tokens: int = 400,
 ) -> Outcome:
     """Compares streams of a server whose processes are sent signals with undisturbed ones. A pause may last
-    `timeout_s`, and `num_starts` processes may start in it."""
+    `timeout_s`, and a process may start in it."""
     if short:
         count, times, max_tokens = _SHORT_STREAMS, 1, _SHORT_TOKENS
     expected = _undisturbed(count, max_tokens)
     with adapted_server(flags, faults) as server:
         disturb = partial(signal_children, server, module, number, times)
         streams = asyncio.run(run_streams(server, bodies(count, max_tokens), disturb))
-    return comparison(streams, expected, None if short else timeout_s + num_starts * RESPAWN_S)
+    return comparison(streams, expected, None if short else timeout_s + RESPAWN_S)
 
 
 def _asked(timeout_s: float, timeout: str = "", num_starts: int = 1) -> str:
@@ -106,7 +105,7 @@ STOP_ENGINE = Trial(
 HANG_LOADING = Trial(
     "hang-loading",
     f"SIGKILL of the worker {_COUNTS}; the one that follows hangs while it loads",
-    _asked(_START_TIMEOUT_S, "--worker-start-timeout", 2),
+    _asked(_START_TIMEOUT_S, "--worker-start-timeout"),
     partial(
         _signals,
         module=_WORKER,
@@ -115,7 +114,6 @@ HANG_LOADING = Trial(
         timeout_s=_START_TIMEOUT_S,
         flags=("--worker-start-timeout", f"{_START_TIMEOUT_S:g}"),
         faults="worker[2].load:hang@3",
-        num_starts=2,
     ),
 )
 

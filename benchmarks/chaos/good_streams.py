@@ -22,7 +22,7 @@ from pagoda.frontend.event_loop import run
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """Gaps between events of all streams, in ms, and errors."""
+    """Gaps between events of all streams, in ms, those that still last included, and errors."""
 
     gaps: int
     median_ms: float
@@ -34,20 +34,26 @@ class Seen(msgspec.Struct, frozen=True):
 @dataclass
 class _Gaps:
     gaps: list[float] = field(default_factory=list)
+    heard_at: dict[int, float] = field(default_factory=dict)
+    """Times of the last events of running streams, by stream."""
     errors: list[str] = field(default_factory=list)
 
     def take(self) -> Seen:
-        gaps, self.gaps = sorted(self.gaps), []
+        now = time.monotonic()
+        gaps = sorted([*self.gaps, *(now - last for last in self.heard_at.values())])
+        self.gaps = []
         errors, self.errors = self.errors, []
         at = [1e3 * gaps[int(share * (len(gaps) - 1))] for share in (0.5, 0.99, 1)] if gaps else []
         median, p99, longest = at or (0.0, 0.0, 0.0)
         return Seen(len(gaps), median, p99, longest, tuple(errors))
 
 
-async def _stream(session: aiohttp.ClientSession, max_tokens: int, seen: _Gaps) -> None:
+async def _stream(
+    session: aiohttp.ClientSession, number: int, max_tokens: int, seen: _Gaps
+) -> None:
     body = {"prompt": "1 + 2 =", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     while True:
-        last = 0.0
+        seen.heard_at.pop(number, None)
         try:
             async with session.post("/v1/completions", json=body) as answer:
                 if answer.status != 200:
@@ -56,9 +62,9 @@ async def _stream(session: aiohttp.ClientSession, max_tokens: int, seen: _Gaps) 
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
                         now = time.monotonic()
-                        if last:
-                            seen.gaps.append(now - last)
-                        last = now
+                        if number in seen.heard_at:
+                            seen.gaps.append(now - seen.heard_at[number])
+                        seen.heard_at[number] = now
         except aiohttp.ClientError as error:
             seen.errors.append(repr(error))
             await asyncio.sleep(0.1)
@@ -67,7 +73,10 @@ async def _stream(session: aiohttp.ClientSession, max_tokens: int, seen: _Gaps) 
 async def _run(url: str, streams: int, max_tokens: int) -> None:
     seen = _Gaps()
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(None)) as session:
-        tasks = [asyncio.create_task(_stream(session, max_tokens, seen)) for _ in range(streams)]
+        tasks = [
+            asyncio.create_task(_stream(session, number, max_tokens, seen))
+            for number in range(streams)
+        ]
         while await asyncio.to_thread(sys.stdin.readline):
             sys.stdout.write(msgspec.json.encode(seen.take()).decode() + "\n")
             sys.stdout.flush()

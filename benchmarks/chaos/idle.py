@@ -30,12 +30,14 @@ def _watched(url: str) -> Iterator[None]:
 
     async def read_events(session: aiohttp.ClientSession) -> None:
         async with session.get("/v1/live") as answer:
+            answer.raise_for_status()
             async for _ in answer.content:
                 pass
 
     async def scrape(session: aiohttp.ClientSession) -> None:
         while True:
             async with session.get("/metrics") as answer:
+                answer.raise_for_status()
                 await answer.read()
             await asyncio.sleep(_SCRAPE_S)
 
@@ -47,10 +49,12 @@ def _watched(url: str) -> Iterator[None]:
                 asyncio.create_task(scrape(session)),
             ]
             await asyncio.to_thread(ending.wait)
+            unwatched.extend(task for task in tasks if task.done())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    unwatched: list[asyncio.Task[None]] = []
     thread = threading.Thread(target=run, args=(watch(),), name="watcher")
     thread.start()
     try:
@@ -58,6 +62,8 @@ def _watched(url: str) -> Iterator[None]:
     finally:
         ending.set()
         thread.join()
+    if unwatched:
+        raise RuntimeError(f"The server was not watched to the end: {unwatched[0]}")
 
 
 def _tiers(directory: Path) -> list[str]:
@@ -93,12 +99,12 @@ def _run(short: bool) -> Outcome:
         f"{100 * alone:.2f} % of a core, all processes of a server; "
         f"{100 * fleet:.2f} % with a router and a host of two engines instead"
     )
-    return Outcome(words, alone <= _LARGEST_SHARE)
+    return Outcome(words, max(alone, fleet) <= _LARGEST_SHARE)
 
 
 IDLE = Trial(
     "idle",
     "nothing after one request; KV tiers in host memory and on disk, the live page open, a scrape every 15 s",
-    "all processes of a server together use at most 0.3 % of a core",
+    "all processes together use at most 0.3 % of a core, of a server, and of a router with a host of two engines",
     _run,
 )

@@ -93,12 +93,23 @@ def _constrained(max_tokens: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def adapted_server(flags: Sequence[str] = (), faults: str = "") -> Iterator[ServerProcess]:
-    """A server of the embedded model with an adapter of random numbers, and perhaps a schedule of faults."""
-    with tempfile.TemporaryDirectory() as directory, _environment(faults):
+    """A server of the embedded model with an adapter of random numbers, and perhaps a schedule of faults.
+    Raises RuntimeError at the end: a fault of the schedule has not come, so nothing was tried."""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        tempfile.TemporaryFile() as log,
+        _environment(faults),
+    ):
         _save_adapter(Path(directory))
         adapter = ("--lora", f"{_ADAPTER}={directory}", "--dtype", "float32")
-        with server_process([*adapter, "--log-level", "error", *flags]) as server:
+        arguments = [*adapter, "--log-level", "warning", *flags]
+        with server_process(arguments, stderr=log.fileno()) as server:
             yield server
+        log.seek(0)
+        told = log.read().decode(errors="replace")
+    missing = [entry for entry in faults.split() if f"injects a fault: {entry}" not in told]
+    if missing:
+        raise RuntimeError(f"These faults have not come: {', '.join(missing)}")
 
 
 @contextlib.contextmanager
@@ -234,8 +245,9 @@ async def _until_more(streams: list[Stream], count: int) -> None:
 
 
 async def _until_gone(pid: int) -> None:
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        await asyncio.sleep(0.05)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.05)
 
 
 async def _newest(server_pid: int, module: str) -> int:

@@ -53,7 +53,7 @@ class _Targets:
 
 def _run(short: bool) -> Outcome:
     if os.geteuid() != 0:
-        return Outcome("not tried: only root can become another user", True)
+        return Outcome("not tried: only root can become another user", False)
     with tempfile.TemporaryDirectory(prefix="two-users-") as name:
         directory = Path(name)
         directory.chmod(0o755)

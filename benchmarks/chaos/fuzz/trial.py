@@ -16,7 +16,9 @@ def _run(short: bool) -> Outcome:
     runs, edges = sum(it.runs for it in done), sum(it.edges for it in done)
     covered = f", {edges:,} edges covered" if edges else ", blindly: atheris is not installed"
     said = f"{len(done)} targets, {seconds} s each: {runs:,} inputs{covered}, "
-    return Outcome(said + ("; ".join(failures) or "no failure"), not failures)
+    failures += [f"{it.name}: no input was tried" for it in done if not it.runs]
+    holds = not failures and (short or all(it.edges for it in done))
+    return Outcome(said + ("; ".join(failures) or "no failure"), holds)
 
 
 FUZZ = Trial(

@@ -73,20 +73,26 @@ class Measured:
         return [row for row in self.rows if row.wrong]
 
 
-async def _stream(session: aiohttp.ClientSession, pauses: list[Pause], broken: list[str]) -> None:
-    """Reads a good stream, and notes its pauses of more than 2 ms."""
+async def _stream(
+    session: aiohttp.ClientSession,
+    number: int,
+    pauses: list[Pause],
+    heard_at: dict[int, float],
+    broken: list[str],
+) -> None:
+    """Reads a good stream, and notes its pauses of more than 2 ms, and when it was heard last."""
     loop = asyncio.get_running_loop()
     try:
         async with session.post("/v1/completions", json=_PLAIN) as answer:
-            last = 0.0
             async for line in answer.content:
                 if b'"error"' in line:
                     raise ValueError(line.decode(errors="replace")[:200])
                 if line.startswith(b"data: {"):
                     now = loop.time()
-                    if last and now - last > 0.002:
+                    last = heard_at.get(number, now)
+                    if now - last > 0.002:
                         pauses.append(Pause(last, now))
-                    last = now
+                    heard_at[number] = now
         broken.append(f"a stream ended with {answer.status}")
     except (aiohttp.ClientError, ValueError) as error:
         broken.append(f"{type(error).__name__}: {error}")
@@ -94,11 +100,15 @@ async def _stream(session: aiohttp.ClientSession, pauses: list[Pause], broken: l
 
 async def _measure(url: str, pid: int, arguments: Sequence[str]) -> Measured:
     pauses: list[Pause] = []
+    heard_at: dict[int, float] = {}
     broken: list[str] = []
     rows: list[Row] = []
     limit = aiohttp.ClientTimeout(None)
     async with aiohttp.ClientSession(url, timeout=limit) as session:
-        streams = [asyncio.create_task(_stream(session, pauses, broken)) for _ in range(_STREAMS)]
+        streams = [
+            asyncio.create_task(_stream(session, number, pauses, heard_at, broken))
+            for number in range(_STREAMS)
+        ]
         await asyncio.sleep(_SETTLING_S)
         pauses.clear()
         before = psutil.Process(pid).memory_info().rss
@@ -110,11 +120,19 @@ async def _measure(url: str, pid: int, arguments: Sequence[str]) -> Measured:
         async for line in client.stdout:
             name, began, ended, wrong = json.loads(line)
             await asyncio.sleep(_TAIL_S)
-            during = [p for p in pauses if p.ended > began and p.began < ended + _TAIL_S]
+            # Pauses that still last count as well.
+            now = asyncio.get_running_loop().time()
+            open_pauses = [Pause(last, now) for last in heard_at.values()]
+            during = [
+                p for p in (*pauses, *open_pauses) if p.ended > began and p.began < ended + _TAIL_S
+            ]
             longest = max((p.ended - p.began for p in during), default=0.0)
             pauses.clear()
             rows.append(Row(name, ended - began, longest, wrong))
-        await client.wait()
+        if await client.wait():
+            broken.append(f"the hostile client ended with status {client.returncode}")
+        if len(heard_at) < _STREAMS:
+            broken.append(f"{_STREAMS - len(heard_at)} good streams were never answered")
         after = psutil.Process(pid).memory_info().rss
         ended_early = list(broken)
         for stream in streams:
