@@ -20,7 +20,7 @@ def test_every_request_is_answered_in_full_or_refused_in_order() -> None:
 
 def test_other_refusals_cut_answers_and_late_light_keys_fall_short() -> None:
     def received(**fields: object) -> Received:
-        ttft_s = {"light-key-0": [0.1]}
+        ttft_s = {f"light-key-{index}": [0.1] for index in range(5)}
         whole = {"num_tokens": 96, "statuses": {200: 3, 429: 5}, "ttft_s": ttft_s, **fields}
         return Received(**whole)  # type: ignore[arg-type]
 
@@ -31,6 +31,8 @@ def test_other_refusals_cut_answers_and_late_light_keys_fall_short() -> None:
         {"statuses": {200: 3, 500: 1}},
         {"num_incomplete": 1},
         {"num_without_retry_after": 1},
-        {"ttft_s": {"light-key-0": [0.21]}},
+        {"ttft_s": {f"light-key-{index}": [0.21] for index in range(5)}},
+        {"ttft_s": {f"light-key-{index}": [0.1] for index in range(4)}},
+        {"ttft_s": {}},
     ):
         assert not outcome_of(100, 1, unloaded, received(**bad)).holds
