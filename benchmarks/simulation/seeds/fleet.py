@@ -102,7 +102,8 @@ class Host:
         has_disk = around.plan.engine.has_disk
         self.disks = [SimDisk() if has_disk else None for _ in range(self.plan.num_engines)]
         self._num_starts = 0
-        self.clients: set[asyncio.Task[None]] = set()
+        self.clients: dict[asyncio.Task[None], None] = {}
+        """In the order in which they began: that of a set would differ from process to process."""
         """Clients that ask this host directly; they end with it."""
         self.record: HostRecord | None = None
 
@@ -179,7 +180,8 @@ class Router:
         self._around = around
         self.name = f"router{number}"
         self._num_starts = 0
-        self.clients: set[asyncio.Task[None]] = set()
+        self.clients: dict[asyncio.Task[None], None] = {}
+        """In the order in which they began: that of a set would differ from process to process."""
         self.is_up = False
 
     async def start(self, hosts: Sequence[HostRecord]) -> None:

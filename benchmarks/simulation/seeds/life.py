@@ -88,7 +88,7 @@ class Life:
         self._verdict = verdict
         self._logs = logs
         self._rng = random.Random(f"{plan.seed} fates")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._is_over = asyncio.Event()
         self._num_deaths = 0
         self._busy: set[str] = set()
@@ -174,8 +174,8 @@ class Life:
         else:
             home = self._hosts[-1 - it.router]
         task = self._spawn(ask(answer, home))
-        home.clients.add(task)
-        task.add_done_callback(home.clients.discard)
+        home.clients[task] = None
+        task.add_done_callback(home.clients.pop)
         timers = []
         if it.cancels_at is not None:
             timers.append(loop.call_later(it.cancels_at, self._cancel, task, answer))
@@ -401,12 +401,12 @@ class Life:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._on_done)
         return task
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._break(error)
 
