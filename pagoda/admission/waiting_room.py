@@ -9,9 +9,6 @@ from typing import NamedTuple
 from pagoda.admission.drain_rate import DrainRate
 from pagoda.ipc.clock import Clock
 
-MAX_EVICTIONS = 16
-"""Requests that make room for one other at most: a refusal must cost next to nothing."""
-
 
 class Newcomer(NamedTuple):
     """A request that asks for a place."""
@@ -38,6 +35,11 @@ class _Line:
     weight: float
     requests: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Requests and tokens."""
+        return len(self.requests), self.num_tokens
 
 
 class WaitingRoom:
@@ -81,11 +83,13 @@ class WaitingRoom:
         own = self._lines.get(newcomer.tenant)
         own_requests = (len(own.requests) if own else 0) + 1
         own_tokens = (own.num_tokens if own else 0) + newcomer.num_tokens
+        if num_over > self._most_to_give(newcomer, 0, own_requests) or (
+            tokens_over > self._most_to_give(newcomer, 1, own_tokens)
+        ):
+            return None
         newest: dict[str, Iterator[str]] = {}
         left = {
-            tenant: (len(line.requests), line.num_tokens)
-            for tenant, line in self._lines.items()
-            if tenant != newcomer.tenant
+            tenant: line.sizes for tenant, line in self._lines.items() if tenant != newcomer.tenant
         }
         evicted: list[str] = []
         while num_over > 0 or tokens_over > 0:
@@ -95,7 +99,7 @@ class WaitingRoom:
             )
             line = self._lines[heaviest]
             victim = next(newest.setdefault(heaviest, reversed(line.requests)), None)
-            if victim is None or len(evicted) == MAX_EVICTIONS:
+            if victim is None:
                 return None
             num_requests, num_tokens = left[heaviest]
             rest = num_requests - 1, num_tokens - line.requests[victim]
@@ -106,6 +110,15 @@ class WaitingRoom:
             num_over -= 1
             tokens_over -= line.requests[victim]
         return evicted
+
+    def _most_to_give(self, newcomer: Newcomer, measure: int, own_size: int) -> float:
+        """Bound of the requests (measure 0) or tokens (1) that other tenants give up to one of `own_size`, so that
+        a refusal costs one look at each tenant, not at each request."""
+        return sum(
+            max(0.0, line.sizes[measure] - own_size / newcomer.weight * line.weight)
+            for tenant, line in self._lines.items()
+            if tenant != newcomer.tenant
+        )
 
     def add(self, newcomer: Newcomer) -> None:
         if not self._tenants:

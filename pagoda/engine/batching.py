@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import msgspec
@@ -141,7 +141,7 @@ class Batcher:
         """Processor time of the masks of all requests with dear grammars, in the last plan."""
         self.shares = FairShares()
         self._num_overtaking_tokens = 0
-        """Tokens given to requests of higher priorities since a request that waits was last raised."""
+        """Tokens given to requests of higher priorities since an overtaken request was last raised."""
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
@@ -230,16 +230,26 @@ class Batcher:
     # ---- who goes first
 
     def _count_overtaking(self, plan: PlanBuilder) -> None:
-        """Counts the tokens of the plan that a waiting request of a lower priority did not get."""
-        last = self._waiting.last
-        if last is None or last.order_key[0] == self._top_priority():
+        """Counts the tokens of the plan that went to higher priorities than that of a request without any."""
+        lowest = self._lowest_without_tokens(plan)
+        if lowest is None or lowest == self._top_priority():
             self._num_overtaking_tokens = 0
             return
         self._num_overtaking_tokens += sum(
-            part.num_tokens
-            for part in plan.scheduled
-            if part.request.order_key[0] < last.order_key[0]
+            part.num_tokens for part in plan.scheduled if part.request.order_key[0] < lowest
         )
+
+    def _lowest_without_tokens(self, plan: PlanBuilder) -> int | None:
+        """The lowest priority in line, or of the last running request if it could have had tokens of the plan and
+        has none; None if all have some."""
+        lasts = [] if self._waiting.last is None else [self._waiting.last]
+        lasts += [
+            last
+            for last in self._running[-1:]
+            if last.num_schedulable_tokens
+            and all(part.request is not last for part in plan.scheduled)
+        ]
+        return max((last.order_key[0] for last in lasts), default=None)
 
     def _top_priority(self) -> int:
         """The highest priority of all requests in line and running, of which there are some."""
@@ -247,13 +257,15 @@ class Batcher:
         return min(request.order_key[0] for request in firsts)
 
     def _raise_the_overtaken(self) -> None:
-        """Ageing: puts the first to have come of the waiting requests with lower priorities before all others."""
+        """Ageing: of the requests with lower priorities that wait, or run and could have tokens, puts the first to
+        have come before all others."""
         most = AGEING_STEPS * self._limits.max_num_batched_tokens
-        if self._num_overtaking_tokens < most or not self._waiting:
+        if self._num_overtaking_tokens < most or not (self._waiting or self._running):
             return
         self._num_overtaking_tokens = 0
         top = self._top_priority()
-        overtaken = [request for request in self._waiting if request.order_key[0] > top]
+        able = (request for request in self._running if request.num_schedulable_tokens)
+        overtaken = [it for it in chain(self._waiting, able) if it.order_key[0] > top]
         if overtaken:
             chosen = min(overtaken, key=lambda request: request.order_key[2])
             self._places.reorder(chosen, (top, -math.inf, chosen.order_key[2]))

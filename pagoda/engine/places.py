@@ -189,10 +189,15 @@ class Places:
             self.rows.moved(request, before, is_lost=is_lost)
 
     def reorder(self, request: Request, key: OrderKey) -> None:
-        """Gives a waiting request another place in line."""
-        self.waiting.remove(request)
-        request.order_key = key
-        self.waiting.add(request)
+        """Gives a waiting or running request another place in the order."""
+        if request.state is RequestState.RUNNING:
+            del self.running[self.index_of(request)]
+            request.order_key = key
+            insort(self.running, request, key=_key)
+        else:
+            self.waiting.remove(request)
+            request.order_key = key
+            self.waiting.add(request)
 
     @property
     def has_tenants(self) -> bool:

@@ -220,6 +220,28 @@ def test_blocks_are_taken_from_the_key_that_has_most() -> None:
 # ---- ageing
 
 
+def test_a_running_request_of_a_low_priority_gets_on_while_prompts_of_others_fill_the_steps() -> (
+    None
+):
+    harness = Harness(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        num_blocks=400,
+        max_model_len=512,
+        prefix_caching=False,
+    )
+    harness.add(ask("low", priority=7, tokens=4))
+    assert harness.tick()
+    counted = 0
+    while "low" not in harness.finished:
+        while len(harness.scheduler.requests) < 3:
+            counted += 1
+            harness.add(ask(f"n{counted}", length=161, priority=0, tokens=1), steps=False)
+        assert harness.tick()
+        assert counted < 40
+    harness.run()
+
+
 def test_requests_of_a_low_priority_get_their_turn_while_others_keep_coming() -> None:
     """At most `AGEING_STEPS` full steps' tokens go to higher priorities before the first of them is in front."""
     harness = Harness(max_num_seqs=2, max_num_batched_tokens=16)
