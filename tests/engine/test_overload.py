@@ -217,6 +217,16 @@ def test_blocks_are_taken_from_the_key_that_has_most() -> None:
     assert preempted[0] == "h"
 
 
+def test_a_long_prompt_of_a_light_key_takes_the_places_of_many_short_ones() -> None:
+    harness = Harness(max_num_seqs=1, max_num_waiting_tokens=200)
+    harness.add(ask("run", "heavy"))
+    for index in range(50):
+        assert refusals_of(harness, ask(f"h{index}", "heavy", length=4)) == []
+    evicted = refusals_of(harness, ask("light", "light", length=90))
+    assert evicted == [f"h{index}" for index in range(49, 26, -1)]
+    assert refusals_of(harness, ask("wide", "other", length=120)) == ["wide"]
+
+
 # ---- ageing
 
 

@@ -206,6 +206,10 @@ def _grown(expression: str, first: str = "'aaaaaaaa'", shown: str = "1") -> str:
         (_grown("[ns.x, ns.x]", "[1]", "ns.x ~ ''"), "steps"),
         (_grown("[ns.x, ns.x]", "[1]", "ns.x | tojson"), "steps"),
         (_grown("[ns.x, ns.x]", "[1]", "'%s' % [ns.x]"), "steps"),
+        (_grown("[ns.x, ns.x]", "[1]", "ns.x == ns.x[:]"), "steps"),
+        (_grown("(ns.x, ns.x)", "(1,)", "{ns.x: 1} | length"), "steps"),
+        ("{{ (messages[0].content ~ 'x').join(range(99999) | map('string')) }}", "steps"),
+        ("{{ range(999) | map('string') | join('x' | center(99999)) }}", "grows beyond"),
         (_grown("ns.x * ns.x", "3"), "too many digits"),
         ("{{ messages.append(1) }}", "chat template refuses"),
         ("{{ ''.__class__.__mro__ }}", "chat template refuses"),
@@ -252,6 +256,16 @@ def test_time_is_bounded_where_steps_are_not(monkeypatch: pytest.MonkeyPatch) ->
 def test_many_messages_of_a_usual_template_are_few_steps() -> None:
     messages = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 4096
     assert template(QWEN).render(messages).count("<|im_end|>") >= 8192
+
+
+def test_templates_that_look_at_all_later_messages_have_steps_for_each_pair() -> None:
+    """As that of gpt-oss does, to find the end of a turn."""
+    source = (
+        "{% for message in messages %}{% for later in messages[loop.index:] %}"
+        "{% if later.role == 'none' %}x{% endif %}{% endfor %}{{ message.content }}{% endfor %}"
+    )
+    messages = [{"role": role, "content": "y"} for role in ("user", "assistant")] * 750
+    assert template(source).render(messages) == "y" * 1500
 
 
 @pytest.mark.parametrize(
