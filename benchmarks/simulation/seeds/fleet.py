@@ -103,7 +103,7 @@ class Host:
         self.disks = [SimDisk() if has_disk else None for _ in range(self.plan.num_engines)]
         self._num_starts = 0
         self.clients: dict[asyncio.Task[None], None] = {}
-        """In the order in which they began: that of a set would differ from process to process."""
+        """Tasks in the order in which they began: that of a set would differ from process to process."""
         """Clients that ask this host directly; they end with it."""
         self.record: HostRecord | None = None
 
@@ -181,7 +181,7 @@ class Router:
         self.name = f"router{number}"
         self._num_starts = 0
         self.clients: dict[asyncio.Task[None], None] = {}
-        """In the order in which they began: that of a set would differ from process to process."""
+        """Tasks in the order in which they began: that of a set would differ from process to process."""
         self.is_up = False
 
     async def start(self, hosts: Sequence[HostRecord]) -> None:
