@@ -111,11 +111,12 @@ class SimEngine:
 
     # ---- faults
 
-    def kill(self, *, restart_s: float) -> None:
-        """Ends the engine with all that is in it; another is ready `restart_s` later."""
+    def kill(self, *, restart_s: float, blames_requests: bool = True) -> None:
+        """Ends the engine with all that is in it; another is ready `restart_s` later. `blames_requests` is as in
+        `Replica.lose`."""
         if self.replica.state is not ReplicaState.FAILED:
             self._end()
-            self.replica.lose("The engine ended.")
+            self.replica.lose("The engine ended.", blames_requests=blames_requests)
             self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
 
     def hang(self, for_s: float) -> None:
@@ -164,6 +165,12 @@ class SimEngine:
         pool.check()
         if pool.num_available != pool.num_blocks:
             raise RuntimeError(f"{pool.num_blocks - pool.num_available} blocks are not free.")
+
+    def running_tokens(self) -> list[list[int]]:
+        """The tokens of the requests that the engine has, prompts first."""
+        scheduler = None if self._core is None else self._core.scheduler
+        requests = () if scheduler is None else scheduler.requests.values()
+        return [list(request.token_ids) for request in requests]
 
     def cached_keys(self) -> set[int]:
         """Short keys of the blocks that a request would find."""

@@ -30,7 +30,14 @@ from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.fleet_health import health_of
 from pagoda.frontend.outliers import Ejection, OutlierDetector
-from pagoda.frontend.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
+from pagoda.frontend.placement import (
+    LONE_CRASHES,
+    MAX_CRASHES,
+    Placement,
+    ReplicaSlot,
+    RequestState,
+    TrackedRequest,
+)
 from pagoda.frontend.placer import Placer
 from pagoda.frontend.policies import Policy
 from pagoda.frontend.prefix_index import CacheUnion
@@ -192,7 +199,8 @@ class Dispatcher:
         was_ready, slot.was_ready = slot.was_ready, is_ready
         if had_engine and not slot.replica.is_open and not is_end:
             slot.num_losses += 1
-            slot.crash_suspects = slot.may_have_computed()
+            if slot.replica.blames_requests:
+                self._blame_requests_of(slot)
         if was_ready and not is_ready and not is_end:
             self._eject(self._outliers.on_loss(slot.health))
         if is_ready and not was_ready:
@@ -203,7 +211,7 @@ class Dispatcher:
             self.slots.take_limits(slot)
         self.slots.refit(slot)
         if slot.replica.state is ReplicaState.DEGRADED:
-            self._move_requests_of(slot, lost_worker=True)
+            self._on_worker_lost(slot)
         self._notify()
 
     def _notify(self) -> None:
@@ -404,7 +412,7 @@ class Dispatcher:
             if timer is not None:
                 timer.cancel()
             self._admission.leave(tracked)
-            self.quarantine.clear(tracked)
+            self._placer.end_trial(tracked)
             if tracked.token_ids:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
                 self._placer.observe_length(len(tracked.token_ids))
@@ -487,6 +495,7 @@ class Dispatcher:
                 raise _MovedError
         if chunk.timed_out:
             raise DeadlineError
+        tracked.received_ns = chunk.received_ns
         slot, token_ids, num_computed = placement.slot, chunk.token_ids, 0
         if chunk.prompt_logprobs is not None:
             tracked.num_scored_tokens = chunk.prompt_logprobs.end
@@ -505,7 +514,7 @@ class Dispatcher:
             if tracked.crash_count:
                 # It got on: whatever killed engines before, this request did not.
                 tracked.crash_count = 0
-                self.quarantine.clear(tracked)
+                self._placer.end_trial(tracked)
         elif chunk.num_computed_tokens is not None:
             num_computed = placement.work.prompt_progress(chunk.num_computed_tokens)
         if chunk.received_ns > slot.latest_ns:  # a slow client takes old chunks
@@ -528,10 +537,10 @@ class Dispatcher:
 
     def _moves(self, tracked: TrackedRequest) -> None:
         tracked.returns = True
+        _count_crash(tracked)
         self._tracer.instant("request moved", {"request": tracked.request_id})
 
     def _on_engine_lost(self, tracked: TrackedRequest, slot: ReplicaSlot) -> None:
-        tracked.crash_count += tracked in slot.crash_suspects
         tracked.refusals.clear()
         self._moves(tracked)
         _log.info(
@@ -541,15 +550,39 @@ class Dispatcher:
             extra={"request_id": tracked.request_id},
         )
 
-    def _move_requests_of(self, slot: ReplicaSlot, *, lost_worker: bool = False) -> None:
+    def _blame_requests_of(self, slot: ReplicaSlot) -> None:
+        """Any of the requests that a lost engine or worker may have computed may have caused the loss. A request
+        fails for it only if it was the only one, or with a replica that does not come back. So the suspect that
+        was on trial beside others has the replica for itself from now on."""
+        suspects = slot.may_have_computed()
+        comes_back = slot.replica.state is not ReplicaState.FAILED
+        is_sure = len(suspects) == 1 or not comes_back
+        for tracked in suspects:
+            tracked.blamed_up_to = MAX_CRASHES if is_sure else LONE_CRASHES
+        on_trial = self.quarantine.suspect
+        if on_trial in suspects:
+            if comes_back and not is_sure:
+                self.slots.hold(slot, on_trial)
+            else:
+                self.slots.release(on_trial)
+
+    def _on_worker_lost(self, slot: ReplicaSlot) -> None:
+        """The replica's engine goes on without its worker, and tries by itself which request kills workers. Where
+        there are other replicas, requests move, all but one that is tried alone."""
+        if any(self.slots.has_other(slot, tracked.request) for tracked in slot.requests):
+            self._blame_requests_of(slot)
+            if slot.held_for is not None:
+                _count_crash(slot.held_for)
+            self._move_requests_of(slot)
+
+    def _move_requests_of(self, slot: ReplicaSlot) -> None:
         """Moves requests of a replica that computes nothing, or will do so without their KV, to others that have
-        their tokens sooner. Requests that may have killed its worker count a crash."""
-        suspects = slot.may_have_computed() if lost_worker else ()
+        their tokens sooner."""
         for tracked in slot.requests:
             is_moved = tracked.state in (RequestState.MOVING, RequestState.ABORTED)
-            if not is_moved and self.slots.has_other(slot, tracked.request):
+            stays = is_moved or slot.held_for is tracked
+            if not stays and self.slots.has_other(slot, tracked.request):
                 tracked.state = RequestState.MOVING
-                tracked.crash_count += tracked in suspects
                 self._spawn(slot.replica.abort(tracked.request_id))
 
     # ---- replicas that do worse than others
@@ -589,6 +622,12 @@ class Dispatcher:
             ejection.duration_s,
             ejection.reason,
         )
+
+
+def _count_crash(tracked: TrackedRequest) -> None:
+    if tracked.crash_count < tracked.blamed_up_to:
+        tracked.crash_count += 1
+    tracked.blamed_up_to = 0
 
 
 class _MovedError(Exception):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -213,7 +214,7 @@ class EngineClient:
         try:
             while True:
                 self._ready_at, self._has_given_tokens = None, False
-                reason = await self._run_engine()
+                reason = (await self._run_engine()).reason
                 if self.replica.state is ReplicaState.FAILED:
                     return
                 # One that hung was no good since it was heard last.
@@ -235,7 +236,7 @@ class EngineClient:
             _log.exception("the engine cannot be supervised any more")
             self._fail(EngineDeadError(f"The engine cannot be reached: {error}"))
 
-    async def _run_engine(self) -> str:
+    async def _run_engine(self) -> _EngineEnd:
         """Starts an engine, serves it until it ends, and returns how it ended. When cancelled, lets it run."""
         try:
             self._num_engines += 1
@@ -243,7 +244,7 @@ class EngineClient:
             config = msgspec.structs.replace(self._config, faults=faults)
             engine = self._engine = _Engine(config, self._directory, self._context, self._receive)
         except (OSError, zmq.ZMQError) as error:
-            return f"could not be started ({error.strerror})"
+            return _EngineEnd(f"could not be started ({error.strerror})")
         self.send(Hello())
         self._start_watchdog.expect()
         await asyncio.wait([engine.ended])
@@ -253,12 +254,18 @@ class EngineClient:
         self._tracer.instant("engine lost", {"engine": self._config.worker.place.dp})
         if self._config.trace is None:
             self._end_trace([])
-        self.replica.lose("The engine ended.")
-        return engine.ended.result()
+        end = engine.ended.result()
+        self.replica.lose("The engine ended.", blames_requests=end.blames_requests)
+        return end
 
     def _on_hang(self, timeout_s: float) -> None:
-        if self._engine is not None:
-            self._engine.end(f"did not answer for {timeout_s:g} s")
+        engine = self._engine
+        if engine is not None:
+            is_stopped = engine.child.is_stopped()
+            because = " (it was stopped)" if is_stopped else ""
+            engine.end(
+                f"did not answer for {timeout_s:g} s{because}", blames_requests=not is_stopped
+            )
 
     def send(self, message: FrontendMessage) -> None:
         if self._engine is not None:
@@ -274,10 +281,10 @@ class EngineClient:
         try:
             message = self._decode(engine.incoming.payload(frames))
         except LostMessageError as error:
-            engine.end(str(error))
+            engine.end(str(error), blames_requests=False)
             return
         except msgspec.DecodeError as error:
-            engine.end(f"sent what is not a message ({error})")
+            engine.end(f"sent what is not a message ({error})", blames_requests=False)
             return
         match message:
             case TokenChunks() if not self._has_given_tokens:
@@ -329,6 +336,15 @@ def _name(config: EngineConfig) -> str:
     return f"the engine of replica {worker.place.dp}"
 
 
+@dataclass(frozen=True, slots=True)
+class _EngineEnd:
+    reason: str
+    """A clause: `was killed by SIGSEGV`."""
+    blames_requests: bool = True
+    """A request may have caused the end: neither was the engine killed or stopped from outside, nor did a message
+    get lost."""
+
+
 class _Engine:
     def __init__(
         self,
@@ -339,8 +355,7 @@ class _Engine:
     ) -> None:
         """Raises OSError or zmq.ZMQError if no process or socket can be made; nothing is left behind."""
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[str] = self._loop.create_future()
-        """End of the engine as a clause: `was killed by SIGKILL`."""
+        self.ended: asyncio.Future[_EngineEnd] = self._loop.create_future()
         self._num_messages = 0
         self.outgoing, self.incoming = Outgoing(), Incoming()
         self._on_message = on_message
@@ -359,10 +374,10 @@ class _Engine:
             raise
         self._loop.add_reader(self.child.fileno(), self._on_hangup)
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, *, blames_requests: bool = True) -> None:
         """Counts the engine as ended; the first reason holds."""
         if not self.ended.done():
-            self.ended.set_result(reason)
+            self.ended.set_result(_EngineEnd(reason, blames_requests))
 
     async def stop(self, shutdown: bytes) -> None:
         """Asks the engine to end, and returns when it has, or after `_STOP_S`."""
@@ -391,4 +406,5 @@ class _Engine:
         if self._num_messages != num_messages:
             self._await_last_words()
         else:
-            self.end(self.child.describe_end())
+            how = self.child.describe_end()
+            self.end(how, blames_requests=not self.child.was_ended_from_outside())

@@ -22,8 +22,10 @@ from pagoda.messages.worker_config import Role
 QUARANTINE_CRASHES = 2
 """A request with this crash count is tried while no other such request is, so that a request that kills
 engines is told from requests that were only near it."""
-MAX_CRASHES = QUARANTINE_CRASHES + 2
-"""A request that crashed an engine twice alone is not tried again."""
+LONE_CRASHES = QUARANTINE_CRASHES + 1
+"""A request with this crash count is tried at a replica that has no other request."""
+MAX_CRASHES = LONE_CRASHES + 1
+"""A request that crashed an engine that had no other request is not tried again."""
 
 
 class RequestState(enum.Enum):
@@ -102,6 +104,11 @@ class TrackedRequest:
         """Numbers of replicas that were full, and after how many seconds to try them again."""
         self.crash_count = 0
         """Engines that died while they may have computed the request, since its last token."""
+        self.blamed_up_to = 0
+        """The crash count to which the loss of the engine or worker that has the request may raise it; 0 while
+        there is none, and if it is no fault of the request."""
+        self.received_ns = 0
+        """Instant of the latest chunk, as `TokenChunk.received_ns`; 0 before the first."""
         self.problem = ""
         """The reason that the request is given up, as a sentence."""
         self._woken = asyncio.Event()
@@ -113,6 +120,12 @@ class TrackedRequest:
     @property
     def is_suspect(self) -> bool:
         return self.crash_count >= QUARANTINE_CRASHES
+
+    @property
+    def return_order(self) -> tuple[bool, int]:
+        """Sorts requests that lost their engine: those that have begun before others, and of these first who got
+        nothing for longest, so that pauses stay short when engines die again and again."""
+        return not self.has_begun, self.received_ns
 
     @property
     def is_over(self) -> bool:
@@ -216,8 +229,8 @@ class ReplicaSlot:
         """Instant at which the latest chunks came, on the clock of `TokenChunk.received_ns`."""
         self._earlier_ns = 0
         """Instant at which the chunks before those came."""
-        self.crash_suspects: set[TrackedRequest] = set()
-        """Requests that the lost engine may have computed."""
+        self.held_for: TrackedRequest | None = None
+        """The only request that the replica takes, as it is tried alone; None for all requests."""
 
     @property
     def role(self) -> Role:
@@ -245,8 +258,9 @@ class ReplicaSlot:
         count as may have got a place since, first come first; and requests that it may have received since it last
         told anything: two messages after one was sent, the engine had handled it and lived.
         """
-        computing = [r for r in self.requests if r.state is not RequestState.QUEUED]
-        queued = [r for r in self.requests if r.state is RequestState.QUEUED]
+        there = [r for r in self.requests if self.replica.has_request(r.request_id)]
+        computing = [r for r in there if r.state is not RequestState.QUEUED]
+        queued = [r for r in there if r.state is RequestState.QUEUED]
         queued.sort(key=lambda tracked: tracked.request.priority)
         max_num_seqs = 1 if self.limits is None else self.limits.max_num_seqs
         num_places = max(1, max_num_seqs - len(computing))

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
+from operator import attrgetter
 
 from pagoda.errors import EngineDeadError, NoReplicaError, OverloadedError
 from pagoda.frontend.load_tracker import RequestWork
@@ -25,7 +26,7 @@ _RETRY_S = 1
 
 class Quarantine:
     """Tells requests that kill engines from requests that were only near: tries one suspect after the other, in
-    the order in which they came."""
+    the order in which they came, until it gets a token or ends."""
 
     def __init__(self) -> None:
         self._suspects: OrderedDict[TrackedRequest, None] = OrderedDict()
@@ -43,7 +44,7 @@ class Quarantine:
         return self.suspect is tracked
 
     def clear(self, tracked: TrackedRequest) -> None:
-        """Ends the trial of the request, or its wait for one: it got on, ended, or left its replica."""
+        """Ends the trial of the request, or its wait for one: it got on or ended."""
         was_tried = self.suspect is tracked
         self._suspects.pop(tracked, None)
         if was_tried and self.suspect is not None:
@@ -120,7 +121,11 @@ class Placer:
 
     def wake(self, num_requests: int) -> None:
         """Lets requests that wait for a replica look again, as many as may find one."""
-        for tracked in list(islice(self._waiting, num_requests)):
+        if num_requests < len(self._waiting):
+            woken = list(islice(self._waiting, num_requests))
+        else:
+            woken = sorted(self._waiting, key=attrgetter("return_order"))
+        for tracked in woken:
             del self._waiting[tracked]
             tracked.wake()
 
@@ -181,8 +186,11 @@ class Placer:
             slot.health.probe = None
         del slot.requests[tracked]
         slot.num_streams -= bool(tracked.token_ids)
-        slot.crash_suspects.discard(tracked)
         slot.left.set()
         self._slots.on_leave(slot)
         placement.work.close()
+
+    def end_trial(self, tracked: TrackedRequest) -> None:
+        """The request got on or ended: it is no suspect. May be called twice."""
         self.quarantine.clear(tracked)
+        self._slots.release(tracked)

@@ -103,6 +103,8 @@ class Replica:
         """Name for operators, the same in all routers; empty: the dispatcher numbers the replica."""
         self.is_leaving = False
         """The peer has said that it takes no new requests."""
+        self.blames_requests = True
+        """The latest end of the peer may be the fault of a request that it had."""
         self._peer = peer
         self._tracer = tracer
         self.state = ReplicaState.STARTING
@@ -167,6 +169,10 @@ class Replica:
     def num_streams(self) -> int:
         """Number of requests whose last chunks have not arrived."""
         return len(self._streams)
+
+    def has_request(self, request_id: str) -> bool:
+        """True if the request's last chunk has not arrived."""
+        return request_id in self._wire_ids
 
     @property
     def num_subscribers(self) -> int:
@@ -341,9 +347,11 @@ class Replica:
         if began:
             self._tracer.span("chunks", began, {"chunks": len(chunks)})
 
-    def lose(self, reason: str) -> None:
-        """The peer has ended and another one will follow. Requests and queries fail with EngineLostError."""
+    def lose(self, reason: str, *, blames_requests: bool = True) -> None:
+        """The peer has ended and another one will follow. Requests and queries fail with EngineLostError.
+        `blames_requests` says whether one of them may have caused the end."""
         if self._failure is None:
+            self.blames_requests = blames_requests
             self._enter(ReplicaState.STARTING)
             self._end_all(reason)
 

@@ -60,6 +60,8 @@ class ReplicaSet:
         """Ids of routers, and behind how many replicas they are."""
         self._sum: EngineReady | None = None
         """The sum of limits, or the last one of replicas that have gone; None when it has to be made anew."""
+        self._held: dict[TrackedRequest, ReplicaSlot] = {}
+        """The replicas that take no other request than this one."""
         self._returns: list[tuple[float, int]] = []
         """A heap of when replicas have room or their full share again, and their numbers."""
 
@@ -100,6 +102,8 @@ class ReplicaSet:
         return slot
 
     def remove(self, slot: ReplicaSlot) -> None:
+        if slot.held_for is not None:
+            self.release(slot.held_for)
         self._list(slot, None)
         del self._slots[slot.number], self._by_replica[slot.replica]
         self._names.discard(slot.name)
@@ -207,11 +211,30 @@ class ReplicaSet:
             slot.full_until = 0.0
             self.refit(slot)
 
+    def hold(self, slot: ReplicaSlot, tracked: TrackedRequest) -> None:
+        """Lets the replica take this request alone, and the request no other replica, until `release`."""
+        self.release(tracked)
+        slot.held_for, self._held[tracked] = tracked, slot
+        self.refit(slot)
+
+    def release(self, tracked: TrackedRequest) -> None:
+        """Ends `hold`. May be called twice."""
+        slot = self._held.pop(tracked, None)
+        if slot is not None:
+            slot.held_for = None
+            self.refit(slot)
+
     def refit(self, slot: ReplicaSlot) -> None:
         """Puts the replica on the list where it belongs after a change."""
         was_taker, had_takers = slot.fitness is not None, self.num_takers > 0
         now, is_known = self._clock.now(), slot.number in self._slots and slot.limits is not None
-        if not is_known or slot.is_leaving or not slot.replica.is_open:
+        if slot.held_for is not None:
+            slot.held_for.wake()
+        if slot.held_for is not None and slot.replica.state is ReplicaState.FAILED:
+            self.release(slot.held_for)
+        elif slot.held_for is not None:
+            self._list(slot, None)
+        elif not is_known or slot.is_leaving or not slot.replica.is_open:
             self._list(slot, None)
         elif slot.replica.state is not ReplicaState.READY:
             self._list(slot, Fitness.DEGRADED)
@@ -254,6 +277,9 @@ class ReplicaSet:
         `keys` are short keys of the prompt's blocks, where it matters what is cached. Returns None where no
         replica takes requests, or all have refused this one.
         """
+        held = self._held.get(tracked)
+        if held is not None:
+            return (held, 0) if held.replica.is_open else None
         self._refit_returned()
         if len(self._slots) == 1 and not keys:
             [only] = self._slots.values()

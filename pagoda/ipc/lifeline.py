@@ -16,11 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 LIFELINE_ENV = "PAGODA_LIFELINE_FD"
 REAP_S = 5.0
 """Seconds for which a parent waits for a killed child: one that is stuck in the kernel may stay for ever."""
 _PR_SET_PDEATHSIG = 1
+_SIGNALS_OF_PEOPLE = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 class ChildProcess:
@@ -45,6 +47,7 @@ class ChildProcess:
         Must be called from a thread that lives as long as the child may: on Linux the child is killed when
         the thread that started it ends.
         """
+        self._oom_kills = count_oom_kills()
         self._lifeline, child_end = socket.socketpair()
         with child_end:
             self._process = subprocess.Popen(
@@ -80,6 +83,21 @@ class ChildProcess:
 
     def was_killed(self) -> bool:
         return (self._process.poll() or 0) < 0
+
+    def was_ended_from_outside(self) -> bool:
+        """True if the child got a signal that only a person or another program sends. SIGKILL counts if the
+        kernel has killed no process for want of memory since the child was started."""
+        number = -(self._process.poll() or 0)
+        if number == signal.SIGKILL:
+            return self._oom_kills is not None and count_oom_kills() == self._oom_kills
+        return number in _SIGNALS_OF_PEOPLE
+
+    def is_stopped(self) -> bool:
+        """True if the child was stopped by SIGSTOP, Ctrl-Z or a debugger. Always False without `/proc`."""
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+            return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the child: hangs up, waits, and kills it if it stays. Leaves no zombie. May be called twice."""
@@ -126,6 +144,17 @@ class Reaper(threading.Thread):
                     process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     threading.Thread(target=process.wait, name="reaper", daemon=True).start()
+
+
+def count_oom_kills() -> int | None:
+    """Processes that the kernel has killed for want of memory since the machine was started; None if it does not
+    tell (`oom_kill` of `/proc/vmstat`, Linux 4.13)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
 
 
 def hold_lifeline() -> None:

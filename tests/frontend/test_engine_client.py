@@ -185,7 +185,7 @@ async def test_an_engine_that_answers_for_a_moment_and_hangs_then_is_not_stable(
             await until_ready(client)
             kill(client, signal.SIGSTOP)
             await until_lost(client)
-        assert "did not answer for 0.8 s, 2 times in a row" in str(await failed)
+        assert "did not answer for 0.8 s (it was stopped), 2 times in a row" in str(await failed)
 
 
 async def test_an_idle_engine_that_is_stopped_is_replaced(
@@ -196,7 +196,7 @@ async def test_an_idle_engine_that_is_stopped_is_replaced(
         await until_lost(client)
         assert_gone(pid)
         await until_ready(client)
-        assert "the engine did not answer for 0.8 s; starting it again" in caplog.text
+        assert "the engine did not answer for 0.8 s (it was stopped); starting it again" in caplog.text
         assert (await collect(client, make_request(1)))[0] == expected(make_request(1))
 
 
@@ -228,7 +228,7 @@ async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
     kill(client, signal.SIGSTOP)
     try:
         await starting
-        assert "the engine did not answer for 3 s; starting it again" in caplog.text
+        assert "the engine did not answer for 3 s (it was stopped); starting it again" in caplog.text
         assert (await collect(client, make_request(1)))[0] == expected(make_request(1))
     finally:
         await client.close()

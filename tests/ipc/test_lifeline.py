@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from pagoda.ipc.lifeline import ChildProcess
+from pagoda.ipc.lifeline import ChildProcess, count_oom_kills
 
 CHILD = "lifeline_child"
 
@@ -39,6 +39,45 @@ def test_a_killed_child_is_noticed_at_once() -> None:
     wait_for_end(child)
     assert child.describe_end() == "was killed by SIGKILL"
     child.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "oom_kills", "is_from_outside"),
+    [
+        (signal.SIGKILL, (3, 3), True),
+        (signal.SIGKILL, (3, 4), False),
+        (signal.SIGKILL, (None, None), False),
+        (signal.SIGHUP, (3, 4), True),
+        (signal.SIGSEGV, (3, 3), False),
+    ],
+)
+def test_signals_from_outside_are_told_from_those_that_a_request_may_cause(
+    number: int,
+    oom_kills: tuple[int | None, int | None],
+    is_from_outside: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = iter(oom_kills)
+    monkeypatch.setattr("pagoda.ipc.lifeline.count_oom_kills", lambda: next(counts))
+    child = ChildProcess("timeit", ["-n1", "-r1", "-s", "import time", "time.sleep(600)"])
+    os.kill(child.pid, number)
+    wait_for_end(child)
+    child.describe_end()
+    assert child.was_ended_from_outside() is is_from_outside
+
+
+def test_a_stopped_child_is_told_from_one_that_runs() -> None:
+    child = ChildProcess(CHILD, ["sleep"])
+    assert not child.is_stopped()
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    assert child.is_stopped()
+    child.kill()
+    assert not child.is_stopped()
+
+
+def test_the_kernel_tells_how_many_processes_it_killed_for_memory() -> None:
+    assert count_oom_kills() is not None
 
 
 def test_closing_ends_the_child_and_may_be_repeated() -> None:

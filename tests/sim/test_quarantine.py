@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 from virtual_fleet import (
     POISON,
+    Answer,
     ask,
     engine_config,
+    engine_of,
     poisoned,
     request,
     start,
@@ -19,6 +21,7 @@ from virtual_fleet import (
 )
 
 from benchmarks.simulation.engine import SimEngine
+from pagoda.frontend.placement import LONE_CRASHES
 from pagoda.messages.frontend import FinishReason
 
 
@@ -67,6 +70,81 @@ async def test_two_that_kill_the_only_engine_fail_and_the_others_complete() -> N
     answers = await asyncio.gather(*(ask(dispatcher, r) for r in [*bad, *good]))
     assert [answer.finish for answer in answers[:2]] == [FinishReason.ERROR] * 2
     assert all(answer.complete for answer in answers[2:])
+
+
+@virtual
+async def test_the_innocent_do_not_fail_for_one_that_comes_while_they_are_tried() -> None:
+    """One poisoned request after another arrives while suspects of the ones before are tried."""
+    dispatcher, _ = await start(1)
+    good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(8)]
+    asking = [asyncio.create_task(ask(dispatcher, r)) for r in good]
+    bad = []
+    for i in range(12):
+        bad.append(asyncio.create_task(ask(dispatcher, request(f"bad{i}", [POISON]))))
+        await asyncio.sleep(0.3)
+    assert all(answer.complete for answer in await asyncio.gather(*asking))
+    assert [(await one).finish for one in bad] == [FinishReason.ERROR] * 12
+
+
+@virtual
+async def test_a_suspect_that_dies_beside_others_is_tried_at_an_empty_replica() -> None:
+    dispatcher, _ = await start(1)
+    bad = asyncio.create_task(ask(dispatcher, request("bad", [POISON])))
+    others = []
+    while not bad.done():
+        others.append(asyncio.create_task(ask(dispatcher, request(f"g{len(others)}"))))
+        await asyncio.sleep(0.05)
+        [slot] = dispatcher.slots
+        if slot.held_for is not None:
+            assert slot.held_for.request_id == "bad"
+            assert set(slot.requests) <= {slot.held_for}
+            assert dispatcher.requests["bad"].crash_count == LONE_CRASHES
+    assert (await bad).finish is FinishReason.ERROR
+    assert all(answer.complete for answer in await asyncio.gather(*others))
+
+
+@virtual
+async def test_a_replica_that_fails_for_good_is_not_kept_for_a_suspect() -> None:
+    dispatcher, engines = await start(2, "round-robin")
+    bad = asyncio.create_task(ask(dispatcher, request("bad", [POISON])))
+    others: list[asyncio.Task[Answer]] = []
+    while all(slot.held_for is None for slot in dispatcher.slots):
+        others.append(asyncio.create_task(ask(dispatcher, request(f"g{len(others)}"))))
+        await asyncio.sleep(0.02)
+    [held] = [slot for slot in dispatcher.slots if slot.held_for is not None]
+    engine_of(held).give_up("It is broken.")
+    assert (await bad).finish is FinishReason.ERROR
+    assert all(answer.complete for answer in await asyncio.gather(*others))
+    assert any(engine.replica.is_open for engine in engines)
+
+
+@virtual
+async def test_no_request_is_suspected_when_engines_are_killed_from_outside() -> None:
+    dispatcher, [only] = await start(1)
+    asking = [asyncio.create_task(ask(dispatcher, request(f"r{i}"))) for i in range(8)]
+    for _ in range(6):
+        await asyncio.sleep(0.012)  # before the first token
+        only.kill(restart_s=0.01, blames_requests=False)
+    assert not any(tracked.crash_count for tracked in dispatcher.requests.values())
+    assert all(answer.complete for answer in await asyncio.gather(*asking))
+
+
+@virtual
+async def test_requests_that_got_nothing_for_longest_return_first() -> None:
+    """Those that have not begun return behind those that have."""
+    dispatcher, [only] = await start(1, max_num_seqs=4)
+    asking = [asyncio.create_task(ask(dispatcher, request(f"r{i}"))) for i in range(6)]
+    await asyncio.sleep(0.05)
+    running = [tracked for tracked in dispatcher.requests.values() if tracked.has_begun]
+    assert [tracked.request_id for tracked in running] == ["r0", "r1", "r2", "r3"]
+    for tracked, instant in zip(running, (30, 10, 40, 20), strict=True):
+        tracked.received_ns = instant
+    only.kill(restart_s=0.05, blames_requests=False)
+    await asyncio.sleep(0.06)
+    [slot] = dispatcher.slots
+    returned = [tracked.request_id for tracked in slot.requests]
+    assert returned == ["r1", "r3", "r0", "r2", "r4", "r5"]
+    assert all(answer.complete for answer in await asyncio.gather(*asking))
 
 
 @virtual

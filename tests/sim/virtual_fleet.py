@@ -146,8 +146,17 @@ def poisoned(engine: SimEngine) -> SimEngine:
 
 
 def worker_breaking(engine: SimEngine) -> SimEngine:
-    """The engine, whose worker dies a little after it has taken a prompt with a `POISON` token."""
-    return _after_poison(engine, lambda: engine.lose_worker(restart_s=0.5))
+    """The engine, whose workers die a little after they have had a prompt with a `POISON` token."""
+
+    def fault() -> None:
+        engine.lose_worker(restart_s=0.5)
+        asyncio.get_running_loop().call_later(0.505, again)
+
+    def again() -> None:
+        if any(POISON in token_ids for token_ids in engine.running_tokens()):
+            fault()
+
+    return _after_poison(engine, fault)
 
 
 def _after_poison(engine: SimEngine, fault: Callable[[], None]) -> SimEngine:
