@@ -196,7 +196,9 @@ async def test_an_idle_engine_that_is_stopped_is_replaced(
         await until_lost(client)
         assert_gone(pid)
         await until_ready(client)
-        assert "the engine did not answer for 0.8 s (it was stopped); starting it again" in caplog.text
+        assert (
+            "the engine did not answer for 0.8 s (it was stopped); starting it again" in caplog.text
+        )
         assert (await collect(client, make_request(1)))[0] == expected(make_request(1))
 
 
@@ -228,7 +230,9 @@ async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
     kill(client, signal.SIGSTOP)
     try:
         await starting
-        assert "the engine did not answer for 3 s (it was stopped); starting it again" in caplog.text
+        assert (
+            "the engine did not answer for 3 s (it was stopped); starting it again" in caplog.text
+        )
         assert (await collect(client, make_request(1)))[0] == expected(make_request(1))
     finally:
         await client.close()
