@@ -232,9 +232,9 @@ class ReplicaSet:
             slot.held_for.wake()
         if slot.held_for is not None and slot.replica.state is ReplicaState.FAILED:
             self.release(slot.held_for)
-        elif slot.held_for is not None:
-            self._list(slot, None)
-        elif not is_known or slot.is_leaving or not slot.replica.is_open:
+        elif (
+            slot.held_for is not None or not is_known or slot.is_leaving or not slot.replica.is_open
+        ):
             self._list(slot, None)
         elif slot.replica.state is not ReplicaState.READY:
             self._list(slot, Fitness.DEGRADED)
