@@ -30,14 +30,7 @@ from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.fleet_health import health_of
 from pagoda.frontend.outliers import Ejection, OutlierDetector
-from pagoda.frontend.placement import (
-    LONE_CRASHES,
-    MAX_CRASHES,
-    Placement,
-    ReplicaSlot,
-    RequestState,
-    TrackedRequest,
-)
+from pagoda.frontend.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.frontend.placer import Placer
 from pagoda.frontend.policies import Policy
 from pagoda.frontend.prefix_index import CacheUnion
@@ -200,7 +193,7 @@ class Dispatcher:
         if had_engine and not slot.replica.is_open and not is_end:
             slot.num_losses += 1
             if slot.replica.blames_requests:
-                self._blame_requests_of(slot)
+                self.quarantine.blame_requests_of(slot)
         if was_ready and not is_ready and not is_end:
             self._eject(self._outliers.on_loss(slot.health))
         if is_ready and not was_ready:
@@ -412,7 +405,7 @@ class Dispatcher:
             if timer is not None:
                 timer.cancel()
             self._admission.leave(tracked)
-            self._placer.end_trial(tracked)
+            self.quarantine.clear(tracked)
             if tracked.token_ids:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
                 self._placer.observe_length(len(tracked.token_ids))
@@ -514,7 +507,7 @@ class Dispatcher:
             if tracked.crash_count:
                 # It got on: whatever killed engines before, this request did not.
                 tracked.crash_count = 0
-                self._placer.end_trial(tracked)
+                self.quarantine.clear(tracked)
         elif chunk.num_computed_tokens is not None:
             num_computed = placement.work.prompt_progress(chunk.num_computed_tokens)
         if chunk.received_ns > slot.latest_ns:  # a slow client takes old chunks
@@ -537,7 +530,7 @@ class Dispatcher:
 
     def _moves(self, tracked: TrackedRequest) -> None:
         tracked.returns = True
-        _count_crash(tracked)
+        tracked.count_crash()
         self._tracer.instant("request moved", {"request": tracked.request_id})
 
     def _on_engine_lost(self, tracked: TrackedRequest, slot: ReplicaSlot) -> None:
@@ -550,29 +543,13 @@ class Dispatcher:
             extra={"request_id": tracked.request_id},
         )
 
-    def _blame_requests_of(self, slot: ReplicaSlot) -> None:
-        """Any of the requests that a lost engine or worker may have computed may have caused the loss. A request
-        fails for it only if it was the only one, or with a replica that does not come back. So the suspect that
-        was on trial beside others has the replica for itself from now on."""
-        suspects = slot.may_have_computed()
-        comes_back = slot.replica.state is not ReplicaState.FAILED
-        is_sure = len(suspects) == 1 or not comes_back
-        for tracked in suspects:
-            tracked.blamed_up_to = MAX_CRASHES if is_sure else LONE_CRASHES
-        on_trial = self.quarantine.suspect
-        if on_trial in suspects:
-            if comes_back and not is_sure:
-                self.slots.hold(slot, on_trial)
-            else:
-                self.slots.release(on_trial)
-
     def _on_worker_lost(self, slot: ReplicaSlot) -> None:
         """The replica's engine goes on without its worker, and tries by itself which request kills workers. Where
         there are other replicas, requests move, all but one that is tried alone."""
         if any(self.slots.has_other(slot, tracked.request) for tracked in slot.requests):
-            self._blame_requests_of(slot)
+            self.quarantine.blame_requests_of(slot)
             if slot.held_for is not None:
-                _count_crash(slot.held_for)
+                slot.held_for.count_crash()
             self._move_requests_of(slot)
 
     def _move_requests_of(self, slot: ReplicaSlot) -> None:
@@ -622,12 +599,6 @@ class Dispatcher:
             ejection.duration_s,
             ejection.reason,
         )
-
-
-def _count_crash(tracked: TrackedRequest) -> None:
-    if tracked.crash_count < tracked.blamed_up_to:
-        tracked.crash_count += 1
-    tracked.blamed_up_to = 0
 
 
 class _MovedError(Exception):

@@ -169,6 +169,12 @@ class TrackedRequest:
         deaths = f"{self.crash_count} engines in a row died while this request was running."
         return TokenChunk(self.request_id, [], FinishReason.ERROR, error=self.problem or deaths)
 
+    def count_crash(self) -> None:
+        """Counts the loss for which the request is blamed, if it is."""
+        if self.crash_count < self.blamed_up_to:
+            self.crash_count += 1
+        self.blamed_up_to = 0
+
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Returns when `wake` is called or the time is over; False for the latter."""
         self._woken.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
@@ -12,6 +11,7 @@ from pagoda.errors import EngineDeadError, NoReplicaError, OverloadedError
 from pagoda.frontend.load_tracker import RequestWork
 from pagoda.frontend.placement import Placement, ReplicaSlot, RequestState, TrackedRequest
 from pagoda.frontend.prefix_index import short_keys
+from pagoda.frontend.quarantine import Quarantine
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_keys import prefix_keys
@@ -22,33 +22,6 @@ _USUAL_WEIGHT = 0.02
 """Weight of the latest answer in the moving average of answer lengths."""
 _RETRY_S = 1
 """Delay told to clients while all replicas count as full."""
-
-
-class Quarantine:
-    """Tells requests that kill engines from requests that were only near: tries one suspect after the other, in
-    the order in which they came, until it gets a token or ends."""
-
-    def __init__(self) -> None:
-        self._suspects: OrderedDict[TrackedRequest, None] = OrderedDict()
-
-    @property
-    def suspect(self) -> TrackedRequest | None:
-        """The request that is being tried."""
-        return next(iter(self._suspects), None)
-
-    async def enter(self, tracked: TrackedRequest) -> bool:
-        """Waits for the request's turn; False if the request was woken for another reason."""
-        self._suspects.setdefault(tracked)
-        if self.suspect is not tracked:
-            await tracked.wait()
-        return self.suspect is tracked
-
-    def clear(self, tracked: TrackedRequest) -> None:
-        """Ends the trial of the request, or its wait for one: it got on or ended."""
-        was_tried = self.suspect is tracked
-        self._suspects.pop(tracked, None)
-        if was_tried and self.suspect is not None:
-            self.suspect.wake()
 
 
 class Placer:
@@ -67,7 +40,7 @@ class Placer:
         self._no_replica_timeout_s = no_replica_timeout_s
         self._uses_prefixes = uses_prefixes
         self._usual_output_tokens = 64.0
-        self.quarantine = Quarantine()
+        self.quarantine = Quarantine(slots)
         self.failure: EngineDeadError | None = None
         """The reason that no replica will ever take requests again; None as long as one may."""
         self._waiting: dict[TrackedRequest, None] = {}
@@ -189,8 +162,3 @@ class Placer:
         slot.left.set()
         self._slots.on_leave(slot)
         placement.work.close()
-
-    def end_trial(self, tracked: TrackedRequest) -> None:
-        """The request got on or ended: it is no suspect. May be called twice."""
-        self.quarantine.clear(tracked)
-        self._slots.release(tracked)
