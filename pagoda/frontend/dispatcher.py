@@ -203,8 +203,9 @@ class Dispatcher:
         if slot.limits is not None:
             self.slots.take_limits(slot)
         self.slots.refit(slot)
-        if slot.replica.state is ReplicaState.DEGRADED:
-            self._on_worker_lost(slot)
+        if slot.replica.state is ReplicaState.DEGRADED and self.slots.others_may_help(slot):
+            self.quarantine.on_worker_lost(slot)
+            self._move_requests_of(slot)
         self._notify()
 
     def _notify(self) -> None:
@@ -542,15 +543,6 @@ class Dispatcher:
             len(tracked.token_ids),
             extra={"request_id": tracked.request_id},
         )
-
-    def _on_worker_lost(self, slot: ReplicaSlot) -> None:
-        """The replica's engine goes on without its worker, and tries by itself which request kills workers. Where
-        there are other replicas, requests move, all but one that is tried alone."""
-        if any(self.slots.has_other(slot, tracked.request) for tracked in slot.requests):
-            self.quarantine.blame_requests_of(slot)
-            if slot.held_for is not None:
-                slot.held_for.count_crash()
-            self._move_requests_of(slot)
 
     def _move_requests_of(self, slot: ReplicaSlot) -> None:
         """Moves requests of a replica that computes nothing, or will do so without their KV, to others that have

@@ -194,6 +194,10 @@ class ReplicaSet:
         is_one = slot.fitness not in (None, Fitness.DEGRADED)
         return num_ready > (is_one and has_part_in(slot.role, request))
 
+    def others_may_help(self, slot: ReplicaSlot) -> bool:
+        """True if some request of the replica could go on at another one."""
+        return any(self.has_other(slot, tracked.request) for tracked in slot.requests)
+
     def share(self, slot: ReplicaSlot) -> float:
         """The share of requests that the replica gets of those that it would get otherwise, from 0 to 1."""
         return slot.health.share(self._clock.now())
