@@ -54,8 +54,8 @@ class Quarantine:
                 self._slots.hold(slot, suspect)
 
     def on_worker_lost(self, slot: ReplicaSlot) -> None:
-        """As `blame_requests_of`, where the engine goes on without its worker: a suspect that has the replica for
-        itself stays, and its engine tries by itself whether it kills workers; the others are to move."""
+        """Does the same for an engine that goes on without its worker. A suspect that has the replica for itself
+        stays, and the engine tries by itself whether it kills workers; the others are to move."""
         self.blame_requests_of(slot)
         if slot.held_for is not None:
             slot.held_for.count_crash()
