@@ -2,8 +2,8 @@
 
 A request may crash one worker after the other: it fails, and the service goes on. Where nothing at all can be
 computed any more, no request is at fault. So after some losses in a row one token is computed alone, before all
-else: it ends, and whoever crashed the workers is among the requests; or it does not, and that counts against the
-machine.
+else; by a model that gives none, the vector of one token. It ends, and whoever crashed the workers is among the
+requests; or it does not, and that counts against the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIRST_OF_ALL = -(2**62)
 
 
 class Canary:
-    """Computes one token on a new worker that may not live long."""
+    """Computes one token, or one vector, on a new worker that may not live long."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -40,12 +40,12 @@ class Canary:
         scheduler = self._scheduler
         if CANARY_ID in scheduler.requests:
             return
-        is_encoder = scheduler.limits.whole_prompts
+        gives_logits = scheduler.limits.gives_logits
         request = GenerateRequest(
             request_id=CANARY_ID,
             prompt_token_ids=[0],
-            sampling=SamplingParams(seed=0, max_tokens=0 if is_encoder else 1),
-            pooling=Pooling.LAST if is_encoder else None,
+            sampling=SamplingParams(seed=0, max_tokens=1 if gives_logits else 0),
+            pooling=None if gives_logits else Pooling.LAST,
             priority=_FIRST_OF_ALL,
         )
         scheduler.add(request)

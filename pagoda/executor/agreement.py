@@ -1,10 +1,14 @@
-"""Workers of one replica must agree on what their results and their KV mean."""
+"""Workers of one replica must agree on what their results and their KV mean, and then are ready as one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import chain
+
+import msgspec
 
 from pagoda.messages.worker import WorkerReady
+from pagoda.parallel.config import ParallelConfig
 
 
 def disagreement(readies: Collection[WorkerReady]) -> str | None:
@@ -28,3 +32,25 @@ def disagreement(readies: Collection[WorkerReady]) -> str | None:
             "the model and the same version of Pagoda."
         )
     return None
+
+
+def joined(
+    readies: Sequence[WorkerReady], sampling_rank: int, parallel: ParallelConfig
+) -> WorkerReady:
+    """Returns what all workers of a replica are together, from what each says, by rank."""
+    ready = readies[sampling_rank]
+    return msgspec.structs.replace(
+        ready,
+        summary=f"{_describe_ranks(parallel)}{ready.summary}",
+        kv_host_slots=min(ready.kv_host_slots for ready in readies),
+        kv_directories=tuple(chain.from_iterable(ready.kv_directories for ready in readies)),
+        kv_ranks=tuple(chain.from_iterable(ready.kv_ranks for ready in readies)),
+        planned_memory_bytes=sum(ready.planned_memory_bytes for ready in readies),
+        taken_memory_bytes=sum(ready.taken_memory_bytes for ready in readies),
+    )
+
+
+def _describe_ranks(parallel: ParallelConfig) -> str:
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    parts = [f"{pp} pipeline stages"] * (pp > 1) + [f"{tp} tensor-parallel ranks"] * (tp > 1)
+    return f"{' of '.join(parts)}: " if parts else ""

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from pagoda.executor.agreement import disagreement
+from pagoda.executor.agreement import disagreement, joined
 from pagoda.executor.base import (
     STEP_TIMEOUT_SUSPICION,
     ExecutorEvent,
@@ -23,6 +23,7 @@ from pagoda.executor.base import (
 from pagoda.executor.group_adapters import GroupAdapters
 from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
+from pagoda.executor.standstill import Standstill
 from pagoda.faults.injector import Faults, instance
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
@@ -45,7 +46,6 @@ from pagoda.messages.worker import (
     WorkerRoom,
 )
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
-from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer, TraceSession
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,6 @@ _Decode = Callable[[bytes], WorkerMessage | TransferMessage]
 
 _PATIENCE_S = 30.0
 """Seconds after which the log names workers that have not said hello."""
-FIRST_WORD_S = 60.0
-"""Seconds that the process of a worker may take to connect, before it has imported anything large."""
 _HANG_UP_S = 1.0
 """Seconds without a connection after which a worker counts as lost."""
 _PARTING_S = 0.1
@@ -96,8 +94,8 @@ class GroupExecutor:
         port, with new keys. Workers are lost when one step takes longer than `step_timeout_s`, or when all are
         silent for `start_timeout_s` before the last of them is ready. A thread of ZeroMQ answers for a process
         that runs, whatever it does; workers are lost when one is stopped for `worker_timeout_s`, or has not
-        connected within `FIRST_WORD_S`. `tracer` has the clock that workers compare theirs with; `faults` are
-        those of this process.
+        connected within the launcher's `first_word_s`. Time for which this process stood still counts for none of
+        these. `tracer` has the clock that workers compare theirs with; `faults` are those of this process.
         """
         self._config = config
         self._launcher = launcher
@@ -115,6 +113,7 @@ class GroupExecutor:
         self._send_transfers = self._faults.messages("engine.transfers", self._to_links)
         self._adapters = GroupAdapters(config.adapters, config.parallel.replica_size)
         self._group: _Group | None = None
+        self._standstill = Standstill(clock.now())
         self._news: list[ExecutorEvent] = []
         """Events for `poll` that do not come from workers."""
         self.max_in_flight = max_in_flight(config.parallel.pipeline_parallel_size)
@@ -144,7 +143,8 @@ class GroupExecutor:
             self._faults,
         )
         now = self._clock.now()
-        self._group.deadlines["word"] = now + FIRST_WORD_S
+        self._standstill = Standstill(now)
+        self._group.deadlines["word"] = now + self._launcher.first_word_s
         self._group.deadlines["start"] = now + self._start_timeout_s
         if len(configs) > 1:
             self._group.deadlines["hello"] = now + _PATIENCE_S
@@ -234,6 +234,7 @@ class GroupExecutor:
         group = self._group
         if group is None:
             return []
+        group.postpone(self._standstill.look(self._clock.now()))
         lost = group.workers.lost()  # before the socket is read: a last message is not overlooked
         events: list[ExecutorEvent] = []
         has_heard = False
@@ -290,7 +291,7 @@ class GroupExecutor:
         if group.all_were_heard:
             group.deadlines.pop("word", None)
         elif not group.workers.are_placed:
-            group.deadlines["word"] = now + FIRST_WORD_S
+            group.deadlines["word"] = now + self._launcher.first_word_s
         if group.has_started:
             group.deadlines.pop("start", None)
         elif has_heard or not group.workers.are_placed:
@@ -307,7 +308,7 @@ class GroupExecutor:
         if "connection" in over:
             return group.unreachable
         if "word" in over:
-            return group.mute(FIRST_WORD_S)
+            return group.mute(self._launcher.first_word_s)
         if "start" in over:
             return group.hung_start(self._start_timeout_s)
         if "step" in over:
@@ -333,7 +334,8 @@ class GroupExecutor:
     def next_event_at(self) -> float | None:
         if self._group is None:
             return None
-        return min(self._group.deadlines.values(), default=None)
+        deadline = min(self._group.deadlines.values(), default=None)
+        return self._standstill.next_look_at(deadline)
 
     def close(self) -> None:
         if self._group is not None:
@@ -417,6 +419,16 @@ class _Group:
             self.deadlines.pop("transfer", None)
         else:
             self.deadlines["transfer"] = deadline
+
+    def postpone(self, seconds: float) -> None:
+        """Gives workers so much longer: the engine, and perhaps they, did not run."""
+        if seconds:
+            _log.warning(
+                "the engine stood still for %.1f s; its workers get as much longer", seconds
+            )
+            self.deadlines = {wait: at + seconds for wait, at in self.deadlines.items()}
+            if "transfer" in self.deadlines:
+                self.transfers.postpone(seconds)
 
     @property
     def all_were_heard(self) -> bool:
@@ -515,19 +527,8 @@ class _Group:
         problem = disagreement(self._readies.values())
         if problem is not None:
             return WorkerLost(problem, is_user_error=True)
-        ready = self._readies[self._sampling_rank]
-        ranks = _describe_ranks(self._configs[0].parallel)
         readies = [self._readies[rank] for rank in range(len(self._configs))]
-        kv_ranks = tuple(chain.from_iterable(ready.kv_ranks for ready in readies))
-        return msgspec.structs.replace(
-            ready,
-            summary=f"{ranks}{ready.summary}",
-            kv_host_slots=min(ready.kv_host_slots for ready in readies),
-            kv_directories=tuple(chain.from_iterable(ready.kv_directories for ready in readies)),
-            kv_ranks=kv_ranks,
-            planned_memory_bytes=sum(ready.planned_memory_bytes for ready in readies),
-            taken_memory_bytes=sum(ready.taken_memory_bytes for ready in readies),
-        )
+        return joined(readies, self._sampling_rank, self._configs[0].parallel)
 
     def await_trace_end(self) -> None:
         self._trace_ends_of = set(range(len(self._configs)))
@@ -586,9 +587,3 @@ class _Group:
 def _connections(identities: list[bytes], message_type: object) -> dict[bytes, tuple[int, _Decode]]:
     decode: _Decode = Codec[WorkerMessage | TransferMessage](message_type).decode
     return {identity: (rank, decode) for rank, identity in enumerate(identities)}
-
-
-def _describe_ranks(parallel: ParallelConfig) -> str:
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    parts = [f"{pp} pipeline stages"] * (pp > 1) + [f"{tp} tensor-parallel ranks"] * (tp > 1)
-    return f"{' of '.join(parts)}: " if parts else ""

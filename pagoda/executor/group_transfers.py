@@ -52,6 +52,11 @@ class GroupTransfers:
                     work.moved_at = now
                 work.num_open += 1
 
+    def postpone(self, seconds: float) -> None:
+        """Gives all transfers so much longer."""
+        for work in self._work.values():
+            work.moved_at += seconds
+
     def _limit_s(self, transfer: Transfer) -> float:
         """Seconds that a worker itself may wait for another engine before it ends a transfer."""
         source = transfer.source

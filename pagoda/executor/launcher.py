@@ -41,6 +41,9 @@ class WorkerSet(Protocol):
 
 
 class Launcher(Protocol):
+    first_word_s: float
+    """Seconds that the process of a worker that has a host may take to connect, before all large imports."""
+
     def launch(self, configs: Sequence[WorkerConfig], address: str) -> WorkerSet:
         """Starts `python -m pagoda.worker.main ADDRESS` for each config, which it gives over standard input.
 
@@ -59,6 +62,8 @@ def worker_name(config: WorkerConfig) -> str:
 
 class LocalLauncher:
     """Starts workers on this host, each set once the one before it is gone: their memory is needed."""
+
+    first_word_s = 60.0
 
     def __init__(self, module: str = WORKER_MODULE) -> None:
         self.module = module

@@ -45,6 +45,9 @@ _log = logging.getLogger(__name__)
 class RayLauncher:
     """Starts workers on a cluster that is there already; this host must be one of its nodes."""
 
+    first_word_s = 300.0
+    """Ray starts an actor first, which imports Pagoda, perhaps from a slow disk of another host."""
+
     def __init__(self, address: str | None, parallel: ParallelConfig, threads: int | None) -> None:
         """`address` is the cluster's, `host:port`; None takes `RAY_ADDRESS`, or the cluster that this host is in.
 

@@ -91,6 +91,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     vocab_size: int
     summary: str
     """Line for the operator: `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
+    gives_logits: bool = True
+    """False of a model for vectors or scores alone, which nothing can be sampled from."""
     arithmetic: str = ""
     """Name such as `cpu (avx512)`; equal for workers whose results agree in every bit."""
     kv_groups: tuple[KVGroup, ...] = ()

@@ -319,6 +319,7 @@ def load_runner(
         max_model_len=plan.max_model_len,
         vocab_size=shard.config.vocab_size,
         summary=_summary(plan, num_blocks),
+        gives_logits=shard.config.gives_logits,
         arithmetic=backend.arithmetic,
         kv_groups=plan.kv_groups,
         planned_memory_bytes=plan.total_bytes(plan.weight_bytes, plan.step_bytes, plan.num_blocks),

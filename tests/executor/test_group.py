@@ -21,11 +21,12 @@ from pagoda.engine.config import SimConfig
 from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
+from pagoda.executor.launcher import LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import MonotonicClock, VirtualClock
 from pagoda.ipc.curve import encrypt_client, new_keys
 from pagoda.messages.tracing import TraceStopped
-from pagoda.messages.transfers import TransferLink
+from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer, TransferLink, Transfers
 from pagoda.messages.worker import PROTOCOL_VERSION, StepPlan, StepResult, WorkerFailed, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
@@ -35,6 +36,7 @@ from pagoda.worker.engine_link import EngineLink
 # ---- one worker
 
 HUNG_STEP = WorkerLost("a step took longer than 0.2 s", suspicion=2)
+HUNG_STEP_OF_5_S = WorkerLost("a step took longer than 5 s", suspicion=2)
 
 
 def test_a_worker_that_dies_of_a_step_is_noticed(make_executor: MakeExecutor) -> None:
@@ -51,6 +53,30 @@ def test_a_step_that_hangs_is_ended(make_executor: MakeExecutor) -> None:
     executor.submit(PLAN)
     assert next_event(executor) == HUNG_STEP
     assert_gone([pid])
+
+
+def test_time_for_which_the_engine_stood_still_counts_against_no_step_and_no_transfer(
+    make_executor: MakeExecutor,
+) -> None:
+    """Engine and workers are stopped together by a terminal (Ctrl-Z)."""
+    clock = VirtualClock()
+    executor = make_executor(
+        "never-ends", step_timeout_s=5.0, kv_host_bytes=1, clock=clock, start_timeout_s=600.0
+    )
+    until_ready(executor)
+    executor.submit_transfers(Transfers([Transfer(0, 0, DeviceBlocks([0]), HostSlots([0]))]))
+    os.kill(pids(executor)["the worker"], signal.SIGSTOP)
+    executor.submit(PLAN)
+    executor.next_event_at()
+    clock.advance_to(clock.now() + 40)
+    assert executor.poll() == []
+    since = clock.now()
+    while not (events := executor.poll()):
+        at = executor.next_event_at()
+        assert at is not None
+        clock.advance_to(at)
+    assert clock.now() == pytest.approx(since + 4)
+    assert events == [HUNG_STEP_OF_5_S]
 
 
 def test_a_killed_worker_that_stays_keeps_only_its_successor_waiting(
@@ -81,6 +107,13 @@ def until_heard(executor: GroupExecutor) -> None:
     while executor.next_event_at() == before:
         assert zmq.zmq_poll([(s, zmq.POLLIN) for s in executor.pollables()], 20_000)
         assert executor.poll() == []
+
+
+def until_ready(executor: GroupExecutor) -> None:
+    """Polls a worker that starts while the clock of the executor stands still."""
+    while not (events := executor.poll()):
+        assert zmq.zmq_poll([(s, zmq.POLLIN) for s in executor.pollables()], 20_000)
+    assert isinstance(events[0], WorkerReady)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +168,7 @@ def test_a_worker_that_is_stopped_before_it_connects_is_lost(make_executor: Make
     clock = VirtualClock()
     executor = make_executor("obeys", start_timeout_s=600.0, clock=clock)
     os.kill(pids(executor)["the worker"], signal.SIGSTOP)
-    clock.advance_to(group.FIRST_WORD_S)
+    clock.advance_to(LocalLauncher.first_word_s)
     assert executor.poll() == [WorkerLost("the worker did not connect within 60 s")]
 
 
@@ -188,14 +221,8 @@ def test_a_rank_that_hangs_up_is_lost(make_executor: MakeExecutor) -> None:
     executor = make_executor("hangs-up@1", ParallelConfig(tensor_parallel_size=2))
     assert isinstance(next_event(executor), WorkerReady)
     executor.submit(PLAN)
-    events: list[ExecutorEvent] = []
-    step = 0
-    while not any(isinstance(event, WorkerLost) for event in events):
-        step += 1
-        executor.submit(StepPlan(step, [0], [1]))
-        time.sleep(0.2)
-        events += executor.poll()
-    assert events[-1] == WorkerLost("worker pp0 tp1 hung up, or was silent for 30 s")
+    assert isinstance(next_event(executor), StepResult)
+    assert next_event(executor) == WorkerLost("worker pp0 tp1 hung up, or was silent for 30 s")
 
 
 def test_a_rank_that_leaves_before_it_knows_its_peers_is_lost(
@@ -292,6 +319,7 @@ class NobodyLaunched:
         return self
 
     are_placed = True
+    first_word_s = 60.0
 
     def pollables(self) -> list[object]:
         return []
@@ -410,7 +438,7 @@ def test_a_worker_with_tiers_is_ready_once_it_has_connected_twice(
     first()
     assert poll_once_heard(executor) == []
     second()
-    assert poll_once_heard(executor) == [ready_worker()]
+    assert next_event(executor) == ready_worker()
 
 
 @pytest.mark.parametrize("unlaunched", ["ipc"], indirect=True)

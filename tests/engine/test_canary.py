@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+from harness import make_scheduler
+
+from pagoda.engine.canary import CANARY_ID, Canary
+from pagoda.messages.frontend import Pooling
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_tokens", "pooling"),
+    [
+        ({}, 1, None),
+        ({"gives_logits": False}, 0, Pooling.LAST),
+        ({"gives_logits": False, "whole_prompts": True}, 0, Pooling.LAST),
+    ],
+)
+def test_a_model_is_asked_for_what_it_gives(
+    limits: dict[str, bool], num_tokens: int, pooling: Pooling | None
+) -> None:
+    scheduler = make_scheduler(**limits)
+    Canary(scheduler).send()
+    canary = scheduler.requests[CANARY_ID]
+    assert (canary.sampling.max_tokens, canary.pooling) == (num_tokens, pooling)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [start.pooling for start in plan.starts] == [pooling]
