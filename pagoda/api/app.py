@@ -19,7 +19,6 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from pagoda.api.access import check_content_type, check_origin, check_scope
-from pagoda.api.body import MAX_TIMEOUT_S
 from pagoda.api.connections import Connections, bound_silence
 from pagoda.api.dialect import OPENAI
 from pagoda.api.errors import CLIENTS_NAME, INTERNAL_ERROR, ApiError, as_api_error, unavailable
@@ -30,6 +29,7 @@ from pagoda.api.routes import OPEN_PATHS, ROUTES
 from pagoda.api.service import Service
 from pagoda.api.sse import encode_json
 from pagoda.frontend.request_tracker import ClientRequest
+from pagoda.ipc.clock import MAX_TIMEOUT_S
 
 STREAMS = frozenset({"/v1/live"})
 """Routes whose answer has no end, so that HEAD is refused."""

@@ -18,10 +18,10 @@ from msgspec import Meta
 from pagoda.api.body_structure import check_structure
 from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import LongWork
+from pagoda.ipc.clock import MAX_TIMEOUT_S
 
 T = TypeVar("T")
 
-MAX_TIMEOUT_S = 86400
 Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 """Field `timeout` of bodies: seconds from the arrival of the request until it ends, complete or not."""
 

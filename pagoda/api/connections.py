@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import socket
@@ -14,6 +15,7 @@ UNLIMITED = 2**31
 
 _RESERVED = 256
 """Descriptors that are left to everything else: engines, files, logs."""
+_MANY_DESCRIPTORS = 65_536
 _WARNING_EVERY_S = 60.0
 _log = logging.getLogger("pagoda.api")
 
@@ -90,9 +92,17 @@ def bound_silence(connection: socket.socket, seconds: float) -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises this process's limit of descriptors, and that of its children, to what it may be."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raises this process's limit of descriptors, and that of its children, to what it may be, or to
+    `_MANY_DESCRIPTORS` where that is unlimited in name only (macOS, some containers); never lowers it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft in (hard, resource.RLIM_INFINITY):
+        return
+    for limit in (hard, _MANY_DESCRIPTORS):
+        if limit == resource.RLIM_INFINITY or limit > soft:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return
+    _log.warning("the limit of descriptors stays at %d: the system refuses another one", soft)
 
 
 def max_connections() -> int:

@@ -14,6 +14,7 @@ from cyclopts.validators import Number
 from pagoda.errors import ConfigError
 from pagoda.files import read_file
 from pagoda.frontend.constraints import grammar_of
+from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.tls import TlsFiles, client_context
 from pagoda.telemetry.logging import (
     LOG_FORMAT_ENV,
@@ -25,7 +26,7 @@ from pagoda.telemetry.logging import (
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Length = Annotated[int, Parameter(validator=Number(gte=0))]
-Seconds = Annotated[float, Parameter(validator=Number(gte=0))]
+Seconds = Annotated[float, Parameter(validator=Number(gte=0, lte=MAX_TIMEOUT_S))]
 
 
 @Parameter(name="*", group=Group("General", sort_key=90))

@@ -19,7 +19,7 @@ from cyclopts.validators import Number
 
 from pagoda.api.allowed_hosts import hosts_for
 from pagoda.api.answer_log import log_answer
-from pagoda.api.body import MAX_TIMEOUT_S, UnknownFields
+from pagoda.api.body import UnknownFields
 from pagoda.api.connections import max_connections, raise_descriptor_limit
 from pagoda.api.cors import CorsOrigins
 from pagoda.api.file_watch import WatchedFiles
@@ -50,6 +50,7 @@ from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.request_tracker import RequestTracker
+from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import format_bytes

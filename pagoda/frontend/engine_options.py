@@ -35,6 +35,7 @@ from pagoda.frontend.adapters import parse_adapters
 from pagoda.frontend.fleet import read_cluster_secret
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_files import calibration_windows
+from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.curve import keys_of
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.disk_policy import check_quota
@@ -52,7 +53,8 @@ Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
-AtLeastOne = Annotated[float, Meta(ge=1)]
+ShortTimeout = Annotated[float, Meta(ge=0, le=MAX_TIMEOUT_S)]
+Timeout = Annotated[float, Meta(ge=1, le=MAX_TIMEOUT_S)]
 
 _CALIBRATION = "--quantization-calibration"
 
@@ -135,13 +137,13 @@ class EngineOptions:
     """CPU threads of the worker; by default the cores that this process may use."""
     pin_threads: bool = False
     """Keep each thread of the worker on a core of its own; for machines that run nothing else."""
-    step_timeout: NotNegative = 300.0
+    step_timeout: ShortTimeout = 300.0
     """Seconds that a step may take; after that its workers are killed and started again."""
-    worker_start_timeout: NotNegative = 600.0
+    worker_start_timeout: ShortTimeout = 600.0
     """Seconds without progress after which workers that are starting are killed and started again."""
-    worker_timeout: AtLeastOne = 15.0
+    worker_timeout: Timeout = 15.0
     """Seconds without a sign of life after which a worker process that was stopped is killed and started again."""
-    engine_timeout: AtLeastOne = 30.0
+    engine_timeout: Timeout = 30.0
     """Seconds of silence after which an engine is killed and replaced; its requests go on."""
     seed: Seed | None = None
     """Seed of dummy weights; in generate, chat and bench offline also of sampling."""

@@ -6,6 +6,9 @@ import asyncio
 import time
 from typing import Protocol
 
+MAX_TIMEOUT_S = 86_400
+"""Longest time-out that a flag or a request may ask for: ZeroMQ counts milliseconds in 32 bits."""
+
 
 class Clock(Protocol):
     def now(self) -> float:

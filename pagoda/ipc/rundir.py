@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
+import stat
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 from pagoda.errors import ConfigError
@@ -18,8 +21,16 @@ WORKER_SOCKET = "worker"
 """Followed by a number for each start of the workers; and another for a rank that takes what a stage computed."""
 
 _PREFIX = "pagoda-"
+_NAME = re.compile(f"{_PREFIX}[a-z0-9_]{{8}}")
+"""Names that `mkdtemp` gives."""
 _LOCK = "lock"
-_WAIT_AND_REMOVE = 'exec 3<&0; { read -r nothing; rm -rf -- "$1"; } <&3 &'
+_REMOVE = (
+    'for name in "$1"/*; do [ "$name" = "$1/lock" ] || rm -rf -- "$name"; done; rm -rf -- "$1"'
+)
+_WAIT_AND_REMOVE = f"exec 3<&0; {{ read -r nothing; {_REMOVE}; }} <&3 &"
+"""The lock goes last: what is left when the shell is killed meanwhile is still swept."""
+_OLD_S = 60.0
+"""An empty directory without a lock that is older than this is being neither made nor removed."""
 _MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a socket that the kernel takes (unix(7))."""
 _LONGEST_NAME = f"{WORKER_SOCKET}-9999999-{MAX_RANKS}"
@@ -30,7 +41,8 @@ class RuntimeDirectory:
 
     A process that is killed cannot remove its directory, so a shell that waits for its end does. Where that was
     killed too, or there is none, the next server does: the owner holds a lock that the kernel takes away when it
-    ends, and directories without a holder are swept at the start.
+    ends, and directories without a holder are swept at the start. The lock is made first and removed last, so a
+    directory without one is empty; it is swept when it is old.
 
     Raises ConfigError if the name of the directory for temporary files is too long for a socket.
     """
@@ -49,7 +61,7 @@ class RuntimeDirectory:
 
     def close(self) -> None:
         """Removes the directory. May be called twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -65,7 +77,10 @@ def socket_address(directory: Path, name: str) -> str:
 def _make(parent: Path) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # made with mode 0700
-        lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        except FileNotFoundError:  # this process stood still, and another one swept it meanwhile
+            continue
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (path / _LOCK).exists():
             return path, lock
@@ -98,6 +113,33 @@ def _sweep(parent: Path) -> None:
             lock = os.open(lock_path, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock_path.parent, ignore_errors=True)
+                _remove(lock_path.parent)
             finally:
                 os.close(lock)
+    for path in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # not empty, or just swept by another process
+            if _NAME.fullmatch(path.name) and _is_old_and_ours(path):
+                path.rmdir()
+
+
+def _remove(path: Path) -> None:
+    """Removes a directory, its lock last."""
+    with contextlib.suppress(OSError):
+        for child in path.iterdir():
+            if child.name == _LOCK:
+                continue
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child, ignore_errors=True)
+            else:
+                child.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_old_and_ours(path: Path) -> bool:
+    """Raises OSError if it is gone."""
+    status = path.lstat()
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and time.time() - status.st_mtime > _OLD_S
+    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import select
 import socket
 from typing import Any
 
 import pytest
 
-from pagoda.api.connections import Connections, bound_silence
+from pagoda.api.connections import Connections, bound_silence, raise_descriptor_limit
 
 _REQUEST = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -92,6 +93,49 @@ def test_the_kernel_cuts_a_client_that_reads_nothing() -> None:
             lost = select.poll()
             lost.register(accepted, select.POLLHUP)
             assert lost.poll(60_000)
+
+
+class Limits:
+    """What a system allows, instead of `resource`."""
+
+    RLIM_INFINITY = resource.RLIM_INFINITY
+    RLIMIT_NOFILE = resource.RLIMIT_NOFILE
+
+    def __init__(self, soft: int, hard: int, most: int) -> None:
+        self.now = soft, hard
+        self._most = most
+
+    def getrlimit(self, _which: int) -> tuple[int, int]:
+        return self.now
+
+    def setrlimit(self, _which: int, limits: tuple[int, int]) -> None:
+        soft, hard = limits
+        if hard != self.now[1] or soft == self.RLIM_INFINITY or soft > self._most:
+            raise ValueError("not allowed to raise maximum limit")
+        self.now = limits
+
+
+INFINITE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most", "then"),
+    [
+        (1024, 4096, 4096, 4096),
+        (1024, INFINITE, 10**6, 65_536),
+        (1024, INFINITE, 2048, 1024),
+        (10**5, INFINITE, 10**6, 10**5),
+        (4096, 4096, 4096, 4096),
+        (INFINITE, INFINITE, 0, INFINITE),
+    ],
+)
+def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, most: int, then: int
+) -> None:
+    limits = Limits(soft, hard, most)
+    monkeypatch.setattr("pagoda.api.connections.resource", limits)
+    raise_descriptor_limit()
+    assert limits.now == (then, hard)
 
 
 async def test_silent_connections_keep_nobody_out(serve_api: Any) -> None:

@@ -21,6 +21,10 @@ from pagoda.frontend.replica import QUERY_TIMEOUT_S
 from pagoda.ipc.curve import keys_of
 
 MANIFESTS = sorted((Path(__file__).parents[2] / "deploy" / "kubernetes").glob("*.yaml"))
+LONGEST_LOAD_S = 3600
+"""Seconds for which a model may load, from a slow disk or a hub, before Kubernetes ends its pod."""
+BUSY_S = 60
+"""Seconds for which an event loop may be busy before Kubernetes ends its pod."""
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "pagoda.service"
 
 
@@ -106,7 +110,11 @@ def test_probes_ask_for_readiness_and_life_and_wait_longer_than_the_server(path:
         assert liveness["httpGet"] == {"path": "/health/live", "port": "http"}
         assert readiness["timeoutSeconds"] > QUERY_TIMEOUT_S + 1
         if "serve" in container["args"]:
-            assert container["startupProbe"]["httpGet"] == readiness["httpGet"]
+            startup = container["startupProbe"]
+            assert startup["httpGet"] == readiness["httpGet"]
+            assert startup["timeoutSeconds"] > QUERY_TIMEOUT_S + 1
+            assert startup["periodSeconds"] * startup["failureThreshold"] >= LONGEST_LOAD_S
+        assert liveness["periodSeconds"] * liveness["failureThreshold"] >= BUSY_S
 
 
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -150,6 +151,11 @@ TIER = "--kv-host-bytes, --kv-disk-path, or --role decode or both"
 @pytest.mark.parametrize(
     ("executor", "flags", "sentence"),
     [
+        *(
+            ("sim", {flag: value}, f"--{flag.replace('_', '-')} must be float <= 86400.0, got {value}.")
+            for flag in ("step_timeout", "worker_start_timeout", "worker_timeout", "engine_timeout")
+            for value in (86_401.0, math.inf)
+        ),
         ("local", {"dtype": "int3"}, "--dtype must be one of auto, float32, bfloat16, float16, got 'int3'."),
         ("local", {"quantization_group_size": 64}, "--quantization-group-size needs --quantization int4."),
         ("local", {"quantization_calibration": "t"}, f"{CALIBRATION} needs --quantization int8 or int4."),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.ipc import rundir
 from pagoda.ipc.rundir import RuntimeDirectory, socket_address
 
 MAKE_ONE_AND_DIE = """
@@ -59,6 +62,53 @@ def test_the_directory_of_a_process_that_is_killed_goes_with_it() -> None:
     left = made_and_left()
     while left.exists():
         time.sleep(0.01)
+
+
+def test_empty_directories_whose_lock_is_gone_are_swept_once_they_are_old(tmp_path: Path) -> None:
+    """Their processes were killed before they made the lock, or after they removed it."""
+    old, young, full = (tmp_path / f"pagoda-abcd_{number:03}" for number in range(3))
+    for path in (old, young, full):
+        path.mkdir()
+    (full / "of somebody else").touch()
+    for path in (old, full):
+        os.utime(path, (0, 0))
+    RuntimeDirectory().close()
+    assert {path.name for path in tmp_path.iterdir()} == {young.name, full.name}
+
+
+def test_the_lock_is_removed_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a directory whose removal is broken off is swept by the next server."""
+    directory = RuntimeDirectory()
+    (directory.path / "folder").mkdir()
+    for name in ("a", "engine", "zz", "folder/file"):
+        (directory.path / name).touch()
+
+    def stay(path: Path, ignore_errors: bool) -> None:
+        left.append(sorted(it.name for it in path.rglob("*")))
+        real(path, ignore_errors)
+
+    left: list[list[str]] = []
+    real = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", stay)
+    directory.close()
+    assert left == [["file"], ["lock"]]
+
+
+def test_the_shell_removes_the_lock_last(tmp_path: Path) -> None:
+    names = ["a", "lock", "zz", "with space"]
+    for name in names:
+        (tmp_path / name).touch()
+    told = tmp_path / "told"
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "rm").write_text(f'#!/bin/sh\necho "$3" >> {told}\n')
+    (tools / "rm").chmod(0o700)
+    command = ["/bin/sh", "-c", rundir._REMOVE, "sh", str(tmp_path)]
+    subprocess.run(command, check=True, env={"PATH": str(tools)})
+    asked = told.read_text().splitlines()
+    assert str(tmp_path / "lock") not in asked
+    assert {str(tmp_path / name) for name in names if name != "lock"} <= set(asked)
+    assert asked[-1] == str(tmp_path)
 
 
 def test_directories_of_ended_processes_are_swept_and_those_of_others_left(tmp_path: Path) -> None:
