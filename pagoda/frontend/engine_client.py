@@ -16,10 +16,13 @@ import zmq
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.faults.injector import Faults, instance
+from pagoda.frontend import engine_restarts
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.engine_restarts import EngineRestarts
 from pagoda.frontend.replica import PROBE, Replica
 from pagoda.frontend.watchdog import Watchdog
+from pagoda.ipc.clock import LoopClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.event_socket import EventSocket
 from pagoda.ipc.lifeline import ChildProcess
@@ -39,10 +42,6 @@ from pagoda.messages.frontend import (
 from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
 from pagoda.telemetry.tracer import Tracer
 
-STABLE_S = 30.0
-"""An engine that answered for this many seconds starts a new count of deaths, as does one that gave a token."""
-MAX_DEATHS_IN_ROW = 5
-"""Engines in a row, each without a token and gone before `STABLE_S`, after which the frontend gives up."""
 START_TIMEOUT_S = 60.0
 """Seconds of silence after which an engine that starts is replaced. An engine answers while its workers load."""
 RAY_START_TIMEOUT_S = 300.0
@@ -99,8 +98,7 @@ class EngineClient:
         """Time of the last message of the engine."""
         self._has_given_tokens = False
         """The engine that runs has computed part of an answer."""
-        self.num_deaths_in_row = 0
-        """Engines that ended in a row, none of which was stable or has given a token."""
+        self.restarts = EngineRestarts(LoopClock())
         self.replica = replica = Replica(
             self,
             "the engine",
@@ -115,6 +113,10 @@ class EngineClient:
             probe=lambda: self.send(LoadQuery(PROBE)),
             on_silence=lambda: self._on_hang(start_timeout_s),
         )
+
+    @property
+    def _is_given_up(self) -> bool:
+        return self.replica.state is ReplicaState.FAILED
 
     @property
     def engine_pid(self) -> int | None:
@@ -154,6 +156,8 @@ class EngineClient:
         self._config = msgspec.structs.replace(self._config, trace=order)
         self._trace_end = asyncio.get_running_loop().create_future()
         self.send(order)
+        if self._is_given_up:
+            self._end_trace([])
 
     async def stop_trace(self) -> list[str]:
         end = self._trace_end
@@ -184,6 +188,8 @@ class EngineClient:
     async def load_adapter(self, adapter: Adapter) -> None:
         """This engine has the adapter when the call returns, and those after it from their start.
         Raises ConfigError: the adapter cannot be loaded; EngineDeadError: the engine was given up."""
+        if self._is_given_up:
+            raise EngineDeadError("The engine was given up.")
         if adapter not in self._loads:
             self._loads[adapter] = asyncio.get_running_loop().create_future()
             self.send(LoadAdapter(adapter))
@@ -215,23 +221,17 @@ class EngineClient:
             while True:
                 self._ready_at, self._has_given_tokens = None, False
                 reason = (await self._run_engine()).reason
-                if self.replica.state is ReplicaState.FAILED:
+                if self._is_given_up:
                     return
                 # One that hung was no good since it was heard last.
                 answered_s = 0.0 if self._ready_at is None else self._heard_at - self._ready_at
-                if self._has_given_tokens or answered_s >= STABLE_S:
-                    self.num_deaths_in_row = 0
-                self.num_deaths_in_row += 1
-                if self.num_deaths_in_row > MAX_DEATHS_IN_ROW:
-                    self._fail(
-                        EngineDeadError(
-                            f"The engine {reason}, {self.num_deaths_in_row} times in a row."
-                        )
-                    )
-                    return
+                was_good = self._has_given_tokens or answered_s >= engine_restarts.STABLE_S
+                pause_s = self.restarts.on_loss(reason, was_good=was_good)
                 _log.error("%s %s; starting it again", _name(self._config), reason)
-                if self.num_deaths_in_row > 1:
-                    await asyncio.sleep(0.25 * 2 ** (self.num_deaths_in_row - 1))
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+        except EngineDeadError as error:
+            self._fail(error)
         except Exception as error:
             _log.exception("the engine cannot be supervised any more")
             self._fail(EngineDeadError(f"The engine cannot be reached: {error}"))

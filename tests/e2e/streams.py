@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 from collections.abc import Awaitable, Callable
@@ -160,9 +161,9 @@ async def until_more(received: Callable[[], int], count: int) -> None:
 
 def children(server_pid: int, module: str) -> list[int]:
     """Process ids of a server's engines or workers, in the order in which they were started."""
-    running = [
-        process
-        for process in psutil.Process(server_pid).children(recursive=True)
-        if module in process.cmdline()
-    ]
+    running = []
+    for process in psutil.Process(server_pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie: it has just ended
+            if module in process.cmdline():
+                running.append(process)
     return [process.pid for process in sorted(running, key=psutil.Process.create_time)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -36,3 +37,28 @@ async def test_32_streams_survive_kills_token_for_token(plain_url: str) -> None:
             assert (await response.json())["num_worker_restarts"] == NUM_KILLS
     assert disturbed == await stream_all(plain_url, requests)
     assert {answer.reason for answer in disturbed} == {"length"}
+
+
+async def test_the_first_worker_of_a_later_engine_may_be_lost_too(plain_url: str) -> None:
+    """An engine cannot go on without its first worker. Where another one has served before, one more follows."""
+    requests = bodies(4, 100)
+    engines: list[int] = []
+
+    async def next_child(module: str, before: list[int]) -> int:
+        while not (new := set(children(server.pid, module)) - set(before)):
+            await asyncio.sleep(0.01)
+        return new.pop()
+
+    async def kill(received: Callable[[], int]) -> None:
+        await until_more(received, 12)
+        workers = list(children(server.pid, "pagoda.worker.main"))
+        engines.extend(children(server.pid, "pagoda.engine.main"))
+        os.kill(engines[0], signal.SIGKILL)
+        engines.append(await next_child("pagoda.engine.main", engines))
+        os.kill(await next_child("pagoda.worker.main", workers), signal.SIGKILL)
+        engines.append(await next_child("pagoda.engine.main", engines))
+
+    with server_process(["--dtype", "float32"]) as server:
+        disturbed = await stream_all(server.base_url, requests, kill)
+    assert len(set(engines)) == 3
+    assert disturbed == await stream_all(plain_url, requests)

@@ -18,9 +18,10 @@ from virtual_fleet import VOCAB_SIZE, expected, request
 
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
-from pagoda.frontend import engine_client
+from pagoda.frontend import engine_client, engine_restarts
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
+from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import EngineMessage, GenerateRequest, TokenChunk
 from pagoda.messages.hosts import HostLeave
 from pagoda.messages.tracing import StartTrace
@@ -145,7 +146,7 @@ async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_com
 async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 1)
+    monkeypatch.setattr("pagoda.frontend.engine_restarts.MAX_DEATHS_IN_ROW", 1)
     failed = asyncio.create_task(client.replica.wait_failed())
     for _ in range(2):
         await until_ready(client)
@@ -161,7 +162,7 @@ async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
 async def test_engines_that_compute_before_they_die_are_never_given_up(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 1)
+    monkeypatch.setattr("pagoda.frontend.engine_restarts.MAX_DEATHS_IN_ROW", 1)
     for _ in range(3):
         await until_ready(client)
         stream = client.replica.generate(make_request(1, max_tokens=100_000))
@@ -177,8 +178,8 @@ async def test_an_engine_that_answers_for_a_moment_and_hangs_then_is_not_stable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However long its silence is waited for."""
-    monkeypatch.setattr(engine_client, "STABLE_S", 0.2)
-    monkeypatch.setattr(engine_client, "MAX_DEATHS_IN_ROW", 1)
+    monkeypatch.setattr(engine_restarts, "STABLE_S", 0.2)
+    monkeypatch.setattr(engine_restarts, "MAX_DEATHS_IN_ROW", 1)
     async with started(engine_timeout_s=0.8) as client:
         failed = asyncio.create_task(client.replica.wait_failed())
         for _ in range(2):
@@ -253,7 +254,7 @@ async def test_a_caller_that_is_cancelled_in_close_learns_of_it_and_nothing_is_l
 async def test_an_engine_without_a_socket_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_client, "MAX_DEATHS_IN_ROW", 0)
+    monkeypatch.setattr(engine_restarts, "MAX_DEATHS_IN_ROW", 0)
     monkeypatch.setattr(engine_client, "socket_address", lambda *_: "ipc://" + "d" * 200)
     before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(EngineDeadError, match="could not be started"):
@@ -372,3 +373,44 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for(
         ]
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+# ---- what an engine owes when it dies
+
+ADAPTER = Adapter(name="a", path="/nowhere", digest="d")
+
+
+async def test_an_adapter_that_a_dying_engine_owes_is_asked_of_the_next_one(
+    client: EngineClient,
+) -> None:
+    kill(client, signal.SIGSTOP)
+    loading = asyncio.create_task(client.load_adapter(ADAPTER))
+    await asyncio.sleep(0)
+    kill(client)
+    async with asyncio.timeout(20):
+        await loading
+
+
+async def test_nothing_waits_for_an_engine_that_was_given_up(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine_restarts, "MAX_DEATHS_IN_ROW", 0)
+    kill(client, signal.SIGSTOP)
+    client.start_trace(start_order(tmp_path))
+    owed = [client.load_adapter(ADAPTER), client.replica.load(), collect(client, make_request(1))]
+    waiting = [asyncio.ensure_future(one) for one in (*owed, client.trace_ended())]
+    await asyncio.sleep(0)
+    kill(client)
+    async with asyncio.timeout(20):
+        adapter, load, answer, trace = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(adapter, EngineDeadError)
+        assert isinstance(load, EngineLostError)
+        assert isinstance(answer, EngineLostError)
+        assert trace is None
+        await client.replica.abort("r1")
+        for late in (client.load_adapter(ADAPTER), client.replica.load()):
+            with pytest.raises(EngineDeadError):
+                await late
+        client.start_trace(start_order(tmp_path))
+        await client.trace_ended()
+        assert await client.stop_trace() == []

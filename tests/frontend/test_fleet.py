@@ -148,7 +148,7 @@ async def test_while_no_engine_runs_only_so_many_requests_wait() -> None:
 async def test_a_replica_that_is_given_up_leaves_the_others_and_the_last_one_ends_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 0)
+    monkeypatch.setattr("pagoda.frontend.engine_restarts.MAX_DEATHS_IN_ROW", 0)
     async with fleet(2) as dispatcher:
         kill(dispatcher, 0)
         while dispatcher.replicas[0].state is not ReplicaState.FAILED:
@@ -179,7 +179,7 @@ async def test_an_engine_that_cannot_start_again_at_once_is_tried_again(
         with monkeypatch.context() as patch:
             patch.setattr(engine_client, "socket_address", lambda *_: "ipc://" + "d" * 200)
             kill(dispatcher, 0)
-            while client.num_deaths_in_row < 2:
+            while client.restarts.num_in_row < 2:
                 await asyncio.sleep(0.001)
         assert (await running)[0] == expected(request)
 
