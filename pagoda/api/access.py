@@ -15,6 +15,7 @@ _OF_ANY_PAGE = frozenset(
 )
 """Types of bodies that a browser lets any web page send anywhere without asking (the CORS-safelisted ones of
 https://fetch.spec.whatwg.org/#cors-safelisted-request-header), and no type."""
+_OWN_PAGE = "same-origin"
 
 
 def check_origin(context: RequestContext) -> None:
@@ -33,17 +34,21 @@ def check_origin(context: RequestContext) -> None:
     origin = http.headers.get("Origin")
     if origin is None:
         return
-    try:
-        netloc = urlsplit(origin).netloc.lower() or None
-    except ValueError:
-        netloc = None
     cors = config.cors_origins
     is_question = bool(cors) and http.method == "OPTIONS"
-    if netloc != (host or "").lower() and not is_question and not cors.allows(origin):
+    if _netloc(origin) != (host or "").lower() and not is_question and not cors.allows(origin):
         raise ApiError(
             403,
             "Requests from web pages of other origins are refused; --cors-origins names those that may.",
         )
+
+
+def _netloc(origin: str) -> str | None:
+    """Host and port of an origin; None if it has none, as `null`."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None
 
 
 def check_scope(context: RequestContext, route: Route) -> None:
@@ -57,7 +62,9 @@ def check_scope(context: RequestContext, route: Route) -> None:
 
 
 def check_content_type(context: RequestContext, route: Route) -> None:
-    """Raises ApiError: 415, the body has a type that any web page may send, or is no form where one is needed."""
+    """Refuses what a web page of others may send without asking; programs, as curl, may leave the type of JSON out.
+    Raises ApiError: 415, a page of another origin sends a body of a type that any page may send, or the body is
+    no form where one is needed."""
     if not context.http.body_exists:
         return
     given = context.http.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -66,9 +73,20 @@ def check_content_type(context: RequestContext, route: Route) -> None:
             raise ApiError(
                 415, "The body must be a form, with `Content-Type: multipart/form-data`."
             )
-    elif given in _OF_ANY_PAGE:
+    elif given in _OF_ANY_PAGE and _is_of_another_page(context):
         raise ApiError(
             415,
-            "The body must be JSON with the header `Content-Type: application/json`, "
+            "The body of a web page must be JSON with the header `Content-Type: application/json`, "
             f"got {given or 'no type'}.",
         )
+
+
+def _is_of_another_page(context: RequestContext) -> bool:
+    """True if a browser says that a page of another origin sends this: every browser sends `Origin` with a POST
+    to another origin (https://fetch.spec.whatwg.org/#origin-header), newer ones `Sec-Fetch-Site` with all requests
+    (https://w3c.github.io/webappsec-fetch-metadata/). No page can leave them out or change them."""
+    headers = context.http.headers
+    if any(site.strip() != _OWN_PAGE for site in headers.getall("Sec-Fetch-Site", ())):
+        return True
+    origin = headers.get("Origin")
+    return origin is not None and _netloc(origin) != headers.get("Host", "").lower()

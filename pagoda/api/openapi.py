@@ -29,7 +29,7 @@ _REASONS = {
     408: "The body came too slowly.",
     409: "The state does not allow it.",
     413: "The body is too long.",
-    415: "The body has a type that web pages of others may send, or none.",
+    415: "A web page of another origin sent no JSON, or the body is no form where one is needed.",
     429: "The waiting queue is full; `Retry-After` says when to come again.",
     431: "The headers are too long.",
     500: "A bug, or the engine failed with the request.",

@@ -10,6 +10,7 @@ import pytest
 
 from pagoda.api.allowed_hosts import ANY_HOST, hosts_for
 from pagoda.api.batches.files import FileStore
+from pagoda.api.cors import CorsOrigins
 from pagoda.api.routes import ROUTES
 
 LOCAL = ("127.0.0.1:8000", "localhost", "LocalHost:1", "[::1]:8000", "[::1]")
@@ -76,25 +77,59 @@ def json_routes() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        *(
-            "text/plain",
-            "text/plain;charset=UTF-8",
-            "TEXT/PLAIN",
-            "multipart/form-data; boundary=x",
-        ),
-        *("application/x-www-form-urlencoded", " text/plain ; application/json", "", None),
-    ],
+OF_ANY_PAGE = (
+    *("text/plain", "text/plain;charset=UTF-8", "TEXT/PLAIN", "multipart/form-data; boundary=x"),
+    *("application/x-www-form-urlencoded", " text/plain ; application/json", "", None),
 )
-async def test_no_route_takes_a_body_that_any_page_may_send(api, given: str | None) -> None:
+
+
+def posted(path: str, lines: str, body: str) -> bytes:
+    length = f"Content-Length: {len(body)}\r\n"
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{lines}{length}\r\n{body}".encode()
+
+
+@pytest.mark.parametrize("given", OF_ANY_PAGE)
+@pytest.mark.parametrize("mark", ["cross-site", "same-site", "none", "same-origin, cross-site"])
+async def test_no_route_takes_a_body_that_any_page_may_send(
+    api, given: str | None, mark: str
+) -> None:
     line = "" if given is None else f"Content-Type: {given}\r\n"
     for path in json_routes():
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{line}Content-Length: 2\r\n\r\n{{}}"
-        status, body = await api.raw(head.encode())
+        status, body = await api.raw(posted(path, f"{line}Sec-Fetch-Site: {mark}\r\n", "{}"))
         assert status == 415, path
         assert b"Content-Type: application/json" in body
+
+
+@pytest.mark.parametrize("given", OF_ANY_PAGE)
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://[", "http://localhost:1"])
+async def test_a_body_of_a_page_of_another_origin_is_refused_by_its_origin(
+    serve_api, given: str | None, origin: str
+) -> None:
+    line = "" if given is None else f"Content-Type: {given}\r\n"
+    api = await serve_api()
+    request = posted("/v1/completions", f"{line}Origin: {origin}\r\n", '{"prompt": "hi"}')
+    assert (await api.raw(request))[0] == 403
+    api = await serve_api(cors_origins=CorsOrigins(["*"]))
+    assert (await api.raw(request))[0] == 415
+
+
+@pytest.mark.parametrize("given", OF_ANY_PAGE)
+async def test_programs_may_leave_the_type_of_json_out(api, given: str | None) -> None:
+    line = "" if given is None else f"Content-Type: {given}\r\n"
+    for own in ("", "Origin: http://localhost\r\n", "Sec-Fetch-Site: same-origin\r\n"):
+        request = posted("/v1/completions", line + own, '{"prompt": "hi", "max_tokens": 1}')
+        status, body = await api.raw(request)
+        assert status == 200, body
+    status, body = await api.raw(posted("/v1/completions", line, "prompt=hi"))
+    assert status == 400
+    assert b"not valid JSON" in body
+
+
+async def test_a_body_without_a_type_reaches_no_host_of_others(serve_api) -> None:
+    api = await serve_api(allowed_hosts=hosts_for("127.0.0.1"))
+    request = posted("/v1/completions", "", '{"prompt": "hi"}')
+    status, _ = await api.raw(request.replace(b"Host: localhost", b"Host: evil.example"))
+    assert status == 403
 
 
 async def test_types_that_pages_must_ask_for_are_taken(api) -> None:
