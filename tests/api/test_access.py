@@ -101,7 +101,9 @@ async def test_no_route_takes_a_body_that_any_page_may_send(
 
 
 @pytest.mark.parametrize("given", OF_ANY_PAGE)
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://[", "http://localhost:1"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://[", "http://localhost:1"]
+)
 async def test_a_body_of_a_page_of_another_origin_is_refused_by_its_origin(
     serve_api, given: str | None, origin: str
 ) -> None:

@@ -74,11 +74,11 @@ async def test_refusals(serve_api) -> None:
 
 
 def test_the_oldest_conversations_make_room() -> None:
-    store = ConversationStore(max_bytes=1000)
+    store = ConversationStore(max_bytes=2000)
     for number in range(20):
         stored = StoredConversation("", {})
         store.put(stored, [{"id": str(number), "text": "x" * 100}])
-    assert 0 < store.num_bytes <= 1000
+    assert 0 < store.num_bytes <= 2000
     assert 2 < len(store) < 20
     assert json.dumps(store.get("", stored.conversation_id).object())
 
@@ -115,7 +115,7 @@ def test_metadata_count() -> None:
     ],
 )
 async def test_what_is_not_kept_is_refused(serve_api, path: str, body: Any, param: str) -> None:
-    api = await serve_api("ok", text=QWEN, response_store_bytes=1500)
+    api = await serve_api("ok", text=QWEN, response_store_bytes=2000)
     one = await begin(api)
     answer = await api.post(path.replace("/one", one) or "/v1/conversations", body)
     assert (answer.status, answer.error()["param"]) == (400, param)
