@@ -62,7 +62,7 @@ def check_scope(context: RequestContext, route: Route) -> None:
 
 
 def check_content_type(context: RequestContext, route: Route) -> None:
-    """Refuses what a web page of others may send without asking; programs, as curl, may leave the type of JSON out.
+    """Refuses what web pages of others may send without asking; programs, as curl, may leave the type of JSON out.
     Raises ApiError: 415, a page of another origin sends a body of a type that any page may send, or the body is
     no form where one is needed."""
     if not context.http.body_exists:
