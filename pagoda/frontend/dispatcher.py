@@ -374,6 +374,8 @@ class Dispatcher:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(request.timeout_s, self._end, tracked, DeadlineError())
         try:
+            while tracked.is_held and not tracked.is_over:
+                await tracked.wait()
             while (placement := await self._placer.place(tracked)) is not None:
                 slot = placement.slot
                 self._judge_soon()

@@ -96,6 +96,8 @@ class TrackedRequest:
         """An engine took the request before, so none refuses it for want of room any more."""
         self.has_waited = False
         """The request was accepted while no engine ran: it is not refused for want of room either, but waits."""
+        self.is_held = False
+        """The request is part of a body that is taken, and waits until more of it may wait at engines."""
         self.keys: list[int] | None = None
         """Short keys of the blocks of the prompt; None until they are needed."""
         self.num_cached_tokens: int | None = None

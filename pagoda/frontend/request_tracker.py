@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     traceparent: str | None = None
     """The client's span (https://www.w3.org/TR/trace-context/), if the client sent one."""
     tracestate: str | None = None
+    body_id: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    """Id of the request that no other one has (`GenerateRequest.body`)."""
     route: str = ""
     """The route of the API, such as `/v1/completions`; empty for a request of a router."""
     num_answers: int = 0

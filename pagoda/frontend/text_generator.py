@@ -281,6 +281,7 @@ class TextGenerator:
                     priority=priority,
                     tenant=client_request.key_name,
                     weight=client_request.weight,
+                    body=client_request.body_id,
                     cache_salt=cache_salt,
                     session=session,
                     holds_kv=holds_kv,

@@ -113,6 +113,8 @@ class GenerateRequest(
     """The answer is a vector (`TokenChunk.embedding`); `sampling.max_tokens` is 0."""
     second_text: int = 0
     """Place of the first token of the second of two texts, where encoders tell them apart; 0 for one text."""
+    body: str = ""
+    """Id that all requests of one body of a client share, and no other; empty for a request of its own."""
     wire_id: str = ""
     """Id that chunks, refusals and aborts name the request by; a sender uses none twice. Empty: `request_id`."""
 

@@ -68,6 +68,16 @@ async def test_the_four_kinds_of_prompt(api, prompt: Any, expected: list[list[in
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
+async def test_answers_of_one_body_are_told_as_one_and_those_of_two_apart(serve_api) -> None:
+    api = await serve_api()
+    for _ in range(2):  # with the same id of the client
+        body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 1}
+        answer = await api.post("/v1/completions", body, headers={"X-Request-Id": "one"})
+        assert answer.status == 200
+    bodies = [request.body for request in api.endpoint.requests]
+    assert [len(set(part)) for part in (bodies[:6], bodies[6:], bodies)] == [1, 1, 2]
+
+
 @WHOLE_AND_STREAM
 async def test_several_prompts_with_several_answers(serve_api, stream: bool) -> None:
     api = await serve_api(lambda request: f"{bytes(request.prompt_token_ids).decode()}!")

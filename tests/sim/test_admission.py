@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from virtual_fleet import Answer, ask, assert_nothing_left, request, start, virtual
 
 from pagoda.errors import DeadlineError, OverloadedError
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.messages.frontend import GenerateRequest
 
@@ -30,6 +32,64 @@ async def test_prompts_that_wait_are_bounded_by_their_tokens() -> None:
     assert any(map(is_refused, answers))
     assert all(answer.complete or is_refused(answer) for answer in answers)
     assert any(answer.complete for answer in answers)
+    assert_nothing_left(dispatcher)
+
+
+def parts(body: str, count: int, **fields: Any) -> list[GenerateRequest]:
+    """Requests of 50 tokens each."""
+    return [
+        request(f"{body}{i}", [i] * 50, body=body, max_tokens=4, **fields) for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 60, 200, 2000])
+@virtual
+async def test_a_body_that_meets_an_empty_queue_is_taken_however_much_it_is(
+    num_tokens: int,
+) -> None:
+    dispatcher, _ = await start(1, max_num_seqs=2, max_num_waiting_tokens=num_tokens)
+    asked = parts("b", 60)
+    assert sum(len(part.prompt_token_ids) for part in asked) > dispatcher.slots.max_queued_tokens
+    tasks = [asking(dispatcher, part) for part in asked]
+    most = 0
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0.01)
+        sent = [one for one in dispatcher.requests.values() if one.placement is not None]
+        most = max(most, sum(one.num_tokens for one in sent if not one.has_begun))
+    assert all(task.result().complete for task in tasks)
+    assert most <= max(num_tokens, 50)
+    assert_nothing_left(dispatcher)
+
+
+@virtual
+async def test_half_of_the_queue_is_left_to_others_while_a_large_body_waits() -> None:
+    dispatcher, _ = await start(1, max_num_seqs=1, max_num_waiting_tokens=400, num_blocks=64)
+    large = [asking(dispatcher, part) for part in parts("b", 60, tenant="heavy")]
+    await asyncio.sleep(0.05)
+    others = [asking(dispatcher, part) for part in parts("c", 3, tenant="light")]
+    second = [asking(dispatcher, part) for part in parts("d", 30, tenant="heavy")]
+    assert all(answer.complete for answer in await asyncio.gather(*others))
+    assert not all(task.done() for task in large)
+    assert any(map(is_refused, await asyncio.gather(*second)))  # it met a queue
+    assert all(answer.complete for answer in await asyncio.gather(*large))
+    assert_nothing_left(dispatcher)
+
+
+@virtual
+async def test_a_body_that_is_held_ends_with_its_client_its_deadline_and_its_engine() -> None:
+    dispatcher, [engine] = await start(1, max_num_seqs=1, max_num_waiting_tokens=100)
+    gone = [asking(dispatcher, part) for part in parts("a", 20)]
+    await asyncio.sleep(0.05)
+    await cancel_all(gone)
+    assert_nothing_left(dispatcher)
+    late = [asking(dispatcher, part) for part in parts("b", 40, timeout_s=0.5)]
+    ends = await asyncio.gather(*late, return_exceptions=True)
+    assert isinstance(ends[-1], DeadlineError)
+    assert asyncio.get_running_loop().time() == pytest.approx(0.6, abs=0.1)
+    lost = [asking(dispatcher, part) for part in parts("c", 20)]
+    await asyncio.sleep(0.05)
+    engine.kill(restart_s=0.5)
+    assert all(answer.complete for answer in await asyncio.gather(*lost))
     assert_nothing_left(dispatcher)
 
 
