@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pagoda.api.errors import ApiError
 from pagoda.api.keys import ApiKey
+from pagoda.errors import OverloadedError
 from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 
 _MINUTE_S = 60.0
@@ -58,7 +59,8 @@ class KeyLimits:
 
     @contextmanager
     def admit(self, key: ApiKey) -> Iterator[None]:
-        """Counts a request until the context ends. Raises ApiError: 429, a limit of the key is reached."""
+        """Counts a request until the context ends; one that the queue refuses does not count for
+        `requests_per_minute`. Raises ApiError: 429, a limit of the key is reached."""
         usage = self._usage_of(key)
         if usage is None:
             yield
@@ -76,11 +78,37 @@ class KeyLimits:
                 rule = f"{usage.requests.limit} requests per minute"
                 raise _refusal(key, "requests_per_minute", rule, wait_s)
             usage.requests.level -= 1
-        usage.num_running += 1
+        bucket = usage.requests
+        release = self.hold(key)
         try:
             yield
+        except OverloadedError:
+            if bucket is not None:
+                bucket.level = min(bucket.limit, bucket.level + 1)
+            raise
         finally:
+            release()
+
+    def hold(self, key: ApiKey) -> Callable[[], None]:
+        """Counts work that goes on behind its request for `max_concurrent_requests`, until what is returned is
+        called."""
+        usage = self._usage_of(key)
+        if usage is None:
+            return lambda: None
+        usage.num_running += 1
+
+        def release() -> None:
             usage.num_running -= 1
+
+        return release
+
+    def until_half_s(self, key: ApiKey) -> float:
+        """Seconds until half of the key's tokens of a minute are there: what has time leaves the other half to
+        requests that somebody waits for."""
+        usage = self._usage_of(key)
+        if usage is None or usage.tokens is None:
+            return 0.0
+        return usage.tokens.until_s(usage.tokens.limit / 2)
 
     def headers(self, key: ApiKey | None) -> dict[str, str]:
         """OpenAI's headers that tell clients what is left of their limits; none for a key without limits."""

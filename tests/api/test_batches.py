@@ -13,7 +13,8 @@ import pytest
 
 from pagoda.api.batches.files import FileStore
 from pagoda.api.batches.lines import check_file, finished_ids, read_lines
-from pagoda.api.batches.runner import PRIORITY, BatchRunner
+from pagoda.api.batches.runner import CONCURRENCY, PRIORITY, BatchRunner
+from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys, digest_of
 from pagoda.errors import ConfigError, OverloadedError
 
@@ -205,6 +206,45 @@ async def test_a_batch_of_a_revoked_key_is_not_answered(serve_api, attach: Attac
     assert ended["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
     [first, _] = await results(api, ended["error_file_id"])
     assert first["response"]["status_code"] == 401
+
+
+async def test_lines_wait_for_half_of_the_tokens_of_their_key_and_for_no_other_key(
+    serve_api, attach: Attach, monkeypatch
+) -> None:
+    monkeypatch.setattr("pagoda.api.batches.runner.RETRY_S", 0.0)
+    most, line_tokens, now = 600, 4, [0.0]
+    names = "slow", "free"
+    limits: list[dict[str, int]] = [{"tokens_per_minute": most}, {}]
+    keys = [
+        ApiKey(name=name, sha256=digest_of(name), scopes=EVERY_ROUTE, **limit)
+        for name, limit in zip(names, limits, strict=True)
+    ]
+    slow, free = ({"headers": {"Authorization": f"Bearer {name}"}} for name in names)
+    api = await serve_api(api_keys=ApiKeys(in_file=keys))
+    api.service.key_limits = KeyLimits(api.service.tracker, lambda: now[0])
+    runner = await attach(api)
+    fields = {"endpoint": URL, "completion_window": "24h"}
+    batches: dict[str, str] = {}
+    for name, sent, count in (("slow", slow, 400), ("free", free, 100)):
+        file = jsonl(*(request(f"{i}", max_tokens=2) for i in range(count)))
+        made = (await upload(api, file, **sent)).json()
+        body = {"input_file_id": made["id"], **fields}
+        batches[name] = (await api.post("/v1/batches", body, **sent)).json()["id"]
+    lowest = float(most)
+    while not all(runner.batches[one].is_finished for one in batches.values()):
+        await asyncio.sleep(0)
+        left = api.service.key_limits.headers(keys[0])["x-ratelimit-remaining-tokens"]
+        lowest = min(lowest, float(left))
+        if runner.batches[batches["free"]].is_finished:
+            if not now[0]:
+                assert not runner.batches[batches["slow"]].is_finished
+                answer = await api.post("/v1/completions", {"prompt": "hi"}, **slow)
+                assert answer.status == 200
+            now[0] += 0.01
+    assert lowest >= most / 2 - (CONCURRENCY + 5) * line_tokens
+    assert now[0] > 60  # 1,600 tokens of which 300 were there
+    for one, count in zip(batches.values(), (400, 100), strict=True):
+        assert runner.batches[one].counts.completed == count
 
 
 async def test_files_are_private_also_in_a_directory_for_all(

@@ -7,10 +7,13 @@ import hashlib
 from typing import Any
 
 import pytest
+from template_texts import QWEN
 
 from pagoda.api.errors import ApiError
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys
+from pagoda.errors import OverloadedError
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 
 
@@ -58,6 +61,48 @@ async def test_requests_at_a_time_are_bounded(serve_api: Any) -> None:
     api.endpoint.go_on.set()
     assert (await first).status == 200
     assert (await api.post("/v1/completions", BODY, **sent_with("k"))).status == 200
+
+
+async def test_a_request_that_the_queue_refuses_does_not_count(serve_api: Any) -> None:
+    api = await serve_with(serve_api, key(requests_per_minute=1))
+    api.endpoint.raises = OverloadedError("The queue is full.")
+    for _ in range(3):
+        refused = await api.post("/v1/completions", BODY, **sent_with("k"))
+        assert refused.error()["message"] == "The queue is full."
+        assert refused.headers["x-ratelimit-remaining-requests"] == "1"
+    api.endpoint.raises = None
+    statuses = [
+        (await api.post("/v1/completions", BODY, **sent_with("k"))).status for _ in range(2)
+    ]
+    assert statuses == [200, 429]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_response_in_the_background_counts_until_it_has_ended(
+    serve_api: Any, stream: bool, leaves: bool
+) -> None:
+    keys = ApiKeys(in_file=[key(max_concurrent_requests=2)])
+    api = await serve_api("ok", text=QWEN, api_keys=keys)
+    api.endpoint.pause_after = 1
+    body = {"input": "hi", "background": True, "stream": stream}
+    asking = [
+        asyncio.create_task(api.post("/v1/responses", body, **sent_with("k"))) for _ in range(2)
+    ]
+    while len(api.endpoint.requests) < 2:
+        await asyncio.sleep(0)
+    if leaves:
+        await cancel_all(asking)
+    third = await api.post("/v1/responses", body, **sent_with("k"))
+    assert (third.status, third.error()["code"]) == (429, "rate_limit_exceeded")
+    api.endpoint.pause_after = None
+    api.endpoint.go_on.set()
+    if not leaves:
+        assert [answer.status for answer in await asyncio.gather(*asking)] == [200, 200]
+    while api.service.tracker.running:
+        await asyncio.sleep(0)
+    for _ in range(2):
+        assert (await api.post("/v1/responses", body, **sent_with("k"))).status == 200
 
 
 async def test_tokens_are_counted_as_they_come(serve_api: Any) -> None:

@@ -1,4 +1,4 @@
-"""Answers to the lines of batches, one batch after the other, behind all other requests.
+"""Answers to the lines of batches, one batch of a key after the other, behind all other requests.
 
 Results are appended as they come. After a restart a batch goes on with the lines that have no result yet.
 """
@@ -52,13 +52,13 @@ from pagoda.frontend.request_tracker import ClientRequest
 MAX_BATCHES = 10_000
 """Most batches at a time; their descriptions are in memory."""
 CONCURRENCY = 16
-"""Lines under way at once."""
+"""Lines under way at once, of all batches."""
 PRIORITY = 2**30
 """Priority of the requests of batches; lower comes first, and 0 is that of other requests."""
 _READ_LINES = 256
 """Lines that are read from the disk at a time."""
 RETRY_S = 1.0
-"""Seconds before a request that found the server full is asked again."""
+"""Seconds before a request that found the server full is asked again, and between looks at a key's tokens."""
 
 _log = logging.getLogger("pagoda.api")
 
@@ -113,7 +113,11 @@ ENDPOINTS: Mapping[str, Answerer] = {
 
 
 class BatchRunner:
-    """The batches of a directory, and the task that answers them."""
+    """The batches of a directory, and the tasks that answer them.
+
+    Batches of one key are answered one after the other; those of several at the same time, so that a key which has
+    to wait for tokens of its own holds no other up.
+    """
 
     def __init__(self, service: Service, files: FileStore) -> None:
         """Raises ConfigError: a batch of the directory cannot be read."""
@@ -122,8 +126,9 @@ class BatchRunner:
         self.batches = read_batches(files.directory)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._current: BatchRecord | None = None
-        self._stop_current = asyncio.Event()
+        self._stops: dict[str, asyncio.Event] = {}
+        """Events that end the batches under way, by the ids of these."""
+        self._lines = asyncio.Semaphore(CONCURRENCY)
         self._writing = asyncio.Lock()
 
     def start(self) -> None:
@@ -159,8 +164,8 @@ class BatchRunner:
             return
         self._enter(record, "cancelling")
         await self._save(record)
-        if record is self._current:
-            self._stop_current.set()
+        if record.id in self._stops:
+            self._stops[record.id].set()
         self._wake.set()
 
     def _enter(self, record: BatchRecord, status: Status) -> None:
@@ -185,26 +190,34 @@ class BatchRunner:
         await asyncio.shield(asyncio.ensure_future(write()))
 
     async def _run(self) -> None:
-        while True:
-            self._wake.clear()
-            waiting = [record for record in self.batches.values() if not record.is_finished]
-            if not waiting:
+        """Begins the oldest batch of each key that has none under way."""
+        working: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._wake.clear()
+                for name in [name for name, task in working.items() if task.done()]:
+                    working.pop(name).result()
+                waiting = [record for record in self.batches.values() if not record.is_finished]
+                for record in sorted(waiting, key=lambda one: (one.created_at, one.id)):
+                    if record.key_name not in working:
+                        working[record.key_name] = asyncio.create_task(self._work(record))
+                        working[record.key_name].add_done_callback(lambda _: self._wake.set())
                 await self._wake.wait()
-                continue
-            record = min(waiting, key=lambda one: (one.created_at, one.id))
-            self._current = record
-            self._stop_current.clear()
-            try:
-                await self._answer(record)
-            except OSError as error:
-                await self._fail(
-                    record, f"The files of the batch cannot be used: {error.strerror}."
-                )
-            except Exception:
-                _log.exception("batch %s failed", record.id)
-                await self._fail(record, "The server made an error; its log says more.")
-            finally:
-                self._current = None
+        finally:
+            await cancel_all(list(working.values()))
+
+    async def _work(self, record: BatchRecord) -> None:
+        """Answers a batch. What goes wrong is its end."""
+        self._stops[record.id] = asyncio.Event()
+        try:
+            await self._answer(record)
+        except OSError as error:
+            await self._fail(record, f"The files of the batch cannot be used: {error.strerror}.")
+        except Exception:
+            _log.exception("batch %s failed", record.id)
+            await self._fail(record, "The server made an error; its log says more.")
+        finally:
+            del self._stops[record.id]
 
     async def _fail(self, record: BatchRecord, reason: str) -> None:
         _log.error("batch %s: %s", record.id, reason)
@@ -244,7 +257,7 @@ class BatchRunner:
         running: set[asyncio.Task[None]] = set()
         path = self._files.data_path(record.input_file_id)
         lines = read_lines(path, self._service.config.max_body_bytes)
-        stopping = asyncio.create_task(self._stop_current.wait())
+        stopping = asyncio.create_task(self._stops[record.id].wait())
         is_expired = False
         try:
             while texts := await asyncio.to_thread(_next_lines, lines):
@@ -252,6 +265,7 @@ class BatchRunner:
                     if line.custom_id in done:
                         continue
                     await _until_below(CONCURRENCY, running, stopping)
+                    await self._until_tokens(record, stopping)
                     if stopping.done():
                         return False
                     if time.time() >= record.expires_at:
@@ -263,6 +277,15 @@ class BatchRunner:
             return is_expired
         finally:
             await cancel_all([stopping, *running])
+
+    async def _until_tokens(self, record: BatchRecord, stopping: asyncio.Task[Any]) -> None:
+        """Waits until the batch's key has tokens for lines, the batch's time is over, or `stopping` is done."""
+        while not stopping.done() and time.time() < record.expires_at:
+            key = self._service.config.api_keys.named(record.key_name)
+            wait_s = 0.0 if key is None else self._service.key_limits.until_half_s(key)
+            if wait_s <= 0:
+                return
+            await asyncio.wait([stopping], timeout=min(wait_s, RETRY_S))
 
     def _finished(self, record: BatchRecord) -> set[str]:
         """The lines that have results; counts them."""
@@ -281,7 +304,8 @@ class BatchRunner:
     async def _answer_line(self, record: BatchRecord, line: BatchLine) -> None:
         request_id = new_id("req")
         while True:
-            status, body = await self._ask(record, line, request_id)
+            async with self._lines:
+                status, body = await self._ask(record, line, request_id)
             if status not in (429, 503) or time.time() >= record.expires_at:
                 break
             await asyncio.sleep(RETRY_S)  # full or stuck: everybody else comes first

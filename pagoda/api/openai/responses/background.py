@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from pagoda.api.errors import as_api_error
 from pagoda.api.generation import Generation
@@ -20,6 +21,8 @@ class BackgroundRun:
         """`log` gets the events; without it there are none."""
         self.answer = answer
         self.log = log
+        self.on_end: Callable[[], None] = lambda: None
+        """Listener for the end of the work."""
         self._generation = generation
         self._task: asyncio.Task[None] | None = None
 
@@ -47,3 +50,4 @@ class BackgroundRun:
             self.answer.cancel()
         if self.log is not None:
             self.log.close()
+        self.on_end()

@@ -43,13 +43,14 @@ class BegunResponse:
     stored: StoredResponse
     """The response as it is kept when the answer has ended, where the body says so."""
 
-    def run_in_background(self, store: ResponseStore) -> None:
+    def run_in_background(self, store: ResponseStore) -> BackgroundRun:
         """Starts the answer, which is found in the store from now on."""
         stored = self.stored
         stored.response = self.answer.object()
-        stored.run = BackgroundRun(self.answer, self.generation, stored.log)
+        run = stored.run = BackgroundRun(self.answer, self.generation, stored.log)
         store.put(stored)
-        stored.run.start()
+        run.start()
+        return run
 
 
 async def begin_response(caller: Caller, body: ResponsesRequest) -> BegunResponse:

@@ -8,6 +8,7 @@ from pagoda.api.conversation import count_prompt_tokens
 from pagoda.api.dialect import Dialect
 from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.fields import renamed
+from pagoda.api.keys import ANYBODY
 from pagoda.api.openai.responses.beginning import (
     BegunResponse,
     begin_response,
@@ -42,8 +43,12 @@ async def create_response(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(ResponsesRequest)
     begun = await begin_response(context.caller, body)
     if body.background:
-        begun.run_in_background(context.service.responses)
-        return await _show(context, begun.stored, first_event=0)
+        run = begun.run_in_background(context.service.responses)
+        try:
+            return await _show(context, begun.stored, first_event=0)
+        finally:  # from here on the work counts for the key, not the request
+            if run.answer.is_running:
+                run.on_end = context.service.key_limits.hold(context.key or ANYBODY)
     if body.stream:
         return await context.stream(lambda stream: _stream(context, begun, stream))
     return context.json(await begun.generation.run(begun.answer))
