@@ -117,6 +117,7 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
         arrived_ns=arrived_ns,
         key_name="" if key is None else key.name,
         weight=1.0 if key is None else key.weight,
+        least_priority=service.config.api_keys.least_priority(key),
         traceparent=headers.get("traceparent"),
         tracestate=tracestate if 0 < len(tracestate) <= _MAX_TRACESTATE_CHARS else None,
         route=route,

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.frontend.request_tracker import LOWEST_PRIORITY
 
 _MARK = ":="
 """Separator of a name and its key. `=` alone may occur in a key, and no part of a key must become a name."""
@@ -30,6 +31,9 @@ class Scope(StrEnum):
     """Changes of the server: traces, adapters, hosts, caches."""
     OTHERS = "others"
     """Running requests of other keys, to list and to end. No scope opens what other keys keep here."""
+
+    URGENT = "urgent"
+    """Requests with a `priority` below 0, which go before those of other keys. Opens no route by itself."""
 
 
 EVERY_ROUTE = frozenset((Scope.ANSWER, Scope.LOOK, Scope.OPERATE))
@@ -109,6 +113,13 @@ class ApiKeys:
     def names(self) -> tuple[str, ...]:
         """Names of all keys; without keys, requests have the empty name."""
         return tuple(self._by_name) if self._are_needed else ("",)
+
+    def least_priority(self, key: ApiKey | None) -> int:
+        """The lowest `priority` that requests of the key may have: where there are several keys, one below the
+        usual 0 needs the scope."""
+        is_alone = len(self._by_name) <= 1
+        is_urgent = is_alone or (key is not None and Scope.URGENT in key.scopes)
+        return LOWEST_PRIORITY if is_urgent else 0
 
     def named(self, name: str) -> ApiKey | None:
         """The key of this name, for work that goes on without a client; None if it was revoked."""

@@ -27,7 +27,7 @@ def add(
     *,
     api_keys_file: KeysFile,
     scope: Annotated[
-        tuple[Literal["answer", "look", "operate", "others"], ...], Parameter(negative=())
+        tuple[Literal["answer", "look", "operate", "others", "urgent"], ...], Parameter(negative=())
     ] = ("answer",),
     weight: Weight = 1.0,
     max_concurrent_requests: Count | None = None,
@@ -42,7 +42,7 @@ def add(
         api_keys_file: The file given to a server as --api-keys-file; it is made if it is not there.
         scope: A kind of routes that the key may use; may be repeated: answer for generations and the client's own
             files, look for figures and the page, operate for traces, adapters and hosts, others for listing and
-            ending running requests of other keys.
+            ending running requests of other keys, urgent for requests with a priority below 0.
         weight: The key's share of tokens beside other keys, when all want more than there is.
         max_concurrent_requests: The most requests of the key at a time.
         requests_per_minute: The most requests of the key in a minute.

@@ -10,15 +10,21 @@ from typing import Any
 
 import msgspec
 
-from pagoda.errors import DeadlineError, EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.errors import (
+    DeadlineError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    refuse,
+)
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 
 REFUSED = "refused"
 """The finish reason of an answer that no engine accepted."""
-
-
 TIMED_OUT = "timeout"
 """The finish reason of an answer that was not complete when its deadline passed."""
+LOWEST_PRIORITY = -(2**31) + 1
+"""The priority of requests that go before all others."""
 
 
 class ClientRequest(msgspec.Struct, kw_only=True):
@@ -32,6 +38,8 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     """The name of the API key of the request, never the key; empty without keys."""
     weight: float = 1.0
     """The weight of that key beside others."""
+    least_priority: int = LOWEST_PRIORITY
+    """The lowest `priority` that the request may have, lest it go before requests of other keys."""
     timeout_s: float | None = None
     """Seconds from `arrived_ns` until the request ends, complete or not; None for no deadline."""
     traceparent: str | None = None
@@ -44,6 +52,12 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     num_answers: int = 0
     refusal: str = ""
     """The reason why one answer was refused. The other answers are aborted then: the client gets an error."""
+
+    def check_priority(self, priority: int) -> None:
+        """Raises InvalidRequestError: the request may not go before others so far."""
+        if priority < self.least_priority:
+            rule = f"must be {self.least_priority} or more: only keys with the scope urgent go before others"
+            refuse("priority", rule)
 
 
 class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):

@@ -255,6 +255,7 @@ class TextGenerator:
         limits = self.endpoint.limits
         if client_request is None:
             client_request = ClientRequest(id=uuid.uuid4().hex, arrived_ns=self.tracker.clock_ns())
+        client_request.check_priority(priority)
         text, token_ids = None, prompt
         if isinstance(prompt, str):
             text = prompt

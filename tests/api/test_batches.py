@@ -15,7 +15,7 @@ from pagoda.api.batches.files import FileStore
 from pagoda.api.batches.lines import check_file, finished_ids, read_lines
 from pagoda.api.batches.runner import CONCURRENCY, PRIORITY, BatchRunner
 from pagoda.api.key_limits import KeyLimits
-from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys, digest_of
+from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys, Scope, digest_of
 from pagoda.errors import ConfigError, OverloadedError
 
 URL = "/v1/completions"
@@ -245,6 +245,23 @@ async def test_lines_wait_for_half_of_the_tokens_of_their_key_and_for_no_other_k
     assert now[0] > 60  # 1,600 tokens of which 300 were there
     for one, count in zip(batches.values(), (400, 100), strict=True):
         assert runner.batches[one].counts.completed == count
+
+
+async def test_lines_go_before_those_of_other_keys_with_the_scope_only(
+    serve_api, attach: Attach
+) -> None:
+    keys = [
+        ApiKey(name="a", sha256=digest_of("a"), scopes=EVERY_ROUTE),
+        ApiKey(name="b", sha256=digest_of("b"), scopes=EVERY_ROUTE | {Scope.URGENT}),
+    ]
+    api = await serve_api(api_keys=ApiKeys(in_file=keys))
+    await attach(api)
+    for name, failed in (("a", 1), ("b", 0)):
+        api.session.headers["Authorization"] = f"Bearer {name}"
+        lines = jsonl(request("x", priority=-1), request("y", priority=1))
+        made = (await upload(api, lines)).json()
+        batch = await until_finished(api, (await create(api, made["id"])).json()["id"])
+        assert batch["request_counts"] == {"total": 2, "completed": 2 - failed, "failed": failed}
 
 
 async def test_files_are_private_also_in_a_directory_for_all(

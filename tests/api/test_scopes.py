@@ -180,6 +180,37 @@ async def test_nobody_sees_what_another_keeps(serve_api, tmp_path: Path) -> None
     assert (await api.post("/v1/batches", body, headers=sent("root"))).status == 400
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/embeddings", "/v1/chat/completions"])
+async def test_only_urgent_keys_go_before_others(serve_api, route: str) -> None:
+    keys = [key("alice", Scope.ANSWER), key("boss", Scope.ANSWER, Scope.URGENT)]
+    api = await serve_api(api_keys=ApiKeys(in_file=keys), max_model_len=512)
+    asked = {"prompt": "hi", "input": "hi", "messages": [{"role": "user", "content": "hi"}]}
+    [field] = {"completions": ["prompt"], "embeddings": ["input"]}.get(
+        route.removeprefix("/v1/"), ["messages"]
+    )
+    for name, priority, status in (
+        *(("alice", None, 200), ("alice", 0, 200), ("alice", 7, 200), ("alice", -1, 400)),
+        *(("boss", -1, 200), ("boss", -(2**31) + 1, 200)),
+    ):
+        body = {field: asked[field], "priority": priority}
+        answer = await api.post(route, body, headers=sent(name))
+        assert answer.status == status, (name, priority)
+        if status == 400:
+            assert answer.error()["param"] == "priority"
+            assert "the scope urgent" in answer.error()["message"]
+
+
+async def test_the_only_key_orders_its_requests_as_it_likes(serve_api) -> None:
+    for keys in (ApiKeys(), ApiKeys(["secret"]), ApiKeys(in_file=[key("alice", Scope.ANSWER)])):
+        api = await serve_api(api_keys=keys)
+        headers = sent("alice") if "alice" in keys.names else sent("secret")
+        answer = await api.post(
+            "/v1/completions", {"prompt": "hi", "priority": -5}, headers=headers
+        )
+        assert answer.status == 200
+        assert api.endpoint.requests[0].priority == -5
+
+
 @pytest.mark.parametrize("scope", Scope)
 async def test_the_reason_of_ill_health_is_for_any_key(serve_api, scope: Scope) -> None:
     api = await serve_api(api_keys=ApiKeys(in_file=[key("k", scope)]), loading=True)

@@ -78,6 +78,7 @@ async def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
     for name in ("stream", "background"):
         if getattr(parsed, name, None):
             refuse(name, "is not possible in a batch")
+    caller.client_request.check_priority(parsed.priority or 0)
     priority = min(PRIORITY + (parsed.priority or 0), 2**31 - 1)
     behind: T = msgspec.structs.replace(parsed, priority=priority)
     return behind
@@ -325,6 +326,7 @@ class BatchRunner:
             arrived_ns=self._service.tracker.clock_ns(),
             key_name=record.key_name,
             weight=1.0 if key is None else key.weight,
+            least_priority=self._service.config.api_keys.least_priority(key),
             route=record.endpoint,
         )
         try:
