@@ -43,7 +43,7 @@ def _signals(
     flags: Sequence[str] = (),
     faults: str = "",
     count: int = _NUM_STREAMS,
-    max_tokens: int = 400,
+    max_tokens: int = 600,
 ) -> Outcome:
     """Compares streams of a server whose processes are sent signals with undisturbed ones. A pause may last
     `timeout_s`, and a process may start in it."""

@@ -225,15 +225,26 @@ def comparison(
 async def signal_children(
     server: ServerProcess, module: str, number: int, times: int, streams: list[Stream]
 ) -> None:
-    """Sends the signal `number` to the process that runs `module`, some times, each time after a random number of
-    further tokens of all streams: each process has lived when it ends."""
+    """Sends the signal `number` to the process that runs `module`, some times, each time after every stream has
+    gone on since the last time and a random number of further tokens of all streams: each pause is of one signal."""
     draws = random.Random(1)
     for _ in range(times):
-        await _until_more(streams, draws.randint(2 * len(streams), 8 * len(streams)))
+        await _until_more(streams, draws.randint(len(streams) // 2, 2 * len(streams)))
         child = await _newest(server.pid, module)
         os.kill(child, number)
         if number == signal.SIGSTOP:
             await _until_gone(child)
+        await _until_all_went_on(streams)
+
+
+async def _until_all_went_on(streams: list[Stream]) -> None:
+    waiting = {index: len(stream.token_ids) for index, stream in enumerate(streams)}
+    while waiting:
+        for index, count in list(waiting.items()):
+            stream = streams[index]
+            if len(stream.token_ids) > count or stream.reason or stream.errors:
+                del waiting[index]
+        await asyncio.sleep(0.01)
 
 
 async def _until_more(streams: list[Stream], count: int) -> None:
