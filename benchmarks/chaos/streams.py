@@ -232,9 +232,10 @@ async def signal_children(
         await _until_more(streams, draws.randint(len(streams) // 2, 2 * len(streams)))
         child = await _newest(server.pid, module)
         os.kill(child, number)
-        if number == signal.SIGSTOP:
-            await _until_gone(child)
-        await _until_all_went_on(streams)
+        await _until_gone(child)
+        while await _newest(server.pid, module) == child:
+            await asyncio.sleep(0.05)
+        await _until_all_went_on(streams)  # what was on its way from the old process has come by now
 
 
 async def _until_all_went_on(streams: list[Stream]) -> None:
