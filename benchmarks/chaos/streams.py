@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -226,7 +225,7 @@ async def signal_children(
     server: ServerProcess, module: str, number: int, times: int, streams: list[Stream]
 ) -> None:
     """Sends the signal `number` to the process that runs `module`, some times, each time after every stream has
-    gone on since the last time and a random number of further tokens of all streams: each pause is of one signal."""
+    gone on since the last time, and a random number of further tokens: each pause is of one signal."""
     draws = random.Random(1)
     for _ in range(times):
         await _until_more(streams, draws.randint(len(streams) // 2, 2 * len(streams)))
@@ -235,7 +234,9 @@ async def signal_children(
         await _until_gone(child)
         while await _newest(server.pid, module) == child:
             await asyncio.sleep(0.05)
-        await _until_all_went_on(streams)  # what was on its way from the old process has come by now
+        await _until_all_went_on(
+            streams
+        )  # what was on its way from the old process has come by now
 
 
 async def _until_all_went_on(streams: list[Stream]) -> None:
