@@ -275,7 +275,9 @@ class Batcher:
 
     def _make_way(self) -> None:
         """Makes room for the first waiting request: running requests of lower priorities give way, and the newest
-        of a tenant that has more than its share while the first one's tenant has less."""
+        of a tenant that has more than its share while the first one's tenant has less, in sequences if these are
+        all taken, else in tokens."""
+        counts = not self._places.has_slot or self._places.is_full
         while self._running and (first := self._next_in_line(_NO_KEY)) is not None:
             if self._fitting_prefix(first) is not None:
                 return
@@ -284,10 +286,10 @@ class Batcher:
                 if first.order_key[0] < last.order_key[0]:
                     self.preempt(last)
                     continue
-                victim = self._over_served(first)
+                victim = self._over_served(first, counts=counts)
             if victim is None:
                 other = self._first_of_others(first)
-                victim = None if other is None else self._over_served(other)
+                victim = None if other is None else self._over_served(other, counts=counts)
                 if other is None or victim is None:
                     return
                 priority, start, _ = first.order_key
@@ -313,13 +315,13 @@ class Batcher:
             and not request.num_pending_samples
         )
 
-    def _over_served(self, first: Request) -> Request | None:
-        """The newest running request of the tenant that has most beside its weight, in sequences if these are all
-        taken, else in tokens; None unless it has no less than the tenant of `first` when the two have changed
-        places."""
+    def _over_served(self, first: Request, *, counts: bool) -> Request | None:
+        """The newest running request of the tenant that has most beside its weight, in sequences (`counts`) or
+        tokens; None unless it has no less than the tenant of `first` when the two have changed places. A request
+        that was preempted before gets on by as much as it computed again first, lest two tenants preempt each
+        other again and again."""
         if not self._places.has_tenants:
             return None
-        counts = not self._places.has_slot or self._places.is_full
         priority = first.order_key[0]
         sizes: dict[str, float] = {}
         newest: dict[str, Request] = {}
@@ -327,18 +329,22 @@ class Batcher:
             if request.order_key[0] == priority:
                 size = _size(request, counts=counts)
                 sizes[request.tenant] = sizes.get(request.tenant, 0.0) + size
-                newest[request.tenant] = request
-        if not newest:
+                if request.has_made_up:
+                    newest[request.tenant] = request
+        if not sizes:
             return None
         heaviest = max(sizes, key=sizes.__getitem__)
-        victim = newest[heaviest]
+        victim = newest.get(heaviest)
+        if victim is None:
+            return None
         rest = sizes[heaviest] - _size(victim, counts=counts)
         own = sizes.get(first.tenant, 0.0) + _size(first, counts=counts)
         return victim if heaviest != first.tenant and rest >= own else None
 
     def _victim_behind(self, request: Request) -> Request:
         """The request to preempt for blocks that `request` needs: one of the lowest priority, of several tenants
-        the one with the most tokens beside its weight, the last in line; `request` itself if none is behind it."""
+        the one with the most tokens beside its weight, the last in line; `request` itself if none is behind it.
+        Requests of others that have not made up for their last preemption go last."""
         last = self._running[-1]
         if last is request or not self._places.has_tenants:
             return last
@@ -348,7 +354,13 @@ class Batcher:
             sizes[other.tenant] = sizes.get(other.tenant, 0.0) + _size(other, counts=False)
         behind = self._running[self._places.index_of(request) + 1 :]
         candidates = (other for other in reversed(behind) if other.order_key[0] == priority)
-        return max(candidates, key=lambda other: sizes[other.tenant])
+        return max(
+            candidates, key=lambda other: (self._may_lose(other, request), sizes[other.tenant])
+        )
+
+    @staticmethod
+    def _may_lose(other: Request, request: Request) -> bool:
+        return other.tenant == request.tenant or other.has_made_up
 
     # ---- the plan
 
@@ -477,6 +489,9 @@ class Batcher:
         self.hooks.on_preempted(request)
         self.leaders.leave(request)
         self.free_blocks(request)
+        request.num_preempted_tokens = max(
+            request.num_preempted_tokens, request.num_computed_tokens
+        )
         self._places.forget_computed(request)
         self._places.enter(request, RequestState.WAITING)
         self.counters.num_preemptions += 1
@@ -528,6 +543,7 @@ class Batcher:
         if self._kv.grow(request.table, num_hit_tokens + count) is None:
             raise RuntimeError("A request was admitted that does not fit.")
         request.num_scheduled_tokens = num_hit_tokens
+        request.num_repeated_tokens = max(0, request.num_preempted_tokens - num_hit_tokens)
         self._places.count_computed(request, num_hit_tokens)
         self._places.enter(request, RequestState.RUNNING)
         slot = request.slot

@@ -100,6 +100,10 @@ class Request:
     num_scheduled_tokens: int = 0
     """Leading tokens that are computed once all steps in flight are."""
     num_computed_tokens: int = 0
+    num_preempted_tokens: int = 0
+    """Leading tokens that had been computed when the request was last preempted."""
+    num_repeated_tokens: int = 0
+    """Tokens of these that the present admission computes again."""
     num_pending_samples: int = 0
     """Steps in flight that will sample a token of the request which is not known yet."""
     num_overtaken: int = 0
@@ -213,6 +217,12 @@ class Request:
         if self.num_pending_samples and (not self.runs_ahead or expected >= self.max_total_tokens):
             return 0
         return expected - self.num_scheduled_tokens
+
+    @property
+    def has_made_up(self) -> bool:
+        """True if the present admission has computed as many new tokens as it had to compute again."""
+        num_new = self.num_computed_tokens - self.num_preempted_tokens
+        return num_new >= self.num_repeated_tokens
 
     @property
     def tenant(self) -> str:

@@ -10,6 +10,7 @@ from harness import Harness, make_request, make_scheduler
 
 from pagoda.engine.batching import AGEING_STEPS
 from pagoda.engine.fair_shares import OUTPUT_WEIGHT
+from pagoda.engine.request import Request
 from pagoda.messages.frontend import FinishReason, GenerateRequest, RequestRefused
 
 
@@ -199,22 +200,58 @@ def test_without_keys_a_long_prompt_goes_first() -> None:
     assert plan.num_tokens == [16]
 
 
+def noted_preemptions(harness: Harness) -> list[str]:
+    """Ids of requests that are preempted from now on, in order."""
+    preempted: list[str] = []
+    preempt = harness.scheduler.batcher.preempt
+
+    def note(request: Request) -> None:
+        preempted.append(request.request_id)
+        preempt(request)
+
+    harness.scheduler.batcher.preempt = note  # type: ignore[method-assign]
+    return preempted
+
+
 def test_blocks_are_taken_from_the_key_that_has_most() -> None:
     harness = Harness(max_num_seqs=3, num_blocks=18, prefix_caching=False)
     harness.add(ask("a", "light", length=8, tokens=40))
     harness.add(ask("h", "heavy", length=30, tokens=30))
     harness.add(ask("b", "other", length=4, tokens=4))
-    preempted: list[str] = []
-    preempt = harness.scheduler.batcher.preempt
-
-    def note(request: object) -> None:
-        preempted.append(request.request_id)  # type: ignore[attr-defined]
-        preempt(request)  # type: ignore[arg-type]
-
-    harness.scheduler.batcher.preempt = note  # type: ignore[method-assign]
+    preempted = noted_preemptions(harness)
     harness.run()
     assert preempted
     assert preempted[0] == "h"
+
+
+def preemptions(heavy: str, light: str) -> Counter[str]:
+    """Preemptions by request, while one client of `heavy` keeps the KV cache full and one of `light` asks a short
+    question after the other."""
+    harness = Harness(
+        num_blocks=200,
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        prefix_caching=False,
+    )
+    preempted = noted_preemptions(harness)
+    for index in range(12):
+        harness.add(ask(f"h{index}", heavy, length=150, tokens=150), steps=False)
+    harness.step()
+    for index in range(60):
+        harness.add(ask(f"l{index}", light, length=40, tokens=10))
+        while f"l{index}" not in harness.finished:
+            assert harness.tick()
+    harness.run()
+    assert len(harness.finished) == 72
+    return Counter(preempted)
+
+
+def test_a_light_key_does_not_preempt_the_same_requests_again_and_again() -> None:
+    """A request is preempted for another key when it has got on by as much as it computed again."""
+    alone, shared = preemptions("", "").total(), preemptions("heavy", "light")
+    assert shared.total() <= 2 * alone  # it was 5.5 times as many
+    assert max(shared.values()) <= 3  # from 150 tokens on, of at most 300
 
 
 def test_a_long_prompt_of_a_light_key_takes_the_places_of_many_short_ones() -> None:
