@@ -109,6 +109,7 @@ class GroupExecutor:
         self._encode_transfers = Codec[Transfers](Transfers).encode
         self._num_starts = 0
         self._faults = faults or Faults(None)
+        self._take_message = self._faults.messages("engine.result", _Group.decode)
         self._send_plan = self._faults.messages("engine.plan", self._to_ranks)
         self._send_transfers = self._faults.messages("engine.transfers", self._to_links)
         self._adapters = GroupAdapters(config.adapters, config.parallel.replica_size)
@@ -140,7 +141,7 @@ class GroupExecutor:
             self._launcher.launch,
             self._step_timeout_s,
             self._worker_timeout_s,
-            self._faults,
+            self._take_message,
         )
         now = self._clock.now()
         self._standstill = Standstill(now)
@@ -352,8 +353,10 @@ class _Group:
         launch: Callable[[list[WorkerConfig], str], WorkerSet],
         transfer_timeout_s: float,
         worker_timeout_s: float,
-        faults: Faults,
+        take_message: Callable[[_Group, bytes, bytes], None],
     ) -> None:
+        """`take_message` passes each message on to `decode`."""
+        self._take_message = take_message
         self._configs = configs
         self._worker_timeout_s = worker_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
@@ -392,7 +395,6 @@ class _Group:
         self._linked: set[int] = set()
         """Ranks whose connections for transfers are there."""
         self._received: list[tuple[int, WorkerMessage | TransferMessage]] = []
-        self._take = faults.messages("engine.result", self._decode)
         self.deadlines: dict[_Wait, float] = {}
         """Times until which each must have sent its first message; all must have said hello, or the log names who
         has not; one that starts must have sent a message; the step in flight, and a transfer, must have ended; it
@@ -489,11 +491,12 @@ class _Group:
         """
         with contextlib.suppress(zmq.Again):
             while True:
-                self._take(*self.socket.recv_multipart(zmq.NOBLOCK))
+                self._take_message(self, *self.socket.recv_multipart(zmq.NOBLOCK))
         messages, self._received = self._received, []
         return messages
 
-    def _decode(self, identity: bytes, payload: bytes) -> None:
+    def decode(self, identity: bytes, payload: bytes) -> None:
+        """Takes a message that came on the connection `identity`. Raises what `receive` does."""
         rank, decode = self._connections[identity]
         self._heard.add(identity)
         self._received.append((rank, decode(payload)))
