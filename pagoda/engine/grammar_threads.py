@@ -13,6 +13,10 @@ from pagoda.ipc.clock import Clock
 
 MAX_LATE_THREADS = 3
 """Threads that may be busy with grammars that nobody waits for any more: they cannot be stopped."""
+HUNG_S = 60.0
+"""Seconds after which such a thread will hardly end, and keeps others out no longer."""
+MAX_HUNG_THREADS = 64
+"""Threads of both kinds that there may be."""
 _STACK_BYTES = 256 << 20
 """Address space of a thread's stack: a chain of rules is followed by recursion."""
 _IDLE_NICENESS = 19
@@ -31,7 +35,8 @@ class GrammarThreads(Generic[Job]):
         self._lock = threading.Lock()
         self._job: tuple[Job, float] | None = None
         """The job of the serving thread, and the time at which that has taken too long."""
-        self._late: set[threading.Thread] = set()
+        self._late: dict[threading.Thread, float] = {}
+        """Threads that took too long, and the time at which each was given up."""
         self._serving = self._start()
 
     @property
@@ -48,7 +53,10 @@ class GrammarThreads(Generic[Job]):
     @property
     def is_full(self) -> bool:
         """True if as many threads as may be are busy with jobs that took too long."""
-        return len(self._late) >= MAX_LATE_THREADS
+        since = self._clock.now() - HUNG_S
+        with self._lock:
+            num_busy = sum(given_up > since for given_up in self._late.values())
+            return num_busy >= MAX_LATE_THREADS or len(self._late) >= MAX_HUNG_THREADS
 
     def put(self, work: Callable[[], None]) -> None:
         self._work.put(work)
@@ -86,7 +94,7 @@ class GrammarThreads(Generic[Job]):
             job, _ = self._job
             self._job = None
             late = self._serving
-            self._late.add(late)
+            self._late[late] = self._clock.now()
             on_late(job)
             self._serving = self._start()
         if late.native_id is not None:
@@ -118,7 +126,7 @@ class GrammarThreads(Generic[Job]):
             with self._lock:
                 self._ring()
                 if thread in self._late:
-                    self._late.discard(thread)
+                    del self._late[thread]
                     return
 
     def _ring(self) -> None:

@@ -341,7 +341,10 @@ def _make_executor(
         from pagoda.executor.ray import RayLauncher  # takes a second, and is not always installed
 
         launcher = RayLauncher(
-            config.ray_address, config.worker.parallel, config.worker.num_threads
+            config.ray_address,
+            config.worker.parallel,
+            config.worker.num_threads,
+            was_there=config.worker.kept_blocks is not None,
         )
         address = f"tcp://{launcher.node_address}"
     else:

@@ -13,8 +13,10 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,6 +37,9 @@ from pagoda.telemetry.logging import LOG_LEVEL_ENV
 from pagoda.version import __version__
 
 RAY_ADDRESS_ENV = "RAY_ADDRESS"
+CLUSTER_AWAY_S = 120.0
+"""Seconds for which an engine that starts waits for a cluster that was there before."""
+_RETRY_S = 1.0
 _CONNECT_TIMEOUT_S = 5
 _PATIENCE_S = 5
 """Seconds without room in the cluster after which the log says so."""
@@ -48,12 +53,21 @@ class RayLauncher:
     first_word_s = 300.0
     """Ray starts an actor first, which imports Pagoda, perhaps from a slow disk of another host."""
 
-    def __init__(self, address: str | None, parallel: ParallelConfig, threads: int | None) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        parallel: ParallelConfig,
+        threads: int | None,
+        *,
+        was_there: bool = False,
+    ) -> None:
         """`address` is the cluster's, `host:port`; None takes `RAY_ADDRESS`, or the cluster that this host is in.
+        One that `was_there` before is waited for: its head may have died, and come back.
 
         Raises ConfigError if there is no such cluster, or its nodes have too few cores for all ranks.
         """
-        _connect(address or os.environ.get(RAY_ADDRESS_ENV) or "auto")
+        address = address or os.environ.get(RAY_ADDRESS_ENV) or "auto"
+        retry(partial(_connect, address), CLUSTER_AWAY_S if was_there else 0.0)
         self.node_address = _nodes()[ray.get_runtime_context().get_node_id()].address
         """Address at which other nodes reach this host."""
         cores = [node.cores for node in _nodes().values() if node.cores]
@@ -63,6 +77,24 @@ class RayLauncher:
     def launch(self, configs: Sequence[WorkerConfig], address: str) -> RayWorkers:
         self._last = RayWorkers(configs, address, self._placement, after=self._last)
         return self._last
+
+
+def retry(
+    connect: Callable[[], None], patience_s: float, wait: Callable[[float], None] = time.sleep
+) -> None:
+    """Calls `connect` until it raises no ConfigError, for `patience_s` of waiting at most. Raises the last one."""
+    waited_s = 0.0
+    while True:
+        try:
+            connect()
+            return
+        except ConfigError as error:
+            if waited_s >= patience_s:
+                raise
+            if not waited_s:
+                _log.warning("waiting for the cluster to come back: %s", error)
+        wait(_RETRY_S)
+        waited_s += _RETRY_S
 
 
 class RayWorkers:

@@ -35,10 +35,12 @@ from pagoda.frontend.adapters import parse_adapters
 from pagoda.frontend.fleet import read_cluster_secret
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_files import calibration_windows
+from pagoda.ipc.bounded import within
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.curve import keys_of
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.kv.disk_policy import check_quota
+from pagoda.kv.objects import OPEN_TIMEOUT_S
 from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -481,10 +483,19 @@ def _on_this_host(worker: WorkerConfig) -> WorkerConfig:
 def check_kv_directory(path: str, quota_bytes: int, model: str) -> str:
     """The absolute path of `path`, which need not exist yet; `model` is that of a `WorkerConfig`.
 
-    Raises ConfigError if `path` cannot hold KV blocks.
+    Raises ConfigError if `path` cannot hold KV blocks, or its disk does not answer.
     """
     if not path or "\0" in path:
         raise ConfigError(f"--kv-disk-path must be a directory, got {path!r}.")
+    try:
+        return within(OPEN_TIMEOUT_S, lambda: _existing_directory(path, quota_bytes, model))
+    except TimeoutError:
+        raise ConfigError(
+            f"--kv-disk-path {path!r} cannot be used: its disk has not answered for {OPEN_TIMEOUT_S:g} s."
+        ) from None
+
+
+def _existing_directory(path: str, quota_bytes: int, model: str) -> str:
     directory = os.path.realpath(os.path.expanduser(path))
     model_directory = os.path.realpath(model)
     if os.path.isdir(model_directory) and Path(directory).is_relative_to(model_directory):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import mmap
 import os
 import secrets
@@ -38,6 +39,7 @@ from crc32c import crc32c
 
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
+from pagoda.ipc.bounded import within
 from pagoda.kv.block_keys import KEY_VERSION
 from pagoda.messages.kv_groups import KVGroup
 
@@ -50,6 +52,9 @@ MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
 """Files that are being written, or that a killed writer left."""
 
+OPEN_TIMEOUT_S = 30.0
+"""Seconds that a disk may take for the first look at a directory."""
+_log = logging.getLogger(__name__)
 _MAX_PAYLOAD_BYTES = 2**40
 """Limit of a valid manifest: the quota counts with the lengths of other models' objects."""
 _MAX_MANIFEST_BYTES = 2**16
@@ -207,6 +212,22 @@ def open_directory(root: Path, manifest: Manifest) -> Path:
             f"`pagoda kv clear {root}` removes it, or name another directory."
         )
     return directory
+
+
+def open_in_time(root: Path, manifest: Manifest, *, was_open: bool) -> Path:
+    """`open_directory` of a disk that may hang. One that `was_open` before is taken without a look then: what is
+    asked of it later has time-outs of its own.
+
+    Raises ConfigError as `open_directory` does, and if a disk hangs that was not open before.
+    """
+    try:
+        return within(OPEN_TIMEOUT_S, lambda: open_directory(root, manifest))
+    except TimeoutError:
+        problem = f"the disk of {root}, for KV blocks, has not answered for {OPEN_TIMEOUT_S:g} s"
+        if not was_open:
+            raise ConfigError(f"{problem}; name another directory with --kv-disk-path.") from None
+        _log.warning("%s; it is used once it does", problem)
+        return root / manifest.digest
 
 
 def make_directory(directory: Path, manifest: Manifest) -> None:

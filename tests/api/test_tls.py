@@ -149,6 +149,18 @@ async def test_with_authorities_clients_need_a_certificate(
     assert not await is_let_in(url, own)
 
 
+async def test_clients_with_certificates_speak_tls_1_3_alone(
+    serve: Serve, certificates: Certificates
+) -> None:
+    """A session of TLS 1.2 could be resumed after its authorities have gone."""
+    url = await serve(ServerTls(certificates.files()))
+    newest, older = certificates.client_context(), certificates.client_context()
+    newest.minimum_version = ssl.TLSVersion.TLSv1_3
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert await is_let_in(url, newest)
+    assert not await is_let_in(url, older)
+
+
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion")
 async def test_old_versions_are_refused(serve: Serve, certificates: Certificates) -> None:
     url = await serve(ServerTls(certificates.files(authorities=False)))

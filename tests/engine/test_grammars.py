@@ -26,7 +26,7 @@ from pagoda.engine.constraint import (
     TokenClock,
 )
 from pagoda.engine.grammar_compiler import compile_grammar
-from pagoda.engine.grammar_threads import MAX_LATE_THREADS
+from pagoda.engine.grammar_threads import HUNG_S, MAX_LATE_THREADS
 from pagoda.engine.grammars import (
     BUSY,
     COMPILE_LIMIT_S,
@@ -429,6 +429,23 @@ def test_while_many_grammars_take_too_long_unknown_ones_come_again() -> None:
         select.select(grammars.pollables(), [], [])
         grammars.drain()
     assert isinstance(drained(grammars)[0][1], Constraint)
+    grammars.close()
+
+
+def test_grammars_that_hang_for_ever_keep_others_out_for_a_minute_only() -> None:
+    clock, compiler = VirtualClock(), SlowCompiler()
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
+    for index in range(MAX_LATE_THREADS):
+        hanging = constrained(f"r{index}", slow(index))
+        assert grammars.take(hanging, slow(index)) is None
+        compiler.begun.acquire()
+        clock.advance_to(clock.now() + COMPILE_LIMIT_S)
+        assert "too long" in str(drained(grammars)[0][1])
+    assert grammars.take(constrained("new", LONG), LONG) == BUSY
+    clock.advance_to(clock.now() + HUNG_S)
+    assert grammars.take(constrained("new", LONG), LONG) is None
+    assert isinstance(drained(grammars)[0][1], Constraint)
+    compiler.let_go.set()
     grammars.close()
 
 

@@ -33,6 +33,7 @@ from pagoda.kv.objects import (
     object_bytes,
     object_name,
     open_directory,
+    open_in_time,
     parse_name,
     read_manifest,
 )
@@ -497,3 +498,25 @@ def test_a_writer_that_is_killed_leaves_whole_objects_only(
             assert payload == content(files, number)
             num_read += 1
     assert num_read >= min(64, 8 * (num_lines - 1) + 1)
+
+
+def test_a_disk_that_hangs_ends_the_first_start_and_no_later_one(
+    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(objects, "OPEN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(objects, "open_directory", lambda *_: answers.wait())
+    with pytest.raises(ConfigError, match="has not answered for 0.01 s; name another directory"):
+        open_in_time(tmp_path, manifest, was_open=False)
+    assert open_in_time(tmp_path, manifest, was_open=True) == tmp_path / manifest.digest
+    answers.set()
+
+
+def test_a_disk_that_answers_gives_the_directory_or_its_fault(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    directory = open_in_time(tmp_path / "kv", manifest, was_open=False)
+    assert (directory / objects.MANIFEST_NAME).is_file()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError):
+        open_in_time(tmp_path / "file", manifest, was_open=True)

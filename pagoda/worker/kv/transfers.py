@@ -20,7 +20,7 @@ import msgspec
 
 from pagoda.backend.kv_store import Event, KVStore
 from pagoda.faults.injector import Faults
-from pagoda.kv.objects import ObjectError, ObjectFiles, ObjectUnreadableError, open_directory
+from pagoda.kv.objects import ObjectError, ObjectFiles, ObjectUnreadableError, open_in_time
 from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
@@ -102,7 +102,9 @@ def open_tiers(plan: WorkerPlan, loaded: LoadedWorker, faults: Faults | None = N
     files: ObjectFiles | None = None
     if config.kv_disk_path is not None:
         manifest = make_manifest(plan, store, loaded.ready.arithmetic)
-        directory = open_directory(Path(config.kv_disk_path), manifest)
+        directory = open_in_time(
+            Path(config.kv_disk_path), manifest, was_open=config.kept_blocks is not None
+        )
         files = ObjectFiles(directory, manifest, faults)
     return KVTiers(store, arena, files)
 
