@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from pagoda.admission.drain_rate import DrainRate
@@ -42,6 +45,27 @@ class _Line:
         return len(self.requests), self.num_tokens
 
 
+class _Ranking:
+    """Tenants by their sizes over their weights, the heaviest first. A change takes O(log tenants) comparisons."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[float, str]] = []
+        self._entries: dict[str, tuple[float, str]] = {}
+
+    def __iter__(self) -> Iterator[tuple[float, str]]:
+        """Sizes below zero, and their tenants; the ranking must not change meanwhile."""
+        return iter(self._order)
+
+    def set(self, tenant: str, size: float) -> None:
+        """A tenant of size 0 is forgotten."""
+        before = self._entries.pop(tenant, None)
+        if before is not None:
+            del self._order[bisect_left(self._order, before)]
+        if size:
+            entry = self._entries[tenant] = -size, tenant
+            insort(self._order, entry)
+
+
 class WaitingRoom:
     """Requests that wait and have not begun.
 
@@ -53,6 +77,8 @@ class WaitingRoom:
     def __init__(self, clock: Clock) -> None:
         self._rate = DrainRate(clock)
         self._lines: dict[str, _Line] = {}
+        self._rankings = _Ranking(), _Ranking()
+        """The lines by requests, and by tokens."""
         self._tenants: dict[str, str] = {}
         """Tenants by request id."""
         self.num_tokens = 0
@@ -80,45 +106,47 @@ class WaitingRoom:
         return self._evict(newcomer, num_over, tokens_over)
 
     def _evict(self, newcomer: Newcomer, num_over: int, tokens_over: int) -> list[str] | None:
-        own = self._lines.get(newcomer.tenant)
-        own_requests = (len(own.requests) if own else 0) + 1
-        own_tokens = (own.num_tokens if own else 0) + newcomer.num_tokens
-        if num_over > self._most_to_give(newcomer, 0, own_requests) or (
-            tokens_over > self._most_to_give(newcomer, 1, own_tokens)
-        ):
-            return None
-        newest: dict[str, Iterator[str]] = {}
-        left = {
-            tenant: line.sizes for tenant, line in self._lines.items() if tenant != newcomer.tenant
-        }
-        evicted: list[str] = []
-        while num_over > 0 or tokens_over > 0:
-            measure, own_size = (0, own_requests) if num_over > 0 else (1, own_tokens)
-            heaviest = max(
-                left, key=lambda tenant: left[tenant][measure] / self._lines[tenant].weight
-            )
-            line = self._lines[heaviest]
-            victim = next(newest.setdefault(heaviest, reversed(line.requests)), None)
-            if victim is None:
-                return None
-            num_requests, num_tokens = left[heaviest]
-            rest = num_requests - 1, num_tokens - line.requests[victim]
-            if rest[measure] / line.weight < own_size / newcomer.weight:
-                return None
-            left[heaviest] = rest
-            evicted.append(victim)
-            num_over -= 1
-            tokens_over -= line.requests[victim]
-        return evicted
+        """Requests that give up their places, as `evictions_for` says; `num_over` and `tokens_over` are too many.
 
-    def _most_to_give(self, newcomer: Newcomer, measure: int, own_size: int) -> float:
-        """Bound of the requests (measure 0) or tokens (1) that other tenants give up to one of `own_size`, so that
-        a refusal costs one look at each tenant, not at each request."""
-        return sum(
-            max(0.0, line.sizes[measure] - own_size / newcomer.weight * line.weight)
-            for tenant, line in self._lines.items()
-            if tenant != newcomer.tenant
-        )
+        Looks at the tenants that give up something and one more. A refusal takes no longer: a newcomer that needs
+        the tokens of many requests has as many itself.
+        """
+        own = self._lines.get(newcomer.tenant)
+        own_requests, own_tokens = (0, 0) if own is None else own.sizes
+        own_sizes = own_requests + 1, own_tokens + newcomer.num_tokens
+        over = [num_over, tokens_over]
+        newest: dict[str, Iterator[str]] = {}
+        left: dict[str, tuple[int, int]] = {}
+        evicted: list[str] = []
+        for measure, ranking in enumerate(self._rankings):
+            others = ((size, one) for size, one in ranking if one != newcomer.tenant)
+            untouched = ((size, one) for size, one in others if one not in left)
+            heaviest = [
+                (-sizes[measure] / self._lines[one].weight, one) for one, sizes in left.items()
+            ]
+            heaviest += islice(untouched, 1)
+            heapq.heapify(heaviest)
+            while over[measure] > 0:
+                if not heaviest:
+                    return None
+                _, tenant = heapq.heappop(heaviest)
+                line = self._lines[tenant]
+                if tenant not in left:
+                    left[tenant], newest[tenant] = line.sizes, reversed(line.requests)
+                    for entry in islice(untouched, 1):
+                        heapq.heappush(heaviest, entry)
+                victim = next(newest[tenant], None)
+                if victim is None:
+                    return None
+                num_requests, num_tokens = left[tenant]
+                rest = num_requests - 1, num_tokens - line.requests[victim]
+                if rest[measure] / line.weight < own_sizes[measure] / newcomer.weight:
+                    return None
+                left[tenant] = rest
+                heapq.heappush(heaviest, (-rest[measure] / line.weight, tenant))
+                evicted.append(victim)
+                over = [over[0] - 1, over[1] - line.requests[victim]]
+        return evicted
 
     def add(self, newcomer: Newcomer) -> None:
         if not self._tenants:
@@ -129,6 +157,7 @@ class WaitingRoom:
         line.weight = newcomer.weight
         line.requests[newcomer.request_id] = newcomer.num_tokens
         line.num_tokens += newcomer.num_tokens
+        self._rank(newcomer.tenant, line)
         self._tenants[newcomer.request_id] = newcomer.tenant
         self.num_tokens += newcomer.num_tokens
 
@@ -141,7 +170,12 @@ class WaitingRoom:
         num_tokens = line.requests.pop(request_id)
         line.num_tokens -= num_tokens
         self.num_tokens -= num_tokens
+        self._rank(tenant, line)
         if not line.requests:
             del self._lines[tenant]
         if has_begun:
             self._rate.drained(num_tokens)
+
+    def _rank(self, tenant: str, line: _Line) -> None:
+        for ranking, size in zip(self._rankings, line.sizes, strict=True):
+            ranking.set(tenant, size / line.weight)

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -307,13 +307,9 @@ class Batcher:
         priority, start, _ = first.order_key
         if start == -math.inf or not self._waiting.has_others(first.tenant):
             return None
-        return self.hooks.first_ready(
-            request
-            for request in self._waiting.after(first.order_key)
-            if request.tenant != first.tenant
-            and request.order_key[0] == priority
-            and not request.num_pending_samples
-        )
+        others = self._waiting.others_after(first.order_key, first.tenant)
+        equals = takewhile(lambda request: request.order_key[0] == priority, others)
+        return self.hooks.first_ready(one for one in equals if not one.num_pending_samples)
 
     def _over_served(self, first: Request, *, counts: bool) -> Request | None:
         """The newest running request of the tenant that has most beside its weight, in sequences (`counts`) or

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
@@ -33,9 +34,11 @@ class WaitingQueue:
         self._chunks: list[list[Request]] = []
         self._block_sums: list[int] = []
         """`reserved_blocks` of each chunk's requests, added up."""
+        self._chunk_tenants: list[Counter[str]] = []
+        """Number of requests in each chunk, by tenant; never zero."""
         self._length = 0
-        self._tenants: dict[str, int] = {}
-        """Number of requests in line, by tenant."""
+        self._tenants: Counter[str] = Counter()
+        """Number of requests in line, by tenant; never zero."""
 
     def __len__(self) -> int:
         return self._length
@@ -55,26 +58,27 @@ class WaitingQueue:
         if index < 0:
             self._chunks.append([request])
             self._block_sums.append(request.reserved_blocks)
+            self._chunk_tenants.append(Counter([request.tenant]))
         else:
             chunk = self._chunks[index]
             insort(chunk, request, key=_key)
             self._block_sums[index] += request.reserved_blocks
+            self._chunk_tenants[index][request.tenant] += 1
             if len(chunk) > _MAX_CHUNK:
                 self._split(index)
         self._length += 1
-        self._tenants[request.tenant] = self._tenants.get(request.tenant, 0) + 1
+        self._tenants[request.tenant] += 1
 
     def remove(self, request: Request) -> None:
         index = self._chunk_of(request.order_key)
         chunk = self._chunks[index]
         del chunk[bisect_left(chunk, request.order_key, key=_key)]
         self._block_sums[index] -= request.reserved_blocks
+        _count_off(self._chunk_tenants[index], request.tenant)
         if not chunk:
-            del self._chunks[index], self._block_sums[index]
+            del self._chunks[index], self._block_sums[index], self._chunk_tenants[index]
         self._length -= 1
-        self._tenants[request.tenant] -= 1
-        if not self._tenants[request.tenant]:
-            del self._tenants[request.tenant]
+        _count_off(self._tenants, request.tenant)
 
     def has_others(self, tenant: str) -> bool:
         """True if a request of another tenant is in line."""
@@ -88,6 +92,15 @@ class WaitingQueue:
             yield from chunk[bisect_right(chunk, key, key=_key) :]
             for chunk in self._chunks[index + 1 :]:
                 yield from chunk
+
+    def others_after(self, key: OrderKey, tenant: str) -> Iterator[Request]:
+        """Requests behind `key` of other tenants than this one; the queue must not change meanwhile."""
+        for index in range(self._chunk_of(key), len(self._chunks)):
+            tenants = self._chunk_tenants[index]
+            if len(tenants) > (tenant in tenants):
+                for request in self._chunks[index]:
+                    if request.tenant != tenant and request.order_key > key:
+                        yield request
 
     def ahead_of(self, key: OrderKey) -> Reserved:
         """Requests in front of `key`, and the blocks they need."""
@@ -112,6 +125,14 @@ class WaitingQueue:
         self._chunks[index : index + 1] = [front, back]
         sums = [sum(request.reserved_blocks for request in part) for part in (front, back)]
         self._block_sums[index : index + 1] = sums
+        tenants = [Counter(request.tenant for request in part) for part in (front, back)]
+        self._chunk_tenants[index : index + 1] = tenants
+
+
+def _count_off(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]
 
 
 class Places:

@@ -80,6 +80,24 @@ def test_an_arrival_costs_the_same_however_many_run_or_wait() -> None:
     assert_constant(arrival, SIZES)
 
 
+def test_making_way_for_another_key_costs_the_same_however_long_the_line_is() -> None:
+    def planning(size: int) -> Callable[[], object]:
+        scheduler = make_scheduler(num_blocks=600, max_num_seqs=4)
+        for index in range(size):
+            prompt = [index % 50, index // 50, 1]
+            scheduler.add(make_request(f"h{index}", prompt, max_tokens=9, tenant="heavy"))
+        scheduler.schedule()
+        far = make_request("l", [1] * 40, max_tokens=9, tenant="light")
+        scheduler.batcher.shares.charge(far)  # its tag is not reached yet
+        for _ in range(size):
+            scheduler.batcher.shares.charge(far)
+        scheduler.add(far)
+        assert scheduler.waiting.last is scheduler.requests["l"]
+        return scheduler.batcher.schedule
+
+    assert_constant(planning, SIZES, slack=1.5)
+
+
 def test_an_abort_costs_the_same_however_many_run_or_wait() -> None:
     def abort(size: int) -> Callable[[], object]:
         scheduler = tiered(2 * size, max_num_seqs=size)
