@@ -70,7 +70,7 @@ test-clients: $(CLIENTS)/.installed $(CLIENTS)-older/.installed $(NODE_CLIENTS) 
 	@$(ASK) $(CLIENTS)-older/bin/python -m pytest $(CLIENT_TESTS) $(OLDER_CLIENTS); older=$$?; \
 		$(ASK) $(CLIENTS)/bin/python -m pytest $(CLIENT_TESTS) tests/clients $(OLDER_CLIENTS:%=--ignore %) && exit $$older
 
-chaos: $(VENV)/.installed-test
+chaos: $(VENV)/.installed-test $(SANITIZED)/.built
 	@$(BIN)/python -m benchmarks.chaos $(TRIALS)
 
 audit: $(VENV)/.installed $(AUDIT)/.installed

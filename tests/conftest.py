@@ -1,9 +1,7 @@
 """For all tests."""
 
-import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 from hypothesis import settings
 from trace_writers import TraceWriters
 
+from benchmarks.chaos.fuzz.kernels import load_kernels
 from pagoda.telemetry.logging import LOG_FORMAT_ENV, LOG_LEVEL_ENV
 
 # How long an example takes says more about what else the machine does than about what is tested.
@@ -107,18 +106,10 @@ def _group(item: pytest.Item) -> str | None:
 
 
 def _load_kernels(directory: Path) -> None:
-    """Loads the module under its own name, so that whoever imports it later gets this one."""
-    import torch  # noqa: F401 - it brings the OpenMP library that the kernels share
-
-    path = next(directory.glob("_native*.so"), None)
-    if path is None:
-        raise pytest.UsageError(f"--kernels: there is no _native*.so in {directory}.")
-    spec = importlib.util.spec_from_file_location("pagoda.backend._native", path)
-    if spec is None or spec.loader is None:
-        raise pytest.UsageError(f"--kernels: Python cannot load {path}.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        load_kernels(directory)
+    except ImportError as error:
+        raise pytest.UsageError(f"--kernels: {error}") from None
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])

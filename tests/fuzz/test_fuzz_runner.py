@@ -7,10 +7,11 @@ from pathlib import Path
 from benchmarks.chaos.fuzz.child import Findings, guarded
 from benchmarks.chaos.fuzz.forms import JSON, mutator
 from benchmarks.chaos.fuzz.runner import fuzz
+from benchmarks.chaos.fuzz.targets import TARGETS
 
 
 def test_a_target_is_fuzzed_in_a_process_of_its_own() -> None:
-    done = fuzz("hosts_file", 1)
+    done = fuzz(TARGETS["hosts_file"], 1)
     assert done.failures == ()
     assert done.runs > 10
 

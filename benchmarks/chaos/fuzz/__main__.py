@@ -24,7 +24,7 @@ def main() -> int:
     options = parser.parse_args()
     failed = False
     for name in options.targets or TARGETS:
-        done = fuzz(name, options.seconds, seed=options.seed, keep=options.keep)
+        done = fuzz(TARGETS[name], options.seconds, seed=options.seed, keep=options.keep)
         failed = failed or bool(done.failures)
         said = "; ".join(done.failures) or "no failure"
         output.stdout().print(

@@ -1,9 +1,10 @@
 """Fuzzes one target for some seconds, within bounds of memory and time.
 
-`python -m benchmarks.chaos.fuzz.child TARGET DIR --corpus CORPUS --seconds N`
+`python -m benchmarks.chaos.fuzz.child TARGET DIR --corpus CORPUS --seconds N [--kernels KERNELS]`
 
 DIR/findings keeps an input for each kind of failure, with its traceback beside it; DIR/inputs keeps inputs that
-reached something new. With atheris, changes follow coverage; without it they are blind.
+reached something new; DIR/last is the input that was read when the process ended. With atheris, changes follow
+coverage; without it they are blind, as with kernels that check every access, whose library hides coverage.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.fuzz.forms import mutator
+from benchmarks.chaos.fuzz.kernels import load_kernels
 from benchmarks.chaos.fuzz.target import Target, corpus_of
 
 HEADROOM_BYTES = 512 * 2**20
@@ -59,10 +61,14 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def guarded(feed: Callable[[bytes], object], findings: Findings) -> Callable[[bytes], None]:
-    """`feed`, whose failures are kept instead of ending the process."""
+def guarded(
+    feed: Callable[[bytes], object], findings: Findings, last: Path | None = None
+) -> Callable[[bytes], None]:
+    """`feed`, whose failures are kept instead of ending the process. What it reads is in the file `last`."""
 
     def feed_one(data: bytes) -> None:
+        if last is not None:
+            last.write_bytes(data)
         try:
             feed(bytes(data))
         except KeyboardInterrupt:
@@ -82,11 +88,16 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--seconds", type=int, required=True)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kernels", type=Path, help="directory of kernels that check every access")
     options = parser.parse_args()
     logging.disable()
     places = [options.room / name for name in ("files", "inputs", "findings")]
     for place in places:
         place.mkdir(exist_ok=True)
+    if options.kernels is not None:
+        load_kernels(options.kernels)
+        _without_coverage(options)
+        return
     try:
         import atheris
     except ImportError:
@@ -111,7 +122,7 @@ def _with_coverage(atheris: Any, options: argparse.Namespace) -> None:
     with target.open(room / "files") as feed:
         feed(b"")  # what is made once is made before memory is bounded
         limit_memory()
-        fed = guarded(feed, Findings(room / "findings"))
+        fed = guarded(feed, Findings(room / "findings"), room / "last")
         if target.form is None:
             atheris.Setup(arguments, fed)
         else:
@@ -121,13 +132,15 @@ def _with_coverage(atheris: Any, options: argparse.Namespace) -> None:
 
 def _without_coverage(options: argparse.Namespace) -> None:
     target, rng = _target(options.target), random.Random(options.seed)
-    inputs = [*corpus_of(target.name, options.corpus)] or [b""]
+    found = [path.read_bytes() for path in sorted((options.room / "inputs").iterdir())]
+    inputs = [*corpus_of(target.name, options.corpus), *found] or [b""]
     mutate = mutator(target.form)
     deadline, runs = time.monotonic() + options.seconds, 0
     with target.open(options.room / "files") as feed:
         feed(b"")
-        limit_memory()
-        feed_one = guarded(feed, Findings(options.room / "findings"))
+        if options.kernels is None:
+            limit_memory()
+        feed_one = guarded(feed, Findings(options.room / "findings"), options.room / "last")
         while time.monotonic() < deadline:
             data = mutate(rng.choice(inputs), MAX_INPUT_BYTES, rng.getrandbits(63))
             signal.alarm(INPUT_S)  # ends the process: an input that hangs is a finding
@@ -142,6 +155,11 @@ def _target(name: str) -> Target:
     from benchmarks.chaos.fuzz.files import FILES
 
     for target in FILES:
+        if target.name == name:
+            return target
+    from benchmarks.chaos.fuzz.native import NATIVE
+
+    for target in NATIVE:
         if target.name == name:
             return target
     from benchmarks.chaos.fuzz.sockets import SOCKETS

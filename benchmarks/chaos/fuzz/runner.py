@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos.fuzz.child import INPUT_S
+from benchmarks.chaos.fuzz.kernels import SANITIZED, checked_environment
+from benchmarks.chaos.fuzz.target import Target
 
 CORPUS = Path(__file__).parents[3] / "tests" / "fuzz" / "corpus"
 MAX_KEPT_BYTES = 40_960
 """Bytes of a target's inputs in the repository."""
 _START_S = 60
 _RUNS = re.compile(r"Done (\d+) runs|stat::number_of_executed_units: (\d+)")
+_REPORT = re.compile(r"AddressSanitizer: [\w-]+|runtime error: .*|libFuzzer: [\w-]+")
 _EDGES = re.compile(r"cov: (\d+)")
 
 
@@ -34,30 +37,54 @@ class Fuzzed:
     """The kinds of failures."""
 
 
-def fuzz(name: str, seconds: int, *, seed: int = 1, keep: Path | None = None) -> Fuzzed:
+def fuzz(target: Target, seconds: int, *, seed: int = 1, keep: Path | None = None) -> Fuzzed:
     """Fuzzes a target. A process that hangs ends, and counts as a failure.
 
-    Findings are copied into `keep`, if that is given; new inputs, the smallest first, join the corpus as far as
-    there is room for them.
+    What computes with native kernels is fuzzed for half of the time on those that check every access, with what
+    was found before. Findings are copied into `keep`, if that is given; new inputs, the smallest first, join the
+    corpus as far as there is room for them.
     """
+    checked = checked_environment(SANITIZED) if target.is_native else None
     with _room() as room:
-        command = [sys.executable, "-m", "benchmarks.chaos.fuzz.child", name, str(room)]
-        command += ["--corpus", str(CORPUS), "--seconds", str(seconds), "--seed", str(seed)]
-        log = room / "log"
-        try:
-            with log.open("wb") as out:
-                limit_s = seconds + _START_S + 3 * INPUT_S
-                done = subprocess.run(command, stdout=out, stderr=out, timeout=limit_s, check=False)
-            ended = f"the process ended with {done.returncode}" if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            ended = "the process hangs"
-        text = log.read_text(encoding="utf-8", errors="replace")
+        command = [sys.executable, "-m", "benchmarks.chaos.fuzz.child", target.name, str(room)]
+        command += ["--corpus", str(CORPUS), "--seed", str(seed)]
+        if checked is None:
+            runs, edges, ended = _run(command, seconds, room)
+        else:
+            half = max(1, seconds // 2)
+            runs, edges, ended = _run(command, half, room)
+            command += ["--kernels", str(SANITIZED)]
+            more_runs, _, more_ended = _run(command, half, room, checked)
+            runs, ended = runs + more_runs, [*ended, *more_ended]
         kinds = [path.read_text(encoding="utf-8").partition("\n")[0] for path in _told(room)]
-        failures = [*kinds, *([ended] if ended else [])]
         if keep is not None:
-            _keep(room, keep, name)
-        runs = max((int(a or b) for a, b in _RUNS.findall(text)), default=0)
-        return Fuzzed(name, runs, max(map(int, _EDGES.findall(text)), default=0), tuple(failures))
+            _keep(room, keep, target.name)
+        return Fuzzed(target.name, runs, edges, (*kinds, *ended))
+
+
+def _run(
+    command: list[str], seconds: int, room: Path, environment: dict[str, str] | None = None
+) -> tuple[int, int, list[str]]:
+    """Runs, edges and how the process ended, if it did not end well."""
+    log = room / "log"
+    limit_s = seconds + _START_S + 3 * INPUT_S
+    command = [*command, "--seconds", str(seconds)]
+    try:
+        with log.open("wb") as out:
+            done = subprocess.run(
+                command, stdout=out, stderr=out, timeout=limit_s, check=False, env=environment
+            )
+        ended = f"the process ended with {done.returncode}" if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        ended = "the process hangs"
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if ended:
+        ended += "".join(f" ({it})" for it in _REPORT.findall(text)[:1])
+        if (room / "last").exists():
+            shutil.copy(room / "last", room / "findings" / "last.input")
+    runs = max((int(a or b) for a, b in _RUNS.findall(text)), default=0)
+    edges = max(map(int, _EDGES.findall(text)), default=0)
+    return runs, edges, [ended] if ended else []
 
 
 def _told(room: Path) -> list[Path]:

@@ -33,6 +33,8 @@ class Target:
     """None for bytes without a form."""
     words: tuple[str, ...] = ()
     """Words that inputs are made of: a dictionary for the fuzzer."""
+    is_native: bool = False
+    """True of a reader that computes with the native kernels; it is fuzzed on those that check every access."""
 
 
 def corpus_of(name: str, corpus: Path) -> Iterator[bytes]:
