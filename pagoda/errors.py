@@ -52,8 +52,12 @@ class NoReplicaError(OverloadedError):
 class DeadlineError(PagodaError):
     """The request's deadline has passed before its answer was complete."""
 
-    def __init__(self) -> None:
-        super().__init__("The request was not complete within its timeout.")
+    def __init__(self, message: str = "The request was not complete within its timeout.") -> None:
+        super().__init__(message)
+
+
+class SlowReaderError(DeadlineError):
+    """Too much of the answer waits for a client that reads it too slowly."""
 
 
 class EngineLostError(PagodaError):

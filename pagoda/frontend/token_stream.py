@@ -7,12 +7,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Self
 
+from pagoda.errors import SlowReaderError
 from pagoda.messages.frontend import TokenChunk
+
+MAX_UNREAD = 32_768
+"""Chunks, tokens and log-probabilities, all counted together, that may wait for the reader of one stream. They take
+at most some 10 MB."""
 
 
 class TokenStream:
     """An asynchronous iterator over chunks. The stream ends after a chunk with a finish reason, or with an error,
-    which is raised after the chunks that came before it.
+    which is raised after the chunks that came before it. A reader that lets more than `MAX_UNREAD` wait is told
+    SlowReaderError, and what waited is dropped.
 
     One task reads the stream, to its end or until `aclose` (`contextlib.aclosing`).
     """
@@ -20,6 +26,8 @@ class TokenStream:
     def __init__(self, on_abandoned: Callable[[], None] | None = None) -> None:
         """`on_abandoned` is called when the reader closes the stream before its last chunk has arrived."""
         self._chunks: deque[TokenChunk] = deque()
+        self._num_unread = 0
+        """Sum of `_size` over the chunks; of one alone, however large it is, nothing is dropped."""
         self._error: Exception | None = None
         self._on_abandoned = on_abandoned
         self._waiter: asyncio.Future[None] | None = None
@@ -29,7 +37,11 @@ class TokenStream:
     def push(self, chunk: TokenChunk) -> None:
         if self.finished:
             return
+        if self._num_unread > MAX_UNREAD:
+            self._drop()
+            return
         self._chunks.append(chunk)
+        self._num_unread += _size(chunk)
         self.finished = chunk.finish_reason is not None
         self._wake()
 
@@ -43,13 +55,27 @@ class TokenStream:
 
     async def aclose(self) -> None:
         """Drops what is unread. May be called twice."""
-        self._chunks.clear()
+        self._clear()
         self._error = None
         if not self.finished:
             self.finished = True
             self._wake()
             if self._on_abandoned is not None:
                 self._on_abandoned()
+
+    def _clear(self) -> None:
+        self._chunks.clear()
+        self._num_unread = 0
+
+    def _drop(self) -> None:
+        self._clear()
+        self.fail(
+            SlowReaderError(
+                f"The client read the answer too slowly: more than {MAX_UNREAD:,} tokens waited."
+            )
+        )
+        if self._on_abandoned is not None:
+            self._on_abandoned()
 
     def __aiter__(self) -> Self:
         return self
@@ -63,8 +89,17 @@ class TokenStream:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._chunks.popleft()
+        chunk = self._chunks.popleft()
+        self._num_unread -= _size(chunk)
+        return chunk
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _size(chunk: TokenChunk) -> int:
+    """Parts of a chunk that take memory; the columns of a prompt are compact, and come while no answer does."""
+    if chunk.logprobs is None:
+        return 1 + len(chunk.token_ids)
+    return 1 + len(chunk.token_ids) + sum(2 * len(one.top_token_ids) for one in chunk.logprobs)
