@@ -11,8 +11,8 @@ from pagoda.errors import SlowReaderError
 from pagoda.messages.frontend import TokenChunk
 
 MAX_UNREAD = 32_768
-"""Chunks, tokens and log-probabilities, all counted together, that may wait for the reader of one stream. They take
-at most some 10 MB."""
+"""Chunks, tokens and log-probabilities, all counted together, that may wait for the reader of one stream. They
+take at most some 10 MB."""
 
 
 class TokenStream:

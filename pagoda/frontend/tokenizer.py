@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.errors import ConfigError, InvalidRequestError, refuse
+from pagoda.errors import ConfigError, InvalidRequestError, PagodaError, refuse
 from pagoda.frontend.detokenizer import (
     ByteLevelDecoder,
     IncrementalDecoder,
@@ -108,9 +108,17 @@ class Tokenizer:
         return PairTokens(both.ids, types.index(1) if 1 in types else 0)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens. Raises PagodaError: the library fails with them."""
         if self._render_unknown is None:
-            with failures_told():
-                text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            try:
+                with failures_told():
+                    text: str = self._backend.decode(
+                        token_ids, skip_special_tokens=skip_special_tokens
+                    )
+            except TokenizerError as error:
+                raise PagodaError(
+                    f"the model's tokenizer fails with tokens of this text: {error}."
+                ) from None
             return text
         decoder = self.incremental((), skip_special_tokens=skip_special_tokens)
         return "".join(map(decoder.push, token_ids)) + decoder.flush()
@@ -217,17 +225,16 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """Reads `tokenizer.json`; without one, transformers (an optional extra) makes it in a process of its own.
     Raises ConfigError: there is no tokenizer, or its file cannot be read."""
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        return Tokenizer(Backend.from_str(_converted(directory)))
+    is_there = path.is_file()
+    converted = "" if is_there else _converted(directory)
+    source = repr(str(path)) if is_there else f"the tokenizer.json made of {str(directory)!r}"
     try:
         with failures_told():
-            backend = Backend.from_file(str(path))
+            backend = Backend.from_file(str(path)) if is_there else Backend.from_str(converted)
             tokenizer = Tokenizer(backend)
     except TokenizerError as error:
-        raise ConfigError(
-            f"{str(path)!r} is not a tokenizer.json that can be read: {error}."
-        ) from None
-    check_backend(backend, repr(str(path)))
+        raise ConfigError(f"{source} is not a tokenizer.json that can be read: {error}.") from None
+    check_backend(backend, source)
     return tokenizer
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +16,17 @@ from pagoda.errors import ConfigError
 
 _PROBES = ("", "a", "A tower, 5 pagodas: naïve 東京 🗼\n", " \t")
 _PROBED_IDS = 512
-_MOST_GROWTH = 256
-"""Times by which a normalizer may lengthen a text."""
+_MOST_GROWTH = 512
+"""Times by which a normalizer, or a pre-tokenizer, may lengthen a text. That of ALBERT reckons with 324."""
+_FORMS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 2, "BertNormalizer": 12}
+"""Characters that normal forms of Unicode may make of one."""
+_LENGTHENING = {"ByteLevel": 5, "Metaspace": 2}
+"""The same of other steps: four bytes and a space, or a space for each word."""
+_TAKES_A_CHARACTER = re.compile(
+    r"(?:\[\^?(?:[^][\\]|\\[sSwWdDnrt])+\]|\\[sSwWdDnrt]|\\[pP]\{\^?\w+\}|[^][\\(){}|?*+^$.])"
+    r"(?:\+|\{[1-9]\d*(?:,\d*)?\})?(?![?*+{])[^|]*\Z"
+)
+"""Expressions that begin with a character or a class of them which must be there, and have no alternatives."""
 
 
 class TokenizerError(Exception):
@@ -39,11 +51,14 @@ def failures_told() -> Iterator[None]:
 
 def check_backend(backend: Backend, source: str) -> None:
     """Raises ConfigError: the tokenizer cannot cut or join simple texts, or makes far longer ones of them."""
-    growth = _growth(json.loads(backend.to_str()).get("normalizer"))
-    if growth > _MOST_GROWTH:
-        raise ConfigError(
-            f"{source}: its normalizer makes texts more than {_MOST_GROWTH} times as long."
-        )
+    parts = (("normalizer", backend.normalizer), ("pre-tokenizer", backend.pre_tokenizer))
+    for name, part in parts:
+        # Not the whole tokenizer as text: its vocabulary has tens of megabytes.
+        spec = None if part is None else json.loads(part.__getstate__())
+        if growth(spec) > _MOST_GROWTH:
+            raise ConfigError(
+                f"{source}: its {name} makes texts more than {_MOST_GROWTH} times as long."
+            )
     try:
         with failures_told():
             for text in _PROBES:
@@ -54,16 +69,51 @@ def check_backend(backend: Backend, source: str) -> None:
         raise ConfigError(f"{source} cannot be used as a tokenizer: {error}.") from None
 
 
-def _growth(normalizer: Any) -> float:
-    """Times by which the steps of a normalizer may lengthen a text."""
-    if not isinstance(normalizer, dict):
-        return 1.0
-    growth = 1.0
-    for step in normalizer.get("normalizers", ()):
-        growth *= _growth(step)
-    if normalizer.get("type") == "Replace":
-        replaced = normalizer.get("pattern", {}).get("String")
-        content = len(normalizer.get("content", ""))
-        # An expression may match between any two characters, as the empty text does.
-        growth *= max(1.0, content / len(replaced)) if replaced else 1.0 + content
-    return growth
+def growth(spec: Any) -> float:
+    """Times by which a normalizer or a pre-tokenizer may lengthen a text."""
+    times, formed = 1.0, 1
+    for step in _steps(spec):
+        kind = step.get("type")
+        if kind in _FORMS:
+            # Of several forms only the largest counts, unless in between came something that they take apart.
+            times *= max(1.0, _FORMS[kind] / formed)
+            formed = max(formed, _FORMS[kind])
+        elif kind == "Replace":
+            content = step.get("content", "")
+            times *= _growth_of_replace(step.get("pattern", {}), content)
+            formed = formed if unicodedata.is_normalized("NFKD", content) else 1
+        elif kind == "Prepend":
+            prepended = step.get("prepend", "")
+            times *= 1 + len(prepended)  # a text may be cut behind each character by added tokens
+            formed = formed if unicodedata.is_normalized("NFKD", prepended) else 1
+        elif kind == "Precompiled":
+            times *= _longest_mapped(step.get("precompiled_charsmap") or "")
+            formed = 1
+        else:
+            times *= _LENGTHENING.get(str(kind), 1)
+    return times
+
+
+def _steps(spec: Any) -> Iterator[dict[str, Any]]:
+    """The steps of a sequence, of sequences within it too."""
+    if not isinstance(spec, dict):
+        return
+    if spec.get("type") != "Sequence":
+        yield spec
+    for step in (*spec.get("normalizers", ()), *spec.get("pretokenizers", ())):
+        yield from _steps(step)
+
+
+def _growth_of_replace(pattern: dict[str, str], content: str) -> float:
+    text, expression = pattern.get("String", ""), pattern.get("Regex", "")
+    least = len(text) or int(_TAKES_A_CHARACTER.match(expression) is not None)
+    # An expression may match between any two characters, as the empty text does.
+    return max(1.0, len(content) / least) if least else 1.0 + len(content)
+
+
+def _longest_mapped(charsmap: str) -> int:
+    """Characters of the longest text that SentencePiece's table puts in the place of one: behind a trie, whose
+    size comes first, are all such texts."""
+    data = base64.b64decode(charsmap)
+    texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+    return max(1, *(len(text.decode(errors="replace")) for text in texts))

@@ -18,6 +18,7 @@ from pagoda.checkpoints.state_layers import ShortConvSpec
 from pagoda.checkpoints.tensor_names import GGUF_NAMES, TensorNames
 
 _ATTENTION, _CONV = "full_attention", "conv"
+_MAX_FACTOR = 1024
 
 
 def adapt_lfm2(spec: ModelSpec, fields: Fields) -> ModelSpec:
@@ -51,7 +52,10 @@ def _intermediate_size(fields: Fields) -> int:
     if fields.values.get("block_ffn_dim_multiplier", 1.0) is None:
         return size
     multiple = fields.positive("block_multiple_of", 256)
-    size = int(fields.number("block_ffn_dim_multiplier", 1.0) * size)
+    factor = fields.number("block_ffn_dim_multiplier", 1.0)
+    if factor > _MAX_FACTOR:
+        fields.refuse("block_ffn_dim_multiplier", f"must be at most {_MAX_FACTOR}")
+    size = int(factor * size)
     return -(-size // multiple) * multiple
 
 
