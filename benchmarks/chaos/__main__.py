@@ -14,9 +14,11 @@ import traceback
 from collections.abc import Sequence
 
 from benchmarks.chaos.page import Result, result_of, write_page
-from benchmarks.chaos.trial import Outcome, Trial
+from benchmarks.chaos.trial import Outcome, TooLongError, Trial, limited
 from benchmarks.chaos.trials import TRIALS
 from pagoda.cli import output
+
+_SHORT_LIMIT_S = 900.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,8 +54,9 @@ def _run(trial: Trial, short: bool) -> Result:
     """Runs a trial. One that raises falls short, and the others are tried all the same."""
     output.stdout().print(f"{trial.name}: {trial.fault}\n  asked: {trial.asked}")
     try:
-        outcome = trial.run(short)
-    except Exception as error:
+        with limited(_SHORT_LIMIT_S if short else trial.limit_s):
+            outcome = trial.run(short)
+    except (Exception, TooLongError) as error:
         traceback.print_exc()
         outcome = Outcome(f"the trial ended with {type(error).__name__}: {error}", False)
     output.stdout().print(f"  {'holds' if outcome.holds else 'FALLS SHORT'}: {outcome.measured}")

@@ -104,4 +104,5 @@ DISK = Trial(
     "the disk tier is full, read-only, hangs while it writes or reads, or its directory goes, under load",
     f"every answer right, no pause beyond {_PAUSE_S:g} s, and the server ends as ever",
     _run,
+    limit_s=1800.0,
 )

@@ -178,10 +178,12 @@ ROUTER = Trial(
     f"SIGKILL of one of two routers of the same hosts, while {_STREAMS} streams come from each",
     f"streams of the other router and new ones complete, no pause beyond {_PAUSE_S:g} s",
     _run_router,
+    limit_s=1800.0,
 )
 ETCD = Trial(
     "etcd",
     "SIGKILL of the etcd in which a router looks for its hosts, under load; it comes back after 15 s",
     f"all streams complete, no pause beyond {_PAUSE_S:g} s, and the hosts are there again",
     _run_etcd,
+    limit_s=1800.0,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import psutil
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.errors import ConfigError
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class Server:
     def left(self, processes: Sequence[psutil.Process]) -> list[str]:
         """Names of what is left of a server that has ended, and of `processes`."""
         files = [path.name for path in self.directory.rglob("*")]
-        shared = _names(_SHARED_MEMORY) - self.shared_before
+        # Other programs of the machine make names there, too; those of a server's processes have their numbers.
+        numbers = {str(process.pid) for process in processes}
+        new = _names(SHARED_MEMORY) - self.shared_before
+        shared = [name for name in new if not numbers.isdisjoint(re.findall(r"\d+", name))]
         return [*map(str, filter(_lives, processes)), *files, *shared]
 
 
@@ -61,7 +65,7 @@ def server(
     Raises ConfigError if it does not start.
     """
     with tempfile.TemporaryDirectory(prefix="chaos", dir="/tmp") as directory:
-        before = frozenset(_names(_SHARED_MEMORY))
+        before = frozenset(_names(SHARED_MEMORY))
         process = subprocess.Popen(
             [sys.executable, "-m", "pagoda", command, "--port", "0", *arguments],
             stdout=subprocess.PIPE,

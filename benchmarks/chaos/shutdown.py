@@ -115,10 +115,12 @@ SIGTERM = Trial(
     f"SIGTERM while {_STREAMS} streams come, 30 rounds",
     "every accepted request completes, exit status 0, nothing left behind",
     _run_sigterm,
+    limit_s=1800.0,
 )
 SIGKILL = Trial(
     "sigkill",
     "SIGKILL of the frontend under load, 30 rounds; of engines and ranks, and of their server right after",
     "no process, socket, directory or shared memory left after 2 s",
     _run_sigkill,
+    limit_s=1800.0,
 )

@@ -264,6 +264,15 @@ async def test_what_is_not_an_etcd_is_told_of() -> None:
             await client.get("nothing")
 
 
+async def test_an_answer_without_an_end_is_not_kept() -> None:
+    long = "x" * (2**26 + 1)
+    async with answering(long) as server, client_of(server) as client:
+        with pytest.raises(EtcdError, match="more than 64 MiB"):
+            await client.get("nothing")
+        with pytest.raises(EtcdError, match="more than 64 MiB"):
+            await anext(client.watch("prefix", 1))
+
+
 async def test_a_server_that_has_lost_the_others_is_passed_over(shared: EtcdServer) -> None:
     async with (
         answering('{"message": "etcdserver: no leader"}', status=503) as lonely,

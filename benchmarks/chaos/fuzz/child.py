@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import logging
 import os
 import random
@@ -152,19 +153,13 @@ def _without_coverage(options: argparse.Namespace) -> None:
 
 def _target(name: str) -> Target:
     """Imported late, since what is fuzzed is imported with instruments; and no more of it than is needed."""
-    from benchmarks.chaos.fuzz.files import FILES
-
-    for target in FILES:
-        if target.name == name:
-            return target
-    from benchmarks.chaos.fuzz.native import NATIVE
-
-    for target in NATIVE:
-        if target.name == name:
-            return target
-    from benchmarks.chaos.fuzz.sockets import SOCKETS
-
-    return next(target for target in SOCKETS if target.name == name)
+    for module in ("files", "native", "sockets", "frames"):
+        found = importlib.import_module(f"benchmarks.chaos.fuzz.{module}")
+        targets: tuple[Target, ...] = getattr(found, module.upper())
+        for target in targets:
+            if target.name == name:
+                return target
+    raise ValueError(f"there is no target {name}")
 
 
 def _entry(word: str) -> str:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
@@ -53,7 +52,8 @@ _FAILED = b"500"
 """The status that says that the server did not expect this."""
 
 
-def _config() -> EngineConfig:
+def fuzzed_config() -> EngineConfig:
+    """A simulated engine without delays."""
     sim = SimConfig(vocab_size=_VOCABULARY, base_s=0.0)
     return EngineConfig(
         worker=WorkerConfig(model="sim", max_model_len=256), executor="sim", sim=sim
@@ -68,7 +68,7 @@ class _Http:
         self._loop.run_until_complete(self._start())
 
     async def _start(self) -> None:
-        self._engine = SimEngine(_config())
+        self._engine = SimEngine(fuzzed_config())
         dispatcher = Dispatcher([self._engine.replica], POLICIES["round-robin"])
         await dispatcher.start()
         self._waking = asyncio.create_task(self._wake())
@@ -159,12 +159,13 @@ def _open_http(room: Path) -> Iterator[Feed]:
         server.close()
 
 
-_GOOD = GenerateRequest(
+GOOD = GenerateRequest(
     request_id="good",
     prompt_token_ids=[1, 2, 3],
     sampling=SamplingParams(max_tokens=2, seed=1),
     wire_id="good",
 )
+"""A request that is answered whatever came before it."""
 
 
 @contextmanager
@@ -175,7 +176,7 @@ def _open_engine(room: Path) -> Iterator[Feed]:
 
     def serve() -> None:
         try:
-            EngineProcess(_config(), room, context).run()
+            EngineProcess(fuzzed_config(), room, context).run()
         except BaseException as error:
             failures.append(error)
 
@@ -193,8 +194,8 @@ def _open_engine(room: Path) -> Iterator[Feed]:
             if isinstance(message, dict) and message.get("type") in _ENDING:
                 return
         socket.send(data)
-        socket.send(encode(_GOOD))
-        while not _has_ended(decode(socket.recv())):
+        socket.send(encode(GOOD))
+        while not has_ended(decode(socket.recv())):
             pass
 
     thread.start()
@@ -214,7 +215,8 @@ _ENDING = ("shutdown", "start_trace")
 """Messages that do as they say: the engine ends, or writes files where it is told to."""
 
 
-def _has_ended(message: Any) -> bool:
+def has_ended(message: object) -> bool:
+    """Returns True for the last chunk of the good request."""
     return isinstance(message, TokenChunks) and any(
         chunk.request_id == "good" and chunk.finish_reason is not None for chunk in message.chunks
     )

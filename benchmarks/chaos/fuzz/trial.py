@@ -31,4 +31,5 @@ FUZZ = Trial(
     "traces, lists of hosts, flags, HTTP, frames of every socket between processes; native kernels behind them",
     "no crash, no error but a sentence, no hang (10 s), at most 512 MiB more memory",
     _run,
+    limit_s=8 * 3600.0,
 )

@@ -6,7 +6,7 @@ https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/; bytes are in base64, numb
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence, Sized
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Generic, TypeVar
@@ -15,6 +15,8 @@ import aiohttp
 import msgspec
 
 _TIMEOUT_S = 2.0
+_MAX_ANSWER_BYTES = 2**26
+"""Bytes of an answer, or of one line of a watch. A host takes some hundred."""
 _CONTENT = {"Content-Type": "application/json"}
 
 T = TypeVar("T")
@@ -114,6 +116,7 @@ class EtcdClient:
             try:
                 async for piece in response.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
+                    _check_size(rest)
                     for line in filter(None, lines):
                         watched = _decode(line, _Streamed[_Watched]).result
                         if watched.canceled:
@@ -125,7 +128,7 @@ class EtcdClient:
     async def call(self, path: str, body: object, kind: type[T]) -> T:
         async with self._post(path, body, total_s=_TIMEOUT_S) as response:
             try:
-                return _decode(await response.read(), kind)
+                return _decode(await _read(response), kind)
             except (aiohttp.ClientError, TimeoutError):
                 raise EtcdError("the connection broke") from None
 
@@ -166,15 +169,29 @@ class EtcdClient:
 
 async def _problem_of(response: aiohttp.ClientResponse) -> str:
     try:
-        return _decode(await response.read(), _Problem).message
+        return _decode(await _read(response), _Problem).message
     except (aiohttp.ClientError, TimeoutError):
         return "the connection broke"
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The whole answer. Raises EtcdError: it is too long."""
+    answer = bytearray()
+    async for piece in response.content.iter_any():
+        answer += piece
+        _check_size(answer)
+    return bytes(answer)
+
+
+def _check_size(answer: Sized) -> None:
+    if len(answer) > _MAX_ANSWER_BYTES:
+        raise EtcdError(f"it answers with more than {_MAX_ANSWER_BYTES >> 20} MiB")
 
 
 def _decode(payload: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(payload, type=kind, strict=False)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise EtcdError("it answers, but not as etcd 3.4 and later do") from None
 
 
