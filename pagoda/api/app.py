@@ -42,6 +42,8 @@ _QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load
 TIMEOUT_HEADER = "X-Request-Timeout"
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_LOGGED_PATH_CHARS = 200
+_MAX_TRACEPARENT_CHARS = 128
+"""Characters of a header that is kept with every answer; it has 55 so far."""
 _MAX_TRACESTATE_CHARS = 2048
 """Longer headers would cost memory; W3C Trace Context asks for at least 512."""
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -110,6 +112,7 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
     if root and path.startswith(f"{root}/"):
         path = path.removeprefix(root)
     route, argument = _find(path)
+    traceparent = headers.get("traceparent") or ""
     tracestate = ",".join(headers.getall("tracestate", ()))
     key = service.config.api_keys.find(headers.get("Authorization", ""), headers.get("x-api-key"))
     client_request = ClientRequest(
@@ -118,7 +121,7 @@ def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -
         key_name="" if key is None else key.name,
         weight=1.0 if key is None else key.weight,
         least_priority=service.config.api_keys.least_priority(key),
-        traceparent=headers.get("traceparent"),
+        traceparent=traceparent if 0 < len(traceparent) <= _MAX_TRACEPARENT_CHARS else None,
         tracestate=tracestate if 0 < len(tracestate) <= _MAX_TRACESTATE_CHARS else None,
         route=route,
     )

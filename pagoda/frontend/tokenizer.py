@@ -27,6 +27,9 @@ from pagoda.frontend.tokenizer_checks import TokenizerError, check_backend, fail
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
+_CONVERSION_S = 300.0
+"""Seconds in which transformers makes a tokenizer.json; the largest vocabularies take some ten."""
+
 P = TypeVar("P")
 
 
@@ -241,7 +244,15 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 def _converted(directory: Path) -> str:
     """A tokenizer.json made of whatever tokenizer files the directory has."""
     command = [sys.executable, "-m", "pagoda.frontend.convert_tokenizer", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_CONVERSION_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{str(directory)!r} has no tokenizer.json, and none was made of its files within "
+            f"{_CONVERSION_S:g} s."
+        ) from None
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
         raise ConfigError(

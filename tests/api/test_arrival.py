@@ -77,3 +77,20 @@ async def test_an_empty_line_is_no_arrival(api, clock, arrived) -> None:
     writer.close()
     assert len(arrived) == 3
     assert arrived[-1] > before_the_last
+
+
+async def test_long_headers_of_traces_are_not_kept(api) -> None:
+    kept: list[tuple[str | None, str | None]] = []
+    api.service.tracker.subscribe(
+        on_start=lambda record: kept.append(
+            (record.client_request.traceparent, record.client_request.tracestate)
+        )
+    )
+    url = f"http://127.0.0.1:{api.port}/v1/completions"
+    good = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "tracestate": "a=1"}
+    long = {"traceparent": "0" * 4000, "tracestate": "a" * 4000}
+    async with aiohttp.ClientSession() as session:
+        for headers in (good, long, {}):
+            async with session.post(url, json={"prompt": "hi"}, headers=headers) as answer:
+                assert answer.status == 200
+    assert kept == [(good["traceparent"], "a=1"), (None, None), (None, None)]

@@ -163,3 +163,14 @@ def test_a_factor_out_of_proportion_is_named(factor: float) -> None:
     }
     with pytest.raises(ConfigError, match="block_ffn_dim_multiplier must be at most 1024"):
         parse_model_config(values, source="config.json")
+
+
+def test_files_of_which_no_tokenizer_comes_in_time_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ConfigError, match="none was made of its files within 300 s"):
+        load_tokenizer(tmp_path)
