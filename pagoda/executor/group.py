@@ -491,12 +491,16 @@ class _Group:
         """
         with contextlib.suppress(zmq.Again):
             while True:
-                self._take_message(self, *self.socket.recv_multipart(zmq.NOBLOCK))
+                identity, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
+                self._take_message(self, identity, b"".join(parts))
         messages, self._received = self._received, []
         return messages
 
     def decode(self, identity: bytes, payload: bytes) -> None:
         """Takes a message that came on the connection `identity`. Raises what `receive` does."""
+        if identity not in self._connections:
+            _log.warning("a connection that is no worker's is not heard")
+            return
         rank, decode = self._connections[identity]
         self._heard.add(identity)
         self._received.append((rank, decode(payload)))

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import zmq
 from fragment_files import read_fragments
 from worker_group import NAMES, PAIR, PLAN, SQUARE, MakeExecutor, assert_gone, next_event, pids
 
+from benchmarks.simulation.workers import NobodyLaunched
 from pagoda.engine.config import SimConfig
 from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
@@ -308,29 +309,6 @@ def test_a_rank_that_cannot_start_ends_the_start(
 # ---- who is heard
 
 
-class NobodyLaunched:
-    """Remembers what it should have started; the test plays the workers."""
-
-    def __init__(self) -> None:
-        self.starts: list[tuple[Sequence[WorkerConfig], str]] = []
-
-    def launch(self, configs: Sequence[WorkerConfig], address: str) -> NobodyLaunched:
-        self.starts.append((configs, address))
-        return self
-
-    are_placed = True
-    first_word_s = 60.0
-
-    def pollables(self) -> list[object]:
-        return []
-
-    def lost(self) -> WorkerLost | None:
-        return None
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     """Of sockets whose messages perhaps nobody fetches: those that are let go wait for that."""
@@ -540,3 +518,28 @@ def test_a_worker_lost_before_its_fragment_is_closed_is_waited_for_no_longer(
     assert isinstance(next_event(executor), WorkerLost)
     executor.stop_trace()
     assert executor.poll() == [TraceStopped()]
+
+
+@pytest.mark.parametrize("unlaunched", ["ipc"], indirect=True)
+def test_a_connection_that_is_no_workers_is_not_heard(
+    unlaunched: Unlaunched, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    executor, launcher = unlaunched
+    ([_], address) = launcher.starts[0]
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt_string(zmq.IDENTITY, "7")
+    stranger.connect(address)
+    stranger.send(msgspec.msgpack.encode(WorkerFailed("nonsense", False)))
+    assert poll_once_heard(executor) == []
+
+
+@pytest.mark.parametrize("unlaunched", ["ipc"], indirect=True)
+def test_a_message_in_parts_is_none(
+    unlaunched: Unlaunched, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    executor, launcher = unlaunched
+    _, link = connected_twice(context, launcher)
+    link.send_multipart([b"a", msgspec.msgpack.encode(TransferLink())])
+    (loss,) = poll_once_heard(executor)
+    assert isinstance(loss, WorkerLost)
+    assert "sent what is not a message" in loss.reason

@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 from aiohttp import web
 
 from benchmarks.chaos.fuzz.forms import JSON, MSGPACK
 from benchmarks.chaos.fuzz.sockets import GOOD, fuzzed_config, has_ended
 from benchmarks.chaos.fuzz.target import Feed, Form, Target
 from benchmarks.simulation.engine import SimEngine
+from benchmarks.simulation.workers import NobodyLaunched
 from pagoda.errors import PagodaError
+from pagoda.executor.base import ExecutorEvent, WorkerLost
+from pagoda.executor.group import GroupExecutor
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.host_sockets import OnDisconnect, OnMessage
 from pagoda.frontend.policies import POLICIES
+from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.numbered import Incoming, LostMessageError
 from pagoda.messages.frontend import (
@@ -32,7 +37,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.hosts import HostJoin, HostMessage, JoinAnswer, RouterMessage
 from pagoda.messages.transfers import TransferMessage, Transfers
-from pagoda.messages.worker import WorkerMessage, WorkerOrder
+from pagoda.messages.worker import StepPlan, WorkerMessage, WorkerOrder, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
 
@@ -200,6 +205,53 @@ def _open_router_orders(room: Path) -> Iterator[Feed]:
         yield feed
 
 
+_PATIENCE_MS = 5000
+
+
+@contextmanager
+def _open_worker_messages(room: Path) -> Iterator[Feed]:
+    """The input is a list of a worker's messages to its engine, in turn over its two connections."""
+    launcher = NobodyLaunched()
+    executor = GroupExecutor(
+        WorkerConfig(model="m", kv_host_bytes=1),
+        launcher,
+        address=f"ipc://{room / 'w'}",
+        step_timeout_s=30.0,
+        clock=MonotonicClock(),
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def feed(data: bytes) -> None:
+        executor.start()
+        _, address = launcher.starts[-1]
+        del launcher.starts[:]
+        sockets = []
+        for identity in ("0", "kv-0"):
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt_string(zmq.IDENTITY, identity)
+            socket.connect(address)
+            sockets.append(socket)
+        for number, item in enumerate((*_items(data), b"no message", b"no message")):
+            sockets[number % 2].send(item)
+        events: list[ExecutorEvent] = []
+        while not any(isinstance(event, WorkerLost) for event in events):
+            heard: Any = executor.pollables()[0]
+            if not zmq.zmq_poll([(heard, zmq.POLLIN)], _PATIENCE_MS):
+                raise TimeoutError("nothing came of a message that is none")
+            events = executor.poll()
+            if any(isinstance(event, WorkerReady) for event in events):
+                executor.submit(StepPlan(0, [0], [1]))
+        for socket in sockets:
+            socket.close()
+
+    try:
+        yield feed
+    finally:
+        executor.close()
+        context.destroy(linger=0)
+
+
 @contextmanager
 def _open_etcd(room: Path) -> Iterator[Feed]:
     """The input is what an etcd answers to everything."""
@@ -249,5 +301,6 @@ FRAMES = (
     Target("messages", _open_messages, Form(_read_message, _write_message)),
     Target("host_answers", _open_host_answers, MSGPACK),
     Target("router_orders", _open_router_orders, MSGPACK),
+    Target("worker_messages", _open_worker_messages, MSGPACK),
     Target("etcd_answers", _open_etcd, JSON),
 )
