@@ -47,7 +47,7 @@ def test_a_killed_child_is_noticed_at_once() -> None:
         (signal.SIGKILL, (3, 3), True),
         (signal.SIGKILL, (3, 4), False),
         (signal.SIGKILL, (None, None), False),
-        (signal.SIGHUP, (3, 4), True),
+        (signal.SIGTERM, (3, 4), True),
         (signal.SIGSEGV, (3, 3), False),
     ],
 )
