@@ -41,6 +41,8 @@ REQUESTS = [
 class TwoHosts:
     """A launcher that gives the ranks of a stage different addresses, as on different hosts."""
 
+    first_word_s = 60.0
+
     def launch(self, configs: Sequence[WorkerConfig], address: str) -> LocalWorkers:
         placed = [
             msgspec.structs.replace(config, bind_host=f"127.0.0.{1 + config.place.tp}")
