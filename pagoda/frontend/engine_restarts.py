@@ -34,7 +34,7 @@ class EngineRestarts:
         self._losses: deque[float] = deque()
         """Times of the losses within the window, the earliest first."""
         self.num_in_row = 0
-        """Engines that ended in a row, none of which was stable or has given a token."""
+        """Engines lost in a row: those after the last one that was stable or gave a token, and that one."""
 
     def on_loss(self, reason: str, *, was_good: bool) -> float:
         """An engine is lost for `reason`, a clause; `was_good` says that it was stable or has given a token.

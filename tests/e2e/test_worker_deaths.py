@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import aiohttp
 from streams import bodies, children, stream_all, until_more
@@ -16,6 +16,13 @@ NUM_STREAMS = 32
 NUM_KILLS = 3
 
 
+async def _next_child(server_pid: int, module: str, before: Collection[int]) -> int:
+    """Waits for a child that is none of those `before`; returns its process id."""
+    while not (new := set(children(server_pid, module)) - set(before)):
+        await asyncio.sleep(0.01)
+    return new.pop()
+
+
 async def test_32_streams_survive_kills_token_for_token(plain_url: str) -> None:
     requests = bodies(NUM_STREAMS, 100)
 
@@ -24,7 +31,7 @@ async def test_32_streams_survive_kills_token_for_token(plain_url: str) -> None:
         killed: set[int] = set()
         while len(killed) < NUM_KILLS:
             await until_more(received, 3 * NUM_STREAMS)
-            (worker,) = set(children(server.pid, "pagoda.worker.main")) - killed
+            worker = await _next_child(server.pid, "pagoda.worker.main", killed)
             os.kill(worker, signal.SIGKILL)
             killed.add(worker)
 
@@ -44,19 +51,14 @@ async def test_the_first_worker_of_a_later_engine_may_be_lost_too(plain_url: str
     requests = bodies(4, 100)
     engines: list[int] = []
 
-    async def next_child(module: str, before: list[int]) -> int:
-        while not (new := set(children(server.pid, module)) - set(before)):
-            await asyncio.sleep(0.01)
-        return new.pop()
-
     async def kill(received: Callable[[], int]) -> None:
         await until_more(received, 12)
         workers = list(children(server.pid, "pagoda.worker.main"))
         engines.extend(children(server.pid, "pagoda.engine.main"))
         os.kill(engines[0], signal.SIGKILL)
-        engines.append(await next_child("pagoda.engine.main", engines))
-        os.kill(await next_child("pagoda.worker.main", workers), signal.SIGKILL)
-        engines.append(await next_child("pagoda.engine.main", engines))
+        engines.append(await _next_child(server.pid, "pagoda.engine.main", engines))
+        os.kill(await _next_child(server.pid, "pagoda.worker.main", workers), signal.SIGKILL)
+        engines.append(await _next_child(server.pid, "pagoda.engine.main", engines))
 
     with server_process(["--dtype", "float32"]) as server:
         disturbed = await stream_all(server.base_url, requests, kill)

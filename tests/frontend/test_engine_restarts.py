@@ -24,9 +24,10 @@ def test_engines_in_a_row_that_were_no_good_wait_longer_and_longer_then_none_fol
 def test_a_good_engine_begins_the_row_anew() -> None:
     restarts = EngineRestarts(VirtualClock())
     for _ in range(2):
-        for _ in range(MAX_DEATHS_IN_ROW):
+        for _ in range(MAX_DEATHS_IN_ROW - 1):
             restarts.on_loss("died", was_good=False)
         assert restarts.on_loss("died", was_good=True) == 0
+        assert restarts.num_in_row == 1
 
 
 def test_engines_that_are_killed_twenty_times_within_minutes_start_at_once() -> None:
