@@ -24,6 +24,8 @@ from pagoda.telemetry.histogram import Histogram, total
 _log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
+IDLE_SNAPSHOTS = 3
+"""Snapshots from one report of an endpoint with nothing to do: a question goes through all of its processes."""
 WINDOW_S = 10
 """Seconds that percentiles and the rate of prefix hits look back."""
 MAX_ANSWERS = 200
@@ -88,6 +90,9 @@ class _Feed:
         self._began = self._clock()
         self._last: tuple[float, int] | None = None
         """Time of the last snapshot, and the tokens of all answers until then."""
+        self._report: LoadReport | None = None
+        self._report_age = 0
+        """Snapshots that were made from the report after the first one."""
         self._growths: deque[Growth] = deque(maxlen=num_windows)
         self._unsubscribe = endpoint.subscribe_steps(self._on_steps)
         self.task = asyncio.create_task(self._sample())
@@ -129,9 +134,28 @@ class _Feed:
 
         return {name: [aged(one, at) for at, one in bins] for name, bins in steps.items()}
 
+    async def _load(self) -> LoadReport:
+        """The load now, or what it was a few snapshots ago if nothing is seen to have begun or gone on since."""
+        last, self._report_age = self._report, self._report_age + 1
+        if last is not None and self._report_age < IDLE_SNAPSHOTS and self._is_idle(last):
+            return last
+        self._report, self._report_age = await self._endpoint.load(), 0
+        return self._report
+
+    def _is_idle(self, report: LoadReport) -> bool:
+        num_told_tokens = None if self._last is None else self._last[1]
+        return not (
+            report.num_running
+            or report.num_waiting
+            or report.num_awaiting_kv
+            or self._tracker.running
+            or self._steps
+            or self._tracker.num_tokens != num_told_tokens
+        )
+
     async def _snapshot(self) -> LiveSnapshot:
         """The first snapshot has no rates: they are None. Raises EngineDeadError when the endpoint has ended."""
-        report = await self._endpoint.load()
+        report = await self._load()
         now, num_tokens = self._clock(), self._tracker.num_tokens
         growth = self._progress.update(report, now, self._began)
         self._growths.append(growth)

@@ -102,7 +102,10 @@ async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
     async def load() -> LoadReport:
         number = next(prompt_tokens, last)
         return msgspec.structs.replace(
-            report, num_prompt_tokens=number, num_prefix_hit_tokens=number // 2
+            report,
+            num_running=1,
+            num_prompt_tokens=number,
+            num_prefix_hit_tokens=number // 2,
         )
 
     monkeypatch.setattr(api.endpoint, "load", load)
@@ -115,6 +118,48 @@ async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
     assert told[3]["prompt_tokens_per_s"] == 0, "an engine that was started again counts anew"
     assert told[3]["output_tokens_per_s"] == 0
     assert told[3]["prefix_hit_rate"] == 0.5, "of the last ten seconds"
+
+
+@pytest.mark.parametrize(("num_running", "asked_before"), [(0, [0, 3, 6]), (1, [0, 1, 2])])
+async def test_an_endpoint_with_nothing_to_do_is_asked_for_every_third_snapshot(
+    api, monkeypatch, num_running: int, asked_before: list[int]
+) -> None:
+    report = msgspec.structs.replace(await api.endpoint.load(), num_running=num_running)
+    num_made = 0
+    asked: list[int] = []
+
+    async def load() -> LoadReport:
+        asked.append(num_made)
+        return report
+
+    def tiers(_report: LoadReport) -> list[dict[str, Any]]:
+        nonlocal num_made
+        num_made += 1
+        return []
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    monkeypatch.setattr(live_stats, "_tiers", tiers)
+    async with watching(api):
+        await until(lambda: len(asked) >= 3)
+    assert asked[:3] == asked_before
+
+
+async def test_a_request_is_on_the_next_snapshot_though_nothing_ran_before(
+    api, monkeypatch
+) -> None:
+    monkeypatch.setattr(live_stats, "IDLE_SNAPSHOTS", 1_000_000)
+    idle = await api.endpoint.load()
+    busy = msgspec.structs.replace(idle, num_prompt_tokens=idle.num_prompt_tokens + 7)
+    async with watching(api) as snapshots:
+        for _ in range(3):
+            assert (await anext(snapshots))["num_running"] == 0
+        api.endpoint.report = msgspec.structs.replace(busy, num_running=5)
+        await anext(snapshots)
+        assert (await anext(snapshots))["num_running"] == 0, "nothing was seen to begin"
+        await api.complete(max_tokens=3, ignore_eos=True)
+        async for told in snapshots:
+            if told["num_running"] == 5:
+                break
 
 
 async def test_what_goes_wrong_while_sampling_is_logged(api, monkeypatch, caplog) -> None:
