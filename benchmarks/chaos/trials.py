@@ -18,6 +18,7 @@ from benchmarks.chaos.fuzz.trial import FUZZ
 from benchmarks.chaos.hostile.trial import HOSTILE
 from benchmarks.chaos.idle import IDLE
 from benchmarks.chaos.overload import OVERLOAD
+from benchmarks.chaos.ray_head import RAY_HEAD
 from benchmarks.chaos.routers import ETCD, ROUTER
 from benchmarks.chaos.shutdown import SIGKILL, SIGTERM
 from benchmarks.chaos.simulation import SIMULATION
@@ -45,6 +46,7 @@ TRIALS: tuple[Trial, ...] = (
     TWO_USERS,
     DISK,
     ETCD,
+    RAY_HEAD,
     ROUTER,
     IDLE,
 )

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import aiohttp
 import pytest
 from network_hosts import missing_for_namespaces, two_hosts
-from ray_nodes import ray_cluster
+from ports import free_ports
 from streams import bodies, stream_all, until_more
 
+from benchmarks.ray_nodes import ray_cluster
 from pagoda.cli.server_process import server_process
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'pagoda-llm[ray]')")
@@ -29,7 +30,7 @@ async def test_streams_outlive_a_cut_of_five_seconds_with_the_same_tokens(plain_
     with (
         two_hosts(delay_s=0.005, loss=0.01) as (here, there, cable),
         here.entered(),
-        ray_cluster(here.address) as cluster,
+        ray_cluster(here.address, free_ports(1, "")[0]) as cluster,
     ):
         with there.entered():
             cluster.add(there.address)

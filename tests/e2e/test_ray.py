@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import aiohttp
 import pytest
-from ray_nodes import QUICK_TO_NOTICE, ray_cluster
+from ports import free_ports
 from streams import bodies, stream_all, until_more
 
+from benchmarks.ray_nodes import QUICK_TO_NOTICE, ray_cluster
 from pagoda.cli.server_process import server_process
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'pagoda-llm[ray]')")
@@ -32,7 +33,7 @@ async def until_not_ready(base_url: str) -> str:
 
 async def test_a_node_is_killed_and_replaced_and_all_streams_complete(plain_url: str) -> None:
     requests = bodies(NUM_STREAMS, MAX_TOKENS, temperature=0)
-    with ray_cluster(HEAD, QUICK_TO_NOTICE) as cluster:
+    with ray_cluster(HEAD, free_ports(1, "")[0], QUICK_TO_NOTICE) as cluster:
         second = cluster.add(SECOND)
         flags = ["--executor", "ray", "--ray-address", cluster.address, "--tp", "2"]
         with server_process([*flags, "--dtype", "float32"]) as server:

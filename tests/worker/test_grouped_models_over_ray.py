@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from family_models import make_model
 from handoff_engines import ask_all
-from ray_nodes import RayCluster, ray_cluster
+from ports import free_ports
 from tiny_models import continuation
 
+from benchmarks.ray_nodes import RayCluster, ray_cluster
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
@@ -34,7 +35,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    with ray_cluster(HEAD) as cluster:
+    with ray_cluster(HEAD, free_ports(1, "")[0]) as cluster:
         cluster.add(SECOND)
         yield cluster
 

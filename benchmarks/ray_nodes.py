@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster as processes of the test's own."""
+"""Nodes of a Ray cluster as processes of this one, for tests and trials."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
-from ports import free_ports
 
 import pagoda
 
@@ -62,7 +61,7 @@ class RayNode:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """What a power cut does: SIGKILL for the raylet and all that it started."""
+        """Kills as a power cut does: SIGKILL for the raylet and all that it started."""
         with contextlib.suppress(psutil.NoSuchProcess):
             node = psutil.Process(self._process.pid)
             processes = [node, *node.children(recursive=True)]
@@ -76,19 +75,30 @@ class RayNode:
 class RayCluster:
     """A head and any number of other nodes."""
 
-    def __init__(self, directory: Path, head_address: str, settings: Mapping[str, int]) -> None:
+    def __init__(
+        self, directory: Path, head_host: str, port: int, settings: Mapping[str, int]
+    ) -> None:
         self._directory = directory
         self._num_nodes = 0
         self._nodes: list[RayNode] = []
-        self.address = f"{head_address}:{free_ports(1, '')[0]}"
-        self._add(
+        self.address = f"{head_host}:{port}"
+        self._head_arguments = [
             "--head",
-            f"--node-ip-address={head_address}",
-            f"--port={self.address.rpartition(':')[2]}",
+            f"--node-ip-address={head_host}",
+            f"--port={port}",
             f"--temp-dir={directory}",
             "--include-dashboard=false",
             f"--system-config={json.dumps(dict(settings))}",
-        )
+        ]
+        self._head = self._add(*self._head_arguments)
+
+    def kill_head(self) -> None:
+        """Kills the head and all ranks on its node."""
+        self._head.kill()
+
+    def restart_head(self) -> None:
+        """Starts a head at the same address, which knows nothing of the cluster before it."""
+        self._head = self._add(*self._head_arguments)
 
     def add(self, address: str) -> RayNode:
         return self._add(f"--address={self.address}", f"--node-ip-address={address}")
@@ -106,14 +116,14 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(
-    head_address: str, settings: Mapping[str, int] | None = None
+    head_host: str, port: int, settings: Mapping[str, int] | None = None
 ) -> Iterator[RayCluster]:
-    """A cluster of one node, which can be joined by others, and of which nothing is left behind."""
+    """A cluster of one node at `head_host:port`, which others can join, and of which nothing is left behind."""
     # Ray's sockets lie in it, and their paths must be short.
     directory = Path(tempfile.mkdtemp(prefix="ray-"))
     cluster = None
     try:
-        cluster = RayCluster(directory, head_address, settings or {})
+        cluster = RayCluster(directory, head_host, port, settings or {})
         yield cluster
     finally:
         if cluster is not None:
