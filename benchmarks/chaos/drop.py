@@ -6,15 +6,13 @@ import json
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from subprocess import PIPE, Popen
 
-import msgspec
-
 from benchmarks.chaos.good_streams import Seen, good_streams
+from benchmarks.chaos.load import load_of
 from benchmarks.chaos.processes import ended
 from benchmarks.chaos.trial import Outcome, Trial
 from benchmarks.chaos.vitals import vitals
@@ -66,15 +64,6 @@ _FULL = _Sizes(10_000, 500, 1_000, 30.0, waits_for_close=True)
 _SHORT = _Sizes(60, 6, 10, 0.5, waits_for_close=False)
 
 
-class _Work(msgspec.Struct, frozen=True):
-    """A part of `GET /v1/load`."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-
-
 @dataclass
 class _Findings:
     freed_s: float = 0.0
@@ -84,11 +73,6 @@ class _Findings:
     growth: float = 0.0
     """Memory in the end, of that before."""
     faults: list[str] = field(default_factory=list)
-
-
-def _load(url: str) -> _Work:
-    with urllib.request.urlopen(f"{url}/v1/load", timeout=30) as answer:
-        return msgspec.json.decode(answer.read(), type=_Work)
 
 
 @contextmanager
@@ -111,7 +95,7 @@ def _freed_after(url: str, others: int) -> float:
     """Seconds until no more requests than `others` run and none waits; without others, all blocks are free."""
     began = time.monotonic()
     while True:
-        load, waited = _load(url), time.monotonic() - began
+        load, waited = load_of(url), time.monotonic() - began
         is_rest = load.num_running <= others and load.num_waiting == 0
         if (is_rest and (others or load.num_free_blocks == load.num_blocks)) or (
             waited > _HIGHEST_WAIT_S

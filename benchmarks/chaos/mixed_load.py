@@ -1,7 +1,7 @@
 """Requests of many kinds from clients that come, ask, and sometimes leave early.
 
-`python -m benchmarks.chaos.mixed_load URL [--clients N] [--rate R] [--seed S]` runs until standard input ends. For
-each line on it, it prints a line of JSON: what was answered since the line before.
+`python -m benchmarks.chaos.mixed_load URL [--clients N] [--rate R] [--longer L] [--seed S]` runs until standard
+input ends. For each line on it, it prints a line of JSON: what was answered since the line before.
 
 Whatever a client chooses (ids, salts, schemas, names, paths) differs from request to request, so that a table that
 the server keeps by such a name grows.
@@ -27,6 +27,8 @@ from pagoda.frontend.event_loop import run
 _LEAVING_SHARE = 0.15
 """Share of clients that leave in the middle of their answer."""
 _TIMEOUT_S = 120.0
+_LENGTHS = ("max_tokens", "max_output_tokens", "max_new_tokens", "num_predict", "n_predict")
+"""Fields that bound the tokens of an answer."""
 
 
 class Ask(NamedTuple):
@@ -47,15 +49,25 @@ class Counts(msgspec.Struct, frozen=True):
     """Answers whose client left."""
     refused: int
     """Answers with status 429."""
-    output_tokens: int
     errors: tuple[str, ...]
     """Sentences about at most 20 failures."""
 
 
-def asks(chance: random.Random) -> Iterator[Ask]:
-    """Endless requests, in random order."""
+def asks(chance: random.Random, longer: int) -> Iterator[Ask]:
+    """Endless requests, in random order. Answers may be `longer` times as long as they are written here."""
     while True:
-        yield chance.choices(_KINDS, _WEIGHTS)[0](chance)
+        ask = chance.choices(_KINDS, _WEIGHTS)[0](chance)
+        yield ask if ask.body is None else ask._replace(body=_lengthened(ask.body, longer))
+
+
+def _lengthened(body: dict[str, Any], longer: int) -> dict[str, Any]:
+    fields = dict(body)
+    for name, value in body.items():
+        if name in _LENGTHS:
+            fields[name] = value * longer
+        elif name in ("options", "sampling_params"):
+            fields[name] = _lengthened(value, longer)
+    return fields
 
 
 def _text(chance: random.Random, words: int) -> str:
@@ -196,20 +208,19 @@ class _Book:
     answered: int = 0
     left: int = 0
     refused: int = 0
-    output_tokens: int = 0
     errors: list[str] = field(default_factory=list)
 
     def take(self) -> Counts:
         errors = tuple(self.errors[:20])
-        counts = Counts(self.answered, self.left, self.refused, self.output_tokens, errors)
-        self.answered = self.left = self.refused = self.output_tokens = 0
+        counts = Counts(self.answered, self.left, self.refused, errors)
+        self.answered = self.left = self.refused = 0
         self.errors = []
         return counts
 
 
-async def _client(url: str, chance: random.Random, rate: float, book: _Book) -> None:
+async def _client(url: str, chance: random.Random, rate: float, longer: int, book: _Book) -> None:
     """A client that asks `rate` times a second, over some connections of its own."""
-    requests = asks(chance)
+    requests = asks(chance, longer)
     while True:
         limit = aiohttp.ClientTimeout(_TIMEOUT_S)
         # A name of this machine among 2^16 others, so that addresses differ.
@@ -243,7 +254,6 @@ async def _send(
             text = piece
             if b'"error":{' in piece and ask.status == 200:
                 book.errors.append(f"{ask.path}: {piece[:200]!r}")
-            book.output_tokens += piece.count(b"data: {")
             if leaves_after is not None:
                 leaves_after -= 1
                 if leaves_after == 0:
@@ -255,11 +265,11 @@ async def _send(
     book.answered += 1
 
 
-async def _run(url: str, clients: int, rate: float, seed: int) -> None:
+async def _run(url: str, clients: int, rate: float, longer: int, seed: int) -> None:
     book = _Book()
     chances = [random.Random(f"{seed} {index}") for index in range(clients)]
     each = rate / clients
-    tasks = [asyncio.create_task(_client(url, one, each, book)) for one in chances]
+    tasks = [asyncio.create_task(_client(url, one, each, longer, book)) for one in chances]
     while await asyncio.to_thread(sys.stdin.readline):
         broken = [task.exception() for task in tasks if task.done()]
         book.errors += [f"a client broke: {error!r}" for error in broken]
@@ -271,12 +281,13 @@ async def _run(url: str, clients: int, rate: float, seed: int) -> None:
 
 
 def mixed_load(
-    url: str, clients: int, rate: float, seed: int = 0
+    url: str, clients: int, rate: float, longer: int = 1, seed: int = 0
 ) -> AbstractContextManager[Callable[[], Counts]]:
     """`clients` that ask `rate` times a second together, in a process of their own, until the context ends. The
     function counts the answers since its last call."""
-    numbers = ["--clients", str(clients), "--rate", str(rate), "--seed", str(seed)]
-    return reporting("benchmarks.chaos.mixed_load", [url, *numbers], Counts)
+    numbers = {"--clients": clients, "--rate": rate, "--longer": longer, "--seed": seed}
+    arguments = [f"{name}={number}" for name, number in numbers.items()]
+    return reporting("benchmarks.chaos.mixed_load", [url, *arguments], Counts)
 
 
 def main() -> None:
@@ -284,9 +295,12 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rate", type=float, default=20.0, help="requests in a second")
+    parser.add_argument(
+        "--longer", type=int, default=1, help="answers may be so many times as long"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    run(_run(options.url, options.clients, options.rate, options.seed))
+    run(_run(options.url, options.clients, options.rate, options.longer, options.seed))
 
 
 if __name__ == "__main__":

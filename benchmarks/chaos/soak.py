@@ -13,12 +13,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from benchmarks.chaos.load import load_of
 from benchmarks.chaos.mixed_load import Counts, mixed_load
 from benchmarks.chaos.trial import Outcome, Trial
 from benchmarks.chaos.vitals import Vitals, vitals
@@ -31,7 +33,6 @@ _WARM_UP_SHARE = 1 / 6
 """Share of the time before memory is watched: 10 of 60 minutes."""
 _LARGEST_SLOPE = 1.0
 """MiB a minute."""
-_CLIENTS = 64
 _SAMPLES = 200
 _SETTLING_S = 20.0
 """The longest time that a server may take to close what its clients have left."""
@@ -46,17 +47,26 @@ class Server:
 
     name: str
     arguments: tuple[str, ...]
+    clients: int
     rate: float
-    """Requests a second."""
+    """Requests per second."""
+    longer: int = 1
+    """How many times as long as usual the answers may be."""
 
 
 SIMULATED = Server(
     "simulated",
-    ("--executor", "sim", "--sim-base-ms", "4", "--max-num-seqs", "256", "--num-kv-blocks", "2048"),
-    500.0,
+    ("--executor", "sim", "--sim-base-ms", "4", "--max-num-seqs", "256", "--num-kv-blocks", "8192"),
+    clients=192,
+    rate=100.0,
+    longer=10,
 )
-"""30,000 tokens a second, clients included, on a machine that has cores for them."""
-EMBEDDED = Server("pagoda-tiny", ("--num-kv-blocks", "512", "--kv-host-bytes", "8MiB"), 20.0)
+EMBEDDED = Server(
+    "pagoda-tiny",
+    ("--num-kv-blocks", "512", "--kv-host-bytes", "8MiB"),
+    clients=64,
+    rate=20.0,
+)
 _LEAST_TOKENS_PER_S = 30_000
 """Tokens per second of the simulated executor."""
 _SHORT_S = 2.0
@@ -117,24 +127,24 @@ def soak(
             _own_temporary_files(Path(directory, "tmp")) as temporary,
             server_process(arguments, stderr=stderr.fileno()) as process,
         ):
-            found = _watch(process.base_url, process.pid, seconds, rate, tell)
+            load = partial(mixed_load, process.base_url, server.clients, rate, server.longer)
+            seen = _watch(load, process.base_url, process.pid, seconds, tell)
             children = psutil.Process(process.pid).children(recursive=True)
         _, alive = psutil.wait_procs(children, timeout=5)
         left = [f"process {child.pid} lives" for child in alive]
         left += [f"{path.name} is left" for path in temporary.iterdir()]
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         problems = [line[:200] for line in lines if " ERROR " in line or "Traceback" in line]
-    samples, counts, before, after = found
-    warm = samples[int(len(samples) * _WARM_UP_SHARE) :]
+    warm = seen.samples[int(len(seen.samples) * _WARM_UP_SHARE) :]
     return Run(
         server=server.name,
         minutes=seconds / 60,
-        answered=sum(count.answered for count in counts),
-        tokens_per_s=sum(count.output_tokens for count in counts) / seconds,
-        errors=tuple(error for count in counts for error in count.errors),
+        answered=sum(count.answered for count in seen.counts),
+        tokens_per_s=seen.tokens_per_s,
+        errors=tuple(error for count in seen.counts for error in count.errors),
         log_problems=tuple(problems[:5]),
         slopes={name: _slope([(at, all_[name]) for at, all_ in warm]) for name in warm[0][1]},
-        kept=tuple(_grown(before, after)),
+        kept=tuple(_grown(seen.before, seen.after)),
         left_over=tuple(left),
     )
 
@@ -162,30 +172,50 @@ def _template_with_tools() -> str:
 _Sample = tuple[float, dict[str, Vitals]]
 
 
+@dataclass(frozen=True)
+class _Seen:
+    samples: list[_Sample]
+    """Vitals under load, by the minute."""
+    counts: list[Counts]
+    tokens_per_s: float
+    before: dict[str, Vitals]
+    """At rest, behind a first short load."""
+    after: dict[str, Vitals]
+    """At rest, in the end."""
+
+
 def _watch(
-    url: str, pid: int, seconds: float, rate: float, tell: Callable[[str], None]
-) -> tuple[list[_Sample], list[Counts], dict[str, Vitals], dict[str, Vitals]]:
-    """Samples and counts over the time, and the vitals at rest: behind a first short load, and in the end."""
-    with mixed_load(url, _CLIENTS, rate, seed=1) as load:
+    load: Callable[..., AbstractContextManager[Callable[[], Counts]]],
+    url: str,
+    pid: int,
+    seconds: float,
+    tell: Callable[[str], None],
+) -> _Seen:
+    with load(seed=1) as take:
         time.sleep(min(10.0, seconds / 4))
-        counts = [load()]
+        counts = [take()]
     before = _settled(pid)
     samples: list[_Sample] = []
-    with mixed_load(url, _CLIENTS, rate, seed=2) as load:
-        began, told = time.monotonic(), 0.0
-        while (now := time.monotonic() - began) < seconds:
-            samples.append((now / 60, vitals(pid)))
-            counts.append(load())
+    with load(seed=2) as take:
+        began, generated = time.monotonic(), load_of(url).num_generated_tokens
+        told, tokens = began, generated
+        while (now := time.monotonic()) - began < seconds:
+            samples.append(((now - began) / 60, vitals(pid)))
+            counts.append(take())
             if now - told >= 60:
-                told = now
+                tokens_before, tokens = tokens, load_of(url).num_generated_tokens
                 sizes = ", ".join(
                     f"{name} {one.memory_bytes / 2**20:.1f} MiB {one.num_descriptors} {one.num_threads}"
                     for name, one in samples[-1][1].items()
                 )
-                tell(f"{now / 60:.0f} min: {sizes}; {counts[-1]}")
+                rate = (tokens - tokens_before) / (now - told)
+                tell(f"{samples[-1][0]:.0f} min: {rate:,.0f} tokens/s; {sizes}; {counts[-1]}")
+                told = now
             time.sleep(seconds / _SAMPLES)
-        counts.append(load())
-    return samples, counts, before, _settled(pid)
+        counts.append(take())
+        generated = load_of(url).num_generated_tokens - generated
+        lasted = time.monotonic() - began
+    return _Seen(samples, counts, generated / lasted, before, _settled(pid))
 
 
 def _settled(pid: int) -> dict[str, Vitals]:

@@ -1,0 +1,23 @@
+"""What a server says of its work."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import msgspec
+
+
+class Load(msgspec.Struct, frozen=True):
+    """A part of `GET /v1/load`."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_generated_tokens: int
+    """Tokens sampled since the start."""
+
+
+def load_of(url: str) -> Load:
+    with urllib.request.urlopen(f"{url}/v1/load", timeout=30) as answer:
+        return msgspec.json.decode(answer.read(), type=Load)
