@@ -1,4 +1,4 @@
-"""What a server says of its work."""
+"""Load of a server, as it tells of it."""
 
 from __future__ import annotations
 

@@ -51,15 +51,24 @@ class Server:
     rate: float
     """Requests per second."""
     longer: int = 1
-    """How many times as long as usual the answers may be."""
+    """Factor of the usual lengths of answers."""
 
 
 SIMULATED = Server(
     "simulated",
-    ("--executor", "sim", "--sim-base-ms", "4", "--max-num-seqs", "256", "--num-kv-blocks", "8192"),
-    clients=192,
-    rate=100.0,
-    longer=10,
+    (
+        "--executor",
+        "sim",
+        "--sim-base-ms",
+        "4",
+        "--max-num-seqs",
+        "320",
+        "--num-kv-blocks",
+        "16384",
+    ),
+    clients=320,
+    rate=140.0,
+    longer=16,
 )
 EMBEDDED = Server(
     "pagoda-tiny",
@@ -179,9 +188,9 @@ class _Seen:
     counts: list[Counts]
     tokens_per_s: float
     before: dict[str, Vitals]
-    """At rest, behind a first short load."""
+    """Vitals at rest, behind a first short load."""
     after: dict[str, Vitals]
-    """At rest, in the end."""
+    """Vitals at rest, in the end."""
 
 
 def _watch(

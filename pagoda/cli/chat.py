@@ -46,7 +46,7 @@ def chat(
     """
     general.apply()
     parallel.check_prompts_at_once(1)
-    with connect(model, base_url, api_key, engine, parallel, trust) as (runner, connection):
+    with connect(model, base_url, api_key, engine, parallel, trust) as (thread, connection):
         parameters = {**sampling.body(), **answer.body(engine.seed)}
         conversation = _Conversation(connection, parameters, system)
         if sys.stdin.isatty():
@@ -62,7 +62,7 @@ def chat(
                 output.stderr().print(f"{line.split()[0]} is no command; /help lists them.")
             elif line:
                 with suppress(KeyboardInterrupt):
-                    outcome = runner.run(conversation.say(line))
+                    outcome = thread.run(conversation.say(line))
                     if outcome is not None and sys.stdin.isatty():
                         output.stderr().print(f"[{outcome.figures()}]", style=Style(dim=True))
     return 0

@@ -69,11 +69,11 @@ def generate(
     parallel.check_prompts_at_once(1)
     texts = prompts or (_read_prompt(),)
     body = {**sampling.body(), **answer.body(engine.seed), **constraint.body()}
-    with connect(model, None, None, engine, parallel) as (runner, connection):
+    with connect(model, None, None, engine, parallel) as (thread, connection):
         for text in texts:
             if len(texts) > 1:
                 output.stdout().print(f"> {text}", style=Style(bold=True))
-            runner.run(_print_answer(connection, text, body, raw=raw))
+            thread.run(_print_answer(connection, text, body, raw=raw))
     return 0
 
 
@@ -192,8 +192,8 @@ def _generate_batch(
         file = target.open("wb")
     except OSError as error:
         raise ConfigError(f"--output: cannot write {target}: {error.strerror}.") from error
-    with file, connect(model, None, None, engine, parallel) as (runner, connection):
-        num_failed = runner.run(_write_results(connection, requests, concurrency, file.write))
+    with file, connect(model, None, None, engine, parallel) as (thread, connection):
+        num_failed = thread.run(_write_results(connection, requests, concurrency, file.write))
     output.stderr().print(
         f"{len(requests) - num_failed} of {len(requests)} requests answered, results in {target}"
     )

@@ -6,7 +6,6 @@ meaning of every request field.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Iterator
@@ -22,9 +21,9 @@ from pagoda.api.service import ApiConfig, Service
 from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import TrustOptions
-from pagoda.frontend import event_loop
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.frontend.fleet import Fleet
+from pagoda.frontend.loop_thread import LoopThread
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import start_generator
@@ -46,11 +45,10 @@ def connect(
     engine: EngineOptions,
     parallel: ParallelOptions,
     trust: TrustOptions = TrustOptions(),
-) -> Iterator[tuple[asyncio.Runner, Connection]]:
+) -> Iterator[tuple[LoopThread, Connection]]:
     """A connection to the server at `base_url`, or without it to one of our own that loads `model`.
 
-    A server of our own does its work while the runner runs something, so Ctrl-C between two questions
-    has nothing to interrupt.
+    A server of our own goes on in its thread between two questions, so an answer that was left behind ends.
 
     Raises ConfigError if the server cannot be reached or the model cannot be loaded, ServerError if the server at
     `base_url` serves no model.
@@ -58,12 +56,15 @@ def connect(
     opened = (
         _remote(base_url, model, api_key, trust) if base_url else _local(model, engine, parallel)
     )
-    with event_loop.runner() as runner:
-        connection = runner.run(opened.__aenter__())
+    thread = LoopThread("server")
+    try:
+        connection = thread.run(opened.__aenter__())
         try:
-            yield runner, connection
+            yield thread, connection
         finally:
-            runner.run(opened.__aexit__(None, None, None))
+            thread.run(opened.__aexit__(None, None, None))
+    finally:
+        thread.stop()
 
 
 @contextlib.asynccontextmanager

@@ -20,12 +20,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def runner() -> asyncio.Runner:
-    """An event loop for several coroutines in turn. Ctrl-C cancels one and raises KeyboardInterrupt."""
-    return asyncio.Runner(loop_factory=new_event_loop)
-
-
 def run(work: Coroutine[object, object, T]) -> T:
     """Runs `work` on an event loop of its own."""
-    with runner() as loop:
+    with asyncio.Runner(loop_factory=new_event_loop) as loop:
         return loop.run(work)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -15,7 +14,7 @@ from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.beam_search import BeamSearchParams
 from pagoda.frontend.embeddings import EmbeddingOptions
-from pagoda.frontend.event_loop import new_event_loop
+from pagoda.frontend.loop_thread import LoopThread
 from pagoda.frontend.outputs import BeamSearchOutput, EmbeddingOutput, RequestOutput
 from pagoda.frontend.text_generator import TextRequest
 from pagoda.frontend.tokenizer import Tokenizer
@@ -47,7 +46,7 @@ class LLM:
         model cannot be loaded.
         """
         self._llm = AsyncLLM(model, chat_template=chat_template, **options)
-        self._thread = _LoopThread()
+        self._thread = LoopThread("LLM")
         self._end = weakref.finalize(self, _end, self._llm, self._thread)
         try:
             self._thread.run(self._llm.start())
@@ -189,34 +188,7 @@ class LLM:
             return self._thread.run(complete_all(advance))
 
 
-class _LoopThread:
-    """An event loop in a thread of its own, which lives as long as the engine that it starts."""
-
-    def __init__(self) -> None:
-        self._loop = new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="pagoda", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; Ctrl-C in the waiting thread cancels it.
-        Raises RuntimeError: the thread was stopped."""
-        if self._loop.is_closed():
-            work.close()
-            raise RuntimeError("The LLM was closed.")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-def _end(llm: AsyncLLM, thread: _LoopThread) -> None:
+def _end(llm: AsyncLLM, thread: LoopThread) -> None:
     try:
         thread.run(llm.close())
     finally:

@@ -69,8 +69,8 @@ def accuracy(
     general.apply()
     asked = load_questions(questions, skill)
     parallel.check_prompts_at_once(min(concurrency, len(asked)))
-    with connect(model, base_url, api_key, engine, parallel, trust) as (runner, connection):
-        grades = runner.run(grade_all(connection, asked, concurrency))
+    with connect(model, base_url, api_key, engine, parallel, trust) as (thread, connection):
+        grades = thread.run(grade_all(connection, asked, concurrency))
     scores = score_by_skill(grades)
     overall = Score(sum(grade.correct for grade in grades), len(grades))
     rows = (
