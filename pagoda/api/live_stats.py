@@ -1,4 +1,7 @@
-"""Live statistics of a server: one snapshot a second for all open pages, and no work while no page is open."""
+"""Live statistics of a server: snapshots for all open pages, and no work while no page is open.
+
+There is one a second, and one in three seconds once a server has had nothing to do for `WINDOW_S`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 IDLE_SNAPSHOTS = 3
-"""Snapshots from one report of an endpoint with nothing to do: a question goes through all of its processes."""
+"""Snapshots from one report of an endpoint with nothing to do: a question goes through all of its processes. After
+a while there is only one snapshot in that time."""
 WINDOW_S = 10
 """Seconds that percentiles and the rate of prefix hits look back."""
 MAX_ANSWERS = 200
@@ -38,7 +42,7 @@ LiveSnapshot = dict[str, Any]
 
 
 class LiveStats:
-    """Makes a snapshot a second while somebody watches. Belongs to one event loop."""
+    """Makes snapshots while somebody watches. Belongs to one event loop."""
 
     def __init__(self, tracker: RequestTracker) -> None:
         self._tracker = tracker
@@ -92,9 +96,14 @@ class _Feed:
         """Time of the last snapshot, and the tokens of all answers until then."""
         self._report: LoadReport | None = None
         self._report_age = 0
-        """Snapshots that were made from the report after the first one."""
+        """Snapshots that were made from the report after the first one, or could have been."""
+        self._num_idle = 0
+        """Snapshots in a row of an endpoint with nothing to do."""
+        self._stirred = asyncio.Event()
+        """Set when an answer begins or steps end."""
         self._growths: deque[Growth] = deque(maxlen=num_windows)
         self._unsubscribe = endpoint.subscribe_steps(self._on_steps)
+        self._forget_starts = tracker.subscribe(on_start=lambda _: self._stirred.set())
         self.task = asyncio.create_task(self._sample())
         self.task.add_done_callback(self._end)
 
@@ -103,19 +112,33 @@ class _Feed:
             _log.error("nothing more can be shown on the page", exc_info=error)
         self._latencies.close()
         self._unsubscribe()
+        self._forget_starts()
         self.next.set_result(None)
 
     async def _sample(self) -> None:
         due = self._clock()
         with contextlib.suppress(EngineDeadError):  # the server ends, and says why
             while True:
+                self._stirred.clear()
                 snapshot = await self._snapshot()
                 told, self.next = self.next, asyncio.get_running_loop().create_future()
                 told.set_result(snapshot)
                 due = max(due + INTERVAL_S, self._clock())
+                if self._num_idle > round(
+                    WINDOW_S / INTERVAL_S
+                ):  # nothing that is shown can change
+                    await self._rest(due + (IDLE_SNAPSHOTS - 1) * INTERVAL_S)
                 await asyncio.sleep(due - self._clock())
 
+    async def _rest(self, until: float) -> None:
+        """Returns at a time of the loop's clock, or before that when something is to be done."""
+        self._report_age = IDLE_SNAPSHOTS
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._stirred.wait()
+
     def _on_steps(self, steps: StepStatistics) -> None:
+        self._stirred.set()
         room = MAX_STEP_BINS - self._num_bins
         bins = steps.bins[:0] if room <= 0 else steps.bins[-room:]
         self._num_bins += len(bins)
@@ -137,10 +160,12 @@ class _Feed:
     async def _load(self) -> LoadReport:
         """The load now, or what it was a few snapshots ago if nothing is seen to have begun or gone on since."""
         last, self._report_age = self._report, self._report_age + 1
-        if last is not None and self._report_age < IDLE_SNAPSHOTS and self._is_idle(last):
-            return last
-        self._report, self._report_age = await self._endpoint.load(), 0
-        return self._report
+        is_idle = last is not None and self._is_idle(last)
+        self._num_idle = self._num_idle + 1 if is_idle else 0
+        if last is None or not is_idle or self._report_age >= IDLE_SNAPSHOTS:
+            self._report_age = 0
+            self._report = last = await self._endpoint.load()
+        return last
 
     def _is_idle(self, report: LoadReport) -> bool:
         num_told_tokens = None if self._last is None else self._last[1]

@@ -162,6 +162,30 @@ async def test_a_request_is_on_the_next_snapshot_though_nothing_ran_before(
                 break
 
 
+async def test_after_a_while_without_anything_to_do_snapshots_wait_for_a_request(
+    api, monkeypatch
+) -> None:
+    """Nothing of the last ten seconds is left to be shown then."""
+    monkeypatch.setattr(live_stats, "IDLE_SNAPSHOTS", 1_000_000)
+    monkeypatch.setattr(live_stats, "WINDOW_S", 0.05)
+    rests: list[float] = []
+    timeout_at = asyncio.timeout_at
+
+    def rest(until_s: float) -> asyncio.Timeout:
+        rests.append(until_s)
+        return timeout_at(until_s)
+
+    monkeypatch.setattr(asyncio, "timeout_at", rest)
+    async with watching(api) as snapshots:
+        late = asyncio.get_running_loop().time() + 1000
+        await until(lambda: any(at > late for at in rests))
+        await api.complete(max_tokens=3, ignore_eos=True)
+        async for told in snapshots:
+            if told["ttft_ms"] is not None:
+                break
+    assert told["ttft_ms"]["count"] == 1
+
+
 async def test_what_goes_wrong_while_sampling_is_logged(api, monkeypatch, caplog) -> None:
     async def load() -> LoadReport:
         raise ValueError("no such load")
@@ -233,11 +257,13 @@ async def test_steps_are_told_once_with_their_age_and_bounded(api, monkeypatch) 
 async def test_all_pages_share_one_observation_and_none_is_made_without_a_page(api) -> None:
     tracker = api.service.tracker
     others = tracker.num_listeners
-    async with watching(api) as one, watching(api) as other:
+    async with watching(api) as one:
         assert await anext(one)
-        assert await anext(other)
-        assert len(api.endpoint.step_listeners) == 1
-        assert tracker.num_listeners == others + 1
+        watched = tracker.num_listeners
+        async with watching(api) as other:
+            assert await anext(other)
+            assert len(api.endpoint.step_listeners) == 1
+            assert tracker.num_listeners == watched > others
     await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
     async with watching(api) as again:
         assert await anext(again)
