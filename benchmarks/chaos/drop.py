@@ -1,8 +1,13 @@
-"""Clients that drop their connections, never read, or never finish a request, beside a few that behave."""
+"""Clients that drop their connections, never read, or never finish a request, beside a few that behave.
+
+What an engine computes for clients that never read makes its steps as long as for clients that read: as many of
+these ask the same before, and times between tokens are compared with those beside them.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -24,6 +29,7 @@ _GOOD_TOKENS = 200
 _FREED_S = 1.0
 _LARGEST_GROWTH = 1.05
 _LARGEST_ITL_RATIO = 1.2
+_READING, _NEVER_READ = "reading", "never-read"
 _HIGHEST_WAIT_S = 120.0
 """The longest wait for what should take a second, or for connections that should be closed after 75 seconds."""
 
@@ -109,7 +115,11 @@ def _storm(
 ) -> _Findings:
     """All kinds of rude clients, one kind after the other."""
     url, found = server.base_url, _Findings()
-    stays = (("never-read", sizes.never_read), ("half-open", sizes.half_open))
+    stays = (
+        (_READING, sizes.never_read),
+        (_NEVER_READ, sizes.never_read),
+        ("half-open", sizes.half_open),
+    )
     good()
     with _rude(url, "drop", sizes.drop, rates.drop_rate, seed) as process:
         _end_of(process, found.faults)
@@ -171,10 +181,11 @@ def _try(rates: _Server, sizes: _Sizes) -> _Findings:
 
 
 def _words(name: str, found: _Findings) -> str:
-    quiet = found.itl[""].p99_ms
+    quiet, reading = (found.itl[kind].p99_ms for kind in ("", _READING))
     ratios = ", ".join(
         f"{seen.p99_ms / quiet:.2f} × {kind}" for kind, seen in found.itl.items() if kind
     )
+    ratios += f"; never-read {found.itl[_NEVER_READ].p99_ms / reading:.2f} × reading"
     told = f"; {'; '.join(found.faults)[:200]}" if found.faults else ""
     return (
         f"{name}: free within {found.freed_s:.2f} s; memory {found.growth - 1:+.1%}; "
@@ -195,8 +206,10 @@ def _run(short: bool) -> Outcome:
 
 
 def _itl_holds(found: _Findings) -> bool:
-    largest = _LARGEST_ITL_RATIO * found.itl[""].p99_ms
-    return all(seen.p99_ms <= largest for seen in found.itl.values())
+    quiet, reading = (found.itl[kind].p99_ms for kind in ("", _READING))
+    limits = {_READING: math.inf, _NEVER_READ: _LARGEST_ITL_RATIO * max(quiet, reading)}
+    usual = _LARGEST_ITL_RATIO * quiet
+    return all(seen.p99_ms <= limits.get(kind, usual) for kind, seen in found.itl.items())
 
 
 DROP = Trial(
@@ -204,6 +217,6 @@ DROP = Trial(
     "10,000 clients that drop their connection before, in or behind their request or in its stream; 500 that "
     "never read; 1,000 half-open connections",
     "all blocks free within 1 s; memory at most 5 % above that before; ITL p99 of four other streams at most "
-    "1.2 × that before; no traceback in the log",
+    "1.2 × that before, or that beside 500 clients that ask the same and read; no traceback in the log",
     _run,
 )

@@ -1,4 +1,5 @@
-"""Clients that leave at a random point of their stream, that never read, or that never finish their request.
+"""Clients that leave at a random point of their stream, that never read, or that never finish their request; and
+clients that ask as those that never read, and read.
 
 `python -m benchmarks.chaos.rude_clients URL KIND --clients N --rate R [--seed S]` is a process of its own, so that
 the server is measured and not the event loop of its clients. Clients that stay leave when standard input ends;
@@ -15,12 +16,14 @@ import random
 import socket
 import struct
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from pagoda.frontend.event_loop import run
 
-KINDS = ("drop", "never-read", "half-open")
+KINDS = ("drop", "reading", "never-read", "half-open")
 
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: `close` sends a reset."""
@@ -102,17 +105,22 @@ async def drop(address: Address, chance: random.Random) -> None:
 
 
 async def stay(address: Address, kind: str, index: int, left: asyncio.Event) -> bool:
-    """One client that sends a whole request and never reads, or that sends half a header or nothing, and stays.
-    Returns True if the server closed the connection first. Raises OSError: the server did not accept."""
+    """One client that stays: it sends a whole request and reads all of the answer or nothing, or it sends half a
+    header or nothing. Returns True if the server closed the connection first.
+
+    Raises OSError: the server did not accept.
+    """
     loop = asyncio.get_running_loop()
     client = await address.connect(receive_buffer=_SMALL_BUFFER)
     with client:
         with contextlib.suppress(OSError):
-            if kind == "never-read":
+            if kind in ("reading", "never-read"):
                 fields = {"prompt": "1 + 2 =", "ignore_eos": True, **_LARGE[index % len(_LARGE)]}
                 await loop.sock_sendall(
                     client, b"".join(address.request("/v1/completions", fields))
                 )
+                if kind == "reading":
+                    await _first(_read(client), left)
                 await left.wait()
                 return False
             if index % 2:
@@ -122,14 +130,24 @@ async def stay(address: Address, kind: str, index: int, left: asyncio.Event) -> 
 
 
 async def _closed_before(client: socket.socket, left: asyncio.Event) -> bool:
-    reading = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(client, 4096))
-    leaving = asyncio.ensure_future(left.wait())
-    await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
-    closed = reading.done()
-    for task in (reading, leaving):
+    return await _first(asyncio.get_running_loop().sock_recv(client, 4096), left)
+
+
+async def _read(client: socket.socket) -> None:
+    """Reads until the server closes the connection."""
+    while await asyncio.get_running_loop().sock_recv(client, 65_536):
+        pass
+
+
+async def _first(reading: Coroutine[Any, Any, object], left: asyncio.Event) -> bool:
+    """Waits for the end of `reading`, or until clients leave. Returns True if it ended."""
+    tasks = (asyncio.ensure_future(reading), asyncio.ensure_future(left.wait()))
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    ended = tasks[0].done()
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(reading, leaving, return_exceptions=True)
-    return closed
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return ended
 
 
 async def _come(address: Address, kind: str, clients: int, rate: float, seed: int) -> None:

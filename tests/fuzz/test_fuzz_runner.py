@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.chaos.fuzz.child import Findings, guarded
@@ -14,6 +15,8 @@ def test_a_target_is_fuzzed_in_a_process_of_its_own() -> None:
     done = fuzz(TARGETS["hosts_file"], 1)
     assert done.failures == ()
     assert done.runs > 10
+    if find_spec("atheris") is not None:
+        assert done.edges > 10, "the code of this installation is not instrumented"
 
 
 def test_a_failure_of_a_kind_is_kept_once_with_its_input(tmp_path: Path) -> None:

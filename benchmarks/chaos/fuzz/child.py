@@ -20,8 +20,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from benchmarks.chaos.fuzz.forms import mutator
@@ -107,8 +111,28 @@ def main() -> None:
         _with_coverage(atheris, options)
 
 
+class SourceFinder(MetaPathFinder):
+    """Finds modules of pagoda as their source files, which alone atheris instruments: the loader of an editable
+    installation is another one."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module as a finder behind this one has it, loaded from its source if it has any."""
+        if fullname.partition(".")[0] != "pagoda":
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            return spec
+        places = spec.submodule_search_locations
+        return spec_from_file_location(fullname, spec.origin, submodule_search_locations=places)
+
+
 def _with_coverage(atheris: Any, options: argparse.Namespace) -> None:
     with atheris.instrument_imports(include=["pagoda"], enable_loader_override=False):
+        sys.meta_path.insert(1, SourceFinder())  # behind the finder of atheris
         target = _target(options.target)
     room: Path = options.room
     words = room / "words"
