@@ -27,7 +27,9 @@ MAX_PATTERN_CHARS = 1024
 _MAX_NAME_CHARS = 64
 """Characters of a property's name in an error."""
 _MESSAGE_CHARS = 32
-"""Counted for the role and the borders of a message."""
+"""Counted for the role and the borders of a message, and for each of its parts and calls."""
+_PAIR_CHARS = 2
+"""Counted for each pair of messages and calls: a template that looks from each at all others takes as long."""
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -94,16 +96,22 @@ def render_conversation(
 
 
 def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
-    """Characters of a conversation, roughly: what a template makes of them takes as long. Those of tools beyond a
-    long text are not counted."""
+    """Characters of a text that takes as long as a template takes with a conversation, roughly: with n messages and
+    calls it may take n² steps. Characters of tools beyond a long text are not counted."""
     size = json_size(tools, LONG_TEXT_CHARS) if tools else 0
+    num_turns = 0
     for message in messages:
-        content = message.content or ""
+        content = message.content or message.refusal or ""
         parts = [content] if isinstance(content, str) else [part.text for part in content]
-        calls = message.tool_calls or ()
-        size += sum(map(len, parts)) + sum(len(call.function.arguments) for call in calls)
-        size += len(message.reasoning_content or message.reasoning or "") + _MESSAGE_CHARS
-    return size
+        functions = [call.function for call in message.tool_calls or ()]
+        if message.function_call is not None:
+            functions.append(message.function_call)
+        size += sum(map(len, parts)) + len(message.name or "") + len(message.tool_call_id or "")
+        size += sum(len(function.name) + len(function.arguments) for function in functions)
+        size += len(message.reasoning_content or message.reasoning or "")
+        size += _MESSAGE_CHARS * (1 + len(parts) + len(functions))
+        num_turns += 1 + len(functions)
+    return size + _PAIR_CHARS * num_turns**2
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

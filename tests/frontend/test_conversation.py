@@ -10,7 +10,8 @@ import pytest
 from operations import assert_linear
 
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.conversation import Message, check_tools, template_messages
+from pagoda.frontend.async_utils import LONG_TEXT_CHARS
+from pagoda.frontend.conversation import Message, check_tools, template_messages, text_size
 
 
 def turns(*messages: dict[str, Any]) -> list[dict[str, Any]]:
@@ -151,3 +152,22 @@ def test_tools_are_bounded() -> None:
         check_tools([tool()] * 129)
     with pytest.raises(InvalidRequestError, match="nested deeper"):
         check_tools([tool(**deep(40))])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "x"}] * 100,
+        [{"role": "assistant", "tool_calls": [call("")] * 100}],
+        [{"role": "user", "content": [{"type": "text", "text": ""}] * 600}],
+        [{"role": "user", "content": "x", "name": "n" * 20_000}],
+        [{"role": "assistant", "refusal": "x" * 20_000}],
+        [{"role": "assistant", "function_call": {"name": "f", "arguments": "x" * 20_000}}],
+    ],
+    ids=["messages", "calls", "parts", "name", "refusal", "function call"],
+)
+def test_what_takes_a_template_long_counts_as_a_long_text(messages: list[dict[str, Any]]) -> None:
+    """It is rendered in a thread: a template may look from each message or call at all others."""
+    assert text_size(msgspec.convert(messages, list[Message]), None) > LONG_TEXT_CHARS
+    few = msgspec.convert([{"role": "user", "content": "x"}] * 50, list[Message])
+    assert text_size(few, None) < LONG_TEXT_CHARS

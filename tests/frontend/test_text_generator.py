@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.frontend.async_utils import LongWork
+from pagoda.frontend.conversation import Message
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.stop import StopStrings
 from pagoda.frontend.text_generator import (
@@ -199,6 +200,27 @@ async def test_a_client_that_hangs_up_keeps_its_place_until_the_thread_is_done()
         tokenizer.go_on.set()
     assert len(await waiting) == 20_000
     assert tokenizer.most_inside <= 2
+
+
+class WatchedTemplate:
+    """Notes the thread of each rendering."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def render(self, _messages: object, **_options: object) -> str:
+        self.threads.append(threading.current_thread())
+        return "prompt"
+
+
+async def test_many_short_messages_are_rendered_beside_the_loop() -> None:
+    template = WatchedTemplate()
+    text = dataclasses.replace(TEXT, chat_template=template)  # type: ignore[arg-type]
+    texts = TextGenerator(ScriptedEndpoint(), text, RequestTracker())
+    for num_messages in (1, 490):
+        assert await texts.render([Message("user", "x")] * num_messages) == "prompt"
+    here = threading.current_thread()
+    assert [thread is here for thread in template.threads] == [True, False]
 
 
 async def test_long_work_is_done_in_the_order_of_its_coming() -> None:
