@@ -96,8 +96,8 @@ def render_conversation(
 
 
 def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
-    """Characters of a text that takes as long as a template takes with a conversation, roughly: with n messages and
-    calls it may take n² steps. Characters of tools beyond a long text are not counted."""
+    """Characters of a text that takes as long as a template with a conversation, roughly: n messages and calls may
+    be n² steps. Characters of tools beyond a long text are not counted."""
     size = json_size(tools, LONG_TEXT_CHARS) if tools else 0
     num_turns = 0
     for message in messages:
