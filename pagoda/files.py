@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 from pagoda.errors import ConfigError
@@ -11,6 +13,18 @@ from pagoda.errors import ConfigError
 def open_private(path: str, flags: int) -> int:
     """Opener (as `open` takes it) of files that only the user may read, wherever they lie."""
     return os.open(path, flags, 0o600)
+
+
+def open_regular(path: str, flags: int) -> int:
+    """Opener (as `open` takes it) of regular files alone: who opens a pipe waits for somebody at its other end.
+
+    Raises OSError: it is no regular file, or cannot be opened.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    return descriptor
 
 
 def read_file(path: Path, flag: str) -> bytes:

@@ -16,6 +16,8 @@ _OF_ANY_PAGE = frozenset(
 """Types of bodies that a browser lets any web page send anywhere without asking (the CORS-safelisted ones of
 https://fetch.spec.whatwg.org/#cors-safelisted-request-header), and no type."""
 _OWN_PAGE = "same-origin"
+_SAFE = frozenset(("GET", "HEAD"))
+"""Methods that change nothing (RFC 9110, 9.2.1)."""
 
 
 def check_origin(context: RequestContext) -> None:
@@ -37,10 +39,14 @@ def check_origin(context: RequestContext) -> None:
     cors = config.cors_origins
     is_question = bool(cors) and http.method == "OPTIONS"
     if _netloc(origin) != (host or "").lower() and not is_question and not cors.allows(origin):
-        raise ApiError(
-            403,
-            "Requests from web pages of other origins are refused; --cors-origins names those that may.",
-        )
+        raise _other_origin()
+
+
+def _other_origin() -> ApiError:
+    return ApiError(
+        403,
+        "Requests from web pages of other origins are refused; --cors-origins names those that may.",
+    )
 
 
 def _netloc(origin: str) -> str | None:
@@ -63,9 +69,16 @@ def check_scope(context: RequestContext, route: Route) -> None:
 
 def check_content_type(context: RequestContext, route: Route) -> None:
     """Refuses what web pages of others may send without asking; programs, as curl, may leave the type of JSON out.
-    Raises ApiError: 415, a page of another origin sends a body of a type that any page may send, or the body is
-    no form where one is needed."""
-    if not context.http.body_exists:
+    Raises ApiError: 403, a page that does not tell its origin changes something without a body; 415, a page of
+    another origin sends a body of a type that any page may send, or the body is no form where one is needed."""
+    http = context.http
+    if not http.body_exists:
+        if (
+            http.method not in _SAFE
+            and "Origin" not in http.headers
+            and _is_of_another_page(context)
+        ):
+            raise _other_origin()
         return
     given = context.http.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if route.takes_form:

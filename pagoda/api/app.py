@@ -285,7 +285,11 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         finished = await super().finish_response(request, resp, start_time)
-        if self._is_open:
+        if (
+            request.content.exception() is not None
+        ):  # what is left of the body cannot be read either
+            self.force_close()
+        elif self._is_open:
             self._connections.set_waiting(self)
         return finished
 

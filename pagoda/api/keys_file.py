@@ -22,6 +22,7 @@ import msgspec
 
 from pagoda.api.keys import ApiKey
 from pagoda.errors import ConfigError
+from pagoda.files import open_regular
 
 FLAG = "--api-keys-file"
 _PREFIX = "pagoda_"
@@ -40,7 +41,7 @@ def new_key() -> str:
 def read_keys(path: Path) -> list[ApiKey]:
     """The keys of a file. Raises ConfigError: it cannot be read, others may write to it, or a line is no key."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             _check_owner(path, os.fstat(file.fileno()))
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -61,8 +62,6 @@ def _keys_in(path: Path, data: bytes) -> Iterator[ApiKey]:
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
     """Raises ConfigError: others may write, and give themselves keys. Readers learn no key."""
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{FLAG}: {path} must be a regular file.")
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"{FLAG}: {path} must belong to the user of the server or to root.")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

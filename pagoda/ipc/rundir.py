@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -106,40 +105,54 @@ def _remove_at_end(path: Path) -> int | None:
 
 
 def _sweep(parent: Path) -> None:
-    for lock_path in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(
-            OSError
-        ):  # another user's, still held, or just swept by another process
-            lock = os.open(lock_path, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(lock_path.parent)
-            finally:
-                os.close(lock)
     for path in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # not empty, or just swept by another process
-            if _NAME.fullmatch(path.name) and _is_old_and_ours(path):
+        # Another user's, still held, not empty, or just swept by another process: OSError.
+        if _NAME.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                _sweep_one(path)
+
+
+def _sweep_one(path: Path) -> None:
+    """Removes a directory of this user's that no process holds. Links, which others may have put there, are not
+    followed: what is behind them is nobody's runtime directory.
+
+    Raises OSError: it is held, or is none.
+    """
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(directory)
+        if status.st_uid != os.geteuid():
+            return
+        try:
+            lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        except FileNotFoundError:
+            if time.time() - status.st_mtime > _OLD_S:
                 path.rmdir()
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _empty(Path(f"/proc/self/fd/{directory}"))
+            os.unlink(_LOCK, dir_fd=directory)
+            path.rmdir()
+        finally:
+            os.close(lock)
+    finally:
+        os.close(directory)
 
 
 def _remove(path: Path) -> None:
     """Removes a directory, its lock last."""
     with contextlib.suppress(OSError):
-        for child in path.iterdir():
-            if child.name == _LOCK:
-                continue
-            if child.is_dir() and not child.is_symlink():
-                shutil.rmtree(child, ignore_errors=True)
-            else:
-                child.unlink(missing_ok=True)
+        _empty(path)
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_old_and_ours(path: Path) -> bool:
-    """Raises OSError if it is gone."""
-    status = path.lstat()
-    return (
-        stat.S_ISDIR(status.st_mode)
-        and status.st_uid == os.geteuid()
-        and time.time() - status.st_mtime > _OLD_S
-    )
+def _empty(path: Path) -> None:
+    """Removes all that is in a directory but its lock. Raises OSError."""
+    for child in path.iterdir():
+        if child.name == _LOCK:
+            continue
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child, ignore_errors=True)
+        else:
+            child.unlink(missing_ok=True)

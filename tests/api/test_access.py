@@ -115,6 +115,15 @@ async def test_a_body_of_a_page_of_another_origin_is_refused_by_its_origin(
     assert (await api.raw(request))[0] == 415
 
 
+async def test_a_page_that_does_not_tell_its_origin_changes_nothing_without_a_body(api) -> None:
+    for mark, expected in (("cross-site", 403), ("same-site", 403), ("same-origin", 404)):
+        line = f"Sec-Fetch-Site: {mark}\r\n"
+        status, _ = await api.raw(posted("/v1/batches/none/cancel", line, ""))
+        assert status == expected, mark
+        request = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{line}\r\n"
+        assert (await api.raw(request.encode()))[0] == 200
+
+
 @pytest.mark.parametrize("given", OF_ANY_PAGE)
 async def test_programs_may_leave_the_type_of_json_out(api, given: str | None) -> None:
     line = "" if given is None else f"Content-Type: {given}\r\n"
@@ -162,4 +171,4 @@ async def test_uploads_are_forms_of_pages_of_our_own(api, tmp_path: Path) -> Non
     for other in ("application/json", "text/plain", "multipart/mixed; boundary=x", ""):
         assert (await upload(**{"Content-Type": other})).status == 415, other
     await asyncio.sleep(0)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert [path.name for path in tmp_path.iterdir()] == ["files.lock"]

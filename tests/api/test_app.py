@@ -215,6 +215,17 @@ async def test_a_body_that_grows_when_unpacked(serve_api) -> None:
     assert answer.error()["message"]
 
 
+async def test_a_body_that_is_not_packed_as_it_says_is_refused_without_an_error_in_the_log(
+    api, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\n"
+    status, body = await api.raw(head + b"abcde")
+    assert status == 400
+    assert b"The body cannot be read" in body
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_a_body_that_does_not_come(serve_api) -> None:
     api = await serve_api(body_timeout_s=0.05)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

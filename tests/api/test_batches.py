@@ -95,7 +95,7 @@ async def test_files_live_and_die(api, attach: Attach) -> None:
     assert (await api.request("DELETE", path)).json()["deleted"] is True
     for gone in (path, f"{path}/content"):
         assert (await api.get(gone)).status == 404
-    assert [p.name for p in api.service.files.directory.iterdir()] == ["lock"]
+    assert [p.name for p in api.service.files.directory.iterdir()] == ["files.lock"]
 
 
 async def test_an_upload_whose_client_goes_away_leaves_nothing(api, attach: Attach) -> None:
@@ -111,8 +111,31 @@ async def test_an_upload_whose_client_goes_away_leaves_nothing(api, attach: Atta
     while not any(path.stat().st_size for path in directory.glob("*.upload")):
         await asyncio.sleep(0)
     writer.close()
-    while [path.name for path in directory.iterdir()] != ["lock"]:
+    while [path.name for path in directory.iterdir()] != ["files.lock"]:
         await asyncio.sleep(0)
+
+
+async def test_what_a_killed_server_left_unfinished_is_removed(serve_api, attach: Attach) -> None:
+    """Results of a batch that goes on are kept, though they have no description yet."""
+    api = await serve_api()
+    runner = await attach(api)
+    made = (await upload(api, jsonl(*(request(str(i)) for i in range(40))))).json()
+    created = (await create(api, made["id"])).json()
+    files, batch = api.service.files, runner.batches[created["id"]]
+    while not batch.counts.completed:
+        await asyncio.sleep(0)
+    await runner.close()
+    orphans = [files.data_path("file-orphan"), files.directory / "file-orphan.part"]
+    orphans.append(files.directory / "file-orphan.upload")
+    for path in orphans:
+        path.write_bytes(b"data")
+    kept = {*files.directory.iterdir()}.difference(orphans)
+    assert files.data_path(batch.output_id) in kept
+    files.close()
+    again = FileStore(files.directory)
+    BatchRunner(api.service, again)
+    assert {*files.directory.iterdir()} == kept
+    again.close()
 
 
 async def test_files_are_listed_by_pages(api, attach: Attach) -> None:
@@ -149,7 +172,7 @@ async def test_uploads_are_checked(api, attach: Attach, fields: Any, word: str) 
         form.add_field(name, value, filename="f" if name == "file" else None)
     answer = await api.request("POST", "/v1/files", data=form)
     assert (answer.status, answer.error()["param"]) == (400, word)
-    assert [p.name for p in api.service.files.directory.iterdir()] == ["lock"]
+    assert [p.name for p in api.service.files.directory.iterdir()] == ["files.lock"]
 
 
 async def test_uploads_must_be_of_parts(api, attach: Attach) -> None:
@@ -273,7 +296,7 @@ async def test_files_are_private_also_in_a_directory_for_all(
     batch = (await create(api, made["id"])).json()
     while not runner.batches[batch["id"]].is_finished:
         await asyncio.sleep(0)
-    files = [path for path in (tmp_path / "files").iterdir() if path.name != "lock"]
+    files = [path for path in (tmp_path / "files").iterdir() if path.name != "files.lock"]
     assert len(files) >= 6
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 

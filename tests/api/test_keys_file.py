@@ -126,8 +126,10 @@ def test_a_file_of_another_user_is_refused(path: Path) -> None:
 def test_a_file_that_is_missing_or_none_is_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
         read_keys(path)
-    with pytest.raises(ConfigError, match=r"cannot read .*Is a directory"):
-        read_keys(path.parent)
+    os.mkfifo(path)
+    for none in (path, path.parent):
+        with pytest.raises(ConfigError, match=r"cannot read .*it is not a regular file"):
+            read_keys(none)
 
 
 def test_a_changed_file_counts_and_a_broken_one_leaves_the_keys(

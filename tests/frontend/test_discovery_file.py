@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,10 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(path: Path) -> None:
         FileDiscovery(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"cannot be read \(it is not UTF-8"):
+        FileDiscovery(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"cannot be read \(it is not a regular file"):
         FileDiscovery(path)
 
 

@@ -122,3 +122,29 @@ def test_directories_of_ended_processes_are_swept_and_those_of_others_left(tmp_p
     assert names == {"pagoda-notes", first.path.name, second.path.name}
     first.close()
     second.close()
+
+
+def test_only_runtime_directories_of_this_user_are_swept(tmp_path: Path) -> None:
+    """A link that somebody else put there leads to a directory with a lock; so does one in a directory of ours."""
+    precious = tmp_path / "precious"
+    (precious / "sub").mkdir(parents=True)
+    for name in ("lock", "data", "sub/more"):
+        (precious / name).touch()
+    (tmp_path / "pagoda-abcdefgh").symlink_to(precious)
+    files = tmp_path / "pagoda-files"
+    files.mkdir()
+    (files / "lock").touch()
+    lured = tmp_path / "pagoda-ijklmnop"
+    lured.mkdir()
+    (lured / "lock").symlink_to(precious / "data")
+    (lured / "kept").touch()
+    os.mkfifo(tmp_path / "pagoda-qrstuvwx")
+    RuntimeDirectory().close()
+    assert sorted(str(path.relative_to(precious)) for path in precious.rglob("*")) == [
+        "data",
+        "lock",
+        "sub",
+        "sub/more",
+    ]
+    assert (files / "lock").exists()
+    assert (lured / "kept").exists()

@@ -8,7 +8,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Literal
 
@@ -84,19 +84,32 @@ class FileStore:
         self._records: dict[str, FileRecord] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = (directory / "lock").open("wb")
+            self._lock = (directory / "files.lock").open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in sorted(directory.glob("file-*.json")):
                 record = msgspec.json.decode(path.read_bytes(), type=FileRecord)
                 self._records[record.id] = record
-            for path in directory.glob("*.upload"):  # cut off by the end of a server
-                path.unlink()
+            for pattern in ("*.upload", "*.part"):  # cut off by the end of a server
+                for path in directory.glob(pattern):
+                    path.unlink()
             self._num_bytes = sum(record.bytes for record in self._records.values())
             """Bytes of all files, and of uploads that are under way."""
         except BlockingIOError:
             raise ConfigError(f"--files-dir: another server uses {str(directory)!r}.") from None
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(f"--files-dir: {str(directory)!r} cannot be read: {error}.") from None
+
+    def remove_orphans(self, growing: Collection[str]) -> None:
+        """Removes bytes that have no description, which a server left that was killed meanwhile.
+
+        `growing` are the ids of results that get theirs when their batch is finished. Raises ConfigError.
+        """
+        try:
+            for path in self.directory.glob("file-*.data"):
+                if path.stem not in self._records and path.stem not in growing:
+                    path.unlink()
+        except OSError as error:
+            raise ConfigError(f"--files-dir: {str(path)!r} cannot be removed: {error}.") from None
 
     def close(self) -> None:
         """Lets another server use the directory."""

@@ -125,6 +125,8 @@ class BatchRunner:
         self._service = service
         self._files = files
         self.batches = read_batches(files.directory)
+        unfinished = [one for one in self.batches.values() if not one.is_finished]
+        files.remove_orphans({id_ for one in unfinished for id_ in (one.output_id, one.error_id)})
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stops: dict[str, asyncio.Event] = {}

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+from pagoda.files import open_regular
 from pagoda.frontend.discovery.addresses import parse_address
 from pagoda.frontend.discovery.base import Discovery, HostListener, HostTable, Notices
 from pagoda.messages.hosts import HostRecord
@@ -60,7 +61,7 @@ def read_hosts(path: Path) -> dict[str, HostRecord]:
     Raises ConfigError if the file cannot be read, or a line, which the error names, is wrong or has no end.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=open_regular) as file:
             text = file.read(_MAX_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
