@@ -141,15 +141,21 @@ async def beam_search(
     """The best beams behind the prompt of `request`, the best first, each with its text.
 
     Of `request.sampling` the fields about end tokens and text count; `params.max_tokens` must fit the context.
-    Raises BeamSearchError: the engine failed. OverloadedError, EngineDeadError: as `Endpoint.generate`.
+    A server that drains finishes a search that has begun.
+    Raises BeamSearchError: the engine failed. OverloadedError, DeadlineError, EngineDeadError: as
+    `Endpoint.generate`.
     """
     ends = {*request.request.eos_token_ids, *request.sampling.stop_token_ids}
     search = BeamSearch(params, ends)
     tracker, num_cached_tokens = generator.tracker, None
-    with tracker.answering(request.request, request.client_request) as record:
+    with (
+        tracker.answering(request.request, request.client_request) as record,
+        generator.endpoint.hold(request.request.body),
+    ):
         value = record.with_span(request.request)
         while not search.is_over:
-            steps = [_next_token(generator, value, beam, search) for beam in search.running]
+            timed = record.with_time_left(value, tracker.clock_ns())
+            steps = [_next_token(generator, timed, beam, search) for beam in search.running]
             chunks = await gather_all(steps)
             if num_cached_tokens is None:
                 num_cached_tokens = chunks[0].num_cached_tokens

@@ -27,6 +27,7 @@ from pagoda.errors import (
 )
 from pagoda.frontend.admission import Admission
 from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.drain import Drain
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.fleet_health import health_of
 from pagoda.frontend.outliers import Ejection, OutlierDetector
@@ -97,9 +98,7 @@ class Dispatcher:
         """True while replicas tell what they have cached."""
         self._tasks: set[asyncio.Task[object]] = set()
         self._num_failed = 0
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._drain = Drain()
         self._failed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
         for replica in replicas:
@@ -342,16 +341,19 @@ class Dispatcher:
         """Ready as soon as some of the replicas are; says why if none is."""
         if self._placer.failure is not None:
             return Health(False, str(self._placer.failure))
-        if self._draining:
+        if self._drain.has_begun:
             return Health(False, "the server is shutting down")
         return await health_of(self.slots)
 
+    def hold(self, body: str) -> contextlib.AbstractContextManager[None]:
+        return self._drain.hold(body)
+
     async def drain(self, timeout_s: float) -> None:
-        self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self._drain.run()
                 await asyncio.gather(*(slot.replica.drain(timeout_s) for slot in self.slots))
+        self._drain.end()
         for request_id in list(self.requests):
             await self.abort(request_id)
 
@@ -413,8 +415,7 @@ class Dispatcher:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
                 self._placer.observe_length(len(tracked.token_ids))
             del self.requests[tracked.request_id]
-            if not self.requests:
-                self._idle.set()
+            self._drain.leave(request.body)
 
     def _accept(self, request: GenerateRequest) -> TrackedRequest:
         """Admission control: an accepted request always gets a final chunk, whatever happens to engines, unless no
@@ -426,8 +427,7 @@ class Dispatcher:
         """
         if self._placer.failure is not None:
             raise EngineDeadError(str(self._placer.failure))
-        if self._draining:
-            raise OverloadedError("The server is shutting down.", retry_after_s=10)
+        self._drain.check(request.body)
         if request.request_id in self.requests:
             raise InvalidRequestError(f"a request with id {request.request_id} is already running.")
         if request.timeout_s is not None and request.timeout_s <= 0:
@@ -436,13 +436,13 @@ class Dispatcher:
             self._end(self.requests[request_id], self._admission.full())
         tracked = self.requests[request.request_id] = TrackedRequest(request, self._clock.now())
         self._admission.enter(tracked)
-        self._idle.clear()
+        self._drain.enter(request.body)
         return tracked
 
     def check_room(self, tenant: str, weight: float) -> None:
         """Raises OverloadedError if a request of this tenant is refused at the moment, however short it is. Costs
         next to nothing, where refusing a request that was tokenized first does not."""
-        if self._placer.failure is None and not self._draining and self.slots.has_limits:
+        if self._placer.failure is None and not self._drain.has_begun and self.slots.has_limits:
             self._admission.check(tenant, weight)
 
     def _end(self, tracked: TrackedRequest, ending: PagodaError) -> None:

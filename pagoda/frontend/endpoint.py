@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
@@ -108,4 +109,16 @@ class Endpoint(Protocol):
 
     async def close(self) -> None:
         """Ends everything behind this endpoint; nothing is left behind."""
+        ...
+
+
+class BodyEndpoint(Endpoint, Protocol):
+    """An endpoint that knows which requests are of one body (`GenerateRequest.body`): while it drains, it takes
+    those of bodies that it has accepted."""
+
+    def hold(self, body: str) -> AbstractContextManager[None]:
+        """Accepts a body that sends its requests one after the other; it has not ended before the block does.
+
+        Raises OverloadedError: the endpoint drains.
+        """
         ...

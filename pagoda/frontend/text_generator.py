@@ -21,7 +21,7 @@ from pagoda.faults.injector import Faults
 from pagoda.frontend.adapters import AdapterRegistry
 from pagoda.frontend.async_utils import LONG_TEXT_CHARS, LongWork
 from pagoda.frontend.conversation import Message, render_conversation, text_size
-from pagoda.frontend.endpoint import Endpoint
+from pagoda.frontend.endpoint import BodyEndpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
@@ -127,7 +127,7 @@ class TextGenerator:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: BodyEndpoint,
         text: ModelText,
         tracker: RequestTracker,
         adapters: AdapterRegistry | None = None,

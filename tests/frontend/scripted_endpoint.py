@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -195,6 +196,10 @@ class ScriptedEndpoint:
 
     async def health(self) -> Health:
         return self.healthy
+
+    def hold(self, body: str) -> AbstractContextManager[None]:
+        del body
+        return nullcontext()
 
     async def drain(self, timeout_s: float) -> None:
         del timeout_s
