@@ -171,7 +171,7 @@ _POISON_STEP_TIMEOUT_S = 3.0
 _POISONS = {
     "raises": "worker.logits:raise~poison",
     "NaN": "worker.logits:nan~poison",
-    "kills": "worker.logits:kill~poison",
+    "kills": "worker.logits:crash~poison",
     "never ends": "worker.logits:hang~poison",
 }
 

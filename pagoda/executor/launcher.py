@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from pagoda.executor.base import WorkerLost
+from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.lifeline import ChildProcess, Reaper
 from pagoda.messages.worker_config import WorkerConfig
 
 WORKER_MODULE = "pagoda.worker.main"
+WINDOW_S = 3600.0
+"""Seconds for which a worker's end from outside counts."""
+MAX_FREE_ENDS = 24
+"""Ends from outside within `WINDOW_S` that no request is suspected of."""
 
 
 class WorkerSet(Protocol):
@@ -60,13 +66,38 @@ def worker_name(config: WorkerConfig) -> str:
     return f"worker pp{config.place.pp} tp{config.place.tp}"
 
 
+class OutsideEnds:
+    """Counts workers that a person or another program has ended, which is no fault of a request.
+
+    A program that ends workers again and again may do so because of what a request makes of them (a daemon that
+    guards memory, say). So requests are suspected of such ends, too, beyond `MAX_FREE_ENDS` within `WINDOW_S`.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
+        self._times: deque[float] = deque()
+        """Times of the ends within the window, the earliest first."""
+
+    def loss(self, reason: str, *, is_from_outside: bool) -> WorkerLost:
+        """The loss of workers for `reason`, a clause; `is_from_outside` is what its `ChildProcess` says
+        (`was_ended_from_outside`)."""
+        if not is_from_outside:
+            return WorkerLost(reason)
+        now = self._clock.now()
+        self._times.append(now)
+        while now - self._times[0] > WINDOW_S:
+            self._times.popleft()
+        return WorkerLost(reason, suspicion=int(len(self._times) > MAX_FREE_ENDS))
+
+
 class LocalLauncher:
     """Starts workers on this host, each set once the one before it is gone: their memory is needed."""
 
     first_word_s = 60.0
 
-    def __init__(self, module: str = WORKER_MODULE) -> None:
+    def __init__(self, module: str = WORKER_MODULE, clock: Clock | None = None) -> None:
         self.module = module
+        self.outside_ends = OutsideEnds(clock)
         self.reaper: Reaper | None = None
         """Waits for the last set that was ended."""
 
@@ -108,15 +139,16 @@ class LocalWorkers:
 
     def lost(self) -> WorkerLost | None:
         self._start_if_alone()
-        ended = [
-            (child.was_killed(), f"{name} {child.describe_end()}")
-            for name, child in self._children.items()
-            if not child.is_alive()
-        ]
-        # Others that exit because of one that was killed are not the reason.
-        killed = [reason for was_killed, reason in ended if was_killed]
-        reasons = killed or [reason for _, reason in ended]
-        return WorkerLost(reasons[0]) if reasons else None
+        ended = {name: child for name, child in self._children.items() if not child.is_alive()}
+        # Others that exit because of one that was killed are not the reason, nor are those that abort because of
+        # one that was ended from outside.
+        outside = [name for name, child in ended.items() if child.was_ended_from_outside()]
+        killed = [name for name, child in ended.items() if child.was_killed()]
+        names = outside or killed or list(ended)
+        if not names:
+            return None
+        reason = f"{names[0]} {ended[names[0]].describe_end()}"
+        return self._launcher.outside_ends.loss(reason, is_from_outside=bool(outside))
 
     def close(self) -> None:
         if self.are_placed:

@@ -27,9 +27,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pagoda.errors import ConfigError
 from pagoda.executor.base import WorkerLost
-from pagoda.executor.launcher import worker_name
+from pagoda.executor.launcher import OutsideEnds, worker_name
 from pagoda.executor.placement import Placement, neighbours_first, plan_placement, workers_on_host
-from pagoda.executor.ray_rank import HostFacts, RankActor
+from pagoda.executor.ray_rank import HostFacts, RankActor, RankEnd
 from pagoda.messages.worker import PROTOCOL_VERSION
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -72,10 +72,13 @@ class RayLauncher:
         """Address at which other nodes reach this host."""
         cores = [node.cores for node in _nodes().values() if node.cores]
         self._placement = plan_placement(cores, parallel, threads)
+        self._outside_ends = OutsideEnds()
         self._last: RayWorkers | None = None
 
     def launch(self, configs: Sequence[WorkerConfig], address: str) -> RayWorkers:
-        self._last = RayWorkers(configs, address, self._placement, after=self._last)
+        self._last = RayWorkers(
+            configs, address, self._placement, self._outside_ends, after=self._last
+        )
         return self._last
 
 
@@ -105,12 +108,14 @@ class RayWorkers:
         configs: Sequence[WorkerConfig],
         address: str,
         placement: Placement,
+        outside_ends: OutsideEnds,
         after: RayWorkers | None,
     ) -> None:
         """Starts once the workers of `after` have given back what they held."""
         self._configs = configs
         self._address = address
         self._placement = placement
+        self._outside_ends = outside_ends
         self._lost: WorkerLost | None = None
         self._actors: list[Any] = []
         self._is_closed = False
@@ -212,7 +217,7 @@ class RayWorkers:
             end = actors[index].run.remote(encoded, self._address, log_level)
             ends[end] = (config, facts[index].node_id)
         (first, *_), _ = ray.wait(list(ends), num_returns=1)
-        return _describe_loss(first, *ends[first])
+        return _describe_loss(first, *ends[first], self._outside_ends)
 
     def _make_actors(self, group: PlacementGroup) -> list[Any]:
         """One for each rank; killed at once if nobody wants them any more."""
@@ -309,10 +314,13 @@ def _describe_stranger(facts: HostFacts, address: str) -> str:
     )
 
 
-def _describe_loss(end: ray.ObjectRef[str], config: WorkerConfig, node_id: str) -> WorkerLost:
+def _describe_loss(
+    ref: ray.ObjectRef[bytes], config: WorkerConfig, node_id: str, outside_ends: OutsideEnds
+) -> WorkerLost:
     name = f"{worker_name(config)} on {config.bind_host}"
     try:
-        return WorkerLost(f"{name} {ray.get(end)}")
+        end = msgspec.msgpack.decode(ray.get(ref), type=RankEnd)
+        return outside_ends.loss(f"{name} {end.how}", is_from_outside=end.is_from_outside)
     except RayError as error:
         if node_id not in _nodes():
             return WorkerLost(f"{name} was lost with its node")

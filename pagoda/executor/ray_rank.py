@@ -25,6 +25,15 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     protocol_version: int = PROTOCOL_VERSION
 
 
+class RankEnd(msgspec.Struct, frozen=True):
+    """The end of a worker."""
+
+    how: str
+    """A clause without a subject: `was killed by SIGKILL`."""
+    is_from_outside: bool = False
+    """A person or another program ended it (`ChildProcess.was_ended_from_outside`)."""
+
+
 class RankActor:
     """Lives as long as its worker process may. What it says is msgpack: Ray's own pickling sees only bytes."""
 
@@ -35,8 +44,8 @@ class RankActor:
         )
         return msgspec.msgpack.encode(facts)
 
-    def run(self, config: bytes, address: str, log_level: str) -> str:
-        """Runs the worker until it ends, and says how it did: `was killed by SIGKILL`."""
+    def run(self, config: bytes, address: str, log_level: str) -> bytes:
+        """Runs the worker until it ends, and returns its `RankEnd`."""
         os.environ[LOG_LEVEL_ENV] = log_level
         raylet = os.pidfd_open(os.getppid())
         child = ChildProcess(WORKER_MODULE, [address], config=config)
@@ -47,8 +56,11 @@ class RankActor:
             poll.register(child, select.POLLIN | select.POLLHUP)
             ended = [fd for fd, _ in poll.poll()]
             if raylet in ended:
-                return "lost the Ray node it ran on"
-            return child.describe_end()
+                end = RankEnd("lost the Ray node it ran on")
+            else:
+                how = child.describe_end()
+                end = RankEnd(how, child.was_ended_from_outside())
+            return msgspec.msgpack.encode(end)
         finally:
             child.kill()
             os.close(raylet)

@@ -20,6 +20,7 @@ from pagoda.messages.worker import StepPlan, StepResult
 
 _DEATHS = {
     "kill": "the worker was killed by SIGKILL",
+    "crash": "the worker was killed by SIGSEGV",
     "raise": "the worker exited with code 1",
     "oom": "the worker exited with code 1",
 }

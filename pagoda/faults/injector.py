@@ -84,6 +84,8 @@ class FaultPoint:
             match fault.action:
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "crash":
+                    os.kill(os.getpid(), signal.SIGSEGV)
                 case "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "slow":

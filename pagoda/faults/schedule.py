@@ -20,7 +20,7 @@ from pagoda.errors import ConfigError
 FAULTS_ENV = "PAGODA_FAULTS"
 TESTING_ENV = "PAGODA_TESTING"
 
-_CODE = frozenset({"kill", "stop", "slow", "hang", "raise", "oom"})
+_CODE = frozenset({"kill", "crash", "stop", "slow", "hang", "raise", "oom"})
 """Actions at a place in code."""
 _MESSAGE = _CODE | {"drop", "double", "reorder", "corrupt"}
 _DISK = _CODE | {"enospc", "eio", "erofs", "corrupt"}

@@ -62,7 +62,7 @@ def test_answers_are_the_same(schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("action", "num_losses"),
-    [("kill", 4), ("raise", 4), ("oom", 4), ("hang", 2), ("stop", 2)],
+    [("kill", 4), ("crash", 4), ("raise", 4), ("oom", 4), ("hang", 2), ("stop", 2)],
 )
 def test_a_request_that_ends_workers_fails_alone(action: str, num_losses: int) -> None:
     """Together with all others twice, then alone twice; a step that hangs counts twice."""

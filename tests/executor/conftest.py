@@ -22,6 +22,8 @@ def make_executor(
 ) -> Iterator[MakeExecutor]:
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
     address = f"ipc://{tmp_path / 'w'}" if request.param == "ipc" else "tcp://127.0.0.1"
+    # The machine may run out of memory meanwhile; no test does.
+    monkeypatch.setattr("pagoda.ipc.lifeline.count_oom_kills", lambda: 0)
     made: list[GroupExecutor] = []
 
     def make(

@@ -44,7 +44,7 @@ def test_a_worker_that_dies_of_a_step_is_noticed(make_executor: MakeExecutor) ->
     executor = make_executor("dies")
     next_event(executor)
     executor.submit(PLAN)
-    assert next_event(executor) == WorkerLost("the worker was killed by SIGKILL")
+    assert next_event(executor) == WorkerLost("the worker was killed by SIGSEGV")
 
 
 def test_a_step_that_hangs_is_ended(make_executor: MakeExecutor) -> None:
@@ -265,7 +265,7 @@ def test_any_ranks_death_is_the_end_of_all(
     next_event(executor)
     before = pids(executor)
     os.kill(before[name], signal.SIGKILL)
-    assert next_event(executor) == WorkerLost(f"{name} was killed by SIGKILL")
+    assert next_event(executor) == WorkerLost(f"{name} was killed by SIGKILL", suspicion=0)
     assert_gone(list(before.values()))
     assert executor.pollables() == []
     executor.start(num_blocks=9)

@@ -228,7 +228,7 @@ def test_a_disk_that_hangs_is_not_the_end_of_the_workers_which_go_on_with_steps(
 def test_transfers_of_lost_workers_are_forgotten(make_executor: MakeExecutor) -> None:
     executor = with_tiers(make_executor, "dies-copying@1")
     executor.submit_transfers(Transfers([transfer(0)]))
-    assert next_event(executor) == WorkerLost("worker pp0 tp1 was killed by SIGKILL")
+    assert next_event(executor) == WorkerLost("worker pp0 tp1 was killed by SIGKILL", suspicion=0)
     executor.start(num_blocks=7)
     assert isinstance(next_event(executor), WorkerReady)
     assert executor.next_event_at() is None

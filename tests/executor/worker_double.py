@@ -98,7 +98,7 @@ def main() -> None:
                 engine.send(TraceStopped([f"rank {rank} has a word to say."]))
                 continue
         if behaviour == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSEGV)
         if behaviour == "hangs-up":
             engine.close()
             time.sleep(60)

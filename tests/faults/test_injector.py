@@ -55,9 +55,12 @@ def test_subjects_are_counted_by_themselves() -> None:
         found.hit(["a", "poison-1"])
 
 
-def test_kill() -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, "engine.turn:kill"], check=False)
-    assert ended.returncode == -signal.SIGKILL
+@pytest.mark.parametrize(
+    ("action", "number"), [("kill", signal.SIGKILL), ("crash", signal.SIGSEGV)]
+)
+def test_signals_that_end_the_process(action: str, number: signal.Signals) -> None:
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, f"engine.turn:{action}"], check=False)
+    assert ended.returncode == -number
 
 
 def test_stop() -> None:

@@ -62,7 +62,7 @@ def test_parts_of_an_entry() -> None:
         ("worker.step:kill@", "must be POINT:ACTION"),
         ("worker.step:kill@5@6", "must be POINT:ACTION"),
         ("worker.walk:kill", "must be one of frontend.send, "),
-        ("worker.step:enospc", "the action at worker.step must be one of hang, kill, "),
+        ("worker.step:enospc", "the action at worker.step must be one of crash, hang, kill, "),
         ("worker.step:kill@0", "must count from 1"),
         ("worker[0].step:kill", "must count from 1"),
         ("worker.step:kill@*0", "must count from 1"),
