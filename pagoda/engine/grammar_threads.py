@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from pagoda.admission.turns import Turns
 from pagoda.ipc.clock import Clock
 
 MAX_LATE_THREADS = 3
@@ -26,13 +26,16 @@ Job = TypeVar("Job")
 
 
 class GrammarThreads(Generic[Job]):
-    """Runs work in order in one thread. A job that takes too long keeps its thread, and another does the rest."""
+    """Runs work in one thread, that of tenants in turn. A job that takes too long keeps its thread, and another
+    does the rest."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._has_news = threading.Condition(self._lock)
+        self._work: Turns[Callable[[], None]] = Turns()
+        self._is_closing = False
         self._job: tuple[Job, float] | None = None
         """The job of the serving thread, and the time at which that has taken too long."""
         self._late: dict[threading.Thread, float] = {}
@@ -58,8 +61,10 @@ class GrammarThreads(Generic[Job]):
             num_busy = sum(given_up > since for given_up in self._late.values())
             return num_busy >= MAX_LATE_THREADS or len(self._late) >= MAX_HUNG_THREADS
 
-    def put(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
+    def put(self, tenant: str, work: Callable[[], None]) -> None:
+        with self._has_news:
+            self._work.put(tenant, work)
+            self._has_news.notify()
 
     def heard(self) -> bool:
         """True if there have been news since the last call."""
@@ -103,8 +108,10 @@ class GrammarThreads(Generic[Job]):
         return True
 
     def close(self) -> None:
-        """Waits for the work under way, for a while."""
-        self._work.put(None)
+        """Waits for the work under way, for a while; what is in line is not done."""
+        with self._has_news:
+            self._is_closing = True
+            self._has_news.notify_all()
         self._serving.join(_CLOSING_S)
         with self._lock:
             if not self._late and not self._serving.is_alive():
@@ -121,13 +128,22 @@ class GrammarThreads(Generic[Job]):
 
     def _serve(self) -> None:
         thread = threading.current_thread()
-        while (work := self._work.get()) is not None:
+        while (work := self._next()) is not None:
             work()
             with self._lock:
                 self._ring()
                 if thread in self._late:
                     del self._late[thread]
                     return
+
+    def _next(self) -> Callable[[], None] | None:
+        """Waits for work; None at the end."""
+        with self._has_news:
+            while not self._is_closing:
+                if self._work:
+                    return self._work.pop()
+                self._has_news.wait()
+        return None
 
     def _ring(self) -> None:
         os.eventfd_write(self._bell, 1)

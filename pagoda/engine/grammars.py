@@ -8,6 +8,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from pagoda.engine.constraint import CompiledGrammar, Constraint
@@ -84,15 +85,16 @@ class Grammars:
         compile_with: GrammarCompiler | None = None,
     ) -> None:
         """`load_texts` is called for the first grammar. `run` runs work beside the loop: by default in a thread,
-        which is started for the first grammar, and replaced if a grammar takes too long. `compile_with` returns
-        what is wrong where a grammar cannot be compiled; by default llguidance compiles."""
+        which takes the work of tenants in turn, is started for the first grammar, and replaced if one takes too
+        long. `compile_with` returns what is wrong where a grammar cannot be compiled; by default llguidance
+        compiles."""
         self._load_texts = load_texts
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
         self._clock = clock or MonotonicClock()
         self._compile = compile_with or compile_grammar
         self._threads: GrammarThreads[_Job] | None = None
-        self._run = run or self._run_in_thread
+        self._run = run
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
         """The least recently used one first."""
         self._late: OrderedDict[bytes, float] = OrderedDict()
@@ -123,7 +125,11 @@ class Grammars:
             return entry.place(request)
         self._held[request.request_id] = request
         job = _Job(grammar, entry, request)
-        self._run(lambda: self._find_place(job))
+        work = partial(self._find_place, job)
+        if self._run is not None:
+            self._run(work)
+        else:
+            self._run_in_thread(request.tenant, work)
         return None
 
     def drain(self) -> list[tuple[GenerateRequest, Constraint | str]]:
@@ -182,10 +188,10 @@ class Grammars:
 
     # ---- in the thread
 
-    def _run_in_thread(self, work: Callable[[], None]) -> None:
+    def _run_in_thread(self, tenant: str, work: Callable[[], None]) -> None:
         if self._threads is None:
             self._threads = GrammarThreads(self._clock)
-        self._threads.put(work)
+        self._threads.put(tenant, work)
 
     def _find_place(self, job: _Job) -> None:
         entry = job.entry

@@ -405,6 +405,23 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on() -> None:
     grammars.close()
 
 
+def test_a_tenant_with_many_grammars_in_line_does_not_keep_another_waiting() -> None:
+    compiler = SlowCompiler()
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=VirtualClock(), compile_with=compiler)
+    under_way = msgspec.structs.replace(constrained("slow", slow(0)), tenant="heavy")
+    assert grammars.take(under_way, slow(0)) is None
+    compiler.begun.acquire()
+    for tenant, numbers in (("heavy", range(1, 9)), ("light", range(9, 11))):
+        for number in numbers:
+            grammar = Grammar("regex", f"a{{{number}}}")
+            one = msgspec.structs.replace(constrained(f"r{number}", grammar), tenant=tenant)
+            assert grammars.take(one, grammar) is None
+    compiler.let_go.set()
+    order = [request.request_id for request, _ in drained(grammars, 11)]
+    assert order == ["slow", "r9", "r1", "r10", *(f"r{number}" for number in range(2, 9))]
+    grammars.close()
+
+
 def test_while_many_grammars_take_too_long_unknown_ones_come_again() -> None:
     clock, compiler = VirtualClock(), SlowCompiler()
     grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
