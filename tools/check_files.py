@@ -98,13 +98,17 @@ def check_sleeps(tree: ast.Module) -> Iterator[Offence]:
     polls = {id(inner) for loop in loops for inner in ast.walk(loop)}
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Attribute(attr="sleep"), args=[ast.Constant(value=seconds)]) if (
-                seconds
-            ):
-                if id(node) not in polls:
-                    yield Offence(
-                        "sleep", node.lineno, f"sleeps for {seconds} s: wait for what must happen"
-                    )
+            case ast.Call(
+                func=ast.Attribute(attr="sleep") | ast.Name(id="sleep"), args=[seconds, *_]
+            ) if not _is_zero(seconds) and id(node) not in polls:
+                amount = ast.unparse(seconds)
+                yield Offence(
+                    "sleep", node.lineno, f"sleeps for {amount} s: wait for what must happen"
+                )
+
+
+def _is_zero(amount: ast.expr) -> bool:
+    return isinstance(amount, ast.Constant) and not amount.value
 
 
 def _is_virtual(node: ast.AST) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Event
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from pagoda.parallel import distributed
 from pagoda.parallel.distributed import DistributedCollectives, GroupStore
 
 HOST = "127.0.0.1"
+CONNECT_TIMEOUT_S = 1
 
 
 @pytest.fixture(autouse=True)
 def _connect_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "_CONNECT_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(distributed, "_CONNECT_TIMEOUT", timedelta(seconds=CONNECT_TIMEOUT_S))
 
 
 def _join(address: str, rank: int) -> DistributedCollectives:
@@ -37,10 +39,17 @@ def test_a_store_that_does_not_answer() -> None:
 
 def test_a_step_waits_longer_than_a_connection_may_take() -> None:
     store = GroupStore(HOST)
+    waits = Event()
 
     def late(rank: int) -> list[float]:
         group = _join(store.address, rank)
-        time.sleep(1.5 * rank)
+        if rank == 0:
+            waits.set()
+        else:
+            waits.wait()
+            until = time.monotonic() + 1.5 * CONNECT_TIMEOUT_S
+            while time.monotonic() < until:
+                time.sleep(0.05)
         large = torch.ones(2**15)
         return [
             *group.all_reduce(torch.ones(1)).tolist(),

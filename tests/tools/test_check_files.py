@@ -52,12 +52,20 @@ def test_private_names_of_others_are_refused() -> None:
 
 
 def test_fixed_sleeps_are_refused_and_polls_are_not() -> None:
-    assert _messages(check_sleeps, "time.sleep(0.5)") == [
-        "sleeps for 0.5 s: wait for what must happen"
-    ]
+    for source, amount in (
+        ("time.sleep(0.5)", "0.5"),
+        ("time.sleep(1.5 * rank)", "1.5 * rank"),
+        ("await asyncio.sleep(CUT_S)", "CUT_S"),
+        ("await asyncio.sleep(0.1, 'result')", "0.1"),
+        ("sleep(2)", "2"),
+    ):
+        assert _messages(check_sleeps, source) == [
+            f"sleeps for {amount} s: wait for what must happen"
+        ]
     assert (
         _messages(
-            check_sleeps, "while not done():\n    await asyncio.sleep(0.01)\nawait asyncio.sleep(0)"
+            check_sleeps,
+            "while not done():\n    await asyncio.sleep(0.01)\nawait asyncio.sleep(0, 'result')",
         )
         == []
     )
