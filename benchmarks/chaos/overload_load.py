@@ -44,8 +44,8 @@ class Received(msgspec.Struct):
     num_complete: int = 0
     num_incomplete: int = 0
     """Answers that began and did not complete."""
-    statuses: dict[int, int] = {}
-    """Counts of answers by HTTP status; 0 for connections that failed."""
+    statuses: dict[str, dict[int, int]] = {}
+    """Counts of answers by key and HTTP status; 0 for connections that failed."""
     num_without_retry_after: int = 0
     """Answers with the status 429 that did not say when to come again."""
     ttft_s: dict[str, list[float]] = {}
@@ -60,7 +60,7 @@ class _Generator:
         self._session = session
         self._end = time.perf_counter() + load.seconds
         self._random = random.Random(7)
-        self._statuses: Counter[int] = Counter()
+        self._statuses = {clients.key: Counter[int]() for clients in load.clients}
         self._tasks: set[asyncio.Task[None]] = set()
         self.received = Received(ttft_s={clients.key: [] for clients in load.clients})
 
@@ -70,7 +70,7 @@ class _Generator:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_PATIENCE_S)
         self.received.num_incomplete += sum(not task.done() for task in self._tasks)
-        self.received.statuses = dict(self._statuses)
+        self.received.statuses = {key: dict(counts) for key, counts in self._statuses.items()}
         return self.received
 
     async def _closed(self, clients: Clients) -> None:
@@ -106,7 +106,7 @@ class _Generator:
                 json=body,
                 headers={"Authorization": f"Bearer {key}"},
             ) as answer:
-                self._statuses[answer.status] += 1
+                self._statuses[key][answer.status] += 1
                 if answer.status == 200:
                     await self._read(answer, key, began)
                 else:
@@ -116,7 +116,7 @@ class _Generator:
                     )
                     await answer.read()
         except aiohttp.ClientError:
-            self._statuses[0] += 1
+            self._statuses[key][0] += 1
 
     async def _read(self, answer: aiohttp.ClientResponse, key: str, began: float) -> None:
         received, num_tokens, is_complete = self.received, 0, False
