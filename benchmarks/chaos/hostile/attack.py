@@ -28,10 +28,11 @@ class Attack:
 
 @dataclass(frozen=True)
 class Siege:
-    """Something that takes connections rather than requests. `run` takes host and port, and raises nothing."""
+    """Something that takes connections rather than requests. `run` takes host and port, raises nothing and returns
+    the fault of the server; empty if it did what is right."""
 
     name: str
-    run: Callable[[str, int], Awaitable[None]]
+    run: Callable[[str, int], Awaitable[str]]
 
 
 def chat(name: str, statuses: frozenset[int] = ANSWERED, **fields: Any) -> Attack:

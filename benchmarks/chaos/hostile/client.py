@@ -72,11 +72,11 @@ async def _attack(url: str, names: Sequence[str], *, short: bool) -> None:
             if names and not any(name in attack.name for name in names):
                 continue
             await asyncio.sleep(_PAUSE_S)
-            began, wrong = time.monotonic(), ""
+            began = time.monotonic()
             if isinstance(attack, Attack):
                 wrong = await _send(session, attack)
             else:
-                await attack.run(place.hostname or "", place.port or 80)
+                wrong = await attack.run(place.hostname or "", place.port or 80)
             _tell(attack.name, began, time.monotonic(), wrong)
 
 

@@ -31,6 +31,7 @@ _STREAMS = 8
 _TAIL_S = 0.1
 _SETTLING_S = 3.0
 _MOST_MORE_S = 0.1
+_MOST_GROWN_MB = 64.0
 _PLAIN = {"prompt": "x", "max_tokens": 200_000, "ignore_eos": True, "stream": True}
 
 
@@ -154,6 +155,8 @@ def _run(short: bool) -> Outcome:
     found = measure_attacks(["--short"] if short else [])
     faults = [*found.broken]
     faults += [f"{row.name}: {row.wrong}" for row in found.wrong]
+    if found.grown_mb > _MOST_GROWN_MB:
+        faults.append(f"the frontend grew by more than {_MOST_GROWN_MB:g} MB")
     faults += [f"{row.name}: a pause of {1e3 * row.longest_s:.0f} ms" for row in found.slow]
     longest = max((row.longest_s for row in found.rows), default=0.0)
     said = (
@@ -167,7 +170,8 @@ HOSTILE = Trial(
     "hostile",
     "schemas, patterns, grammars, values, bodies, headers and connections that have broken servers, by one client "
     "while 8 good ones stream",
-    "good clients: no error, largest gap at most 100 ms more; each attack gets the answer that is right",
+    "good clients: no error, largest gap at most 100 ms more; each attack gets the answer that is right; "
+    f"the frontend has at most {_MOST_GROWN_MB:g} MB more memory",
     _run,
 )
 
