@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from pagoda.api.batches import uploads
 from pagoda.api.batches.files import FileStore
 from pagoda.api.batches.lines import check_file, finished_ids, read_lines
 from pagoda.api.batches.runner import CONCURRENCY, PRIORITY, BatchRunner
+from pagoda.api.errors import ApiError
 from pagoda.api.key_limits import KeyLimits
 from pagoda.api.keys import EVERY_ROUTE, ApiKey, ApiKeys, Scope, digest_of
 from pagoda.errors import ConfigError, OverloadedError
@@ -53,6 +56,20 @@ async def results(api: Any, file_id: str) -> list[Any]:
     answer = await api.get(f"/v1/files/{file_id}/content")
     assert answer.status == 200
     return [json.loads(line) for line in answer.body.splitlines()]
+
+
+@contextlib.asynccontextmanager
+async def half_upload(api: Any, data: str = "x") -> AsyncIterator[Any]:
+    """A connection with an upload that goes on after `data`, once the server has that."""
+    head = 'Content-Disposition: form-data; name="file"; filename="a"'
+    fields = f"Host: 127.0.0.1:{api.port}\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    start = f"POST /v1/files HTTP/1.1\r\n{fields}Content-Length: 999999999\r\n\r\n"
+    writer.write(f"{start}--x\r\n{head}\r\n\r\n{data}".encode())
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
 
 
 Attach = Callable[[Any], Awaitable[BatchRunner]]
@@ -101,16 +118,9 @@ async def test_files_live_and_die(api, attach: Attach) -> None:
 async def test_an_upload_whose_client_goes_away_leaves_nothing(api, attach: Attach) -> None:
     await attach(api)
     directory = api.service.files.directory
-    head = 'Content-Disposition: form-data; name="file"; filename="a"'
-    body = f"--x\r\n{head}\r\n\r\n{'data' * 50_000}\r\n--x\r\n"
-    fields = f"Host: 127.0.0.1:{api.port}\r\nContent-Type: multipart/form-data; boundary=x\r\n"
-    _, writer = await asyncio.open_connection("127.0.0.1", api.port)
-    writer.write(
-        f"POST /v1/files HTTP/1.1\r\n{fields}Content-Length: 999999\r\n\r\n{body}".encode()
-    )
-    while not any(path.stat().st_size for path in directory.glob("*.upload")):
-        await asyncio.sleep(0)
-    writer.close()
+    async with half_upload(api, "data" * 500_000):
+        while not any(path.stat().st_size for path in directory.glob("*.upload")):
+            await asyncio.sleep(0)
     while [path.name for path in directory.iterdir()] != ["files.lock"]:
         await asyncio.sleep(0)
 
@@ -136,6 +146,66 @@ async def test_what_a_killed_server_left_unfinished_is_removed(serve_api, attach
     BatchRunner(api.service, again)
     assert {*files.directory.iterdir()} == kept
     again.close()
+
+
+async def test_an_upload_that_is_too_slow_is_cut_off(
+    serve_api, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It brings something all the time, so it never exceeds the time-out of one wait."""
+    monkeypatch.setattr(uploads, "MIN_BYTES_PER_S", 10**12)
+    api = await serve_api(body_timeout_s=0.5)
+    await attach(api)
+    async with asyncio.timeout(60), half_upload(api) as (reader, writer):
+        answer = asyncio.create_task(reader.readline())
+        while not answer.done():
+            writer.write(b"x")
+            await asyncio.wait([answer], timeout=0.001)
+        assert b" 408 " in await answer
+    assert [path.name for path in api.service.files.directory.iterdir()] == ["files.lock"]
+    assert api.service.files.uploads.num_running == 0
+
+
+async def test_uploads_under_way_are_bounded(
+    api, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await attach(api)
+    monkeypatch.setattr(uploads, "MAX_UPLOADS", 2)
+    files = api.service.files
+    async with half_upload(api), half_upload(api):
+        while files.uploads.num_running < 2:
+            await asyncio.sleep(0)
+        refused = await upload(api, b"data")
+        assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+        assert refused.error()["code"] == "rate_limit_exceeded"
+    while files.uploads.num_running:
+        await asyncio.sleep(0)
+    assert (await upload(api, b"data")).status == 200
+
+
+def test_one_key_leaves_room_for_uploads_of_others() -> None:
+    running = uploads.Uploads()
+    with contextlib.ExitStack() as stack:
+        for _ in range(uploads.MAX_UPLOADS_OF_KEY):
+            stack.enter_context(running.admit("heavy"))
+        with pytest.raises(ApiError, match="The API key heavy may send 16 uploads"):
+            stack.enter_context(running.admit("heavy"))
+        stack.enter_context(running.admit("light"))
+        for _ in range(uploads.MAX_UPLOADS - running.num_running):
+            stack.enter_context(running.admit(""))
+        with pytest.raises(ApiError, match="The server takes 64 uploads"):
+            stack.enter_context(running.admit("other"))
+    assert running.num_running == 0
+
+
+async def test_uploads_under_way_count_as_files(
+    api, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await attach(api)
+    monkeypatch.setattr("pagoda.api.batches.files.MAX_FILES", 1)
+    async with half_upload(api):
+        while not api.service.files.uploads.num_running:
+            await asyncio.sleep(0)
+        assert (await upload(api, b"data")).error()["param"] == "file"
 
 
 async def test_files_are_listed_by_pages(api, attach: Attach) -> None:

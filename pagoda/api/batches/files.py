@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from pagoda.api.batches.uploads import Uploads
 from pagoda.errors import ConfigError, refuse
 from pagoda.files import open_private
 
@@ -82,6 +83,7 @@ class FileStore:
         self.directory = directory
         self._max_bytes = max_bytes
         self._records: dict[str, FileRecord] = {}
+        self.uploads = Uploads()
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = (directory / "files.lock").open("wb")
@@ -141,7 +143,7 @@ class FileStore:
         """Writes an upload to the disk as it comes; returns its id and its bytes. `add_upload` makes it a file,
         `drop_upload` removes it.
         Raises InvalidRequestError: the upload is longer than `max_bytes`, or there are too many files or bytes."""
-        if len(self._records) >= MAX_FILES:
+        if len(self._records) + self.uploads.num_running > MAX_FILES:
             refuse("file", f"would be one of more than {MAX_FILES} files; delete some first")
         file_id = new_id("file")
         path = self.data_path(file_id).with_suffix(".upload")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, TypeVar, cast, get_args
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast, get_args
 
 import msgspec
 from aiohttp import BodyPartReader, web
@@ -13,6 +13,7 @@ from aiohttp import BodyPartReader, web
 from pagoda.api.batches.files import FileRecord, FileStore, Purpose, new_id
 from pagoda.api.batches.records import WINDOW_S, BatchRecord
 from pagoda.api.batches.runner import ENDPOINTS, BatchRunner
+from pagoda.api.batches.uploads import Pace
 from pagoda.api.errors import ApiError
 from pagoda.api.fields import Metadata
 from pagoda.api.request_context import RequestContext
@@ -25,8 +26,6 @@ _UPLOAD_PURPOSES = tuple(name for name in get_args(Purpose) if name != "batch_ou
 _CHUNK_BYTES = 2**16
 _MALFORMED = (ValueError, AssertionError, web.RequestPayloadError, EOFError)
 """Errors of a reader of parts whose input is not what it should be."""
-
-T = TypeVar("T")
 
 
 class CreateBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,19 +62,25 @@ def _batches(context: RequestContext) -> BatchRunner:
 async def upload_file(context: RequestContext) -> web.StreamResponse:
     """Writes an upload to the disk as it comes."""
     files = _files(context)
+    with files.uploads.admit(context.key_name):
+        record = await _take_upload(context, files)
+    return context.json(record.shown())
+
+
+async def _take_upload(context: RequestContext, files: FileStore) -> FileRecord:
     purpose: str | None = None
     upload: tuple[str, int, str] | None = None
-    timeout_s = context.service.config.body_timeout_s
+    pace = Pace(context.service.config.body_timeout_s)
     try:
         reader = await context.http.multipart()
-        while (part := await _in_time(reader.next(), timeout_s)) is not None:
+        while (part := await pace.wait(reader.next())) is not None:
             if not isinstance(part, BodyPartReader) or part.name is None:
                 refuse("file", "must be a part with a name, and not of further parts")
             if part.name == "file" and upload is None:
                 name = (part.filename or "upload")[:_MAX_NAME_CHARS]
-                upload = (*await files.write(_chunks(part, timeout_s), MAX_FILE_BYTES), name)
+                upload = (*await files.write(_chunks(part, pace), MAX_FILE_BYTES), name)
             elif part.name == "purpose" and purpose is None:
-                value = await _in_time(part.read_chunk(_MAX_FIELD_BYTES), timeout_s)
+                value = await pace.wait(part.read_chunk(_MAX_FIELD_BYTES))
                 purpose = value.decode("utf-8", "replace")
             else:
                 refuse(part.name[:64], "is not a known field, or is given twice", "unknown_field")
@@ -93,21 +98,13 @@ async def upload_file(context: RequestContext) -> web.StreamResponse:
     kind = cast(Purpose, purpose)
     adding = files.add_upload(file_id, filename, kind, num_bytes, context.key_name)
     # To the end, also for a client that goes away: bytes without a description would stay for ever.
-    record = await asyncio.shield(asyncio.ensure_future(adding))
-    return context.json(record.shown())
+    return await asyncio.shield(asyncio.ensure_future(adding))
 
 
-async def _chunks(part: BodyPartReader, timeout_s: float) -> AsyncIterator[bytes]:
-    while chunk := await _in_time(part.read_chunk(_CHUNK_BYTES), timeout_s):
+async def _chunks(part: BodyPartReader, pace: Pace) -> AsyncIterator[bytes]:
+    while chunk := await pace.wait(part.read_chunk(_CHUNK_BYTES)):
+        pace.num_bytes += len(chunk)
         yield chunk
-
-
-async def _in_time(reading: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """Raises ApiError: 408, nothing came for `timeout_s` seconds."""
-    try:
-        return await asyncio.wait_for(reading, timeout_s)
-    except TimeoutError:
-        raise ApiError(408, f"The body did not arrive within {timeout_s:.0f} s.") from None
 
 
 async def list_files(context: RequestContext) -> web.StreamResponse:

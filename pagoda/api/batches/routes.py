@@ -20,7 +20,9 @@ _OFF = (404,)
 ROUTES: dict[str, dict[str, Route]] = {
     "/v1/files": {
         "GET": Route(list_files, "The client's files.", ANSWER, statuses=_OFF),
-        "POST": Route(upload_file, "Uploads a file.", ANSWER, takes_form=True, statuses=_OFF),
+        "POST": Route(
+            upload_file, "Uploads a file.", ANSWER, takes_form=True, statuses=(429, *_OFF)
+        ),
     },
     "/v1/files/*": {
         "GET": Route(get_file, "A file, or with /content its bytes.", ANSWER, statuses=_OFF),
