@@ -59,8 +59,10 @@ def server(
     arguments: Sequence[str],
     command: Literal["serve", "route"] = "serve",
     environment: Mapping[str, str] | None = None,
+    stderr: int | None = None,
 ) -> Iterator[Server]:
     """Runs `pagoda COMMAND --port 0 ARGUMENTS`, which whoever asks for it may end; else it is killed at the end.
+    `stderr` is a file descriptor for its log, by default that of this process.
 
     Raises ConfigError if it does not start.
     """
@@ -69,6 +71,7 @@ def server(
         process = subprocess.Popen(
             [sys.executable, "-m", "pagoda", command, "--port", "0", *arguments],
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env={**os.environ, "TMPDIR": directory, **(environment or {})},
         )
@@ -125,7 +128,7 @@ async def read_stream(
     session: aiohttp.ClientSession, url: str, stream: Stream, **fields: object
 ) -> Stream:
     """Asks for a completion of exactly `max_tokens` tokens, and notes all events in `stream`."""
-    body = {"prompt": "Once", "max_tokens": 100, "temperature": 0, "ignore_eos": True, **fields}
+    body = _body(fields)
     last = time.monotonic()
     try:
         async with session.post(f"{url}/v1/completions", json=body | {"stream": True}) as answer:
@@ -142,6 +145,24 @@ async def read_stream(
     except (aiohttp.ClientError, TimeoutError) as error:
         stream.error = f"{type(error).__name__}: {error}"
     return stream
+
+
+async def ask_whole(session: aiohttp.ClientSession, url: str, **fields: object) -> str:
+    """Asks for a completion of exactly `max_tokens` tokens in one piece. Returns its fault, or nothing."""
+    body = _body(fields)
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                return f"status {answer.status}: {(await answer.text())[:80]}"
+            told = await answer.json()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    reasons = {choice["finish_reason"] for choice in told["choices"]}
+    return "" if reasons == {"length"} else f"finish reasons {sorted(reasons)}"
+
+
+def _body(fields: Mapping[str, object]) -> dict[str, object]:
+    return {"prompt": "Once", "max_tokens": 100, "temperature": 0, "ignore_eos": True, **fields}
 
 
 def _take(stream: Stream, event: dict[str, object]) -> None:

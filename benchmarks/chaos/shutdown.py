@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import aiohttp
 import psutil
 
-from benchmarks.chaos.servers import Server, Stream, read_stream, seconds_until_gone, server
+from benchmarks.chaos.load import Load, load_of
+from benchmarks.chaos.servers import (
+    Server,
+    Stream,
+    ask_whole,
+    read_stream,
+    seconds_until_gone,
+    server,
+)
 from benchmarks.chaos.trial import Outcome, Trial
 
-_STREAMS = 16
+_STREAMS, _QUEUED = 16, 12
+_REQUESTS = _STREAMS + 1 + _QUEUED
+"""All requests of a round: streams, a beam search, and requests in one piece."""
+_SEATS = _STREAMS + 2
+"""Places in the batch: all streams have one, and two beams."""
+_LEAST_WAITING = _QUEUED - 2
+"""Requests in one piece may take the places of beams between two of their steps."""
+_BEAM_SEARCH = {"use_beam_search": True, "n": 1, "best_of": 2}
+_DRAINING = ["--max-num-seqs", str(_SEATS), "--drain-timeout", "120"]
 _LIMIT_S = 2.0
 _PATIENCE_S = 20.0
 """Seconds after which something that is left is taken to stay."""
@@ -19,43 +37,94 @@ _SIMULATED = ["--executor", "sim", "--sim-base-ms", "10"]
 _QUIET = ["--log-level", "error"]
 
 
-async def _load(target: Server, signal_after: int) -> list[Stream]:
-    """Streams, of which each has so many events when the server gets SIGTERM."""
-    streams = [Stream() for _ in range(_STREAMS)]
+@dataclass(frozen=True)
+class _Terminated:
+    """A server that got SIGTERM under load."""
+
+    num_complete: int
+    """Complete answers, of streams and of requests in one piece."""
+    faults: list[str]
+    num_waiting: int
+    """Requests that waited for a place in the batch when SIGTERM came."""
+    was_searching: bool
+    """The beam search had begun and was not over then."""
+    status: int = 0
+    left: Sequence[str] = ()
+
+
+async def _load(target: Server, signal_after: int) -> _Terminated:
+    """Streams, of which each has so many events when the server gets SIGTERM, a beam search that runs beside them,
+    and requests in one piece that wait for both."""
+    url, streams = target.url, [Stream() for _ in range(_STREAMS)]
     async with aiohttp.ClientSession() as session:
         reading = [
             asyncio.ensure_future(
-                read_stream(session, target.url, stream, prompt=f"Story {number}:", seed=number)
+                read_stream(
+                    session, url, stream, prompt=f"Story {number}:", seed=number, max_tokens=300
+                )
             )
             for number, stream in enumerate(streams)
         ]
+
+        async def until_accepted(count: int) -> Load:
+            """Returns when the engine has so many requests, or when a stream has ended too early."""
+            load = await asyncio.to_thread(load_of, url)
+            while load.num_running + load.num_waiting < count and not any(
+                task.done() for task in reading
+            ):
+                load = await asyncio.to_thread(load_of, url)
+            return load
+
+        await until_accepted(_STREAMS)
+        search = asyncio.ensure_future(ask_whole(session, url, max_tokens=200, **_BEAM_SEARCH))
+        await until_accepted(_STREAMS + 1)
+        queued = [
+            asyncio.ensure_future(ask_whole(session, url, prompt=f"Poem {number}:"))
+            for number in range(_QUEUED)
+        ]
+        load = await until_accepted(_STREAMS + _QUEUED + 1)
         while any(stream.num_events < signal_after and not stream.error for stream in streams):
             await asyncio.sleep(0.005)
+        was_searching = not search.done()
         target.process.send_signal(signal.SIGTERM)
         await asyncio.gather(*reading)
-    return streams
+        faults = [
+            stream.error or "a stream was cut" for stream in streams if not stream.is_complete
+        ]
+        faults += filter(None, await asyncio.gather(search, *queued))
+    return _Terminated(_REQUESTS - len(faults), faults, load.num_waiting, was_searching)
 
 
-def _terminate(flags: list[str], number: int) -> tuple[int, int, list[str]]:
-    """Complete streams, the exit status, and what is left, of one server that gets SIGTERM under load."""
-    with server([*flags, *_QUIET]) as target:
+def _terminate(flags: list[str], number: int) -> _Terminated:
+    with server([*flags, *_DRAINING, *_QUIET]) as target:
         family = target.family()
-        streams = asyncio.run(_load(target, 1 + number % 8))
+        ended = asyncio.run(_load(target, 1 + number % 8))
         status = target.process.wait()
-        return sum(stream.is_complete for stream in streams), status, target.left(family)
+        return replace(ended, status=status, left=target.left(family))
 
 
 def _run_sigterm(short: bool) -> Outcome:
     rounds = 1 if short else 30
     results = [_terminate(_SIMULATED if short else [], number) for number in range(rounds)]
-    complete = sum(result[0] for result in results)
-    statuses = {result[1] for result in results}
-    left = [name for result in results for name in result[2]]
+    complete = sum(result.num_complete for result in results)
+    statuses = {result.status for result in results}
+    left = [name for result in results for name in result.left]
+    waiting = [result.num_waiting for result in results]
+    searching = sum(result.was_searching for result in results)
+    faults = [fault for result in results for fault in result.faults]
     measured = (
-        f"{complete} of {rounds * _STREAMS} requests complete in {rounds} rounds; exit status "
+        f"{complete} of {rounds * _REQUESTS} requests complete in {rounds} rounds, with {searching} beam searches "
+        f"under way and at least {min(waiting)} requests waiting; exit status "
         f"{', '.join(map(str, sorted(statuses)))}; left behind: {', '.join(left) or 'nothing'}"
     )
-    return Outcome(measured, complete == rounds * _STREAMS and statuses == {0} and not left)
+    holds = (
+        not faults
+        and statuses == {0}
+        and not left
+        and min(waiting) >= _LEAST_WAITING
+        and searching == rounds
+    )
+    return Outcome("; ".join([measured, *faults[:2]]), holds)
 
 
 async def _busy(target: Server, victim: psutil.Process) -> None:
@@ -112,7 +181,7 @@ def _run_sigkill(short: bool) -> Outcome:
 
 SIGTERM = Trial(
     "sigterm",
-    f"SIGTERM while {_STREAMS} streams come, 30 rounds",
+    f"SIGTERM while {_STREAMS} streams and a beam search run and {_QUEUED} requests in one piece wait, 30 rounds",
     "every accepted request completes, exit status 0, nothing left behind",
     _run_sigterm,
     limit_s=1800.0,
