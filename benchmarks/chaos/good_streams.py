@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from pagoda.frontend.event_loop import run
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """Gaps between events of all streams, in ms, those that still last included, and errors."""
+    """Gaps between events of all streams, from the sending of a request on, in ms, those that still last included;
+    and errors: refusals, error events, and streams that end without `[DONE]`."""
 
     gaps: int
     median_ms: float
@@ -35,7 +37,7 @@ class Seen(msgspec.Struct, frozen=True):
 class _Gaps:
     gaps: list[float] = field(default_factory=list)
     heard_at: dict[int, float] = field(default_factory=dict)
-    """Times of the last events of running streams, by stream."""
+    """Times of the last events of running streams, or of the sending of their requests, by stream."""
     errors: list[str] = field(default_factory=list)
 
     def take(self) -> Seen:
@@ -53,21 +55,31 @@ async def _stream(
 ) -> None:
     body = {"prompt": "1 + 2 =", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     while True:
-        seen.heard_at.pop(number, None)
+        seen.heard_at[number] = time.monotonic()
         try:
             async with session.post("/v1/completions", json=body) as answer:
-                if answer.status != 200:
-                    seen.errors.append(f"status {answer.status}")
-                    await asyncio.sleep(0.1)
-                async for line in answer.content:
-                    if line.startswith(b"data: {"):
-                        now = time.monotonic()
-                        if number in seen.heard_at:
-                            seen.gaps.append(now - seen.heard_at[number])
-                        seen.heard_at[number] = now
+                fault = await _read(answer, number, seen)
         except aiohttp.ClientError as error:
-            seen.errors.append(repr(error))
+            fault = repr(error)
+        if fault:
+            seen.errors.append(fault)
             await asyncio.sleep(0.1)
+
+
+async def _read(answer: aiohttp.ClientResponse, number: int, seen: _Gaps) -> str:
+    """Notes the gaps of a stream until its end. Returns what was wrong with it, or nothing."""
+    if answer.status != 200:
+        return f"status {answer.status}"
+    async for line in answer.content:
+        if line.startswith(b"data: [DONE]"):
+            return ""
+        if line.startswith(b"data: {"):
+            if "error" in json.loads(line.removeprefix(b"data: ")):
+                return line.decode(errors="replace").strip()[:200]
+            now = time.monotonic()
+            seen.gaps.append(now - seen.heard_at[number])
+            seen.heard_at[number] = now
+    return "a stream ended without [DONE]"
 
 
 async def _run(url: str, streams: int, max_tokens: int) -> None:
