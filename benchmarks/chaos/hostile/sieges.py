@@ -81,7 +81,7 @@ def _tracestates() -> bytes:
 
 
 def _many(count: int, client: _Client) -> Callable[[str, int], Awaitable[str]]:
-    """So many clients at once. A connection that the server does not accept is a fault; it may hang up later."""
+    """Siege of so many clients at once. A connection that the server does not accept is a fault."""
 
     async def run(host: str, port: int) -> str:
         async def one() -> str:
