@@ -5,9 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
+from benchmarks.chaos.fuzz import trial
 from benchmarks.chaos.fuzz.child import Findings, guarded
 from benchmarks.chaos.fuzz.forms import JSON, mutator
-from benchmarks.chaos.fuzz.runner import fuzz
+from benchmarks.chaos.fuzz.runner import Fuzzed, fuzz
+from benchmarks.chaos.fuzz.target import Target
 from benchmarks.chaos.fuzz.targets import TARGETS
 
 
@@ -17,6 +21,32 @@ def test_a_target_is_fuzzed_in_a_process_of_its_own() -> None:
     assert done.runs > 10
     if find_spec("atheris") is not None:
         assert done.edges > 10, "the code of this installation is not instrumented"
+
+
+def test_the_short_form_of_the_trial_holds() -> None:
+    outcome = trial.FUZZ.run(True)
+    assert outcome.holds, outcome.measured
+
+
+def test_the_long_form_keeps_findings_and_falls_short_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[Path | None] = []
+    failures: dict[str, tuple[str, ...]] = {}
+
+    def fuzzed(target: Target, seconds: int, *, keep: Path | None = None) -> Fuzzed:
+        assert seconds == 600
+        kept.append(keep)
+        return Fuzzed(target.name, 10, 10, failures.get(target.name, ()))
+
+    monkeypatch.setattr(trial, "fuzz", fuzzed)
+    monkeypatch.setattr(trial, "checked_environment", lambda _: {})
+    assert trial.FUZZ.run(False).holds
+    assert [path and path.parts[-2:] for path in kept] == [("build", "fuzz")] * len(TARGETS)
+    failures["gguf"] = ("KeyError at reader.py:1",)
+    outcome = trial.FUZZ.run(False)
+    assert not outcome.holds
+    assert "gguf: KeyError at reader.py:1" in outcome.measured
 
 
 def test_a_failure_of_a_kind_is_kept_once_with_its_input(tmp_path: Path) -> None:
