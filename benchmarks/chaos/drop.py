@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from subprocess import PIPE, Popen
 
 from benchmarks.chaos.good_streams import Seen, good_streams
@@ -30,6 +30,10 @@ _FREED_S = 1.0
 _LARGEST_GROWTH = 1.05
 _LARGEST_ITL_RATIO = 1.2
 _READING, _NEVER_READ = "reading", "never-read"
+_LEAST_COMPUTED = 0.1
+"""Least share of them that must be computed: those that wait for a place until they are aborted try nothing."""
+_LEAST_GAPS = 100
+"""Least number of times between events, beside each kind of rude clients, that say anything."""
 _HIGHEST_WAIT_S = 120.0
 """The longest wait for what should take a second, or for connections that should be closed after 75 seconds."""
 
@@ -58,16 +62,18 @@ class _Sizes:
     never_read: int
     half_open: int
     baseline_s: float
+    computed_s: float
+    """The longest wait until the answers of clients that stay are computed."""
     waits_for_close: bool
     """Waits until the server has closed half-open connections itself."""
 
     def before(self) -> _Sizes:
         """Clients that come before memory is measured: a tenth as many that drop, and as many at a time."""
-        return _Sizes(self.drop // 10, self.never_read, self.half_open, 0.0, waits_for_close=False)
+        return replace(self, drop=self.drop // 10, baseline_s=0.0, waits_for_close=False)
 
 
-_FULL = _Sizes(10_000, 500, 1_000, 30.0, waits_for_close=True)
-_SHORT = _Sizes(60, 6, 10, 0.5, waits_for_close=False)
+_FULL = _Sizes(10_000, 500, 1_000, 30.0, 120.0, waits_for_close=True)
+_SHORT = _Sizes(60, 6, 10, 0.5, 0.5, waits_for_close=False)
 
 
 @dataclass
@@ -78,6 +84,8 @@ class _Findings:
     """Figures of good streams by the kind of rude clients; without these, under the empty name."""
     growth: float = 0.0
     """Memory in the end, of that before."""
+    computed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Answers that were computed to their end while their clients stayed, of how many, by the kind of clients."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -130,14 +138,34 @@ def _storm(
         with _rude(
             url, kind, clients, rates.stay_rate * (5 if kind == "half-open" else 1), seed
         ) as process:
-            if process.stdout is not None:
-                process.stdout.readline()
+            _check_held(process, kind, clients, found.faults)
+            if kind != "half-open":
+                found.computed[kind] = _computed_of(url, clients, sizes.computed_s), clients
             if kind == "half-open" and sizes.waits_for_close:
                 _wait_closed(server, descriptors, found.faults)
             _end_of(process, found.faults)
             found.freed_s = max(found.freed_s, _freed_after(url, _GOOD))
         found.itl[kind] = good()
     return found
+
+
+def _check_held(process: Popen[bytes], kind: str, clients: int, faults: list[str]) -> None:
+    """Returns when all clients have come."""
+    told = b"" if process.stdout is None else process.stdout.readline()
+    held = json.loads(told or b'{"held": 0}')["held"]
+    if held < clients:
+        faults.append(f"{held} of {clients} {kind} clients stay")
+
+
+def _computed_of(url: str, clients: int, limit_s: float) -> int:
+    """Answers of clients that stay which are computed to their end: all, or as many as are within `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        load = load_of(url)
+        open_requests = max(0, load.num_running + load.num_waiting - _GOOD)
+        if not open_requests or time.monotonic() > deadline:
+            return max(0, clients - open_requests)
+        time.sleep(0.1)
 
 
 def _wait_closed(server: ServerProcess, descriptors: int, faults: list[str]) -> None:
@@ -185,6 +213,10 @@ def _words(name: str, found: _Findings) -> str:
     ratios = ", ".join(
         f"{seen.p99_ms / quiet:.2f} × {kind}" for kind, seen in found.itl.items() if kind
     )
+    ratios += "".join(
+        f"; {done} of {clients} answers computed for {kind}"
+        for kind, (done, clients) in found.computed.items()
+    )
     ratios += f"; never-read {found.itl[_NEVER_READ].p99_ms / reading:.2f} × reading"
     told = f"; {'; '.join(found.faults)[:200]}" if found.faults else ""
     return (
@@ -198,11 +230,16 @@ def _run(short: bool) -> Outcome:
     found = {server.name: _try(server, sizes) for server in servers}
     holds = all(
         not one.faults
+        and all(seen.gaps >= (1 if short else _LEAST_GAPS) for seen in one.itl.values())
         and one.freed_s <= (_HIGHEST_WAIT_S if short else _FREED_S)
-        and (short or (one.growth <= _LARGEST_GROWTH and _itl_holds(one)))
+        and (short or (one.growth <= _LARGEST_GROWTH and _itl_holds(one) and _is_computed(one)))
         for one in found.values()
     )
     return Outcome("; ".join(_words(name, one) for name, one in found.items()), holds)
+
+
+def _is_computed(found: _Findings) -> bool:
+    return all(done >= _LEAST_COMPUTED * clients for done, clients in found.computed.values())
 
 
 def _itl_holds(found: _Findings) -> bool:
