@@ -7,6 +7,15 @@ import urllib.request
 import msgspec
 
 
+class Tier(msgspec.Struct, frozen=True):
+    """A tier of KV below the device."""
+
+    name: str
+    num_stored: int
+    num_loaded: int
+    num_failed: int
+
+
 class Load(msgspec.Struct, frozen=True):
     """A part of `GET /v1/load`."""
 
@@ -16,6 +25,7 @@ class Load(msgspec.Struct, frozen=True):
     num_free_blocks: int
     num_generated_tokens: int
     """Tokens sampled since the start."""
+    tiers: tuple[Tier, ...] = ()
 
 
 def load_of(url: str) -> Load:

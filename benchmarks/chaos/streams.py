@@ -20,6 +20,7 @@ import psutil
 from safetensors.numpy import save_file
 
 import pagoda
+from benchmarks.chaos.injected import check_faults
 from benchmarks.chaos.trial import Outcome
 from pagoda.checkpoints.resolve import load_model_config, resolve_model
 from pagoda.cli.server_process import ServerProcess, server_process
@@ -104,11 +105,7 @@ def adapted_server(flags: Sequence[str] = (), faults: str = "") -> Iterator[Serv
         arguments = [*adapter, "--log-level", "warning", *flags]
         with server_process(arguments, stderr=log.fileno()) as server:
             yield server
-        log.seek(0)
-        told = log.read().decode(errors="replace")
-    missing = [entry for entry in faults.split() if f"injects a fault: {entry}" not in told]
-    if missing:
-        raise RuntimeError(f"These faults have not come: {', '.join(missing)}")
+        check_faults(faults, log)
 
 
 @contextlib.contextmanager
