@@ -32,13 +32,14 @@ def _watched(url: str) -> Iterator[None]:
         async with session.get("/v1/live") as answer:
             answer.raise_for_status()
             async for _ in answer.content:
-                pass
+                seen.add("the live page")
 
     async def scrape(session: aiohttp.ClientSession) -> None:
         while True:
             async with session.get("/metrics") as answer:
                 answer.raise_for_status()
                 await answer.read()
+            seen.add("a scrape")
             await asyncio.sleep(_SCRAPE_S)
 
     async def watch() -> None:
@@ -55,6 +56,7 @@ def _watched(url: str) -> Iterator[None]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     unwatched: list[asyncio.Task[None]] = []
+    seen: set[str] = set()
     thread = threading.Thread(target=run, args=(watch(),), name="watcher")
     thread.start()
     try:
@@ -62,6 +64,8 @@ def _watched(url: str) -> Iterator[None]:
     finally:
         ending.set()
         thread.join()
+    if len(seen) < 2:
+        raise RuntimeError(f"The server was watched by {' and '.join(seen) or 'nobody'} alone.")
     if unwatched:
         raise RuntimeError(f"The server was not watched to the end: {unwatched[0]}")
 
@@ -80,7 +84,7 @@ def _share(watched: ServerProcess, others: Sequence[ServerProcess], seconds: flo
 
 
 def _run(short: bool) -> Outcome:
-    seconds = 2.0 if short else 30.0
+    seconds = 1.0 if short else 30.0
     with tempfile.TemporaryDirectory() as directory:
         tiers, key = _tiers(Path(directory)), write_key(Path(directory))
         with server_process(tiers) as server:
@@ -99,7 +103,8 @@ def _run(short: bool) -> Outcome:
         f"{100 * alone:.2f} % of a core, all processes of a server; "
         f"{100 * fleet:.2f} % with a router and a host of two engines instead"
     )
-    return Outcome(words, max(alone, fleet) <= _LARGEST_SHARE)
+    # Processor time is no matter of the short form, which also runs on busy machines.
+    return Outcome(words, short or max(alone, fleet) <= _LARGEST_SHARE)
 
 
 IDLE = Trial(
