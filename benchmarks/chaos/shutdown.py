@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
@@ -127,10 +132,24 @@ def _run_sigterm(short: bool) -> Outcome:
     return Outcome("; ".join([measured, *faults[:2]]), holds)
 
 
+async def _begin_upload(url: str) -> asyncio.StreamWriter:
+    """An upload to the server's files that does not end."""
+    address = urlsplit(url)
+    _, writer = await asyncio.open_connection(address.hostname, address.port)
+    head = 'Content-Disposition: form-data; name="file"; filename="half.jsonl"'
+    body = f"--x\r\n{head}\r\n\r\n{'half of a line' * 10_000}"
+    fields = f"Host: {address.netloc}\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    request = f"POST /v1/files HTTP/1.1\r\n{fields}Content-Length: {2 * len(body)}\r\n\r\n{body}"
+    writer.write(request.encode())
+    await writer.drain()
+    return writer
+
+
 async def _busy(target: Server, victim: psutil.Process) -> None:
-    """The victim gets SIGKILL while streams come."""
+    """The victim gets SIGKILL while streams come and a file is uploaded."""
     streams = [Stream() for _ in range(4)]
     async with aiohttp.ClientSession() as session:
+        upload = await _begin_upload(target.url)
         reading = [
             asyncio.ensure_future(read_stream(session, target.url, stream, max_tokens=400))
             for stream in streams
@@ -141,6 +160,7 @@ async def _busy(target: Server, victim: psutil.Process) -> None:
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
+        upload.close()
 
 
 def _kill_frontend(flags: list[str]) -> float:
@@ -163,20 +183,47 @@ def _kill_child(flags: list[str], module: str) -> float:
         return seconds_until_gone(target, family, _PATIENCE_S)
 
 
+def _damage(directory: Path, flags: list[str]) -> list[str]:
+    """Faults of what killed servers have left in their directories of KV and of files."""
+    faults, kv = [], directory / "kv"
+    if kv.exists():
+        verify = [sys.executable, "-m", "pagoda", "kv", "verify", str(kv)]
+        done = subprocess.run(verify, capture_output=True, text=True, check=False)
+        if done.returncode:
+            faults.append(f"pagoda kv verify: {(done.stdout + done.stderr).strip()[-200:]}")
+        if not any(path.is_file() for path in kv.rglob("*")):
+            faults.append("no block of KV was stored")
+    with server([*flags, *_QUIET]):  # a start removes what was half-written
+        names = {path.name for path in (directory / "files").iterdir()} - {"files.lock"}
+        faults += [f"{name} is half-written" for name in sorted(names)]
+    return faults
+
+
 def _run_sigkill(short: bool) -> Outcome:
-    flags, rounds = (_SIMULATED, 1) if short else ([], 30)
-    seconds = {"the frontend": [_kill_frontend(flags) for _ in range(rounds)]}
-    seconds["an engine"] = [
-        _kill_child(flags, "pagoda.engine.main") for _ in range(1 + rounds // 10)
-    ]
-    if not short:
-        ranks = ["--tp", "2"]
-        seconds["a rank"] = [_kill_child(ranks, "pagoda.worker.main") for _ in range(rounds // 10)]
+    rounds = 1 if short else 30
+    with tempfile.TemporaryDirectory() as directory:
+        flags = ["--files-dir", f"{directory}/files"]
+        if short:
+            flags += _SIMULATED
+        else:
+            flags += ["--kv-host-bytes", "8MiB", "--kv-disk-path", f"{directory}/kv"]
+            flags += ["--kv-disk-bytes", "1GiB", "--num-kv-blocks", "256"]
+        seconds = {"the frontend": [_kill_frontend(flags) for _ in range(rounds)]}
+        seconds["an engine"] = [
+            _kill_child(flags, "pagoda.engine.main") for _ in range(1 + rounds // 10)
+        ]
+        if not short:
+            ranks = [*flags, "--tp", "2"]
+            seconds["a rank"] = [
+                _kill_child(ranks, "pagoda.worker.main") for _ in range(rounds // 10)
+            ]
+        faults = _damage(Path(directory), flags)
     longest = max(max(each) for each in seconds.values())
     counted = ", ".join(f"{len(each)} times {victim}" for victim, each in seconds.items())
     measured = f"{counted}: nothing left after {longest:.2f} s at most"
+    measured += f"; half-written: {', '.join(faults) or 'nothing'}"
     # How long it takes is no matter of the short form, which also runs on busy machines.
-    return Outcome(measured, longest <= (_PATIENCE_S if short else _LIMIT_S))
+    return Outcome(measured, not faults and longest <= (_PATIENCE_S if short else _LIMIT_S))
 
 
 SIGTERM = Trial(
@@ -188,8 +235,10 @@ SIGTERM = Trial(
 )
 SIGKILL = Trial(
     "sigkill",
-    "SIGKILL of the frontend under load, 30 rounds; of engines and ranks, and of their server right after",
-    "no process, socket, directory or shared memory left after 2 s",
+    "SIGKILL of the frontend under load, with KV tiers and an upload under way, 30 rounds; of engines and ranks, "
+    "and of their server right after",
+    "no process, socket, directory or shared memory left after 2 s; no object of KV damaged, no half of an upload "
+    "left by the next start",
     _run_sigkill,
     limit_s=1800.0,
 )
