@@ -8,14 +8,18 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from batch_files import Attach
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.api.app import ApiServer
+from pagoda.api.batches.files import FileStore
+from pagoda.api.batches.runner import BatchRunner
 from pagoda.api.service import ApiConfig, Service
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.text_generator import TextGenerator
@@ -164,3 +168,24 @@ async def serve_api() -> AsyncIterator[ApiFactory]:
 @pytest.fixture
 async def api(serve_api: ApiFactory) -> Api:
     return await serve_api()
+
+
+@pytest.fixture
+async def attach(tmp_path: Path) -> AsyncIterator[Attach]:
+    """Gives a server the directory of the test, and begins to answer its batches."""
+    runners: list[BatchRunner] = []
+
+    async def attach(api: Any) -> BatchRunner:
+        for runner in runners:
+            await runner.close()
+        if api.service.files is not None:
+            api.service.files.close()
+        api.service.files = FileStore(tmp_path / "files")
+        api.service.batches = BatchRunner(api.service, api.service.files)
+        api.service.batches.start()
+        runners.append(api.service.batches)
+        return runners[-1]
+
+    yield attach
+    for runner in runners:
+        await runner.close()

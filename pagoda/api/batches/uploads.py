@@ -60,7 +60,7 @@ class Pace:
         """Bytes that have come."""
 
     async def wait(self, reading: Coroutine[Any, Any, T]) -> T:
-        """What is read. Raises ApiError: 408, it does not come in time."""
+        """The result of `reading`. Raises ApiError: 408, it does not come in time."""
         now = asyncio.get_running_loop().time
         left_s = self._timeout_s + self.num_bytes / MIN_BYTES_PER_S - self._waited_s
         began = now()
