@@ -96,12 +96,17 @@ def parse_body(body: bytes, kind: type[T], unknown: UnknownFields | None = None)
 
 
 async def parse_beside(
-    body: bytes, kind: type[T], threads: LongWork | None, unknown: UnknownFields | None = None
+    body: bytes,
+    kind: type[T],
+    threads: LongWork | None,
+    unknown: UnknownFields | None = None,
+    *,
+    tenant: str = "",
 ) -> T:
-    """The body, decoded in one of `threads` if it is large. Raises: as `parse_body`."""
+    """The body, decoded in one of `threads` if it is large, in the line of `tenant`. Raises: as `parse_body`."""
     if len(body) <= LARGE_BODY_BYTES or threads is None:
         return parse_body(body, kind, unknown)
-    return await threads.run(lambda: parse_body(body, kind, unknown))
+    return await threads.run(lambda: parse_body(body, kind, unknown), tenant)
 
 
 def _known_part(body: bytes, kind: type[msgspec.Struct], unknown: UnknownFields) -> bytes:

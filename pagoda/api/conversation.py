@@ -129,7 +129,7 @@ async def begin_conversation(
 ) -> Conversation:
     """Renders a conversation and prepares its answers. `clamp_max_tokens` is as in `TextGenerator.prepare`.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
-    generator = caller.service.admit(body.model)
+    generator = caller.service.admit(body.model, caller.client_request)
     choice = tool_choice_of(body)
     prompt = await _render(generator, body, choice)
     formats = generator.text.formats
@@ -183,7 +183,7 @@ async def begin_conversation(
 
 async def count_prompt_tokens(caller: Caller, body: ChatRequest) -> int:
     """The tokens of a conversation, which may be longer than the context. Raises: as `begin_conversation`."""
-    generator = caller.service.admit(body.model)
+    generator = caller.service.admit(body.model, caller.client_request)
     prompt = await _render(generator, body, tool_choice_of(body))
     return len(
         await generator.encode(

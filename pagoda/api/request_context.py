@@ -128,7 +128,8 @@ class RequestContext:
         body = await self.body()
         generator = self.service.generator
         threads = None if generator is None else generator.long_texts
-        parsed = await parse_beside(body, kind, threads, self.service.config.unknown_fields)
+        unknown = self.service.config.unknown_fields
+        parsed = await parse_beside(body, kind, threads, unknown, tenant=self.key_name)
         take_timeout(self.client_request, parsed)
         return parsed
 

@@ -121,13 +121,13 @@ class Service:
             raise ApiError(404, "This server has no hosts; a router (pagoda route) has.")
         return self.fleet.registry
 
-    def admit(self, model: str | None) -> TextGenerator:
+    def admit(self, model: str | None, client_request: ClientRequest) -> TextGenerator:
         """The generator for a new request that names `model`.
         Raises ApiError: 503 while loading or draining, 404 for a model that is not served here."""
         self.check_model(model)
         if self.draining:
             raise unavailable("The server is shutting down.")
-        generator = self.ready_generator()
+        generator = self.ready_generator().of_tenant(client_request.key_name)
         adapter = None if model is None else generator.adapters.find(model)
         return generator if adapter is None else generator.with_adapter(adapter)
 

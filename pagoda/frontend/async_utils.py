@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from pagoda.admission.turns import Turns
+
 T = TypeVar("T")
 
 _MAX_WAITING = 64
@@ -69,22 +71,47 @@ LONG_TEXT_CHARS = 16384
 class LongWork:
     """Threads for work that takes long. The executor of `asyncio.to_thread` stays free for short work.
 
-    A place is taken until its thread is done, even if the caller has been cancelled meanwhile. Callers wait for a
-    place in the order of their coming; a cancelled caller leaves the queue at once.
+    A place is taken until its thread is done, even if the caller has been cancelled meanwhile. Tenants get places
+    in turn, callers of one in the order of their coming; a cancelled caller leaves the queue at once.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="long-work")
-        self._places = asyncio.Semaphore(num_threads)
+        self._num_free = num_threads
+        self._waiting: Turns[asyncio.Future[None]] = Turns()
 
-    async def run(self, work: Callable[[], T]) -> T:
-        await self._places.acquire()
+    async def run(self, work: Callable[[], T], tenant: str = "") -> T:
+        """The result of `work`; `tenant` is the name of the client's API key."""
+        await self._take_place(tenant)
         done = asyncio.get_running_loop().run_in_executor(self._executor, work)
         done.add_done_callback(self._leave)
         return await asyncio.shield(done)
 
+    async def _take_place(self, tenant: str) -> None:
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.put(tenant, place)
+        if self._num_free:
+            self._num_free -= 1
+            self._waiting.pop()  # which counts as its tenant's turn
+            return
+        try:
+            await place
+        except asyncio.CancelledError:
+            self._waiting.discard(tenant, place)
+            if not place.cancelled():
+                self._free_place()  # which the caller was given just now
+            raise
+
+    def _free_place(self) -> None:
+        while self._waiting:
+            place = self._waiting.pop()
+            if not place.done():
+                place.set_result(None)
+                return
+        self._num_free += 1
+
     def _leave(self, done: asyncio.Future[Any]) -> None:
-        self._places.release()
+        self._free_place()
         if not done.cancelled():
             done.exception()  # a caller that has gone leaves nobody to retrieve the exception
 

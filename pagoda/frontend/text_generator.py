@@ -142,6 +142,8 @@ class TextGenerator:
         self.text = text
         self.tracker = tracker
         self.long_texts = LongWork(_MAX_LONG_TEXTS)
+        self.tenant = ""
+        """Name of the API key on whose behalf long texts are worked on."""
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
 
     def with_adapter(self, adapter: Adapter) -> TextGenerator:
@@ -149,6 +151,12 @@ class TextGenerator:
         adapted = copy.copy(self)
         adapted.adapter = adapter
         return adapted
+
+    def of_tenant(self, tenant: str) -> TextGenerator:
+        """The same generator, whose long texts wait in the line of an API key."""
+        own = copy.copy(self)
+        own.tenant = tenant
+        return own
 
     async def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt"
@@ -197,7 +205,9 @@ class TextGenerator:
 
     async def run_sized(self, work: Callable[[], T], size: int) -> T:
         """Does work that takes as long as a text of `size` characters, in a thread if that is a long text."""
-        return await self.long_texts.run(work) if size > LONG_TEXT_CHARS else work()
+        if size <= LONG_TEXT_CHARS:
+            return work()
+        return await self.long_texts.run(work, self.tenant)
 
     def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.

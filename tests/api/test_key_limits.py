@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,3 +142,21 @@ def test_keys_without_limits_cost_nothing(name: str) -> None:
     limits = KeyLimits(RequestTracker())
     one = key(name) if name else None
     assert limits.headers(one) == {}
+
+
+async def test_large_bodies_and_long_conversations_wait_in_the_line_of_their_key(
+    serve_api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await serve_with(serve_api, key("alice"))
+    threads = api.service.generator.long_texts
+    run, lines = threads.run, list[str]()
+
+    async def noted(work: Callable[[], object], tenant: str = "") -> object:
+        lines.append(tenant)
+        return await run(work, tenant)
+
+    monkeypatch.setattr(threads, "run", noted)
+    messages = [{"role": "user", "content": "x" * 150}] * 490
+    await api.post("/v1/chat/completions", {"messages": messages}, **sent_with("alice"))
+    assert len(lines) >= 2
+    assert set(lines) == {"alice"}

@@ -229,6 +229,44 @@ async def test_long_work_is_done_in_the_order_of_its_coming() -> None:
     assert order == list(range(20))
 
 
+async def test_long_work_of_tenants_is_done_in_turn() -> None:
+    work, order, begun, go_on = LongWork(1), list[str](), threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        go_on.wait(30)
+
+    running = [asyncio.create_task(work.run(block, "heavy"))]
+    await asyncio.to_thread(begun.wait, 30)
+    for name in ("h1", "h2", "gone", "h3", "l1", "l2"):
+        tenant = "light" if name[0] == "l" else "heavy"
+        running.append(asyncio.create_task(work.run(partial(order.append, name), tenant)))
+        await asyncio.sleep(0)
+    gone = running.pop(3)
+    gone.cancel()
+    await asyncio.wait([gone])
+    go_on.set()
+    await asyncio.gather(*running)
+    assert order == ["l1", "h1", "l2", "h2", "h3"]
+
+
+async def test_a_place_is_not_lost_with_a_caller_that_is_cancelled_as_it_gets_it() -> None:
+    work, begun, go_on = LongWork(1), threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        go_on.wait(30)
+
+    running = asyncio.create_task(work.run(block))
+    await asyncio.to_thread(begun.wait, 30)
+    waiting = asyncio.create_task(work.run(lambda: 1))
+    await asyncio.sleep(0)
+    running.add_done_callback(lambda _: waiting.cancel())
+    go_on.set()
+    await asyncio.wait([running, waiting])
+    assert await asyncio.wait_for(work.run(lambda: 2), 30) == 2
+
+
 async def test_a_failure_that_nobody_waits_for_is_not_logged(caplog) -> None:
     work, begun, go_on = LongWork(1), threading.Event(), threading.Event()
 

@@ -73,7 +73,13 @@ async def _parsed(caller: Caller, body: bytes, kind: type[T]) -> T:
     Raises InvalidRequestError: the body does not fit `kind`, or asks for a stream; names the field."""
     service = caller.service
     threads = None if service.generator is None else service.generator.long_texts
-    parsed: Any = await parse_beside(body, kind, threads, service.config.unknown_fields)
+    parsed: Any = await parse_beside(
+        body,
+        kind,
+        threads,
+        service.config.unknown_fields,
+        tenant=caller.client_request.key_name,
+    )
     take_timeout(caller.client_request, parsed)
     for name in ("stream", "background"):
         if getattr(parsed, name, None):

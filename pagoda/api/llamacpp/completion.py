@@ -45,7 +45,7 @@ _FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"))
 
 async def completion(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(CompletionBody)
-    generator = context.service.admit(body.model)
+    generator = context.service.admit(body.model, context.client_request)
     prompts = await prompts_of(body.prompt, generator)
     is_list = len(prompts) > 1 or (
         isinstance(body.prompt, list) and not any(isinstance(item, int) for item in body.prompt)
@@ -55,7 +55,7 @@ async def completion(context: RequestContext) -> web.StreamResponse:
 
 async def infill(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(InfillBody)
-    generator = context.service.admit(body.model)
+    generator = context.service.admit(body.model, context.client_request)
     return await _respond(context, body, [await _infill_prompt(body, generator)], is_list=False)
 
 
@@ -71,7 +71,7 @@ async def begin_llama(
 ) -> tuple[Generation, ListShape]:
     """Prepares the answers to prompts, and their shape.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
-    generator = caller.service.admit(body.model)
+    generator = caller.service.admit(body.model, caller.client_request)
     limits = generator.endpoint.limits
     total = len(prompts) * (body.n or body.n_cmpl or 1)
     if total > MAX_SEQUENCES_PER_BODY:

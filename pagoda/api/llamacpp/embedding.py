@@ -42,7 +42,7 @@ async def embedding(context: RequestContext) -> web.StreamResponse:
         refuse("content", "is missing; it is a text or a list of texts", "missing_field")
     if body.content is not None and body.input is not None:
         refuse("content", "and input are the same; give one")
-    generator = context.service.admit(body.model)
+    generator = context.service.admit(body.model, context.client_request)
     with renamed({"prompt": param}):
         prompts = await prompts_of(given, generator)
     if len(prompts) > MAX_INPUTS:

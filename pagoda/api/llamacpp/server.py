@@ -34,7 +34,7 @@ class TemplateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 async def apply_template(context: RequestContext) -> web.StreamResponse:
     """The prompt that a conversation becomes."""
     body = await context.parse(TemplateBody)
-    generator = context.service.admit(body.model)
+    generator = context.service.admit(body.model, context.client_request)
     prompt = await generator.render(
         body.messages,
         tools=body.tools,

@@ -79,7 +79,9 @@ async def _embed(
     options: EmbeddingOptions,
     param: str,
 ) -> list[Embedding]:
-    generator = context.service.admit(served_name(context.service, body.model))
+    generator = context.service.admit(
+        served_name(context.service, body.model), context.client_request
+    )
     if body.options is not None:
         check_options(body.options, generator.endpoint.limits.max_model_len)
     return await embed(

@@ -53,7 +53,7 @@ def _loaded(
     """The answer to a body without a prompt, which asks to load the model or to unload it."""
     if body.keep_alive in (0, "0", "0s", "0m"):
         refuse("keep_alive", "of 0 unloads a model, but the model of this server stays loaded")
-    context.service.admit(served_name(context.service, body.model))
+    context.service.admit(served_name(context.service, body.model), context.client_request)
     answer = {"model": body.model, "created_at": now(), **fields, "done": True}
     return context.json({**answer, "done_reason": "load"})
 
@@ -82,7 +82,7 @@ async def begin_generate(caller: Caller, body: GenerateBody) -> tuple[Generation
     if body.system:
         refuse("system", "needs the template; leave it out with raw: true")
     name = served_name(caller.service, body.model)
-    generator = caller.service.admit(name)
+    generator = caller.service.admit(name, caller.client_request)
     limits = generator.endpoint.limits
     fields = common_fields(body, generator.text, limits.max_model_len)
     if "max_tokens" not in fields:
@@ -110,7 +110,7 @@ async def _begin_conversation(
     caller: Caller, body: GenerateFields, fields: dict[str, Any], *, is_chat: bool
 ) -> tuple[Generation, OllamaShape]:
     name = served_name(caller.service, body.model)
-    generator = caller.service.admit(name)
+    generator = caller.service.admit(name, caller.client_request)
     common = common_fields(body, generator.text, generator.endpoint.limits.max_model_len)
     with renamed(NAMES):
         request = convert_body(

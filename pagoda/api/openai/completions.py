@@ -30,7 +30,7 @@ async def completions(context: RequestContext) -> web.StreamResponse:
 async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Generation, Shape]:
     """Prepares the answers to a body, and their shape.
     Raises InvalidRequestError: a value is not as it must be; names the field. ApiError: as `Service.admit`."""
-    generator = caller.service.admit(body.model)
+    generator = caller.service.admit(body.model, caller.client_request)
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         refuse("max_tokens", "must be at least 1 without echo or prompt_logprobs")
     if body.use_beam_search and body.echo and body.logprobs is not None:

@@ -100,7 +100,7 @@ async def pooling(context: RequestContext) -> web.StreamResponse:
 async def _answer(
     caller: Caller, body: EmbeddingRequest, *, kind: str, key: str, id_prefix: str
 ) -> dict[str, Any]:
-    generator = caller.service.admit(body.model)
+    generator = caller.service.admit(body.model, caller.client_request)
     found = await embed(
         generator,
         inputs_of(body.input),

@@ -46,7 +46,7 @@ class GenerativeScoringRequest(
 
 async def generative_scoring(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(GenerativeScoringRequest)
-    generator = context.service.admit(body.model)
+    generator = context.service.admit(body.model, context.client_request)
     labels = body.label_token_ids
     vocab_size = generator.endpoint.limits.vocab_size
     if not body.items:

@@ -64,7 +64,7 @@ async def score(context: RequestContext) -> web.StreamResponse:
     """The score of each pair; one text against several is as many pairs."""
     body = await context.parse(ScoreRequest)
     (left, right), names = _pairs(body)
-    generator = context.service.admit(body.model)
+    generator = context.service.admit(body.model, context.client_request)
     found: Sequence[Embedding | PairScore]
     if generator.text.pooling.task == "score":
         of_left, of_right = names[: len(left)], names[len(left) :]
@@ -124,7 +124,7 @@ async def rerank(context: RequestContext) -> web.StreamResponse:
         body = msgspec.structs.replace(body, truncate_prompt_tokens=body.max_tokens_per_doc)
     if body.truncate and body.truncate_prompt_tokens is None:
         body = msgspec.structs.replace(body, truncate_prompt_tokens=-1)
-    generator = context.service.admit(body.model)
+    generator = context.service.admit(body.model, context.client_request)
     param = "documents" if body.texts is None else "texts"
     names = ["query", *names_of(param, len(texts))]
     found: Sequence[Embedding | PairScore]

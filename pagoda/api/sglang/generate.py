@@ -36,7 +36,7 @@ async def generate(context: RequestContext) -> web.StreamResponse:
         refuse("lora_path", "and model both name what answers; give one")
     model = body.model if body.lora_path is None else body.lora_path
     with renamed({"model": "lora_path"} if body.lora_path is not None else {}):
-        generator = context.service.admit(model)
+        generator = context.service.admit(model, context.client_request)
     prompts = await asked_of(body, generator)
     room = generator.endpoint.limits.max_model_len
     wanted = [one.sampling.get("n") for one in prompts]
