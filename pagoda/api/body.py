@@ -55,7 +55,8 @@ class UnknownFields:
 def neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
     """The fields that are not supported, with the values (besides null) that change nothing.
 
-    Such a field is declared as `Annotated[Any, (value, ...)]`.
+    Such a field is declared as `Annotated[Any, (value, ...)]`. `typing` makes one object of equal declarations,
+    and 0 equals False: a number alone is declared as `(0, 0.0)`.
     """
     hints = get_type_hints(kind, include_extras=True)
     notes = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}

@@ -97,10 +97,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     xtc_probability: Annotated[Any, (0, 0.0)] = None
     top_n_sigma: Annotated[Any, (-1, -1.0, 0, 0.0)] = None
     dry_multiplier: Annotated[Any, (0, 0.0)] = None
-    mirostat: Annotated[Any, (0,)] = None
+    mirostat: Annotated[Any, (0, 0.0)] = None
     adaptive_target: Annotated[Any, (-1, -1.0)] = None
     post_sampling_probs: Annotated[Any, (False,)] = None
-    n_indent: Annotated[Any, (0,)] = None
+    n_indent: Annotated[Any, (0, 0.0)] = None
     t_max_predict_ms: Annotated[Any, (0, -1)] = None
     lora: Annotated[Any, ([],)] = None
     grammar_lazy: Annotated[Any, (False,)] = None

@@ -50,7 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     embedding_only: Annotated[Any, (False,)] = None
     logits_all: bool | None = None
     penalize_newline: Annotated[Any, (True,)] = None
-    mirostat: Annotated[Any, (0,)] = None
+    mirostat: Annotated[Any, (0, 0.0)] = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     tfs_z: Annotated[Any, (1, 1.0)] = None

@@ -98,8 +98,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
 
     # Fields of chat completions that have no place in a response.
     max_tokens: Annotated[Any, ()] = None
-    n: Annotated[Any, (1,)] = None
-    best_of: Annotated[Any, (1,)] = None
+    n: Annotated[Any, (1, 1.0)] = None
+    best_of: Annotated[Any, (1, 1.0)] = None
     prompt_logprobs: Annotated[Any, ()] = None
     return_tokens_as_token_ids: Annotated[Any, (False,)] = None
     return_token_ids: Annotated[Any, (False,)] = None
