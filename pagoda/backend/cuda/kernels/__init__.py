@@ -29,22 +29,23 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
 `kv`: `slots` [n] int64 is block id times block size plus offset, -1 for a row that writes nothing (padding):
 
     rotate_and_cache(qkv, slots, keys, values, out, *, cosines=None, sines=None, query_norm=None, key_norm=None,
-                     eps=0.0, norms_all_heads=False, key_scales=None, value_scales=None)
+                     eps=0.0, squares=None, key_scales=None, value_scales=None)
+        squares [n, 2] float32 is scratch, given where norms are of all heads together
         keys, values [num_blocks, kv_heads, block_size, head_dim] of float32, bfloat16, float16, float8_e4m3fn or
         int8 with scales [num_blocks, kv_heads, block_size] float32; out [n, heads head_dim]; table [n, r / 2]
-    rotate_and_cache_latents(queries, latents, slots, cache, norm[rank], out, *, rank, eps, cosines=None,
+    rotate_and_cache_latents(queries, latents, slots, cache, norm[rank], out, *, eps, cosines=None,
                              sines=None, scales=None)
         cache [num_blocks, 1, block_size, rank + rope_dim], scales [num_blocks, 1, block_size]
 
 `attention`:
 
     tokens_per_tile(queries_per_key) -> int     query tokens of one tile, at most
-    num_splits(max_context) -> int              pieces of a context of so many tokens; they lie at fixed places
-    Steps(positions[n] int32, tiles[t, 3] int32, context_lens[s] int32, block_tables[s, b] int32)
+
+    Steps(positions[n] int32 (-1: padding), tiles[t, 3] int32, context_lens[s] int32, block_tables[s, b] int32)
         a step's places (a dataclass). A tile is (sequence, first row, number of rows) of up to `tokens_per_tile`
         neighbouring rows of one sequence; sequence -1 for padding, which computes nothing.
-    plan_tiles(query_lens[s], queries_per_key) -> Tensor [t, 3] int32      on the host
-    Partials(accumulated, statistics)     scratch of split contexts; `Partials.new(tiles, kv_heads, head_dim,
+    plan_tiles(query_lens[s], tokens_per_tile) -> Tensor [t, 3] int32      on the host
+    Partials(accumulated, statistics)     scratch of split contexts; `Partials.new(rows, heads, value_dim,
         max_context, device)` allocates; serves all layers in turn. One is enough for a graph.
     attention(queries, keys, values, steps, out, *, scale, window=None, chunk=None, softcap=None, causal=True,
               sinks=None, key_scales=None, value_scales=None, products=torch.bfloat16, partials=None,

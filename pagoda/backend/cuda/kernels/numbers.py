@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -63,3 +64,10 @@ def blocks(count: int, block: int) -> int:
 def width_of(x: Tensor) -> int:
     """Elements of a row of x, whatever its dimensions."""
     return x[:1].numel() if len(x) else x.shape[1:].numel()
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The dtype of products as kernels name it."""
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[
+        dtype
+    ]

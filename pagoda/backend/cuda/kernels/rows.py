@@ -48,26 +48,24 @@ def _two(x_ptr, y_ptr, out_ptr, count, width, op: tl.constexpr, block: tl.conste
 
 
 @triton.jit
-def _gated(
-    x_ptr, out_ptr, width, alpha, limit, op: tl.constexpr, block: tl.constexpr
-):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-    there = columns < width
+def _gated(x_ptr, out_ptr, count, width, alpha, limit, op: tl.constexpr, block: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    there, row, column = places < count, places // width, places % width
     if op == "swiglu_oai":
-        gate = tl.load(x_ptr + row * 2 * width + 2 * columns, there, 0.0)
-        up = tl.load(x_ptr + row * 2 * width + 2 * columns + 1, there, 0.0)
+        gate = tl.load(x_ptr + 2 * places, there, 0.0)
+        up = tl.load(x_ptr + 2 * places + 1, there, 0.0)
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         out = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
     else:
-        gate = tl.load(x_ptr + row * 2 * width + columns, there, 0.0)
-        up = tl.load(x_ptr + row * 2 * width + width + columns, there, 0.0)
+        gate = tl.load(x_ptr + row * 2 * width + column, there, 0.0)
+        up = tl.load(x_ptr + row * 2 * width + width + column, there, 0.0)
         if op == "silu_and_mul":
             out = silu(gate) * up
         else:
             doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
             out = gate / (1.0 + tl.exp(-doubled)) * up
-    tl.store(out_ptr + row * width + columns, out, there)
+    tl.store(out_ptr + places, out, there)
 
 
 def _launch_one(op: str, x: Tensor, out: Tensor, number: float = 0.0) -> None:
@@ -85,10 +83,9 @@ def _launch_gated(
     op: str, gate_up: Tensor, out: Tensor, alpha: float = 0.0, limit: float = 0.0
 ) -> None:
     if out.numel():
-        rows, width = out.shape
-        block = min(_BLOCK, power_of_two(64, width))
-        grid = (rows, blocks(width, block))
-        _gated[grid](gate_up, out, width, alpha, limit, op=op, block=block)
+        count, width = out.numel(), out.shape[1]
+        grid = (blocks(count, _BLOCK),)
+        _gated[grid](gate_up, out, count, width, alpha, limit, op=op, block=_BLOCK)
 
 
 def add(x: Tensor, delta: Tensor, out: Tensor) -> None:
@@ -146,71 +143,87 @@ def swiglu_oai(gate_up: Tensor, out: Tensor, *, alpha: float, limit: float) -> N
 
 @triton.jit
 def _rms_norm(
-    x_ptr, delta_ptr, total_ptr, weight_ptr, out_ptr, eps, adds: tl.constexpr, width: tl.constexpr, block: tl.constexpr
-):
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, block)
-    there = columns < width
-    x = tl.load(x_ptr + row * width + columns, there, 0.0)
+    x_ptr, delta_ptr, total_ptr, weight_ptr, out_ptr, num_rows, eps,
+    adds: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row, columns = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows), tl.arange(0, block)
+    there = (row < num_rows)[:, None] & (columns < width)[None, :]
+    places = row[:, None] * width + columns[None, :]
+    x = tl.load(x_ptr + places, there, 0.0)
     if adds:
-        x += tl.load(delta_ptr + row * width + columns, there, 0.0)
-        tl.store(total_ptr + row * width + columns, x, there)
-    factor = tl.rsqrt(tl.sum(x * x) / width + eps)
-    weight = tl.load(weight_ptr + columns, there, 0.0)
-    tl.store(out_ptr + row * width + columns, x * factor * weight, there)
+        x += tl.load(delta_ptr + places, there, 0.0)
+        tl.store(total_ptr + places, x, there)
+    factors = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+    weight = tl.load(weight_ptr + columns, columns < width, 0.0)[None, :]
+    tl.store(out_ptr + places, x * factors * weight, there)
 
 
 @triton.jit
 def _layer_norm(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, eps, width: tl.constexpr, block: tl.constexpr
-):
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, block)
-    there = columns < width
-    x = tl.load(x_ptr + row * width + columns, there, 0.0)
-    centred = tl.where(there, x - tl.sum(x) / width, 0.0)
-    factor = tl.rsqrt(tl.sum(centred * centred) / width + eps)
-    weight = tl.load(weight_ptr + columns, there, 0.0)
-    bias = tl.load(bias_ptr + columns, there, 0.0)
-    tl.store(out_ptr + row * width + columns, centred * factor * weight + bias, there)
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, eps,
+    width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row, columns = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows), tl.arange(0, block)
+    there = (row < num_rows)[:, None] & (columns < width)[None, :]
+    places = row[:, None] * width + columns[None, :]
+    x = tl.load(x_ptr + places, there, 0.0)
+    centred = tl.where(there, x - (tl.sum(x, 1) / width)[:, None], 0.0)
+    factors = tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)[:, None]
+    weight = tl.load(weight_ptr + columns, columns < width, 0.0)[None, :]
+    bias = tl.load(bias_ptr + columns, columns < width, 0.0)[None, :]
+    tl.store(out_ptr + places, centred * factors * weight + bias, there)
 
 
 @triton.jit
 def _gated_head_norm(
-    x_ptr, gate_ptr, weight_ptr, out_ptr, eps, width: tl.constexpr, block: tl.constexpr
-):
-    head, columns = tl.program_id(0).to(tl.int64), tl.arange(0, block)
-    there = columns < width
-    x = tl.load(x_ptr + head * width + columns, there, 0.0)
-    gate = tl.load(gate_ptr + head * width + columns, there, 0.0)
-    factor = tl.rsqrt(tl.sum(x * x) / width + eps)
-    weight = tl.load(weight_ptr + columns, there, 0.0)
-    tl.store(out_ptr + head * width + columns, x * factor * weight * silu(gate), there)
+    x_ptr, gate_ptr, weight_ptr, out_ptr, num_rows, eps,
+    width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row, columns = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows), tl.arange(0, block)
+    there = (row < num_rows)[:, None] & (columns < width)[None, :]
+    places = row[:, None] * width + columns[None, :]
+    x = tl.load(x_ptr + places, there, 0.0)
+    gate = tl.load(gate_ptr + places, there, 0.0)
+    factors = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+    weight = tl.load(weight_ptr + columns, columns < width, 0.0)[None, :]
+    tl.store(out_ptr + places, x * factors * weight * silu(gate), there)
 
 
 @triton.jit
 def _sum_of_squares(
-    qkv_ptr, out_ptr, width, queries: tl.constexpr, keys: tl.constexpr, block: tl.constexpr
-):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, count = part * queries, queries + part * (keys - queries)
+    qkv_ptr, out_ptr, num_rows, width,
+    queries: tl.constexpr, keys: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows), tl.program_id(1)
     columns = tl.arange(0, block)
-    x = tl.load(qkv_ptr + row * width + first + columns, columns < count, 0.0)
-    tl.store(out_ptr + row * 2 + part, tl.sum(x * x))
+    first, count = part * queries, queries + part * (keys - queries)
+    there = (row < num_rows)[:, None] & (columns < count)[None, :]
+    x = tl.load(qkv_ptr + row[:, None] * width + first + columns[None, :], there, 0.0)
+    tl.store(out_ptr + row * 2 + part, tl.sum(x * x, 1), row < num_rows)
 
 
 @triton.jit
 def _norm_by_squares(
-    qkv_ptr, squares_ptr, query_ptr, key_ptr, out_ptr, width, all_queries, all_keys, eps,
+    qkv_ptr, squares_ptr, query_ptr, key_ptr, out_ptr, count, width, all_queries, all_keys, eps,
     queries: tl.constexpr, keys: tl.constexpr, block: tl.constexpr,
-):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-    x = tl.load(qkv_ptr + row * width + columns, columns < width, 0.0)
-    is_query, is_key = columns < queries, (columns >= queries) & (columns < queries + keys)
-    by_query = tl.rsqrt(tl.load(squares_ptr + row * 2) / all_queries + eps)
-    by_key = tl.rsqrt(tl.load(squares_ptr + row * 2 + 1) / all_keys + eps)
-    normed_query = x * by_query * tl.load(query_ptr + columns, is_query, 0.0)
-    normed_key = x * by_key * tl.load(key_ptr + columns - queries, is_key, 0.0)
+):  # fmt: skip
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    there, row, column = places < count, places // width, places % width
+    x = tl.load(qkv_ptr + places, there, 0.0)
+    is_query, is_key = column < queries, (column >= queries) & (column < queries + keys)
+    by_query = tl.rsqrt(tl.load(squares_ptr + row * 2, there, 0.0) / all_queries + eps)
+    by_key = tl.rsqrt(tl.load(squares_ptr + row * 2 + 1, there, 0.0) / all_keys + eps)
+    normed_query = x * by_query * tl.load(query_ptr + column, there & is_query, 0.0)
+    normed_key = x * by_key * tl.load(key_ptr + column - queries, there & is_key, 0.0)
     out = tl.where(is_query, normed_query, tl.where(is_key, normed_key, x))
-    tl.store(out_ptr + row * width + columns, out, columns < width)
+    tl.store(out_ptr + places, out, there)
+
+
+def _grid(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """Programs of whole rows, and sizes of their blocks, which depend on the width alone."""
+    block = power_of_two(64, width)
+    rows = max(1, 2048 // block)
+    return (blocks(num_rows, rows),), {"rows": rows, "block": block, "num_warps": warps_of(block)}
 
 
 def rms_norm(
@@ -226,43 +239,36 @@ def rms_norm(
 
     With `delta` [n, d], `total` becomes x + delta, and `out` the norm of that; `total` may be x or `delta`.
     """
-    rows, width = x.shape
-    if rows:
-        block = power_of_two(64, width)
-        _rms_norm[(rows,)](
-            x, delta, total, weight, out, eps,
-            adds=delta is not None, width=width, block=block, num_warps=warps_of(block),
-        )  # fmt: skip
+    width = len(weight)
+    if len(x):
+        grid, sizes = _grid(len(x), width)
+        adds = delta is not None
+        _rms_norm[grid](x, delta, total, weight, out, len(x), eps, adds=adds, width=width, **sizes)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, eps: float) -> None:
     """x [n, d] less its mean, over the root of its variance, times weight, plus bias [d]."""
-    rows, width = x.shape
-    if rows:
-        block = power_of_two(64, width)
-        _layer_norm[(rows,)](
-            x, weight, bias, out, eps, width=width, block=block, num_warps=warps_of(block)
-        )
+    width = len(weight)
+    if len(x):
+        grid, sizes = _grid(len(x), width)
+        _layer_norm[grid](x, weight, bias, out, len(x), eps, width=width, **sizes)
 
 
 def gated_head_norm(x: Tensor, gate: Tensor, weight: Tensor, out: Tensor, *, eps: float) -> None:
     """RMS norm of every head of x [n, heads d], by a weight [d], times the SiLU of `gate`."""
     width = len(weight)
     if x.numel():
-        block = power_of_two(64, width)
-        _gated_head_norm[(x.numel() // width,)](
-            x, gate, weight, out, eps, width=width, block=block
-        )
+        count = x.numel() // width
+        grid, sizes = _grid(count, width)
+        _gated_head_norm[grid](x, gate, weight, out, count, eps, width=width, **sizes)
 
 
 def sum_of_squares(qkv: Tensor, out: Tensor, *, queries: int, keys: int) -> None:
     """Sums of squares of the first `queries` elements of qkv [n, d], and of the `keys` behind them: [n, 2]."""
-    rows, width = qkv.shape
-    if rows:
-        block = power_of_two(64, max(queries, keys))
-        _sum_of_squares[(rows, 2)](
-            qkv, out, width, queries=queries, keys=keys, block=block, num_warps=warps_of(block)
-        )
+    if len(qkv):
+        (programs,), sizes = _grid(len(qkv), max(queries, keys))
+        parts = {"queries": queries, "keys": keys}
+        _sum_of_squares[(programs, 2)](qkv, out, len(qkv), qkv.shape[1], **parts, **sizes)
 
 
 def norm_by_squares(
@@ -277,12 +283,11 @@ def norm_by_squares(
     eps: float,
 ) -> None:
     """RMS norms of queries, and of keys, of qkv [n, d] by their sums of squares [n, 2]."""
-    rows, width = qkv.shape
-    if rows:
-        block = min(_BLOCK, power_of_two(64, width))
-        _norm_by_squares[(rows, blocks(width, block))](
-            qkv, squares, query_norm, key_norm, out, width, float(all_queries), float(all_keys), eps,
-            queries=len(query_norm), keys=len(key_norm), block=block,
+    count, width = qkv.numel(), qkv.shape[1]
+    if count:
+        _norm_by_squares[(blocks(count, _BLOCK),)](
+            qkv, squares, query_norm, key_norm, out, count, width, float(all_queries), float(all_keys), eps,
+            queries=len(query_norm), keys=len(key_norm), block=_BLOCK,
         )  # fmt: skip
 
 
@@ -335,57 +340,57 @@ def rotary_table(
 
 
 @triton.jit
-def _select_rows(x_ptr, rows_ptr, out_ptr, width, block: tl.constexpr):
-    place, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-    row = tl.load(rows_ptr + place)
-    x = tl.load(x_ptr + row * width + columns, columns < width, 0)
-    tl.store(out_ptr + place * width + columns, x, columns < width)
+def _select_rows(x_ptr, rows_ptr, out_ptr, count, width, block: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    row = tl.load(rows_ptr + places // width, places < count, 0)
+    x = tl.load(x_ptr + row * width + places % width, places < count, 0)
+    tl.store(out_ptr + places, x, places < count)
 
 
 @triton.jit
-def _embedding(ids_ptr, table_ptr, out_ptr, first_id, outputs, width, block: tl.constexpr):
-    place, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-    own = tl.load(ids_ptr + place) - first_id
-    there = (columns < width) & (own >= 0) & (own < outputs)
-    x = tl.load(table_ptr + own * width + columns, there, 0.0).to(tl.float32)
-    tl.store(out_ptr + place * width + columns, x, columns < width)
+def _embedding(ids_ptr, table_ptr, out_ptr, count, first_id, outputs, width, block: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    own = tl.load(ids_ptr + places // width, places < count, 0) - first_id
+    there = (places < count) & (own >= 0) & (own < outputs)
+    x = tl.load(table_ptr + own * width + places % width, there, 0.0).to(tl.float32)
+    tl.store(out_ptr + places, x, places < count)
 
 
 @triton.jit
-def _argmax(logits_ptr, out_ptr, width, first_id, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * width
-    highest, winner, broken = float("-inf"), 0, 0
+def _argmax(logits_ptr, out_ptr, num_rows, width, first_id, rows: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    highest = tl.full([rows], float("-inf"), tl.float32)
+    winner = tl.zeros([rows], tl.int32)
+    broken = tl.zeros([rows], tl.int32)
     for start in range(0, width, block):
         columns = start + tl.arange(0, block)
-        x = tl.load(logits_ptr + columns, columns < width, float("-inf"))
-        broken += tl.sum((~is_finite(x) & (columns < width)).to(tl.int32))
-        own = tl.max(x)
-        place = tl.min(tl.where(x == own, columns, width))
+        there = (row < num_rows)[:, None] & (columns < width)[None, :]
+        x = tl.load(logits_ptr + row[:, None] * width + columns[None, :], there, float("-inf"))
+        broken += tl.sum((~is_finite(x) & there).to(tl.int32), 1)
+        own = tl.max(x, 1)
+        place = tl.min(tl.where(x == own[:, None], columns[None, :], width), 1)
         winner = tl.where(own > highest, place, winner)
         highest = tl.maximum(own, highest)
     winner = tl.minimum(winner, width - 1)  # past the end where all are NaN
-    bits = tl.load(logits_ptr + winner).to(tl.int32, bitcast=True)
-    tl.store(out_ptr + row * 3, winner.to(tl.int64) + first_id)
-    tl.store(out_ptr + row * 3 + 1, bits.to(tl.int64))
-    tl.store(out_ptr + row * 3 + 2, (broken == 0).to(tl.int64))
+    bits = tl.load(logits_ptr + row * width + winner, row < num_rows, 0.0).to(tl.int32, bitcast=True)
+    tl.store(out_ptr + row * 3, winner.to(tl.int64) + first_id, row < num_rows)
+    tl.store(out_ptr + row * 3 + 1, bits.to(tl.int64), row < num_rows)
+    tl.store(out_ptr + row * 3 + 2, (broken == 0).to(tl.int64), row < num_rows)
 
 
 def select_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
     """Rows of x [n, d], or elements of x [n], by `rows` [m] int64."""
     if out.numel():
-        width = out.numel() // len(out)
-        block = min(_BLOCK, power_of_two(64, width))
-        _select_rows[(len(out), blocks(width, block))](x, rows, out, width, block=block)
+        count, width = out.numel(), out.numel() // len(out)
+        _select_rows[(blocks(count, _BLOCK),)](x, rows, out, count, width, block=_BLOCK)
 
 
 def embedding(token_ids: Tensor, table: Tensor, out: Tensor, *, first_id: int) -> None:
     """Rows of a table [v, d] of floats by ids [n] int64 from `first_id` on, as float32; zeros for other ids."""
     if out.numel():
-        outputs, width = table.shape
-        block = min(_BLOCK, power_of_two(64, width))
-        _embedding[(len(out), blocks(width, block))](
-            token_ids, table, out, first_id, outputs, width, block=block
+        count, (outputs, width) = out.numel(), table.shape
+        _embedding[(blocks(count, _BLOCK),)](
+            token_ids, table, out, count, first_id, outputs, width, block=_BLOCK
         )
 
 
@@ -394,7 +399,9 @@ def argmax(logits: Tensor, out: Tensor, *, first_id: int) -> None:
 
     Of equal ones the lowest index; see `GraphBuilder.linear_argmax`.
     """
-    rows, width = logits.shape
-    if rows:
+    num_rows, width = logits.shape
+    if num_rows:
         block = min(4096, power_of_two(64, width))
-        _argmax[(rows,)](logits, out, width, first_id, block=block)
+        rows = 4096 // block
+        grid = (blocks(num_rows, rows),)
+        _argmax[grid](logits, out, num_rows, width, first_id, rows=rows, block=block)
