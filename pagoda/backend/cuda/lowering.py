@@ -1,0 +1,357 @@
+"""Nodes of a graph as launches of kernels, made once; a step's launches read tensors by their numbers only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import KVCache
+from pagoda.backend.cuda.kernels import kv, linear, rows
+from pagoda.backend.cuda.kernels.attention import SPLIT, Partials, attention
+from pagoda.backend.cuda.places import Layout
+from pagoda.backend.cuda.weights import Dense, DeviceLinear
+from pagoda.backend.graph import Graph, Node
+from pagoda.backend.reference import collectives
+
+FUSED = "add_and_rms_norm"
+"""Operation of a sum and the norm behind it, in one launch."""
+
+Values = list[Any]
+"""Tensors of a step by the number of their value, places of metadata, and scratch memory behind them."""
+Launch = Callable[[Values], None]
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Rows of a step, padding included, and memory for it."""
+
+    num_tokens: int
+    num_rows: int
+    """Selected ones."""
+    layouts: Mapping[int, Layout]
+    """Layouts of metadata by the number of its value."""
+    memory: Callable[[Hashable, int], Tensor]
+    """Gives [bytes] uint8 of the device; steps that are captured may be given that of others of the same key."""
+
+    def rows_of(self, *, selected: bool) -> int:
+        return self.num_rows if selected else self.num_tokens
+
+    def floats(self, key: Hashable, *shape: int) -> Tensor:
+        """Memory of float32 in a shape."""
+        return self.memory(key, 4 * math.prod(shape)).view(torch.float32).view(shape)
+
+
+NewScratch = Callable[[StepShape], Any]
+
+
+class Lowering:
+    """Lowers the nodes of one graph; nodes share scratch memory of one kind."""
+
+    def __init__(
+        self, graph: Graph, device: torch.device, products_of: Callable[[Any], torch.dtype]
+    ) -> None:
+        """`products_of` says in which number format attention over a cache multiplies."""
+        self.graph = graph
+        self.device = device
+        self.products_of = products_of
+        self.valid = len(graph.values)
+        """Number of a tensor [1] int64: how many of the step's tokens are no padding."""
+        self.scratch: list[NewScratch] = []
+        """What makes each piece of scratch memory; their numbers follow that of `valid`."""
+        self._known: dict[Hashable, int] = {}
+
+    def weights(self, node: Node) -> list[Any]:
+        return [self.graph.weights[index] for index in node.weights]
+
+    def attributes(self, node: Node) -> Mapping[str, Any]:
+        """Numbers of a node, which are what its operation says."""
+        return node.attributes
+
+    def selected(self, value: int) -> bool:
+        return self.graph.values[value].selected
+
+    def new_scratch(self, key: Hashable, new: NewScratch) -> int:
+        """Number of scratch memory that equal keys share."""
+        if key not in self._known:
+            self._known[key] = self.valid + 1 + len(self.scratch)
+            self.scratch.append(new)
+        return self._known[key]
+
+    def launch(self, node: Node) -> Launch:
+        return LOWERED[node.op](self, node)
+
+
+def fused(graph: Graph, needed: Sequence[int]) -> list[Node]:
+    """The nodes in order, sums and the norms right behind them as one."""
+    nodes: list[Node] = []
+    for index in needed:
+        node = graph.nodes[index]
+        before = nodes[-1] if nodes else None
+        if before and (before.op, node.op) == ("add", "rms_norm") and before.outputs == node.inputs:
+            nodes[-1] = Node(
+                FUSED,
+                before.inputs,
+                (*before.outputs, *node.outputs),
+                node.weights,
+                node.attributes,
+            )
+        else:
+            nodes.append(node)
+    return nodes
+
+
+# ---- operations on rows
+
+
+def _rows(function: Callable[..., None], *names: str) -> Callable[[Lowering, Node], Launch]:
+    """A kernel that takes inputs, weights and outputs, and the attributes of these names."""
+
+    def lower(lowering: Lowering, node: Node) -> Launch:
+        weights, inputs, outputs = lowering.weights(node), node.inputs, node.outputs
+        numbers = {name: lowering.attributes(node)[name] for name in names}
+
+        def launch(v: Values) -> None:
+            function(*[v[i] for i in inputs], *weights, *[v[i] for i in outputs], **numbers)
+
+        return launch
+
+    return lower
+
+
+def _add_and_rms_norm(lowering: Lowering, node: Node) -> Launch:
+    (x, delta), (total, out) = node.inputs, node.outputs
+    (weight,), eps = lowering.weights(node), lowering.attributes(node)["eps"]
+
+    def launch(v: Values) -> None:
+        rows.rms_norm(v[x], weight, v[out], eps=eps, delta=v[delta], total=v[total])
+
+    return launch
+
+
+def _select_rows(lowering: Lowering, node: Node) -> Launch:  # noqa: ARG001
+    (x, chosen), (out,) = node.inputs, node.outputs
+
+    def launch(v: Values) -> None:
+        if v[x] is not None:  # steps without adapters have no numbers of them
+            rows.select_rows(v[x], v[chosen], v[out])
+
+    return launch
+
+
+# ---- linear layers
+
+
+def _linear(lowering: Lowering, node: Node) -> Launch:
+    (x,), (out,), (weight,) = node.inputs, node.outputs, lowering.weights(node)
+    return _product(lowering, x, out, weight)
+
+
+def _product(lowering: Lowering, x: int, out: int, weight: DeviceLinear) -> Launch:
+    """The map of the value x, to a value or scratch memory."""
+    launches: list[Launch] = []
+    first = 0
+    for segment in weight.segments:
+        columns = slice(first, first + segment.outputs)
+        bias = None if weight.bias is None else weight.bias[columns]
+        launches.append(_segment(lowering, (x, out), segment, columns, bias))
+        first += segment.outputs
+    if len(launches) == 1:
+        return launches[0]
+
+    def launch(v: Values) -> None:
+        for part in launches:
+            part(v)
+
+    return launch
+
+
+def _segment(
+    lowering: Lowering,
+    x_and_out: tuple[int, int],
+    segment: Any,
+    columns: slice,
+    bias: Tensor | None,
+) -> Launch:
+    x, out = x_and_out
+    if isinstance(segment, Dense):
+        values = segment.values
+
+        def launch(v: Values) -> None:
+            linear.linear(v[x], values, v[out][:, columns], bias=bias)
+
+        return launch
+    raise NotImplementedError
+
+
+def _linear_argmax(lowering: Lowering, node: Node) -> Launch:
+    (x,), (out,), (weight,) = node.inputs, node.outputs, lowering.weights(node)
+    first_id, selected = lowering.attributes(node)["first_id"], lowering.selected(x)
+
+    key = ("logits", weight.outputs, selected)
+    logits = lowering.new_scratch(
+        key,
+        lambda shape: shape.floats(key, shape.rows_of(selected=selected), weight.outputs),
+    )
+    product = _product(lowering, x, logits, weight)
+
+    def launch(v: Values) -> None:
+        product(v)
+        rows.argmax(v[logits], v[out], first_id=first_id)
+
+    return launch
+
+
+def _embedding(lowering: Lowering, node: Node) -> Launch:
+    (token_ids,), (out,), (weight,) = node.inputs, node.outputs, lowering.weights(node)
+    first_id = lowering.attributes(node)["first_id"]
+    (segment,) = weight.segments
+    if isinstance(segment, Dense):
+        values = segment.values
+
+        def launch(v: Values) -> None:
+            rows.embedding(v[token_ids], values, v[out], first_id=first_id)
+
+        return launch
+    raise NotImplementedError
+
+
+# ---- attention
+
+
+def _rotate_and_cache(lowering: Lowering, node: Node) -> Launch:
+    (qkv, metadata, *table), (out,) = node.inputs, node.outputs
+    cache, *norms = lowering.weights(node)
+    query_norm, key_norm = norms or (None, None)
+    eps = lowering.attributes(node)["eps"]
+    squares: int | None = None
+    if lowering.attributes(node)["norms_all_heads"]:
+        key = ("squares", "rotate_and_cache")
+        squares = lowering.new_scratch(key, lambda shape: shape.floats(key, shape.num_tokens, 2))
+
+    def launch(v: Values) -> None:
+        cosines, sines = (v[table[0]], v[table[1]]) if table else (None, None)
+        kv.rotate_and_cache(
+            v[qkv],
+            v[metadata].slots,
+            cache.keys,
+            cache.values,
+            v[out],
+            cosines=cosines,
+            sines=sines,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            eps=eps,
+            squares=None if squares is None else v[squares],
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
+        )
+
+    return launch
+
+
+def _partials(lowering: Lowering, metadata: int, heads: int, value_dim: int) -> int:
+    """Scratch memory of contexts that several programs share."""
+    key = ("partials", metadata, heads, value_dim)
+
+    def new(shape: StepShape) -> Partials | None:
+        layout = shape.layouts[metadata]
+        if not layout.shares_contexts:
+            return None
+        sizes = (-(-layout.context // SPLIT), layout.tokens, heads)
+        return Partials(
+            shape.floats((*key, "accumulated"), *sizes, value_dim),
+            shape.floats((*key, "statistics"), *sizes, 2),
+        )
+
+    return lowering.new_scratch(key, new)
+
+
+def _attention(lowering: Lowering, node: Node) -> Launch:
+    (queries, metadata), (out,) = node.inputs, node.outputs
+    cache, *sinks = lowering.weights(node)
+    held: KVCache = cache
+    options = {
+        name: lowering.attributes(node)[name] for name in ("scale", "window", "chunk", "softcap")
+    }
+    causal = bool(lowering.attributes(node)["causal"])
+    head_dim = held.keys.shape[3]
+    heads = lowering.graph.values[queries].width // head_dim
+    partials = _partials(lowering, metadata, heads, head_dim)
+    products = lowering.products_of(held)
+
+    def launch(v: Values) -> None:
+        attention(
+            v[queries],
+            held.keys,
+            held.values,
+            v[metadata].steps,
+            v[out],
+            sinks=sinks[0] if sinks else None,
+            key_scales=held.key_scales,
+            value_scales=held.value_scales,
+            products=products,
+            partials=v[partials] if causal else None,
+            causal=causal,
+            **options,
+        )
+
+    return launch
+
+
+# ---- several ranks
+
+
+def _exchange(function: Callable[..., Tensor], *names: str) -> Callable[[Lowering, Node], Launch]:
+    """An exchange between ranks, whose result is copied to where the value lies, if it is not there already."""
+
+    def lower(lowering: Lowering, node: Node) -> Launch:
+        (x,), (out,), (group,) = node.inputs, node.outputs, lowering.weights(node)
+        attributes = {name: lowering.attributes(node)[name] for name in names}
+
+        def launch(v: Values) -> None:
+            found = function(v[x], group, **attributes)
+            if found.data_ptr() != v[out].data_ptr():
+                v[out].copy_(found)
+
+        return launch
+
+    return lower
+
+
+LOWERED: Mapping[str, Callable[[Lowering, Node], Launch]] = {
+    "embedding": _embedding,
+    "linear": _linear,
+    "linear_argmax": _linear_argmax,
+    "select_rows": _select_rows,
+    "add": _rows(rows.add),
+    "rms_norm": _rows(rows.rms_norm, "eps"),
+    FUSED: _add_and_rms_norm,
+    "silu_and_mul": _rows(rows.silu_and_mul),
+    "gelu_and_mul": _rows(rows.gelu_and_mul),
+    "swiglu_oai": _rows(rows.swiglu_oai, "alpha", "limit"),
+    "gelu": _rows(rows.gelu),
+    "sigmoid": _rows(rows.sigmoid),
+    "mul": _rows(rows.mul),
+    "scale": _rows(rows.scale, "factor"),
+    "softcap": _rows(rows.softcap, "cap"),
+    "scale_rows": _rows(rows.scale_rows),
+    "position_scale": _rows(rows.position_scale, "period", "factor", "offset"),
+    "sum_of_squares": _rows(rows.sum_of_squares, "queries", "keys"),
+    "norm_by_squares": _rows(rows.norm_by_squares, "all_queries", "all_keys", "eps"),
+    "layer_norm": _rows(rows.layer_norm, "eps"),
+    "gated_head_norm": _rows(rows.gated_head_norm, "eps"),
+    "rotary_table": _rows(rows.rotary_table, "scale"),
+    "rotate_and_cache": _rotate_and_cache,
+    "attention": _attention,
+    "all_reduce": _exchange(collectives.all_reduce),
+    "all_gather": _exchange(collectives.all_gather, "sizes"),
+    "all_gather_argmax": _exchange(collectives.all_gather_argmax),
+}
+"""What makes launches of nodes, by operation; the backend lacks others."""
+EXCHANGES = frozenset({"all_reduce", "all_gather", "all_gather_argmax"})
+"""Operations of several ranks, which are not captured."""
