@@ -205,31 +205,57 @@ def _attend(
 
 
 @triton.jit
-def combine(
+def _combine(
     accumulated_ptr, statistics_ptr, sinks_ptr, out_ptr, positions_ptr, num_rows,
     heads: tl.constexpr, dim: tl.constexpr, window: tl.constexpr, chunk: tl.constexpr,
-    has_sinks: tl.constexpr, width: tl.constexpr, split: tl.constexpr,
+    has_sinks: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, split: tl.constexpr,
 ):  # fmt: skip
-    """Merges what programs found in the splits of a token's context, for one head."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = tl.load(positions_ptr + token)
-    if position >= 0:
-        columns = tl.arange(0, width)
-        highest = tl.full([1], float("-inf"), tl.float32)
-        total = tl.zeros([1], tl.float32)
-        out = tl.zeros([1, width], tl.float32)
-        for part in range(first_seen(position, window, chunk) // split, position // split + 1):
-            place = (part * num_rows + token) * heads + head
-            one = tl.zeros([1], tl.int64) + place
-            own_highest = tl.load(statistics_ptr + one * 2)
-            own_total = tl.load(statistics_ptr + one * 2 + 1)
-            own = tl.load(accumulated_ptr + place * dim + columns, columns < dim, 0.0)
-            highest, total, out = merged(highest, total, out, own_highest, own_total, own[None, :])
-        sinks = tl.full([1], float("-inf"), tl.float32)
+    """Merges what programs found in the splits of contexts, for some heads of tokens."""
+    row, columns = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows), tl.arange(0, width)
+    position = tl.load(positions_ptr + row // heads, row < num_rows * heads, -1)
+    there = position >= 0
+    first = first_seen(position, window, chunk) // split
+    loaded = there[:, None] & (columns < dim)[None, :]
+    last = tl.max(position)
+    if last >= 0:
+        highest = tl.full([rows], float("-inf"), tl.float32)
+        total = tl.zeros([rows], tl.float32)
+        out = tl.zeros([rows, width], tl.float32)
+        for part in range(tl.min(tl.where(there, first, last)), last // split + 1):
+            # Rows without this split get nothing, whose merging changes no bit.
+            written = there & (first <= part) & (position // split >= part)
+            place = (row * 0 + part) * num_rows * heads + row
+            own_highest = tl.load(statistics_ptr + place * 2, written, float("-inf"))
+            own_total = tl.load(statistics_ptr + place * 2 + 1, written, 0.0)
+            found = loaded & written[:, None]
+            own = tl.load(accumulated_ptr + place[:, None] * dim + columns[None, :], found, 0.0)
+            highest, total, out = merged(highest, total, out, own_highest, own_total, own)
+        sinks = tl.full([rows], float("-inf"), tl.float32)
         if has_sinks:
-            sinks = sinks * 0.0 + tl.load(sinks_ptr + head) * _LOG2E
-        places = (token * heads + head) * dim + columns[None, :]
-        tl.store(out_ptr + places, finished(highest, total, out, sinks), (columns < dim)[None, :])
+            sinks = tl.load(sinks_ptr + row % heads) * _LOG2E
+        places = row[:, None] * dim + columns[None, :]
+        tl.store(out_ptr + places, finished(highest, total, out, sinks), loaded)
+
+
+def merge_partials(
+    partials: Partials,
+    steps: Steps,
+    out: Tensor,
+    *,
+    heads: int,
+    sinks: Tensor | None = None,
+    window: int = 0,
+    chunk: int = 0,
+) -> None:
+    """Merges the splits of all tokens: `out` [n, heads value_dim]."""
+    count, dim = len(out) * heads, partials.accumulated.shape[-1]
+    # Bits do not depend on how many rows a program has: few are quicker, many are fewer programs.
+    rows = 4 if count <= 4096 else 32
+    _combine[(blocks(count, rows),)](
+        partials.accumulated, partials.statistics, sinks, out, steps.positions, len(out),
+        heads=heads, dim=dim, window=window, chunk=chunk, has_sinks=sinks is not None,
+        width=power_of_two(16, dim), rows=rows, split=SPLIT, num_warps=2 if rows == 4 else 4, **UNFUSED,
+    )  # fmt: skip
 
 
 def attention(
@@ -263,8 +289,6 @@ def attention(
     per_key, width = heads // kv_heads, power_of_two(16, dim)
     scratch = (None, None) if partials is None else (partials.accumulated, partials.statistics)
     programs = 1 if partials is None else min(split_programs, len(partials.statistics))
-    shape = {"heads": heads, "dim": dim, "width": width, "split": SPLIT}
-    reach = {"window": window or 0, "chunk": chunk or 0, "has_sinks": sinks is not None}
     grid = (len(steps.tiles), kv_heads * blocks(per_key, ROWS), programs)
     _attend[grid](
         queries, keys, values, key_scales, value_scales, sinks, out, *scratch,
@@ -274,11 +298,12 @@ def attention(
         0 if key_scales is None else key_scales.stride(0),
         0 if key_scales is None else key_scales.stride(1),
         scale * (1.0 if softcap else _LOG2_E), softcap or 1.0,
-        per_key=per_key, block_size=block_size, capped=softcap is not None, causal=causal,
-        quantized=key_scales is not None, partial=partials is not None, products=triton_dtype(products),
-        rows=ROWS, keys=KEYS, num_warps=4 if dim <= 128 else 8, num_stages=2, **shape, **reach, **UNFUSED,
+        heads=heads, per_key=per_key, dim=dim, block_size=block_size, window=window or 0, chunk=chunk or 0,
+        capped=softcap is not None, causal=causal, quantized=key_scales is not None,
+        has_sinks=sinks is not None, partial=partials is not None, products=triton_dtype(products),
+        width=width, rows=ROWS, keys=KEYS, split=SPLIT, num_warps=4 if dim <= 128 else 8, num_stages=2, **UNFUSED,
     )  # fmt: skip
     if partials is not None:
-        combine[(len(queries), heads)](
-            *scratch, sinks, out, steps.positions, len(queries), num_warps=1, **shape, **reach, **UNFUSED
+        merge_partials(
+            partials, steps, out, heads=heads, sinks=sinks, window=window or 0, chunk=chunk or 0
         )
