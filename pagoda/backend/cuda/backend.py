@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from pagoda.backend.ahead import Underway
 from pagoda.backend.base import (
     UNNAMED,
     Compiled,
@@ -26,7 +27,9 @@ from pagoda.backend.cuda.lowering import LOWERED
 from pagoda.backend.cuda.places import Places, plan_places
 from pagoda.backend.cuda.program import CompiledGraph
 from pagoda.backend.cuda.runtime import Runtime
+from pagoda.backend.cuda.sampling import DeviceSampler
 from pagoda.backend.cuda.staging import PinnedPool
+from pagoda.backend.cuda.underway import Copied, UnderwayResult
 from pagoda.backend.cuda.weights import DeviceLinear, prepare
 from pagoda.backend.graph import Graph
 from pagoda.backend.kv_store import KVStore
@@ -34,7 +37,6 @@ from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.operations import OPERATIONS
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.reference.sampling import sample_rows, score_rows
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
@@ -46,6 +48,7 @@ class GpuBackend:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._pool = PinnedPool(runtime)
+        self._sampler = DeviceSampler(runtime, self._pool)
         self._products: WeakKeyDictionary[KVCache | LatentCache, torch.dtype] = WeakKeyDictionary()
         """Number formats that attention over caches multiplies in."""
         self.device = runtime.device
@@ -59,7 +62,7 @@ class GpuBackend:
             max_batch_seqs=4096,
             max_model_len=2**20,
             window_multiple=1,
-            weight_formats=formats,
+            weight_formats=(*formats, "int8", "int4"),
             kv_cache_dtypes=(*formats, "int8"),
             lacks_operations=tuple(name for name in OPERATIONS if name not in LOWERED),
         )
@@ -122,11 +125,14 @@ class GpuBackend:
         return prepare(parts, bias, dtype, self._runtime.upload)
 
     def set_low_rank(
-        self, maps: LowRankMaps, adapter: int, parts: Sequence[LowRank | None]
+        self,
+        maps: LowRankMaps,  # noqa: ARG002
+        adapter: int,  # noqa: ARG002
+        parts: Sequence[LowRank | None],  # noqa: ARG002
     ) -> None:
         raise UnsupportedError("the GPU backend has no adapters.")
 
-    def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
+    def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:  # noqa: ARG002
         raise UnsupportedError("the GPU backend has no adapters.")
 
     # ---- steps
@@ -146,8 +152,19 @@ class GpuBackend:
     def _products_of(self, cache: Any) -> torch.dtype:
         return self._products[cache]
 
+    def launch_read(self, found: Tensor) -> Underway[Tensor]:
+        held = self._runtime.held(found)
+        held = self._runtime.upload(found) if held is None else held
+        copied = Copied(self._runtime, self._pool, [held])
+        return UnderwayResult(copied, held[:, 0], lambda tensors: tensors[0])
+
+    def launch_sample(
+        self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
+    ) -> Underway[SampledRows]:
+        return self._sampler.launch(logits, table, slots)
+
     def sample(self, logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
-        return sample_rows(logits.cpu(), table, slots)
+        return self._sampler.launch(logits, table, slots).read()
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
-        return score_rows(logits.cpu(), token_ids, num_top)
+        return self._sampler.score(logits, token_ids, num_top)

@@ -32,10 +32,11 @@ class DeviceGroup:
         if self.size == 2:
             self._ranks.allreduce([x]).wait()
             return x
-        first, *others = self.all_gather(x)
-        for part in others:
-            first.add_(part)
-        return first
+        gathered = self.all_gather(x)
+        total = gathered[0]
+        for part in gathered[1:]:
+            total.add_(part)
+        return total
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.size, *x.shape))

@@ -1,8 +1,8 @@
 """A device of CPU tensors, for tests: kernels run in Triton's interpreter, and all comes as late as it may.
 
 Work is done when somebody waits for its event, or looks at a result, and only in the order of its stream and of
-the events that it waits for. Until then, and for ever if it was not awaited, memory is full of bytes that are NaN. So
-a missing event, host memory that is changed before it was copied, and memory that is used again too early give
+the events that it waits for. Until then, and for ever if it was not awaited, memory is full of bytes that are NaN.
+So a missing event, host memory that is changed before it was copied, and memory that is used again too early give
 wrong numbers, every time.
 """
 

@@ -2,88 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
-from pagoda.backend.cuda.kernels import kv, linear, rows
+from pagoda.backend.cuda import linear_nodes
+from pagoda.backend.cuda.kernels import kv, rows
 from pagoda.backend.cuda.kernels.attention import SPLIT, Partials, attention
-from pagoda.backend.cuda.places import Layout
-from pagoda.backend.cuda.weights import Dense, DeviceLinear
+from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
 from pagoda.backend.graph import Graph, Node
 from pagoda.backend.reference import collectives
 
 FUSED = "add_and_rms_norm"
 """Operation of a sum and the norm behind it, in one launch."""
 
-Values = list[Any]
-"""Tensors of a step by the number of their value, places of metadata, and scratch memory behind them."""
-Launch = Callable[[Values], None]
 
-
-@dataclass(frozen=True)
-class StepShape:
-    """Rows of a step, padding included, and memory for it."""
-
-    num_tokens: int
-    num_rows: int
-    """Selected ones."""
-    layouts: Mapping[int, Layout]
-    """Layouts of metadata by the number of its value."""
-    memory: Callable[[Hashable, int], Tensor]
-    """Gives [bytes] uint8 of the device; steps that are captured may be given that of others of the same key."""
-
-    def rows_of(self, *, selected: bool) -> int:
-        return self.num_rows if selected else self.num_tokens
-
-    def floats(self, key: Hashable, *shape: int) -> Tensor:
-        """Memory of float32 in a shape."""
-        return self.memory(key, 4 * math.prod(shape)).view(torch.float32).view(shape)
-
-
-NewScratch = Callable[[StepShape], Any]
-
-
-class Lowering:
-    """Lowers the nodes of one graph; nodes share scratch memory of one kind."""
-
-    def __init__(
-        self, graph: Graph, device: torch.device, products_of: Callable[[Any], torch.dtype]
-    ) -> None:
-        """`products_of` says in which number format attention over a cache multiplies."""
-        self.graph = graph
-        self.device = device
-        self.products_of = products_of
-        self.valid = len(graph.values)
-        """Number of a tensor [1] int64: how many of the step's tokens are no padding."""
-        self.scratch: list[NewScratch] = []
-        """What makes each piece of scratch memory; their numbers follow that of `valid`."""
-        self._known: dict[Hashable, int] = {}
-
-    def weights(self, node: Node) -> list[Any]:
-        return [self.graph.weights[index] for index in node.weights]
-
-    def attributes(self, node: Node) -> Mapping[str, Any]:
-        """Numbers of a node, which are what its operation says."""
-        return node.attributes
-
-    def selected(self, value: int) -> bool:
-        return self.graph.values[value].selected
-
-    def new_scratch(self, key: Hashable, new: NewScratch) -> int:
-        """Number of scratch memory that equal keys share."""
-        if key not in self._known:
-            self._known[key] = self.valid + 1 + len(self.scratch)
-            self.scratch.append(new)
-        return self._known[key]
-
-    def launch(self, node: Node) -> Launch:
-        return LOWERED[node.op](self, node)
+def launches_of(lowering: Lowering, nodes: Sequence[Node]) -> list[Launch]:
+    return [LOWERED[node.op](lowering, node) for node in nodes]
 
 
 def fused(graph: Graph, needed: Sequence[int]) -> list[Node]:
@@ -141,83 +77,6 @@ def _select_rows(lowering: Lowering, node: Node) -> Launch:  # noqa: ARG001
             rows.select_rows(v[x], v[chosen], v[out])
 
     return launch
-
-
-# ---- linear layers
-
-
-def _linear(lowering: Lowering, node: Node) -> Launch:
-    (x,), (out,), (weight,) = node.inputs, node.outputs, lowering.weights(node)
-    return _product(lowering, x, out, weight)
-
-
-def _product(lowering: Lowering, x: int, out: int, weight: DeviceLinear) -> Launch:
-    """The map of the value x, to a value or scratch memory."""
-    launches: list[Launch] = []
-    first = 0
-    for segment in weight.segments:
-        columns = slice(first, first + segment.outputs)
-        bias = None if weight.bias is None else weight.bias[columns]
-        launches.append(_segment(lowering, (x, out), segment, columns, bias))
-        first += segment.outputs
-    if len(launches) == 1:
-        return launches[0]
-
-    def launch(v: Values) -> None:
-        for part in launches:
-            part(v)
-
-    return launch
-
-
-def _segment(
-    lowering: Lowering,
-    x_and_out: tuple[int, int],
-    segment: Any,
-    columns: slice,
-    bias: Tensor | None,
-) -> Launch:
-    x, out = x_and_out
-    if isinstance(segment, Dense):
-        values = segment.values
-
-        def launch(v: Values) -> None:
-            linear.linear(v[x], values, v[out][:, columns], bias=bias)
-
-        return launch
-    raise NotImplementedError
-
-
-def _linear_argmax(lowering: Lowering, node: Node) -> Launch:
-    (x,), (out,), (weight,) = node.inputs, node.outputs, lowering.weights(node)
-    first_id, selected = lowering.attributes(node)["first_id"], lowering.selected(x)
-
-    key = ("logits", weight.outputs, selected)
-    logits = lowering.new_scratch(
-        key,
-        lambda shape: shape.floats(key, shape.rows_of(selected=selected), weight.outputs),
-    )
-    product = _product(lowering, x, logits, weight)
-
-    def launch(v: Values) -> None:
-        product(v)
-        rows.argmax(v[logits], v[out], first_id=first_id)
-
-    return launch
-
-
-def _embedding(lowering: Lowering, node: Node) -> Launch:
-    (token_ids,), (out,), (weight,) = node.inputs, node.outputs, lowering.weights(node)
-    first_id = lowering.attributes(node)["first_id"]
-    (segment,) = weight.segments
-    if isinstance(segment, Dense):
-        values = segment.values
-
-        def launch(v: Values) -> None:
-            rows.embedding(v[token_ids], values, v[out], first_id=first_id)
-
-        return launch
-    raise NotImplementedError
 
 
 # ---- attention
@@ -324,9 +183,7 @@ def _exchange(function: Callable[..., Tensor], *names: str) -> Callable[[Lowerin
 
 
 LOWERED: Mapping[str, Callable[[Lowering, Node], Launch]] = {
-    "embedding": _embedding,
-    "linear": _linear,
-    "linear_argmax": _linear_argmax,
+    **linear_nodes.LOWERED,
     "select_rows": _select_rows,
     "add": _rows(rows.add),
     "rms_norm": _rows(rows.rms_norm, "eps"),

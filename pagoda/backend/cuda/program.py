@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import StepInput
+from pagoda.backend.cuda.delivery import deliver_step
 from pagoda.backend.cuda.lowering import FUSED
 from pagoda.backend.cuda.places import MOST_CAPTURED, Places
 from pagoda.backend.cuda.runtime import Runtime, Work
@@ -20,9 +21,6 @@ from pagoda.backend.graph import Graph, Node
 from pagoda.backend.operation import Operation, OperationNamer, WeightNames
 from pagoda.backend.operations import OPERATIONS
 from pagoda.telemetry.tracer import Tracer
-
-_PADDING = {"adapters": -1}
-"""What rows hold that fill up a step; of other inputs 0."""
 
 
 class _SharedMemory:
@@ -140,35 +138,16 @@ class CompiledGraph:
 
     def _submit(self, bound: Bound, rows: Rows, step: StepInput[Places], run: Work) -> None:
         """Submits copies of all that the step brings along, and what comes behind them."""
-        packed = self._pool.take(bound.parcel.num_bytes)
-        *views, valid = bound.parcel.views(packed.memory)
-        valid.fill_(rows.num_tokens)
-        late: list[tuple[Tensor, Tensor]] = []
-        targets = bound.parcel.views(bound.packed)
-        for name, view, target in zip(bound.names, views, targets, strict=False):
-            given = step.tensors[name]
-            held = self._runtime.held(given)
-            if held is not None:
-                late.append((target[: len(held)], held.reshape(held.shape[0], *view.shape[1:])))
-                view[len(held) :] = 0
-                continue
-            view[: len(given)] = given.reshape(len(given), *view.shape[1:])
-            view[len(given) :] = _PADDING.get(name, 0)
-        copies = [(bound.packed, packed.memory)]
-        copies += [(own, step.metadata[group].packed.memory) for group, own in bound.places.items()]
+        deliver, pinned = deliver_step(self._runtime, self._pool, bound, rows, step)
 
         def work() -> None:
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
-            for target, source in late:
-                target.copy_(source)
+            deliver()
             run()
 
         self._runtime.steps.run(work)
         done = self._runtime.steps.record()
-        packed.used_until(done)
-        for group in bound.places:
-            step.metadata[group].packed.used_until(done)
+        for each in pinned:
+            each.used_until(done)
 
     def _outcome(
         self,

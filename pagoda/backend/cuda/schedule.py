@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import NeededInputs, StepInput
-from pagoda.backend.cuda.lowering import EXCHANGES, Launch, Lowering, StepShape, Values, fused
+from pagoda.backend.cuda.lowering import EXCHANGES, fused, launches_of
+from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
 from pagoda.backend.cuda.places import Layout, Places, PlacesOnDevice
 from pagoda.backend.cuda.runtime import Runtime
 from pagoda.backend.cuda.slots import ValuePlan, dtype_of, plan_values, shape_of
@@ -77,7 +78,7 @@ class Schedule:
         self.inputs = NeededInputs(graph, needed, given)
         self.nodes: list[Node] = fused(graph, needed)
         self.lowering = Lowering(graph, device, products_of)
-        self.launches: list[Launch] = [self.lowering.launch(node) for node in self.nodes]
+        self.launches: list[Launch] = launches_of(self.lowering, self.nodes)
         self.computed = {name: graph.results[name] for name in results if name not in given}
         """Results that are wanted, and not brought along."""
         brought = (*graph.inputs.values(), *(graph.results[name] for name in given))

@@ -14,7 +14,6 @@ from pagoda.backend.cuda.runtime import Work
 from pagoda.backend.kv_store import Event
 from pagoda.parallel.collectives import Collectives, HostGroup
 
-
 _cuda: Any = torch.cuda
 """Type checkers know too little of it."""
 
