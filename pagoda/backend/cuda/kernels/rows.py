@@ -11,9 +11,11 @@ from pagoda.backend.cuda.kernels.numbers import (
     hyperbolic_tangent,
     is_finite,
     power_of_two,
-    sigmoid as sigmoid_of,
     silu,
     warps_of,
+)
+from pagoda.backend.cuda.kernels.numbers import (
+    sigmoid as sigmoid_of,
 )
 
 _BLOCK = 1024
