@@ -27,8 +27,8 @@ SPLIT = 256
 """Tokens of a context that have a softmax of their own."""
 ROWS = 64
 """Queries of a tile, of some tokens and of the heads that share a key."""
-KEYS = 64
-"""Cached tokens of a tile; divides `SPLIT`."""
+_LARGEST_TILE = 16384
+"""Bytes of a tile of keys: two tiles of keys and two of values fit into the 64 KiB that AMD's GPUs have."""
 _LOG2_E = 1.4426950408889634
 _LOG2E = tl.constexpr(_LOG2_E)
 
@@ -72,6 +72,11 @@ class Partials:
 def tokens_per_tile(queries_per_key: int) -> int:
     """Tokens of one tile at most, of heads of which so many share a key."""
     return max(1, ROWS // queries_per_key)
+
+
+def keys_per_tile(width: int, itemsize: int) -> int:
+    """Cached tokens of a tile, of keys of so many elements; a power of two that divides `SPLIT`."""
+    return max(16, min(64, _LARGEST_TILE // (width * itemsize)))
 
 
 def plan_tiles(query_lens: Tensor, per_tile: int) -> Tensor:
@@ -301,7 +306,8 @@ def attention(
         heads=heads, per_key=per_key, dim=dim, block_size=block_size, window=window or 0, chunk=chunk or 0,
         capped=softcap is not None, causal=causal, quantized=key_scales is not None,
         has_sinks=sinks is not None, partial=partials is not None, products=triton_dtype(products),
-        width=width, rows=ROWS, keys=KEYS, split=SPLIT, num_warps=4 if dim <= 128 else 8, num_stages=2, **UNFUSED,
+        width=width, rows=ROWS, keys=keys_per_tile(width, max(keys.itemsize, products.itemsize)),
+        split=SPLIT, num_warps=4 if dim <= 128 else 8, num_stages=2, **UNFUSED,
     )  # fmt: skip
     if partials is not None:
         merge_partials(
