@@ -116,7 +116,7 @@ def _threshold(
         one, two, three = goal * 0, goal * 0, goal * 0
         for start in range(0, vocab, block):
             columns = start + tl.arange(0, block)
-            weight, order, power, _ = _kept(
+            weight, order, power, exact = _kept(
                 logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
             )
             if counts:
@@ -140,7 +140,7 @@ def _last_kept(
     above = goal * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, _ = _kept(
+        weight, order, power, exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         if typical:
@@ -149,7 +149,7 @@ def _last_kept(
     last = -1
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, _ = _kept(
+        weight, order, power, exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         if typical:
@@ -169,7 +169,7 @@ def _mean_power(
     total, products = kth * 0, kth * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, _, power, exact = _kept(
+        weight, order, power, exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         product = -_whole(-(exact * tl.maximum(power, -60.0)))
@@ -188,7 +188,7 @@ def _drawn(
     total, positive = top_k * 0, top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, _, _, _ = _kept(
+        weight, order, power, exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         total += tl.sum(weight)
@@ -200,7 +200,7 @@ def _drawn(
         total = top_k * 0
         for start in range(0, vocab, block):
             columns = start + tl.arange(0, block)
-            weight, _, _, _ = _kept(
+            weight, order, power, exact = _kept(
                 logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
             )
             total += tl.sum(weight)
@@ -228,16 +228,16 @@ def _drawn(
     total = top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, _, power, _ = _kept(
+        weight, order, power, exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         near = _distances(power, mean)
         total += tl.sum(tl.where((near > nearest) | ((near == nearest) & (columns <= nearest_end)), weight, 0))
-    target, _ = _part_of(total, _uniform_bits(seed, position))
+    target, rest = _part_of(total, _uniform_bits(seed, position))
     token, below = vocab, top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, _, power, _ = _kept(
+        weight, order, power, exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         near = _distances(power, mean)
