@@ -18,9 +18,6 @@ class Underway(Protocol[OutcomeT_co]):
     """What a device has been told to compute and copy to host memory."""
 
     @property
-    def done(self) -> Event: ...
-
-    @property
     def token_ids(self) -> Tensor:
         """[rows] int64 on the device, the token of each row; -1, or any, where there is none."""
 
@@ -34,6 +31,9 @@ class RunsAhead(Protocol):
 
     What steps write and read is in the order in which they were launched.
     """
+
+    def launched(self) -> Event:
+        """The event of all that was launched so far."""
 
     def launch_sample(
         self, logits: Tensor, table: SamplingTable, slots: Sequence[int]

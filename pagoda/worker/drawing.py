@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from pagoda.backend.base import LateRows
-from pagoda.backend.kv_store import DONE, Event
 from pagoda.worker.sampler import Sampled, merged
 
 
@@ -26,8 +25,6 @@ class Drawing:
     """The results of a step in parts, which are read in the end."""
 
     parts: list[Callable[[], Sampled]] = field(default_factory=list)
-    done: Event = DONE
-    """Behind it, reading waits for nothing."""
     on_device: list[_OnDevice] = field(default_factory=list)
 
     @classmethod
@@ -39,12 +36,11 @@ class Drawing:
         self.parts.append(lambda: sampled)
 
     def add_late(
-        self, read: Callable[[], Sampled], slots: Iterable[int], token_ids: Tensor, done: Event
+        self, read: Callable[[], Sampled], slots: Iterable[int], token_ids: Tensor
     ) -> None:
         """Adds what `read` gives once the device has computed it; `token_ids` [slots] lie there."""
         self.parts.append(read)
         self.on_device.append(_OnDevice({slot: at for at, slot in enumerate(slots)}, token_ids))
-        self.done = done
 
     def read(self) -> Sampled:
         """The results, which may have to be waited for. Raises RuntimeError: the device has failed."""
@@ -68,5 +64,4 @@ def joined(drawings: Iterable[Drawing]) -> Drawing:
     for drawing in drawings:
         whole.parts += drawing.parts
         whole.on_device += drawing.on_device
-        whole.done = drawing.done
     return whole

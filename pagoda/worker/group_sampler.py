@@ -16,6 +16,7 @@ import msgspec
 from torch import Tensor, zeros
 
 from pagoda.backend.ahead import RunsAhead, Underway
+from pagoda.backend.kv_store import DONE, Event
 from pagoda.backend.sampling import SampledRows
 from pagoda.messages.worker import SlotStart, StepPlan, TokenMasks
 from pagoda.model.decoder import Decoder
@@ -119,6 +120,10 @@ class GroupSampler:
         """Samples may be launched, and read later."""
         return self._ahead is not None
 
+    def launched(self) -> Event:
+        """The event of all that was launched so far."""
+        return DONE if self._ahead is None else self._ahead.launched()
+
     def may_run_ahead(self, plan: StepPlan) -> bool:
         """True if a step may be launched while what its slots said last has not been read."""
         return (
@@ -150,12 +155,12 @@ class GroupSampler:
             found = ahead.launch_read(self._computed("argmax", model.argmax, hidden, likeliest))
             slots = list(likeliest)
             read = partial(_read_argmax, found, slots)
-            drawing.add_late(read, slots, found.token_ids, found.done)
+            drawing.add_late(read, slots, found.token_ids)
         if whole:
             logits, slots = self._computed("logits", model.logits, hidden, whole), list(whole)
             rows_drawn = ahead.launch_sample(logits, sampler.table, slots)
             read = partial(_read_rows, rows_drawn, sampler, slots)
-            drawing.add_late(read, slots, rows_drawn.token_ids, rows_drawn.done)
+            drawing.add_late(read, slots, rows_drawn.token_ids)
         return drawing
 
     def _sampled(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> Sampled:

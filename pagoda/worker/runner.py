@@ -52,6 +52,8 @@ class _Launched:
     tokens: StepTokens
     """The tokens of slots that have not failed before."""
     drawing: Drawing
+    done: Event
+    """The device has computed all of it."""
     expert_tokens: list[int]
     before: StageState | None
     clock: StepClock
@@ -95,8 +97,7 @@ class Ticket(Generic[OutputT]):
     def launch(self) -> Event | None:
         """Gives the step to the device, behind all that were launched before it; the event is that of its result.
 
-        None where it cannot be launched yet, or steps are computed by whoever asks for their result. Raises
-        RuntimeError: it is not the next one."""
+        None where it cannot be launched yet, or steps are computed by whoever asks for their result."""
         return self._launch()
 
     def result(self, before: StageState | None = None) -> OutputT:
@@ -124,10 +125,9 @@ class _Steps:
         if not self._under_way or self._under_way[0] != step:
             raise RuntimeError(f"Step {step} is not the next one to be computed.")
 
-    def check_next(self, step: int, launched: int) -> None:
-        """Raises RuntimeError: a step does not come right behind those that are launched."""
-        if self._under_way[launched : launched + 1] != [step]:
-            raise RuntimeError(f"Step {step} is not the next one to be launched.")
+    def is_next(self, step: int, launched: int) -> bool:
+        """True if a step comes right behind so many that are launched."""
+        return self._under_way[launched : launched + 1] == [step]
 
     def end(self) -> None:
         del self._under_way[0]
@@ -263,18 +263,19 @@ class Runner:
     def _launch_ahead(self, ready: _Ready) -> Event | None:
         if not self._may_launch(ready):
             return None
-        self._steps.check_next(ready.plan.step, len(self._launched))
         launched = self._launch(ready, None)
         self._launched.append(launched)
-        return launched.drawing.done
+        return launched.done
 
     def _may_launch(self, ready: _Ready) -> bool:
         """True if the step needs nothing of steps before it that only their results say."""
+        plan = ready.plan
         if not (self._alone and self._sampler.runs_ahead):
+            return False
+        if not self._steps.is_next(plan.step, len(self._launched)):
             return False
         if not self._launched:
             return True
-        plan = ready.plan
         return (
             ready.planned is not None
             and not ready.errors
@@ -322,12 +323,14 @@ class Runner:
         if self._sampler.runs_ahead:
             # The next step may begin before these are known; the device puts its tokens in their place.
             self.batch.write([places[slot] for slot in sampling], [0] * len(sampling))
-        return _Launched(ready, tokens, drawing, expert_tokens, before, self._clock)
+        done = self._sampler.launched()
+        return _Launched(ready, tokens, drawing, done, expert_tokens, before, self._clock)
 
     @torch.inference_mode()
     def _collect(self, launched: _Launched) -> StepResult:
         """Reads what a step has drawn, and remembers it of requests that are still there."""
         ready, before, plan = launched.ready, launched.before, launched.ready.plan
+        launched.done.wait()
         sampled, expert_tokens = launched.drawing.read(), launched.expert_tokens
         errors = {slot: self.failed[slot] for slot in plan.slots if slot in self.failed}
         for slot in errors.keys() & sampled.token_ids.keys():  # failed while this was computed

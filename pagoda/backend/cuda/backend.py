@@ -32,7 +32,7 @@ from pagoda.backend.cuda.staging import PinnedPool
 from pagoda.backend.cuda.underway import Copied, UnderwayResult
 from pagoda.backend.cuda.weights import DeviceLinear, prepare
 from pagoda.backend.graph import Graph
-from pagoda.backend.kv_store import KVStore
+from pagoda.backend.kv_store import Event, KVStore
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.operations import OPERATIONS
@@ -151,6 +151,9 @@ class GpuBackend:
 
     def _products_of(self, cache: Any) -> torch.dtype:
         return self._products[cache]
+
+    def launched(self) -> Event:
+        return self._runtime.steps.record()
 
     def launch_read(self, found: Tensor) -> Underway[Tensor]:
         held = self._runtime.held(found)

@@ -170,7 +170,7 @@ class LateTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
             return False
         if getattr(func, "__name__", "") not in _OF_SHAPE:
             for late in (each for each in args if isinstance(each, LateTensor)):

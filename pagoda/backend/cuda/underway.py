@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pagoda.backend.cuda.runtime import Runtime
 from pagoda.backend.cuda.staging import Parcel, Pinned, PinnedPool
-from pagoda.backend.kv_store import Event
 
 OutcomeT = TypeVar("OutcomeT")
 
@@ -28,12 +27,12 @@ class Copied:
                 target.copy_(source, non_blocking=True)
 
         runtime.steps.run(work)
-        self.done = runtime.steps.record()
-        self._pinned.used_until(self.done)
+        self._done = runtime.steps.record()
+        self._pinned.used_until(self._done)
 
     def read(self) -> list[Tensor]:
         """The tensors in host memory, once they are there."""
-        self.done.wait()
+        self._done.wait()
         return [view.clone() for view in self._views]
 
 
@@ -46,10 +45,6 @@ class UnderwayResult(Generic[OutcomeT]):
         """`outcome` makes the result of the tensors that were copied."""
         self._copied, self._outcome = copied, outcome
         self.token_ids = token_ids
-
-    @property
-    def done(self) -> Event:
-        return self._copied.done
 
     def read(self) -> OutcomeT:
         return self._outcome(self._copied.read())

@@ -1,0 +1,1 @@
+"""What the backend of GPUs makes of a card."""
