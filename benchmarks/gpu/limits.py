@@ -48,4 +48,5 @@ def median_seconds(run: Callable[[], object]) -> float:
         ended.record()
         ended.synchronize()
         times.append(began.elapsed_time(ended) / 1e3)
-    return statistics.median(times[_ROUNDS // 4 :])
+    middle: float = statistics.median(times[_ROUNDS // 4 :])
+    return middle

@@ -22,6 +22,8 @@ from pagoda.backend.base import (
     UnsupportedError,
     new_tensor,
 )
+from pagoda.backend.cuda.adapters import AdapterTables
+from pagoda.backend.cuda.kernels import attention, latents
 from pagoda.backend.cuda.kv_store import DeviceKVStore
 from pagoda.backend.cuda.lowering import LOWERED
 from pagoda.backend.cuda.places import Places, plan_places
@@ -48,6 +50,7 @@ class GpuBackend:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._pool = PinnedPool(runtime)
+        self._adapters = AdapterTables(runtime.device, runtime.upload)
         self._sampler = DeviceSampler(runtime, self._pool)
         self._products: WeakKeyDictionary[KVCache | LatentCache, torch.dtype] = WeakKeyDictionary()
         """Number formats that attention over caches multiplies in."""
@@ -125,15 +128,12 @@ class GpuBackend:
         return prepare(parts, bias, dtype, self._runtime.upload)
 
     def set_low_rank(
-        self,
-        maps: LowRankMaps,  # noqa: ARG002
-        adapter: int,  # noqa: ARG002
-        parts: Sequence[LowRank | None],  # noqa: ARG002
+        self, maps: LowRankMaps, adapter: int, parts: Sequence[LowRank | None]
     ) -> None:
-        raise UnsupportedError("the GPU backend has no adapters.")
+        self._adapters.set(maps, adapter, parts)
 
-    def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:  # noqa: ARG002
-        raise UnsupportedError("the GPU backend has no adapters.")
+    def remove_low_rank(self, maps: LowRankMaps, adapter: int) -> None:
+        self._adapters.remove(maps, adapter)
 
     # ---- steps
 
@@ -142,12 +142,17 @@ class GpuBackend:
     ) -> Places:
         if isinstance(cache, StateCache):
             raise UnsupportedError("the GPU backend has no layers with a state.")
-        held = cache.latents if isinstance(cache, LatentCache) else cache.keys
-        _, kv_heads, block_size, _ = held.shape
-        return plan_places(batch, group, block_size, num_heads // kv_heads, self._pool)
+        if isinstance(cache, LatentCache):
+            block_size, per_tile = cache.latents.shape[2], latents.tokens_per_tile(num_heads)
+        else:
+            _, kv_heads, block_size, _ = cache.keys.shape
+            per_tile = attention.tokens_per_tile(num_heads // kv_heads)
+        return plan_places(batch, group, block_size, per_tile, self._pool)
 
     def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[Places]:
-        return CompiledGraph(self._runtime, self._pool, graph, names, self._products_of)
+        return CompiledGraph(
+            self._runtime, self._pool, graph, names, self._products_of, self._adapters
+        )
 
     def _products_of(self, cache: Any) -> torch.dtype:
         return self._products[cache]

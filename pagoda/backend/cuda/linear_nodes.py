@@ -12,6 +12,9 @@ from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
 from pagoda.backend.cuda.weights import Dense, DeviceLinear, Grouped, Int8, Segment
 from pagoda.backend.graph import Node
 
+_NOWHERE = torch.device("meta")
+"""Device of tensors that only have a shape."""
+
 
 def _linear(lowering: Lowering, node: Node) -> Launch:
     (x,), (out,), (weight,) = node.inputs, node.outputs, lowering.weights(node)
@@ -91,12 +94,8 @@ def _int8(
     key = ("rounded rows", inputs, selected)
 
     def new(shape: StepShape) -> quantized.RoundedRows:
-        count = shape.rows_of(selected=selected)
-        low, high = (
-            shape.tensor((*key, part), torch.int8, count, inputs) for part in ("low", "high")
-        )
-        sums = shape.tensor((*key, "sums"), torch.int32, count)
-        return quantized.RoundedRows(low, high, shape.floats((*key, "scales"), count), sums)
+        rows_of = shape.rows_of(selected=selected)
+        return shape.like(key, quantized.RoundedRows.new(rows_of, inputs, _NOWHERE))
 
     rounded = lowering.new_scratch(key, new)
 
@@ -121,10 +120,8 @@ def _grouped(
     key = ("rounded groups", size, groups, selected)
 
     def new(shape: StepShape) -> quantized.RoundedGroups:
-        count = shape.rows_of(selected=selected)
-        values = shape.tensor((*key, "values"), torch.int8, count, size * groups)
-        scales, sums = (shape.floats((*key, part), count, groups) for part in ("scales", "sums"))
-        return quantized.RoundedGroups(values, scales, sums, size)
+        rows_of = shape.rows_of(selected=selected)
+        return shape.like(key, quantized.RoundedGroups.new(rows_of, size * groups, size, _NOWHERE))
 
     rounded = lowering.new_scratch(key, new)
 

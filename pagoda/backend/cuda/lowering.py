@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
-from pagoda.backend.cuda import linear_nodes
+from pagoda.backend.cuda import linear_nodes, sparse_nodes
 from pagoda.backend.cuda.kernels import kv, rows
-from pagoda.backend.cuda.kernels.attention import SPLIT, Partials, attention
-from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
+from pagoda.backend.cuda.kernels.attention import attention
+from pagoda.backend.cuda.nodes import Launch, Lowering, Values, partials_of
 from pagoda.backend.graph import Graph, Node
 from pagoda.backend.reference import collectives
 
@@ -113,23 +113,6 @@ def _rotate_and_cache(lowering: Lowering, node: Node) -> Launch:
     return launch
 
 
-def _partials(lowering: Lowering, metadata: int, heads: int, value_dim: int) -> int:
-    """Scratch memory of contexts that several programs share."""
-    key = ("partials", metadata, heads, value_dim)
-
-    def new(shape: StepShape) -> Partials | None:
-        layout = shape.layouts[metadata]
-        if not layout.shares_contexts:
-            return None
-        sizes = (-(-layout.context // SPLIT), layout.tokens, heads)
-        return Partials(
-            shape.floats((*key, "accumulated"), *sizes, value_dim),
-            shape.floats((*key, "statistics"), *sizes, 2),
-        )
-
-    return lowering.new_scratch(key, new)
-
-
 def _attention(lowering: Lowering, node: Node) -> Launch:
     (queries, metadata), (out,) = node.inputs, node.outputs
     cache, *sinks = lowering.weights(node)
@@ -139,8 +122,8 @@ def _attention(lowering: Lowering, node: Node) -> Launch:
     }
     causal = bool(lowering.attributes(node)["causal"])
     head_dim = held.keys.shape[3]
-    heads = lowering.graph.values[queries].width // head_dim
-    partials = _partials(lowering, metadata, heads, head_dim)
+    heads = lowering.width(queries) // head_dim
+    partials = partials_of(lowering, metadata, heads, head_dim)
     products = lowering.products_of(held)
 
     def launch(v: Values) -> None:
@@ -184,6 +167,7 @@ def _exchange(function: Callable[..., Tensor], *names: str) -> Callable[[Lowerin
 
 LOWERED: Mapping[str, Callable[[Lowering, Node], Launch]] = {
     **linear_nodes.LOWERED,
+    **sparse_nodes.LOWERED,
     "select_rows": _select_rows,
     "add": _rows(rows.add),
     "rms_norm": _rows(rows.rms_norm, "eps"),

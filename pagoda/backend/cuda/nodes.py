@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from pagoda.backend.cuda.adapters import AdapterTables
+from pagoda.backend.cuda.kernels.attention import SPLIT, Partials
 from pagoda.backend.cuda.places import Layout
 from pagoda.backend.graph import Graph, Node
 
+TemplateT = TypeVar("TemplateT")
 Values = list[Any]
 """Tensors of a step by the number of their value, places of metadata, and scratch memory behind them."""
 Launch = Callable[[Values], None]
@@ -38,6 +41,15 @@ class StepShape:
         """Memory of a dtype in a shape."""
         return self.memory(key, dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
 
+    def like(self, key: tuple[Hashable, ...], template: TemplateT) -> TemplateT:
+        """A dataclass as the template, whose tensors have no memory, with memory for these."""
+        own = {
+            name: self.tensor((*key, name), value.dtype, *value.shape)
+            for name, value in vars(template).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(template, **own)  # type: ignore[type-var]
+
     def floats(self, key: Hashable, *shape: int) -> Tensor:
         return self.tensor(key, torch.float32, *shape)
 
@@ -49,9 +61,14 @@ class Lowering:
     """Lowers the nodes of one graph; nodes share scratch memory of one kind."""
 
     def __init__(
-        self, graph: Graph, device: torch.device, products_of: Callable[[Any], torch.dtype]
+        self,
+        graph: Graph,
+        device: torch.device,
+        products_of: Callable[[Any], torch.dtype],
+        adapters: AdapterTables,
     ) -> None:
         """`products_of` says in which number format attention over a cache multiplies."""
+        self.adapters = adapters
         self.graph = graph
         self.device = device
         self.products_of = products_of
@@ -68,6 +85,9 @@ class Lowering:
         """Numbers of a node, which are what its operation says."""
         return node.attributes
 
+    def width(self, value: int) -> int:
+        return self.graph.values[value].width
+
     def selected(self, value: int) -> bool:
         return self.graph.values[value].selected
 
@@ -77,3 +97,20 @@ class Lowering:
             self._known[key] = self.valid + 1 + len(self.scratch)
             self.scratch.append(new)
         return self._known[key]
+
+
+def partials_of(lowering: Lowering, metadata: int, heads: int, value_dim: int) -> int:
+    """Scratch memory of contexts that several programs share."""
+    key = ("partials", metadata, heads, value_dim)
+
+    def new(shape: StepShape) -> Partials | None:
+        layout = shape.layouts[metadata]
+        if not layout.shares_contexts:
+            return None
+        sizes = (-(-layout.context // SPLIT), layout.tokens, heads)
+        return Partials(
+            shape.floats((*key, "accumulated"), *sizes, value_dim),
+            shape.floats((*key, "statistics"), *sizes, 2),
+        )
+
+    return lowering.new_scratch(key, new)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
-from pagoda.backend.cuda.kernels.attention import Steps, plan_tiles, tokens_per_tile
+from pagoda.backend.cuda.kernels.attention import Steps, plan_tiles
 from pagoda.backend.cuda.staging import Parcel, Pinned, PinnedPool
 
 MOST_CAPTURED = 512
@@ -91,9 +91,9 @@ class PlacesOnDevice:
 
 
 def plan_places(
-    batch: TokenBatch, group: int, block_size: int, queries_per_key: int, pool: PinnedPool
+    batch: TokenBatch, group: int, block_size: int, per_tile: int, pool: PinnedPool
 ) -> Places:
-    """Places of a step, written to pinned memory."""
+    """Places of a step, in tiles of `per_tile` tokens at most, written to pinned memory."""
     table, num_tokens = batch.block_tables[group], len(batch.positions)
     num_sequences, width = table.shape
     longest = int(batch.context_lens.max())
@@ -104,7 +104,7 @@ def plan_places(
         tiles = torch.ones(num_tokens, 3, dtype=torch.int32)
         tiles[:, 0] = tiles[:, 1] = torch.arange(num_tokens, dtype=torch.int32)
     else:
-        tiles = plan_tiles(batch.query_lens, tokens_per_tile(queries_per_key))
+        tiles = plan_tiles(batch.query_lens, per_tile)
         blocks = -(-longest // block_size)
         layout = Layout(num_tokens, len(tiles), num_sequences, blocks, longest, is_padded=False)
     parcel = layout.parcel

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import StepInput
+from pagoda.backend.cuda.adapters import AdapterTables
 from pagoda.backend.cuda.delivery import deliver_step
 from pagoda.backend.cuda.lowering import FUSED
 from pagoda.backend.cuda.places import MOST_CAPTURED, Places
@@ -46,12 +47,13 @@ class CompiledGraph:
         graph: Graph,
         names: WeightNames,
         products_of: Callable[[Any], torch.dtype],
+        adapters: AdapterTables,
     ) -> None:
         """`products_of` is that of `Lowering`. Operations are named after `names`."""
         self._runtime, self._pool = runtime, pool
         self._graph = graph
         self._names = names
-        self._products_of = products_of
+        self._products_of, self._adapters = products_of, adapters
         self._schedules: dict[tuple[tuple[str, ...], tuple[str, ...]], Schedule] = {}
         self._met: set[Hashable] = set()
         """Shapes of steps that were computed once, so that their kernels are compiled."""
@@ -178,7 +180,9 @@ class CompiledGraph:
         schedule = self._schedules.get(key)
         if schedule is None:
             device, products_of = self._runtime.device, self._products_of
-            schedule = self._schedules[key] = Schedule(self._graph, *key, device, products_of)
+            schedule = self._schedules[key] = Schedule(
+                self._graph, *key, device, products_of, self._adapters
+            )
         return schedule
 
     def _operation(self, namer: OperationNamer, node: Node) -> Operation:

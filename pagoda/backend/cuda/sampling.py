@@ -57,7 +57,7 @@ class DeviceSampler:
         pinned.used_until(runtime.steps.record())
         copied = Copied(runtime, self._pool, [found.columns])
         return UnderwayResult(
-            copied, found.token_ids, lambda columns: kernels.Found(*columns, found.most).sampled()
+            copied, found.token_ids, lambda columns: kernels.Found(columns[0], found.most).sampled()
         )
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
@@ -68,7 +68,7 @@ class DeviceSampler:
         found = self._new_found(len(ids), min(num_top, logits.shape[1]))
         self._runtime.steps.run(lambda: kernels.score(here, ids, found))
         copied = Copied(self._runtime, self._pool, [found.columns])
-        return kernels.Found(*copied.read(), found.most).scored()
+        return kernels.Found(copied.read()[0], found.most).scored()
 
     def _new_found(self, rows: int, most: int) -> kernels.Found:
         """Results of rows that report `most` likeliest tokens."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import NeededInputs, StepInput
+from pagoda.backend.cuda.adapters import AdapterTables
 from pagoda.backend.cuda.lowering import EXCHANGES, fused, launches_of
 from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
 from pagoda.backend.cuda.places import Layout, Places, PlacesOnDevice
@@ -72,12 +73,13 @@ class Schedule:
         given: tuple[str, ...],
         device: torch.device,
         products_of: Callable[[Any], torch.dtype],
+        adapters: AdapterTables,
     ) -> None:
         needed = graph.needed(results, given)
         self._graph = graph
         self.inputs = NeededInputs(graph, needed, given)
         self.nodes: list[Node] = fused(graph, needed)
-        self.lowering = Lowering(graph, device, products_of)
+        self.lowering = Lowering(graph, device, products_of, adapters)
         self.launches: list[Launch] = launches_of(self.lowering, self.nodes)
         self.computed = {name: graph.results[name] for name in results if name not in given}
         """Results that are wanted, and not brought along."""

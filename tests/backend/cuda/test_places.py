@@ -14,7 +14,7 @@ from pagoda.backend_check.subject import batch_of_spans
 
 
 def _planned(batch: TokenBatch, block_size: int = 16) -> tuple[PlacesOnDevice, int]:
-    places = plan_places(batch, 0, block_size, 2, PinnedPool(EmulatedDevice()))
+    places = plan_places(batch, 0, block_size, 32, PinnedPool(EmulatedDevice()))
     return PlacesOnDevice.of(places.layout, places.packed.memory), places.num_tokens
 
 
@@ -46,7 +46,7 @@ def test_steps_of_one_size_have_one_layout_until_contexts_are_much_longer() -> N
 
     def layout(counts: list[int]) -> object:
         spans = [(count - 1, 1, list(range(-(-count // 16)))) for count in counts]
-        return plan_places(batch_of_spans(spans), 0, 16, 1, pool).layout
+        return plan_places(batch_of_spans(spans), 0, 16, 64, pool).layout
 
     assert layout([5, 900, 33]) == layout([1, 1, 1, 1024])
     assert layout([5, 900, 33]) != layout([5, 1025, 33])
