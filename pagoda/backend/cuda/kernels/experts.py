@@ -134,9 +134,9 @@ def _route(
         open_groups = there[:, None] & (group_columns < groups)[None, :]
         left = columns[None, :] + row[:, None] < 0
         for _ in range(groups_per_token):
-            group = _first_of_best(of_groups, group_columns, open_groups, groups)
-            open_groups = open_groups & (group_columns[None, :] != group[:, None])
-            left = left | (loaded & ((columns // size)[None, :] == group[:, None]))
+            picked = _first_of_best(of_groups, group_columns, open_groups, groups)
+            open_groups = open_groups & (group_columns[None, :] != picked[:, None])
+            left = left | (loaded & ((columns // size)[None, :] == picked[:, None]))
     taken = columns[None, :] + row[:, None] < 0
     for _ in range(per_token):
         best = _first_of_best(values, columns, left & ~taken, experts)
