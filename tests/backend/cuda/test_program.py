@@ -185,6 +185,7 @@ def test_what_does_not_fit_is_refused_before_it_is_launched() -> None:
 
 def test_operations_are_those_that_are_measured() -> None:
     model, _ = _on_device()
+    _filled(model)
     kinds = [operation.kind for operation in model.compiled.operations(["last"])]
     assert kinds[-2:] == ["linear", "norm"]  # the sum is part of the norm
     step = model.step(batch_of_spans(SPANS), torch.tensor([7, 8, 9]))
