@@ -1,1 +1,1 @@
-"""What the backend of GPUs makes of a card."""
+"""Measurements of the backend of GPUs on a card."""

@@ -28,7 +28,7 @@ CHUNK = 8192
 class Decoded:
     tokens_per_s: float
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     idle: float
     """Share of the time in which the device had nothing to do between steps."""
 

@@ -15,7 +15,7 @@ OutcomeT_co = TypeVar("OutcomeT_co", covariant=True)
 
 
 class Underway(Protocol[OutcomeT_co]):
-    """What a device has been told to compute and copy to host memory."""
+    """Result that a device has been told to compute and copy to host memory."""
 
     @property
     def token_ids(self) -> Tensor:

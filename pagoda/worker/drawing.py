@@ -48,7 +48,7 @@ class Drawing:
         return found[0] if len(found) == 1 else merged(found)
 
     def late_rows(self, rows: dict[int, int]) -> list[LateRows]:
-        """Where a step finds tokens of its slots, of which `rows` are the first rows."""
+        """Tokens of a step's slots that only the device knows; `rows` are the first rows of slots."""
         found = []
         for part in self.on_device:
             chosen = [slot for slot in rows if slot in part.slots]

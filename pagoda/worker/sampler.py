@@ -116,7 +116,7 @@ class Sampler:
         return self.outcome(self._sample_rows(logits, self.table, slots), slots)
 
     def outcome(self, rows: SampledRows, slots: list[int]) -> Sampled:
-        """What rows of slots say that the backend has sampled."""
+        """Results of rows of slots that the backend has sampled."""
         outcomes = rows.outcomes.tolist()
         sampled = Sampled(dict(zip(slots, rows.token_ids.tolist(), strict=True)))
         if any(outcomes):

@@ -1,4 +1,4 @@
-"""What a step brings along, on its way from host memory to where its launches read it."""
+"""Inputs of a step on their way from host memory to where its launches read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagoda.backend.cuda.schedule import Bound, Rows
 from pagoda.backend.cuda.staging import Pinned, PinnedPool
 
 _PADDING = {"adapters": -1}
-"""What rows hold that fill up a step; of other inputs 0."""
+"""Numbers in rows that fill up a step; of other inputs 0."""
 
 
 def deliver_step(

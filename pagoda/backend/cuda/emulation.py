@@ -93,7 +93,7 @@ class EmulatedDevice:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.failed: Exception | None = None
-        """What broke the device, as an illegal access does."""
+        """Error that broke the device, as an illegal access does."""
         self.name = "emulated in Triton's interpreter"
         self.device = torch.device("cpu")
         # The interpreter rounds to bfloat16 as GPUs do not.

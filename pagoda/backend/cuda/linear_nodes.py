@@ -201,4 +201,4 @@ LOWERED: Mapping[str, Callable[[Lowering, Node], Launch]] = {
     "linear": _linear,
     "linear_argmax": _linear_argmax,
 }
-"""What makes launches of these operations."""
+"""Functions that make launches of these operations."""

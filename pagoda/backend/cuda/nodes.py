@@ -75,7 +75,7 @@ class Lowering:
         self.valid = len(graph.values)
         """Number of a tensor [1] int64: how many of the step's tokens are no padding."""
         self.scratch: list[NewScratch] = []
-        """What makes each piece of scratch memory; their numbers follow that of `valid`."""
+        """Makers of each piece of scratch memory; their numbers follow that of `valid`."""
         self._known: dict[Hashable, int] = {}
 
     def weights(self, node: Node) -> list[Any]:

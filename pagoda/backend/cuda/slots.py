@@ -34,7 +34,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class ValuePlan:
-    """Where the values of some nodes lie."""
+    """Places of the values of some nodes."""
 
     roots: dict[int, int]
     """Values that lie in the memory of another one, in which they are computed, and that one."""

@@ -142,4 +142,4 @@ LOWERED: Mapping[str, Callable[[Lowering, Node], Launch]] = {
     "rotate_and_cache_latents": _rotate_and_cache_latents,
     "latent_attention": _latent_attention,
 }
-"""What makes launches of these operations."""
+"""Functions that make launches of these operations."""

@@ -1,4 +1,4 @@
-"""The embedded model, served in processes by the GPU backend on its emulated device, answers as the reference does."""
+"""The embedded model, served in processes on the emulated device, answers as on the reference."""
 
 from __future__ import annotations
 
