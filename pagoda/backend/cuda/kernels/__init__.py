@@ -39,60 +39,56 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
 
 `attention`:
 
-    tokens_per_tile(queries_per_key) -> int     query tokens of one tile, at most
-
+    tokens_per_tile(queries_per_key) -> int     query tokens of one tile, at most; `latents` has its own, of heads
     Steps(positions[n] int32 (-1: padding), tiles[t, 3] int32, context_lens[s] int32, block_tables[s, b] int32)
-        a step's places (a dataclass). A tile is (sequence, first row, number of rows) of up to `tokens_per_tile`
-        neighbouring rows of one sequence; sequence -1 for padding, which computes nothing.
-    plan_tiles(query_lens[s], tokens_per_tile) -> Tensor [t, 3] int32      on the host
-    Partials(accumulated, statistics)     scratch of split contexts; `Partials.new(rows, heads, value_dim,
-        max_context, device)` allocates; serves all layers in turn. One is enough for a graph.
+        a step's places. A tile is (sequence, first row, number of rows) of up to `tokens_per_tile` neighbouring
+        rows of one sequence; sequence -1 for padding, which computes nothing
+    plan_tiles(query_lens[s], per_tile) -> Tensor [t, 3] int32, on the host
+    Partials.new(rows, heads, value_dim, max_context, device)     scratch of split contexts; serves all layers
     attention(queries, keys, values, steps, out, *, scale, window=None, chunk=None, softcap=None, causal=True,
               sinks=None, key_scales=None, value_scales=None, products=torch.bfloat16, partials=None,
               split_programs=16)
         queries, out [n, heads head_dim]; products are of float32, float16 or bfloat16 numbers, summed in float32.
         Without `partials` one program goes through a tile's whole context (prompts); with them, up to
         `split_programs` share it (decode). Bits are the same.
+
+`latents`:
+
     latent_attention(latent_queries, rotary_queries, cache, steps, out, *, rank, scale, scales=None,
                      products=torch.bfloat16, partials=None, split_programs=16)
-        with one KV head of `heads` queries: tokens_per_tile(heads), Partials of head_dim `rank`
 
 `linear`: weights [out, in]:
 
     linear(x, weight, out, *, bias=None)     weight of float32, float16 or bfloat16; bfloat16 rounds x
     head_linear(x[n, heads in], addresses[heads] int64, out[n, heads out], *, dtype)
-        addresses of contiguous weights [out, in] of `dtype`
-    add_low_rank(out, x, adapters[n] int64, table, scratch)     see `low_rank`
+
+`low_rank`:
+
+    add_low_rank(out, x, adapters[n] int64, table[slots, parts, 4] int64, narrow, *, outputs, dtype)
+    narrow_width(max_rank) -> int     elements of scratch for a row and a part
 
 `quantized`:
 
-    round_rows(x, rounded: RoundedRows)     integers of a row by one scale (`Int8Weight`)
-    RoundedRows.new(n, inputs, device)
-    int8_linear(rounded, values[out, in] int8, scales[out], out, *, zero_points=None, bias=None)
-    round_groups(x, rounded: RoundedGroups, *, order=None)     by a scale for each group (`GroupedWeight`)
-    RoundedGroups.new(n, inputs, group_size, device)
+    RoundedRows.new(n, inputs, device), round_rows(x, into)     integers of a row by one scale (`Int8Weight`)
+    int8_linear(rounded, values, scales, out, *, zero_points=None, bias=None)     out may be columns of wider rows
+    RoundedGroups.new(n, inputs, group_size, device), round_groups(x, into, *, order=None)     (`GroupedWeight`)
     grouped_linear(rounded, codes, scales, out, *, bits, offsets=None, bias=None)
-        codes [out, in] uint8, or [out, in / 2] of 4 bits, an odd input in the high half; scales [out, groups] float16
-    int8_embedding, grouped_embedding(token_ids, ..., out, *, first_id)
+    int8_embedding(token_ids, values, scales, out, *, first_id, zero_points=None)
+    grouped_embedding(token_ids, codes, scales, out, *, first_id, bits, offsets=None)
 
 `experts`:
 
-    ExpertWeights(gate[e], up[e], down[e] int64 addresses of [out, in], gate_bias, up_bias, down_bias: the same
-                  of float32, or None; dtype, first)
-    Workspace.new(n, hidden, inner, experts_per_token, num_experts, device)     scratch for up to n rows
+    ExpertWeights(gate, up, down [e] int64 addresses, dtype, first, inner, gate_bias=None, up_bias=None,
+                  down_bias=None)
+    Workspace.new(rows, hidden, inner, per_token, held, device)
     experts(x, logits, out, weights, workspace, *, routing, activation, counts, correction=None, valid=None)
-        `valid` [1] int64, number of rows that are not padding (counts and products leave the others out)
+        `valid` [1] int64, number of rows that are not padding
 
-`states`:
+`sampler` (kernels in `sampling`):
 
-    short_conv(x, steps, out, ...), gated_delta(...)     see there
-
-`sampling`:
-
-    pack_rows(table, slots) -> PackedRows           host tensors; `.to(device)` copies them (pinned, non-blocking)
-    sample(logits[r, v], packed, workspace) -> SampledOnDevice     outcomes, token_ids [r] int64 and reports
-    SamplingWorkspace.new(rows, vocab, device); SampledOnDevice.read() -> SampledRows (waits)
-    score(logits, token_ids, num_top, workspace) -> ScoredOnDevice; .read() -> ScoredRows
+    pack_rows(table, slots) -> PackedRows, in host memory; `.to(device)` copies them
+    Found.new(rows, most, device)     results; `.token_ids` on the device, `.sampled()` and `.scored()` wait
+    sample(logits[r, v], packed, changed, found); score(logits, token_ids, found)
 
 `blocks`:
 

@@ -6,6 +6,9 @@ program goes through all of them, or several write what they found and another l
 (Flash-Decoding, Dao et al. 2023). So bits do not depend on how a sequence is cut or on what else is in the step.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -114,7 +117,7 @@ def merged(highest, total, out, other_highest, other_total, other_out):
 
 @triton.jit
 def finished(highest, total, out, sinks):
-    """Attention [r, d] of sums and softmax; sinks [r], in powers of two, are one more score, minus infinity for none."""
+    """Attention [r, d] of sums and softmax; sinks [r], in powers of two, are one more score."""
     total += tl.exp2(sinks - tl.maximum(highest, -3.0e38))
     # The highest score adds exactly 1 to the total, so only rows without a query have less.
     return out / tl.where(total < 1.0, 1.0, total)[:, None]
@@ -173,13 +176,21 @@ def _attend(
                 cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
                 offset = at % block_size
                 # What is not seen may be anything, and zero times NaN is NaN.
-                key_places = (cache_block * key_block_stride + offset * dim)[None, :] + columns[:, None]
+                key_places = (cache_block * key_block_stride + offset * dim)[None, :] + columns[
+                    :, None
+                ]
                 key = tl.load(keys_ptr + key_places, seen[None, :] & (columns < dim)[:, None], 0.0)
-                value_places = (cache_block * value_block_stride + offset * dim)[:, None] + columns[None, :]
-                value = tl.load(values_ptr + value_places, seen[:, None] & (columns < dim)[None, :], 0.0)
+                value_places = (cache_block * value_block_stride + offset * dim)[:, None] + columns[
+                    None, :
+                ]
+                value = tl.load(
+                    values_ptr + value_places, seen[:, None] & (columns < dim)[None, :], 0.0
+                )
                 scores = tl.dot(queries, key.to(products), input_precision="ieee")
                 if quantized:
-                    scale_places = cache_block * scale_block_stride + kv_head * scale_head_stride + offset
+                    scale_places = (
+                        cache_block * scale_block_stride + kv_head * scale_head_stride + offset
+                    )
                     scores *= tl.load(key_scales_ptr + scale_places, seen, 0.0)[None, :]
                 if capped:
                     scores = cap * hyperbolic_tangent(scores / cap) * _LOG2E
@@ -194,7 +205,9 @@ def _attend(
                 if quantized:
                     weights *= tl.load(value_scales_ptr + scale_places, seen, 0.0)[None, :]
                 own_out = own_out * decay[:, None]
-                own_out = tl.dot(weights.to(products), value.to(products), own_out, input_precision="ieee")
+                own_out = tl.dot(
+                    weights.to(products), value.to(products), own_out, input_precision="ieee"
+                )
             if partial:
                 place = (part * num_rows + token) * heads + head
                 tl.store(statistics_ptr + place * 2, own_highest, there)

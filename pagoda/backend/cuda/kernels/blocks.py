@@ -1,5 +1,8 @@
 """Blocks of the KV cache gathered into rows of bytes and scattered back, for copies between device and host."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 import torch
@@ -14,7 +17,15 @@ _BLOCK = 4096
 
 @triton.jit
 def _copy_blocks(
-    cache_ptr, ids_ptr, rows_ptr, words, cache_stride, row_stride, first, gathers: tl.constexpr, block: tl.constexpr
+    cache_ptr,
+    ids_ptr,
+    rows_ptr,
+    words,
+    cache_stride,
+    row_stride,
+    first,
+    gathers: tl.constexpr,
+    block: tl.constexpr,
 ):
     place, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     there = columns < words

@@ -4,6 +4,9 @@ A tile has rows of one expert only, and rows of a tile do not meet: a token's bi
 experts give is added up in the order of their numbers.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,7 +18,14 @@ from torch import Tensor
 
 from pagoda.backend.base import ExpertActivation
 from pagoda.backend.cuda.kernels.linear import OUTPUTS, ROWS, numbers_of, product
-from pagoda.backend.cuda.kernels.numbers import UNFUSED, blocks, power_of_two, sigmoid, silu, triton_dtype
+from pagoda.backend.cuda.kernels.numbers import (
+    UNFUSED,
+    blocks,
+    power_of_two,
+    sigmoid,
+    silu,
+    triton_dtype,
+)
 from pagoda.checkpoints.expert_routing import ExpertRouting
 
 _PAIRS = 1024
@@ -25,7 +35,7 @@ _BLOCK = 1024
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Where the weights of the experts `first` to `first + e - 1` lie, all of one dtype and shape."""
+    """Addresses of the weights of the experts `first` to `first + e - 1`, all of one dtype and shape."""
 
     gate: Tensor
     """[e] int64, addresses of weights [inner, hidden]."""
@@ -175,7 +185,13 @@ def _count(chosen_ptr, counts_ptr, starts_ptr, pairs, first, held, block: tl.con
 
 @triton.jit
 def _first_tiles(
-    starts_ptr, tiles_ptr, held, num_tiles, rows: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+    starts_ptr,
+    tiles_ptr,
+    held,
+    num_tiles,
+    rows: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
 ):
     expert = tl.arange(0, width)
     count = tl.load(starts_ptr + expert * 2 + 1, expert < held, 0)
@@ -188,7 +204,14 @@ def _first_tiles(
 
 @triton.jit
 def _sort(
-    chosen_ptr, starts_ptr, tiles_ptr, order_ptr, pairs, first, rows: tl.constexpr, block: tl.constexpr
+    chosen_ptr,
+    starts_ptr,
+    tiles_ptr,
+    order_ptr,
+    pairs,
+    first,
+    rows: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Pairs of one expert into its tiles, in their order."""
     own = tl.program_id(0)
@@ -202,7 +225,9 @@ def _sort(
         done += tl.sum(match)
     num_tiles = (count + rows - 1) // rows
     rest = count + tl.arange(0, rows)
-    tl.store(order_ptr + first_tile * rows + rest, tl.full([rows], -1, tl.int32), rest < num_tiles * rows)
+    tl.store(
+        order_ptr + first_tile * rows + rest, tl.full([rows], -1, tl.int32), rest < num_tiles * rows
+    )
     for tile in range(0, num_tiles):
         tl.store(tiles_ptr + first_tile + tile, own)
 
@@ -233,13 +258,22 @@ def _gate_and_up(
         for start in range(0, inputs, step):
             places = start + tl.arange(0, step)
             known = places < inputs
-            x = tl.load(x_ptr + firsts[:, None] + places[None, :], there[:, None] & known[None, :], 0.0)
+            x = tl.load(
+                x_ptr + firsts[:, None] + places[None, :], there[:, None] & known[None, :], 0.0
+            )
             if weighs:
                 x = x * factors[:, None]
             x = x.to(products)
-            own, taken = outputs.to(tl.int64)[None, :] * inputs + places[:, None], held[None, :] & known[:, None]
-            gate = tl.dot(x, tl.load(gate_ptr + own, taken, 0.0).to(products), gate, input_precision=precision)
-            up = tl.dot(x, tl.load(up_ptr + own, taken, 0.0).to(products), up, input_precision=precision)
+            own, taken = (
+                outputs.to(tl.int64)[None, :] * inputs + places[:, None],
+                held[None, :] & known[:, None],
+            )
+            gate = tl.dot(
+                x, tl.load(gate_ptr + own, taken, 0.0).to(products), gate, input_precision=precision
+            )
+            up = tl.dot(
+                x, tl.load(up_ptr + own, taken, 0.0).to(products), up, input_precision=precision
+            )
         if biased:
             gate_bias = tl.load(gate_biases_ptr + expert).to(tl.pointer_type(tl.float32))
             up_bias = tl.load(up_biases_ptr + expert).to(tl.pointer_type(tl.float32))
@@ -251,7 +285,11 @@ def _gate_and_up(
             out = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
         else:
             out = silu(gate) * up
-        tl.store(inner_ptr + pair[:, None] * num_outputs + outputs[None, :], out, there[:, None] & held[None, :])
+        tl.store(
+            inner_ptr + pair[:, None] * num_outputs + outputs[None, :],
+            out,
+            there[:, None] & held[None, :],
+        )
 
 
 @triton.jit
@@ -269,19 +307,40 @@ def _down(
         there, held = pair >= 0, outputs < num_outputs
         weight_ptr = tl.load(downs_ptr + expert).to(tl.pointer_type(dtype))
         out = product(
-            inner_ptr, pair * inputs, there, weight_ptr, outputs, num_outputs, inputs, products, precision, step
+            inner_ptr,
+            pair * inputs,
+            there,
+            weight_ptr,
+            outputs,
+            num_outputs,
+            inputs,
+            products,
+            precision,
+            step,
         )
         if biased:
             bias = tl.load(biases_ptr + expert).to(tl.pointer_type(tl.float32))
             out += tl.load(bias + outputs, held, 0.0)[None, :]
         if not weighs:
             out = out * tl.load(weights_ptr + pair, there, 0.0)[:, None]
-        tl.store(outputs_ptr + pair[:, None] * num_outputs + outputs[None, :], out, there[:, None] & held[None, :])
+        tl.store(
+            outputs_ptr + pair[:, None] * num_outputs + outputs[None, :],
+            out,
+            there[:, None] & held[None, :],
+        )
 
 
 @triton.jit
 def _add_up(
-    outputs_ptr, chosen_ptr, out_ptr, count, width, first, held, per_token: tl.constexpr, block: tl.constexpr
+    outputs_ptr,
+    chosen_ptr,
+    out_ptr,
+    count,
+    width,
+    first,
+    held,
+    per_token: tl.constexpr,
+    block: tl.constexpr,
 ):
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     row, column = places // width, places % width
@@ -338,13 +397,17 @@ def experts(
     num_rows, hidden = x.shape
     per_token, held = routing.experts_per_token, len(weights.gate)
     route(logits, workspace, routing=routing, correction=correction, valid=valid)
-    pairs, num_tiles = num_rows * per_token, blocks(num_rows * per_token, ROWS) + min(
-        held, num_rows * per_token
+    pairs, num_tiles = (
+        num_rows * per_token,
+        blocks(num_rows * per_token, ROWS) + min(held, num_rows * per_token),
     )
-    chosen, starts, tiles, order = workspace.chosen, workspace.starts, workspace.tiles, workspace.order
-    _count[(routing.num_experts,)](
-        chosen, counts, starts, pairs, weights.first, held, block=_PAIRS
+    chosen, starts, tiles, order = (
+        workspace.chosen,
+        workspace.starts,
+        workspace.tiles,
+        workspace.order,
     )
+    _count[(routing.num_experts,)](chosen, counts, starts, pairs, weights.first, held, block=_PAIRS)
     _first_tiles[(1,)](
         starts, tiles, held, num_tiles, rows=ROWS, width=power_of_two(2, held), block=_PAIRS
     )

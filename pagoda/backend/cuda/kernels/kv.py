@@ -3,6 +3,9 @@
 A token's slot is its block's number times the block size, plus its place in the block; -1 for none.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 import triton
@@ -29,7 +32,9 @@ def _rotated(x, other, columns, cosines_ptr, sines_ptr, token, there, half: tl.c
 @triton.jit
 def _scales_of(highest, broken):
     """Scales [rows] of int8 that make 127 of the highest magnitudes, and numbers to divide by."""
-    scales = tl.where(broken > 0, float("nan"), tl.div_rn(highest, tl.full(highest.shape, 127.0, tl.float32)))
+    scales = tl.where(
+        broken > 0, float("nan"), tl.div_rn(highest, tl.full(highest.shape, 127.0, tl.float32))
+    )
     return scales, tl.where(scales > 0.0, scales, 1.0)
 
 
@@ -62,8 +67,13 @@ def _rotate_and_cache(
         firsts = tl.where(is_query, head, head - heads) * dim if all_heads else head * 0
         of_queries, of_keys = there & is_query[:, None], there & is_key[:, None]
         norms = firsts[:, None] + columns[None, :]
-        x = x * factors * (
-            tl.load(query_norm_ptr + norms, of_queries, 0.0) + tl.load(key_norm_ptr + norms, of_keys, 0.0)
+        x = (
+            x
+            * factors
+            * (
+                tl.load(query_norm_ptr + norms, of_queries, 0.0)
+                + tl.load(key_norm_ptr + norms, of_keys, 0.0)
+            )
         )
     if half > 0:
         others = tl.where(columns < half, columns + half, columns - half)
@@ -71,9 +81,13 @@ def _rotate_and_cache(
         other = tl.load(qkv_ptr + row[:, None] * dim + others[None, :], paired, 0.0)
         if normed:
             norms = firsts[:, None] + others[None, :]
-            other = other * factors * (
-                tl.load(query_norm_ptr + norms, paired & of_queries, 0.0)
-                + tl.load(key_norm_ptr + norms, paired & of_keys, 0.0)
+            other = (
+                other
+                * factors
+                * (
+                    tl.load(query_norm_ptr + norms, paired & of_queries, 0.0)
+                    + tl.load(key_norm_ptr + norms, paired & of_keys, 0.0)
+                )
             )
         x = _rotated(x, other, columns, cosines_ptr, sines_ptr, token, there, half)
     place = (token * heads + head)[:, None] * dim + columns[None, :]
@@ -90,12 +104,16 @@ def _rotate_and_cache(
         scales, divisors = _scales_of(tl.max(tl.abs(x), 1), tl.sum((x != x).to(tl.int32), 1))
         scale_place = cache_block * scale_block_stride + offset
         tl.store(key_scales_ptr + scale_place + key_head * scale_head_stride, scales, key_there)
-        tl.store(value_scales_ptr + scale_place + value_head * scale_head_stride, scales, value_there)
+        tl.store(
+            value_scales_ptr + scale_place + value_head * scale_head_stride, scales, value_there
+        )
         x = rounded(tl.div_rn(x, tl.broadcast_to(divisors[:, None], x.shape)))
     key_places = key_place[:, None] + columns[None, :]
     value_places = value_place[:, None] + columns[None, :]
     tl.store(keys_ptr + key_places, x.to(keys_ptr.dtype.element_ty), there & key_there[:, None])
-    tl.store(values_ptr + value_places, x.to(values_ptr.dtype.element_ty), there & value_there[:, None])
+    tl.store(
+        values_ptr + value_places, x.to(values_ptr.dtype.element_ty), there & value_there[:, None]
+    )
 
 
 @triton.jit
@@ -145,9 +163,15 @@ def _cache_latents(
         x = rounded(tl.div_rn(x, tl.broadcast_to(divisors[:, None], x.shape)))
         key = rounded(tl.div_rn(key, tl.broadcast_to(divisors[:, None], key.shape)))
     place = (cache_block * cache_block_stride + offset * (rank + rope))[:, None]
-    tl.store(cache_ptr + place + columns[None, :], x.to(cache_ptr.dtype.element_ty), there & (slot >= 0)[:, None])
+    tl.store(
+        cache_ptr + place + columns[None, :],
+        x.to(cache_ptr.dtype.element_ty),
+        there & (slot >= 0)[:, None],
+    )
     place += rank + turned[None, :]
-    tl.store(cache_ptr + place, key.to(cache_ptr.dtype.element_ty), key_there & (slot >= 0)[:, None])
+    tl.store(
+        cache_ptr + place, key.to(cache_ptr.dtype.element_ty), key_there & (slot >= 0)[:, None]
+    )
 
 
 def rotate_and_cache(

@@ -3,6 +3,9 @@
 As in `attention`, contexts are cut at fixed places. A tile of latents is loaded once, for scores and for sums.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 import torch
@@ -69,13 +72,22 @@ def _attend_latents(
                 at = start + tl.arange(0, keys)
                 seen = at <= tile_last
                 cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
-                own = cache_ptr + (cache_block * block_stride + at % block_size * (rank + rope))[:, None]
-                key = tl.load(own + columns[None, :], seen[:, None] & of_rank[None, :], 0.0).to(products)
-                turn = tl.load(own + rank + turned[None, :], seen[:, None] & of_rope[None, :], 0.0).to(products)
+                own = (
+                    cache_ptr
+                    + (cache_block * block_stride + at % block_size * (rank + rope))[:, None]
+                )
+                key = tl.load(own + columns[None, :], seen[:, None] & of_rank[None, :], 0.0).to(
+                    products
+                )
+                turn = tl.load(
+                    own + rank + turned[None, :], seen[:, None] & of_rope[None, :], 0.0
+                ).to(products)
                 scores = tl.dot(latent, tl.trans(key), input_precision="ieee")
                 scores = tl.dot(rotary, tl.trans(turn), scores, input_precision="ieee")
                 if quantized:
-                    scales = tl.load(scales_ptr + cache_block * scale_stride + at % block_size, seen, 0.0)
+                    scales = tl.load(
+                        scales_ptr + cache_block * scale_stride + at % block_size, seen, 0.0
+                    )
                     scores *= scales[None, :]
                 scores = tl.where(at[None, :] <= last[:, None], scores, float("-inf"))
                 new_highest = tl.maximum(own_highest, tl.max(scores, 1))
@@ -86,12 +98,16 @@ def _attend_latents(
                 own_total = own_total * decay + tl.sum(weights, 1)
                 if quantized:
                     weights *= scales[None, :]
-                own_out = tl.dot(weights.to(products), key, own_out * decay[:, None], input_precision="ieee")
+                own_out = tl.dot(
+                    weights.to(products), key, own_out * decay[:, None], input_precision="ieee"
+                )
             if partial:
                 place = (part * num_rows + token) * heads + head
                 tl.store(statistics_ptr + place * 2, own_highest, there)
                 tl.store(statistics_ptr + place * 2 + 1, own_total, there)
-                tl.store(accumulated_ptr + place[:, None] * rank + columns[None, :], own_out, loaded)
+                tl.store(
+                    accumulated_ptr + place[:, None] * rank + columns[None, :], own_out, loaded
+                )
             else:
                 highest, total, out = merged(highest, total, out, own_highest, own_total, own_out)
         if not partial:

@@ -1,5 +1,8 @@
 """Products with dense weights, in tiles of one shape: a row's bits do not depend on how many rows there are."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 import torch
@@ -18,7 +21,7 @@ def product(
     x_ptr, firsts, there, weight_ptr, outputs, num_outputs,
     inputs: tl.constexpr, products: tl.constexpr, precision: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Rows that begin at x_ptr + firsts [r] times outputs [o] of a weight [num_outputs, inputs]: [r, o] float32."""
+    """Rows from x_ptr + firsts [r] on times outputs [o] of a weight [num_outputs, inputs]: [r, o] float32."""
     total = tl.zeros([firsts.shape[0], outputs.shape[0]], tl.float32)
     held = outputs < num_outputs
     for start in range(0, inputs, step):
@@ -41,7 +44,16 @@ def _linear(
     outputs = tl.program_id(0) * columns + tl.arange(0, columns)
     there = row < num_rows
     out = product(
-        x_ptr, row * inputs, there, weight_ptr, outputs, num_outputs, inputs, products, precision, step
+        x_ptr,
+        row * inputs,
+        there,
+        weight_ptr,
+        outputs,
+        num_outputs,
+        inputs,
+        products,
+        precision,
+        step,
     )
     if has_bias:
         out += tl.load(bias_ptr + outputs, outputs < num_outputs, 0.0)[None, :]

@@ -1,4 +1,7 @@
-"""What adapters add to linear layers: products of two narrow matrices, each row with those of its own adapter."""
+"""Adapters of linear layers: products of two narrow matrices, each row with those of its own adapter."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pagoda.backend.cuda.kernels.linear import OUTPUTS, ROWS, numbers_of, produc
 from pagoda.backend.cuda.kernels.numbers import blocks, power_of_two, triton_dtype
 
 DOWN, UP, RANK, SCALE, COLUMNS = range(5)
-"""Columns of a table of adapters: addresses of matrices, their rank, which is 0 for none, and bits of the scale."""
+"""Columns of a table of adapters: addresses of matrices, their rank (0 for none), and bits of the scale."""
 _COLUMNS = tl.constexpr(COLUMNS)
 
 
@@ -34,7 +37,16 @@ def _narrow(
             down_ptr = tl.load(entry).to(tl.pointer_type(dtype))
             scale = tl.load(entry + 3).to(tl.int32).to(tl.float32, bitcast=True)
             made = product(
-                x_ptr, row * inputs, match, down_ptr, columns, rank, inputs, products, precision, step
+                x_ptr,
+                row * inputs,
+                match,
+                down_ptr,
+                columns,
+                rank,
+                inputs,
+                products,
+                precision,
+                step,
             )
             places = (row * parts + part)[:, None] * width + columns[None, :]
             tl.store(narrow_ptr + places, made * scale, match[:, None])
@@ -56,7 +68,11 @@ def _widen(
         if (rank > 0) & (tl.sum(match.to(tl.int32)) > 0):
             up_ptr = tl.load(entry + 1).to(tl.pointer_type(dtype))
             held = outputs < num_outputs
-            x = tl.load(narrow_ptr + (row * parts + part)[:, None] * width + narrow[None, :], match[:, None], 0.0)
+            x = tl.load(
+                narrow_ptr + (row * parts + part)[:, None] * width + narrow[None, :],
+                match[:, None],
+                0.0,
+            )
             weight = tl.load(
                 up_ptr + outputs.to(tl.int64)[None, :] * rank + narrow[:, None],
                 held[None, :] & (narrow < rank)[:, None], 0.0,
@@ -84,9 +100,9 @@ def add_low_rank(
 ) -> None:
     """Adds to `out` [n, sum(outputs)] what each row's adapter makes of x [n, in].
 
-    Rows have numbers `adapters` [n] int64, those outside the table nothing. `table` [slots, parts, `COLUMNS`] int64
-    has contiguous matrices [rank, in] and [outputs, rank] of `dtype`; `narrow` [n, parts, `narrow_width`] float32 is
-    scratch.
+    Rows have numbers `adapters` [n] int64, those outside the table nothing. `table` [slots, parts, `COLUMNS`]
+    int64 has contiguous matrices [rank, in] and [outputs, rank] of `dtype`; `narrow` [n, parts, `narrow_width`]
+    float32 is scratch.
     """
     if not len(x) or not len(table):
         return

@@ -1,5 +1,8 @@
 """Numbers that kernels share: rounding, and sizes of tiles."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 import torch

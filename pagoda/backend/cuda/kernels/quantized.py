@@ -1,8 +1,11 @@
 """Products with weights of small integers, whose inputs are rounded to integers too.
 
-Sums of integers are exact in any order, and scales are multiplied and added as the reference does, one operation at
-a time: results have its bits (`pagoda.backend.reference.quantized`).
+Sums of integers are exact in any order, and scales are multiplied and added as the reference does, one operation
+at a time: results have its bits (`pagoda.backend.reference.quantized`).
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -154,7 +157,10 @@ def _int8_linear(
     if has_zeros:
         sums, zeros = tl.load(sums_ptr + row, there, 0), tl.load(zeros_ptr + outputs, held, 0)
         total -= sums[:, None] * zeros[None, :]
-    row_scales, scales = tl.load(row_scales_ptr + row, there, 0.0), tl.load(scales_ptr + outputs, held, 0.0)
+    row_scales, scales = (
+        tl.load(row_scales_ptr + row, there, 0.0),
+        tl.load(scales_ptr + outputs, held, 0.0),
+    )
     out = total.to(tl.float32) * (row_scales[:, None] * scales[None, :])
     if has_bias:
         out += tl.load(bias_ptr + outputs, held, 0.0)[None, :]
@@ -168,12 +174,17 @@ def _integers_of(codes_ptr, outputs, held, start, inputs, bits: tl.constexpr, si
     row = outputs.to(tl.int64)[:, None]
     if bits == 4:
         places = start // 2 + tl.arange(0, size // 2)
-        pairs = tl.load(codes_ptr + row * (inputs // 2) + places[None, :], held[:, None], 136).to(tl.int32)
+        pairs = tl.load(codes_ptr + row * (inputs // 2) + places[None, :], held[:, None], 136).to(
+            tl.int32
+        )
         both = tl.join((pairs & 15) - 8, (pairs >> 4) - 8)
         codes = tl.reshape(both, [outputs.shape[0], size])
     else:
         places = start + tl.arange(0, size)
-        codes = tl.load(codes_ptr + row * inputs + places[None, :], held[:, None], 128).to(tl.int32) - 128
+        codes = (
+            tl.load(codes_ptr + row * inputs + places[None, :], held[:, None], 128).to(tl.int32)
+            - 128
+        )
     return codes.to(tl.int8)
 
 
@@ -235,7 +246,9 @@ def _grouped_embedding(
         pairs = tl.load(codes_ptr + own * (width // 2) + column // 2, there, 136).to(tl.int32)
         x = (tl.where(column % 2 == 1, pairs >> 4, pairs & 15) - 8).to(tl.float32)
     else:
-        x = (tl.load(codes_ptr + own * width + column, there, 128).to(tl.int32) - 128).to(tl.float32)
+        x = (tl.load(codes_ptr + own * width + column, there, 128).to(tl.int32) - 128).to(
+            tl.float32
+        )
     group = own * (width // size) + column // size
     x = x * tl.load(scales_ptr + group, there, 0.0).to(tl.float32)
     if has_offsets:

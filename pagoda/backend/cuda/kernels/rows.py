@@ -1,5 +1,8 @@
 """Operations on every row by itself: sums, activations, norms, and rows that are chosen."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 import triton
@@ -359,7 +362,9 @@ def _embedding(ids_ptr, table_ptr, out_ptr, count, first_id, outputs, width, blo
 
 
 @triton.jit
-def _argmax(logits_ptr, out_ptr, num_rows, width, first_id, rows: tl.constexpr, block: tl.constexpr):
+def _argmax(
+    logits_ptr, out_ptr, num_rows, width, first_id, rows: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     highest = tl.full([rows], float("-inf"), tl.float32)
     winner = tl.zeros([rows], tl.int32)
@@ -374,7 +379,9 @@ def _argmax(logits_ptr, out_ptr, num_rows, width, first_id, rows: tl.constexpr, 
         winner = tl.where(own > highest, place, winner)
         highest = tl.maximum(own, highest)
     winner = tl.minimum(winner, width - 1)  # past the end where all are NaN
-    bits = tl.load(logits_ptr + row * width + winner, row < num_rows, 0.0).to(tl.int32, bitcast=True)
+    bits = tl.load(logits_ptr + row * width + winner, row < num_rows, 0.0).to(
+        tl.int32, bitcast=True
+    )
     tl.store(out_ptr + row * 3, winner.to(tl.int64) + first_id, row < num_rows)
     tl.store(out_ptr + row * 3 + 1, bits.to(tl.int64), row < num_rows)
     tl.store(out_ptr + row * 3 + 2, (broken == 0).to(tl.int64), row < num_rows)

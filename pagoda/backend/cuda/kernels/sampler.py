@@ -100,7 +100,9 @@ class Found:
 
     def _logprobs(self, columns: Tensor) -> Tensor:
         """[r, 1 + most] float32, by the arithmetic of `reference.sampling.token_logprobs`."""
-        values = torch.cat((columns[:, kernels.VALUE, None], columns[:, kernels.FIXED + self.most :]), 1)
+        values = torch.cat(
+            (columns[:, kernels.VALUE, None], columns[:, kernels.FIXED + self.most :]), 1
+        )
         highest = _floats(columns[:, kernels.HIGHEST, None]).double()
         totals = columns[:, kernels.TOTAL].tolist()
         logarithms = [
@@ -180,14 +182,37 @@ def sample(logits: Tensor, packed: PackedRows, changed: Tensor | None, found: Fo
         for kind, own in edits.items():
             if len(own):
                 kernels.edit[(blocks(len(own), _EDITS),)](
-                    changed, packed.numbers, own, len(own), vocab, kind=kind, block=_EDITS, **UNFUSED
+                    changed,
+                    packed.numbers,
+                    own,
+                    len(own),
+                    vocab,
+                    kind=kind,
+                    block=_EDITS,
+                    **UNFUSED,
                 )
         kernels.draw[(rows,)](
-            logits, changed, packed.numbers, found.columns, vocab, width, block=block, num_warps=8, **UNFUSED
+            logits,
+            changed,
+            packed.numbers,
+            found.columns,
+            vocab,
+            width,
+            block=block,
+            num_warps=8,
+            **UNFUSED,
         )
     else:
         kernels.draw[(rows,)](
-            logits, logits, packed.numbers, found.columns, vocab, width, block=block, num_warps=8, **UNFUSED
+            logits,
+            logits,
+            packed.numbers,
+            found.columns,
+            vocab,
+            width,
+            block=block,
+            num_warps=8,
+            **UNFUSED,
         )
     if packed.most_reported >= 0:
         _report(logits, found)
@@ -205,5 +230,12 @@ def _report(logits: Tensor, found: Found) -> None:
     vocab = logits.shape[1]
     block = min(_BLOCK, power_of_two(64, vocab))
     kernels.report[(len(logits),)](
-        logits, found.columns, vocab, found.columns.shape[1], most=found.most, block=block, num_warps=8, **UNFUSED
+        logits,
+        found.columns,
+        vocab,
+        found.columns.shape[1],
+        most=found.most,
+        block=block,
+        num_warps=8,
+        **UNFUSED,
     )

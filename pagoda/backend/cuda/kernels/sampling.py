@@ -1,9 +1,12 @@
 """Sampling on the device: the reference's tokens in every bit, by search for thresholds instead of sorting.
 
-Weights of tokens are whole numbers, whose sums are exact in any order. What a token must have to be kept is found by
-counting, or adding up, those at or above a number, two bits of the number at a time; of equal tokens those of the
-lowest ids are kept. See `pagoda.backend.sampling` and `pagoda.backend.reference.sampling`.
+Weights of tokens are whole numbers, whose sums are exact in any order. What a token must have to be kept is found
+by counting, or adding up, those at or above a number, two bits of the number at a time; of equal tokens those of
+the lowest ids are kept. See `pagoda.backend.sampling` and `pagoda.backend.reference.sampling`.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
@@ -54,12 +57,14 @@ def _weighed(x, highest, scale):
 @triton.jit
 def _whole(exact):
     """Numbers from 0 on as int64, rounded half to even."""
-    return tl.where(exact < _ROUND_TO_WHOLE, (exact + _ROUND_TO_WHOLE) - _ROUND_TO_WHOLE, exact).to(tl.int64)
+    return tl.where(exact < _ROUND_TO_WHOLE, (exact + _ROUND_TO_WHOLE) - _ROUND_TO_WHOLE, exact).to(
+        tl.int64
+    )
 
 
 @triton.jit
 def _part_of(number, share):
-    """number share / 2^53, of int64 numbers below 2^62 and shares up to 2^53: the quotient and if there is a rest."""
+    """number share / 2^53, of numbers below 2^62 and shares up to 2^53: the quotient and if there is a rest."""
     low = number.to(tl.uint64) * share.to(tl.uint64)
     high = tl.umulhi(number.to(tl.uint64), share.to(tl.uint64))
     return ((high << 11) | (low >> 53)).to(tl.int64), (low & 0x1FFFFFFFFFFFFF) != 0
@@ -112,11 +117,15 @@ def _threshold(
     found = goal * 0
     for step in range(16):
         shift = 30 - 2 * step
-        first, second, third = found + ((goal * 0 + 1) << shift), found + ((goal * 0 + 2) << shift), found + ((goal * 0 + 3) << shift)
+        first, second, third = (
+            found + ((goal * 0 + 1) << shift),
+            found + ((goal * 0 + 2) << shift),
+            found + ((goal * 0 + 3) << shift),
+        )
         one, two, three = goal * 0, goal * 0, goal * 0
         for start in range(0, vocab, block):
             columns = start + tl.arange(0, block)
-            weight, order, power, exact = _kept(
+            weight, order, power, _exact = _kept(
                 logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
             )
             if counts:
@@ -126,7 +135,9 @@ def _threshold(
             one += tl.sum(tl.where(order >= first, weight, 0))
             two += tl.sum(tl.where(order >= second, weight, 0))
             three += tl.sum(tl.where(order >= third, weight, 0))
-        digit = (one >= goal).to(tl.int64) + (two >= goal).to(tl.int64) + (three >= goal).to(tl.int64)
+        digit = (
+            (one >= goal).to(tl.int64) + (two >= goal).to(tl.int64) + (three >= goal).to(tl.int64)
+        )
         found += digit << shift
     return found
 
@@ -140,7 +151,7 @@ def _last_kept(
     above = goal * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, exact = _kept(
+        weight, order, power, _exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         if typical:
@@ -149,7 +160,7 @@ def _last_kept(
     last = -1
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, exact = _kept(
+        weight, order, power, _exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         if typical:
@@ -169,7 +180,7 @@ def _mean_power(
     total, products = kth * 0, kth * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, exact = _kept(
+        weight, _order, power, exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         product = -_whole(-(exact * tl.maximum(power, -60.0)))
@@ -180,7 +191,17 @@ def _mean_power(
 
 @triton.jit
 def _drawn(
-    logits_ptr, vocab, highest, scale, lowest, top_k, top_p, typical_p, seed, position, block: tl.constexpr
+    logits_ptr,
+    vocab,
+    highest,
+    scale,
+    lowest,
+    top_k,
+    top_p,
+    typical_p,
+    seed,
+    position,
+    block: tl.constexpr,
 ):
     """The token that is drawn of logits whose highest is finite."""
     kth, nucleus, nucleus_end = top_k * 0, top_k * 0 - 1, -1
@@ -195,22 +216,58 @@ def _drawn(
         positive += tl.sum((weight > 0).to(tl.int64))
     if (top_k > 0) & (top_k < positive):
         kth = _threshold(
-            logits_ptr, vocab, top_k, highest, scale, lowest, kth, nucleus, nucleus_end, mean, True, False, block
+            logits_ptr,
+            vocab,
+            top_k,
+            highest,
+            scale,
+            lowest,
+            kth,
+            nucleus,
+            nucleus_end,
+            mean,
+            True,
+            False,
+            block,
         )
         total = top_k * 0
         for start in range(0, vocab, block):
             columns = start + tl.arange(0, block)
-            weight, order, power, exact = _kept(
+            weight, _order, power, _exact = _kept(
                 logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
             )
             total += tl.sum(weight)
     if top_p < 9007199254740992:
         goal = _goal(total, top_p)
         found = _threshold(
-            logits_ptr, vocab, goal, highest, scale, lowest, kth, nucleus, nucleus_end, mean, False, False, block
+            logits_ptr,
+            vocab,
+            goal,
+            highest,
+            scale,
+            lowest,
+            kth,
+            nucleus,
+            nucleus_end,
+            mean,
+            False,
+            False,
+            block,
         )
         nucleus_end = _last_kept(
-            logits_ptr, vocab, goal, found, highest, scale, lowest, kth, nucleus, nucleus_end, mean, False, block
+            logits_ptr,
+            vocab,
+            goal,
+            found,
+            highest,
+            scale,
+            lowest,
+            kth,
+            nucleus,
+            nucleus_end,
+            mean,
+            False,
+            block,
         )
         nucleus = found
     nearest, nearest_end = top_k * 0 - 1, -1
@@ -220,28 +277,56 @@ def _drawn(
         )
         goal = _goal(total, typical_p)
         nearest = _threshold(
-            logits_ptr, vocab, goal, highest, scale, lowest, kth, nucleus, nucleus_end, mean, False, True, block
+            logits_ptr,
+            vocab,
+            goal,
+            highest,
+            scale,
+            lowest,
+            kth,
+            nucleus,
+            nucleus_end,
+            mean,
+            False,
+            True,
+            block,
         )
         nearest_end = _last_kept(
-            logits_ptr, vocab, goal, nearest, highest, scale, lowest, kth, nucleus, nucleus_end, mean, True, block
+            logits_ptr,
+            vocab,
+            goal,
+            nearest,
+            highest,
+            scale,
+            lowest,
+            kth,
+            nucleus,
+            nucleus_end,
+            mean,
+            True,
+            block,
         )
     total = top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, exact = _kept(
+        weight, _order, power, _exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         near = _distances(power, mean)
-        total += tl.sum(tl.where((near > nearest) | ((near == nearest) & (columns <= nearest_end)), weight, 0))
-    target, rest = _part_of(total, _uniform_bits(seed, position))
+        total += tl.sum(
+            tl.where((near > nearest) | ((near == nearest) & (columns <= nearest_end)), weight, 0)
+        )
+    target, _rest = _part_of(total, _uniform_bits(seed, position))
     token, below = vocab, top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, exact = _kept(
+        weight, _order, power, _exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         near = _distances(power, mean)
-        weight = tl.where((near > nearest) | ((near == nearest) & (columns <= nearest_end)), weight, 0)
+        weight = tl.where(
+            (near > nearest) | ((near == nearest) & (columns <= nearest_end)), weight, 0
+        )
         passed = below + tl.cumsum(weight, 0) > target
         token = tl.minimum(token, tl.min(tl.where(passed, columns, vocab)))
         below += tl.sum(weight)
@@ -328,9 +413,7 @@ def edit(changed_ptr, packed_ptr, edits_ptr, count, vocab, kind: tl.constexpr, b
 
 
 @triton.jit
-def report(
-    logits_ptr, found_ptr, vocab, width, most: tl.constexpr, block: tl.constexpr
-):
+def report(logits_ptr, found_ptr, vocab, width, most: tl.constexpr, block: tl.constexpr):
     """Rank of a row's token, the likeliest tokens, and what their log-probabilities are made of."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * vocab
@@ -356,7 +439,8 @@ def report(
             total += tl.sum(tl.where(power >= -40.0, _whole(exact), 0))
         tl.store(found_ptr + 2, rank)
         tl.store(found_ptr + 3, total)
-        tl.store(found_ptr + 4, highest.to(tl.int32, bitcast=True).to(tl.int64))
+        bits = highest.to(tl.int32, bitcast=True)  # type: ignore[attr-defined]
+        tl.store(found_ptr + 4, bits.to(tl.int64))
         tl.store(found_ptr + 5, value.to(tl.int32, bitcast=True).to(tl.int64))
         last_order, last = token * 0 + 4294967296, -1
         for place in range(most):
@@ -372,6 +456,6 @@ def report(
                 best = tl.where(own > best_order, first, best)
                 best_order = tl.maximum(own, best_order)
             last_order, last = best_order, best
-            bits = tl.load(logits_ptr + best).to(tl.int32, bitcast=True).to(tl.int64)
-            tl.store(found_ptr + _FIXED + place, best.to(tl.int64))
-            tl.store(found_ptr + _FIXED + most + place, bits)
+            of_best = tl.load(logits_ptr + best).to(tl.int32, bitcast=True).to(tl.int64)
+            tl.store(found_ptr + _FIXED + place, token * 0 + best)
+            tl.store(found_ptr + _FIXED + most + place, of_best)

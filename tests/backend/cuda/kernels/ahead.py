@@ -50,7 +50,7 @@ class Compiler:
 
     targets: dict[str, GPUTarget] = field(default_factory=lambda: dict(TARGETS))
     compiled: dict[str, Any] = field(default_factory=dict)
-    """What triton gave, by kernel, arguments and target."""
+    """Results of triton, by kernel, arguments and target."""
 
     def launch(self, kernel: JITFunction[Any], args: Any, kwargs: dict[str, Any]) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
@@ -238,9 +238,7 @@ def _sampler() -> None:
 def _low_rank() -> None:
     table, narrow = torch.zeros((2, 1, 4), dtype=torch.int64), torch.empty(5, 1, 16)
     adapters, kinds = torch.zeros(5, dtype=torch.int64), {"outputs": (32,), "dtype": torch.bfloat16}
-    low_rank.add_low_rank(
-        torch.empty(5, 32), torch.empty(5, 256), adapters, table, narrow, **kinds
-    )
+    low_rank.add_low_rank(torch.empty(5, 32), torch.empty(5, 256), adapters, table, narrow, **kinds)
 
 
 def _blocks() -> None:

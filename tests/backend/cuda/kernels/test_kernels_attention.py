@@ -59,7 +59,7 @@ def steps_of(batch: TokenBatch, per_tile: int) -> kernels.Steps:
 def own_attention(
     kind: Kind, cache: KVCache, shares: Sequence[Share], *, split: bool = False
 ) -> list[Tensor]:
-    """What `attend` computes with a backend, by the kernels."""
+    """Attention as `attend` has it of a backend, by the kernels."""
     batch = token_batch(kind, shares)
     qkv = torch.cat([kind.qkv(i)[done : done + n] for i, done, n in shares])
     options: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def test_number_formats_and_block_sizes(kv_dtype: str, block_size: int) -> None:
 @pytest.mark.parametrize("window", [None, 200])
 def test_contexts_of_several_splits(window: int | None) -> None:
     """Splits lie at fixed places: few tokens of a long context have the bits of the whole."""
-    kind = Kind(heads=2, kv_heads=1, head_dim=16, rotated=0, window=window, lengths=(300,))
+    kind = Kind(heads=1, kv_heads=1, head_dim=16, rotated=0, window=window, lengths=(300,))
     pieces = [[(0, 0, 290)], [(0, 290, 8)], [(0, 298, 1)], [(0, 299, 1)]]
     check(kind, pieces, [(0, 0, 300)])
 

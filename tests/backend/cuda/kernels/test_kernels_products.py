@@ -33,7 +33,11 @@ def same(actual: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_dense_weights(dtype: torch.dtype) -> None:
-    x, weight, bias = random_tensor(70, 100), (random_tensor(33, 100) / 8).to(dtype), random_tensor(33)
+    x, weight, bias = (
+        random_tensor(70, 100),
+        (random_tensor(33, 100) / 8).to(dtype),
+        random_tensor(33),
+    )
     out, alone = torch.empty(70, 33), torch.empty(1, 33)
     linear.linear(x, weight, out, bias=bias)
     wanted = reference.linear(x, reference.prepare_linear([DenseWeight(weight)], bias, dtype))
@@ -65,9 +69,7 @@ def quantized_product(x: Tensor, weight: LinearWeight, bias: Tensor) -> tuple[Te
         quantized.round_rows(x, rows)
         zeros = {"zero_points": weight.zero_points}
         quantized.int8_linear(rows, weight.values, weight.scales, out, bias=bias, **zeros)
-        quantized.int8_embedding(
-            ids, weight.values, weight.scales, looked_up, first_id=5, **zeros
-        )
+        quantized.int8_embedding(ids, weight.values, weight.scales, looked_up, first_id=5, **zeros)
         return out, looked_up
     assert isinstance(weight, GroupedWeight)
     packed = held.weight  # type: ignore[union-attr]
@@ -183,5 +185,7 @@ def test_experts(name: str) -> None:
     torch.testing.assert_close(out[:9], wanted, atol=2e-5, rtol=2e-5)
     assert not out[9:].any()
     assert torch.equal(*counts)
-    kernels.experts(x[4:5].clone(), logits[4:5].clone(), alone, weights, room, counts=counts[1], **kinds)
+    kernels.experts(
+        x[4:5].clone(), logits[4:5].clone(), alone, weights, room, counts=counts[1], **kinds
+    )
     assert torch.equal(alone[0], out[4])

@@ -66,7 +66,11 @@ Norm = Callable[[Tensor, Tensor], None]
 
 @pytest.mark.parametrize("width", [6, 64, 130])
 def test_norms(width: int) -> None:
-    x, weight, bias = 3 * random_tensor(40, width), random_tensor(width, seed=1), random_tensor(width)
+    x, weight, bias = (
+        3 * random_tensor(40, width),
+        random_tensor(width, seed=1),
+        random_tensor(width),
+    )
     gate = random_tensor(40, 2 * width, seed=2)
     heads = random_tensor(40, 2 * width, seed=3)
     norms: dict[str, tuple[Norm, Tensor, Tensor]] = {
@@ -125,9 +129,7 @@ def test_norms_over_ranks(queries: int, keys: int) -> None:
     torch.testing.assert_close(squares, wanted, atol=1e-5, rtol=1e-5)
     sizes = {"all_queries": 2 * queries, "all_keys": 2 * keys, "eps": 1e-5}
     rows.norm_by_squares(qkv, squares, *norms, out, **sizes)
-    wanted = reference.norm_by_squares(
-        qkv, squares, *norms, queries=queries, keys=keys, **sizes
-    )
+    wanted = reference.norm_by_squares(qkv, squares, *norms, queries=queries, keys=keys, **sizes)
     torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-5)
 
 
