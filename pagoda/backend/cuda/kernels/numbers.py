@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 UNFUSED = {"enable_fp_fusion": False}
 """Options of launches whose products must not be joined with sums: the reference rounds both."""
@@ -62,11 +61,6 @@ def warps_of(block: int) -> int:
 def blocks(count: int, block: int) -> int:
     """Number of blocks that hold `count` elements."""
     return -(-count // block)
-
-
-def width_of(x: Tensor) -> int:
-    """Elements of a row of x, whatever its dimensions."""
-    return x[:1].numel() if len(x) else x.shape[1:].numel()
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

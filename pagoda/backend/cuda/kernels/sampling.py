@@ -209,7 +209,7 @@ def _drawn(
     total, positive = top_k * 0, top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, exact = _kept(
+        weight, _order, power, _exact = _kept(
             logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
         )
         total += tl.sum(weight)
