@@ -229,6 +229,18 @@ class HeadLinears(Generic[LinearT_co]):
 
 
 @dataclass(frozen=True)
+class LateRows:
+    """Tokens that a step takes from the results of the one before, which nobody has read."""
+
+    rows: Sequence[int]
+    """Rows of the step's `token_ids`; what these hold themselves is of no account."""
+    token_ids: Tensor
+    """[m] int64 on the device, as `Underway` has it."""
+    places: Sequence[int]
+    """Elements of `token_ids`, one for each of `rows`."""
+
+
+@dataclass(frozen=True)
 class StepInput(Generic[MetadataT]):
     """Tensors and metadata that a step brings along instead of computing them."""
 
@@ -236,6 +248,8 @@ class StepInput(Generic[MetadataT]):
     """Inputs of the graph by name; and results that an earlier step computed, from which others are computed."""
     metadata: Mapping[int, MetadataT] = field(default_factory=dict)
     """Metadata of attention by KV group."""
+    late: Sequence[LateRows] = ()
+    """Tokens that only the device knows; steps of a backend that is not `RunsAhead` have none."""
 
     def given(self, graph: Graph) -> list[str]:
         """Results that the step brings along."""

@@ -133,6 +133,10 @@ def _block_check(subject: Subject) -> str:
         weight = _blocks(held_as, 70, 512)
         if not {"int8", "int4"} <= {*formats}:
             _expect_refusal(subject, "int8 and int4", weight)
+        try:  # it may have other quantized weights, and not these
+            subject.backend.prepare_linear([weight], None, torch.float32)
+        except UnsupportedError as error:
+            raise LackingError(str(error).removesuffix(".")) from None
         _check_weight(subject, weight, torch.float32, name)
     return ", ".join(BLOCKS)
 

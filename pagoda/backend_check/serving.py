@@ -48,7 +48,7 @@ class _Answers:
 
 
 class _Engine:
-    """Makes plans by hand, and submits each before the results of those before it are taken."""
+    """Makes plans by hand, and submits each, and launches it, before the results of those before it are taken."""
 
     def __init__(self, runner: Runner, block_size: int) -> None:
         self._runner = runner
@@ -82,6 +82,7 @@ class _Engine:
         self._starts = []
         self._step += 1
         self._tickets.append(self._runner.submit(plan))
+        self._tickets[-1].launch()
         if len(self._tickets) == MAX_STEPS:
             self._take()
 

@@ -17,6 +17,7 @@ from pagoda.backend.base import (
     Backend,
     KVCache,
     LatentCache,
+    LateRows,
     LinearT,
     MetadataT,
     StateCache,
@@ -132,16 +133,17 @@ class Decoder(Generic[LinearT, MetadataT]):
         planned: PlannedBatch[MetadataT],
         hidden: Tensor | None,
         rows: Sequence[int] | None = None,
+        late: Sequence[LateRows] = (),
     ) -> Tensor:
         """Hidden states behind the stage's last layer, [n, hidden]; those of the last stage are normed.
 
         `hidden` [n, hidden] float32 is what the stage before this one gave, None for the first stage. The last
         stage gives those of the tokens `rows` only, [m, hidden], by default of all; in its last layer, others are
-        computed as far as their keys and values need it.
+        computed as far as their keys and values need it. `late` are tokens that the device alone knows.
         """
         tracer = self._tracer
         began = tracer.e2e()
-        step = self._input(planned, hidden, rows)
+        step = self._input(planned, hidden, rows, late)
         ready = tracer.kernel()
         if not ready:
             (computed,) = self._compiled(step, [LAST_HIDDEN])
@@ -172,6 +174,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         planned: PlannedBatch[MetadataT],
         hidden: Tensor | None,
         rows: Sequence[int] | None,
+        late: Sequence[LateRows] = (),
     ) -> StepInput[MetadataT]:
         """A step as the graph takes it; arguments are those of `forward`."""
         batch = planned.batch
@@ -186,13 +189,17 @@ class Decoder(Generic[LinearT, MetadataT]):
         if self._shard.is_last:
             wanted = range(len(batch.token_ids)) if rows is None else rows
             tensors["rows"] = torch.tensor(wanted, dtype=torch.int64)
-        return StepInput(tensors, planned.metadata)
+        return StepInput(tensors, planned.metadata, late)
 
     @property
     def operations(self) -> Sequence[Operation]:
         """Operations whose times are `ops_ns` in a trace; empty where operations have spans of their own."""
         recorded = self._compiled.operations([LAST_HIDDEN])
         return [_PLAN, *recorded] if recorded else ()
+
+    @property
+    def has_experts(self) -> bool:
+        return len(self._expert_counts) > 0
 
     def take_expert_tokens(self) -> list[int]:
         """Drains the counts of tokens that went to each expert, in all layers of the stage together.

@@ -8,16 +8,21 @@ tokens: so ranks agree by construction, and only the first keeps the state of sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from torch import Tensor, zeros
 
+from pagoda.backend.ahead import RunsAhead, Underway
+from pagoda.backend.kv_store import DONE, Event
+from pagoda.backend.sampling import SampledRows
 from pagoda.messages.worker import SlotStart, StepPlan, TokenMasks
 from pagoda.model.decoder import Decoder
 from pagoda.parallel.collectives import HostGroup
 from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.drawing import Drawing
 from pagoda.worker.sampler import Sampled, Sampler, argmax_tokens, merged
 
 BROKE_A_STEP = "this request broke a step; the server's log says why"
@@ -50,8 +55,12 @@ class GroupSampler:
         group: HostGroup,
         tracer: Tracer,
         await_masks: AwaitMasks,
+        ahead: RunsAhead | None = None,
     ) -> None:
-        """`group` carries control messages; `sampler` and `await_masks` are used on its first rank only."""
+        """`group` carries control messages; `sampler` and `await_masks` are used on its first rank only.
+
+        A rank that is alone launches samples of the backend `ahead`, if there is one."""
+        self._ahead = ahead if group.size == 1 else None
         self._sampler = sampler
         self._tracer = tracer
         self._group = group
@@ -106,11 +115,55 @@ class GroupSampler:
         self._errors.pop(slot, None)
         self._sampler.free(slot)
 
-    def sample(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> Sampled:
+    @property
+    def runs_ahead(self) -> bool:
+        """Samples may be launched, and read later."""
+        return self._ahead is not None
+
+    def launched(self) -> Event:
+        """The event of all that was launched so far."""
+        return DONE if self._ahead is None else self._ahead.launched()
+
+    def may_run_ahead(self, plan: StepPlan) -> bool:
+        """True if a step may be launched while what its slots said last has not been read."""
+        return (
+            self._ahead is not None
+            and not plan.masked_slots
+            and not self._errors
+            and self._sampler.may_run_ahead(plan.slots)
+        )
+
+    def sample(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> Drawing:
         """The next token of each slot from its row of hidden states [n, hidden].
 
-        Sampling again gives the same tokens until `append` adds one to a slot's answer.
+        Sampling again gives the same tokens until one is counted for a slot's answer.
         """
+        if self._ahead is not None:
+            return self._launched(self._ahead, model, hidden, rows)
+        return Drawing.of(self._sampled(model, hidden, rows))
+
+    def _launched(
+        self, ahead: RunsAhead, model: Decoder[Any, Any], hidden: Tensor, rows: Rows
+    ) -> Drawing:
+        """The same, to be read later; masks are awaited."""
+        parts, unknown = self._known(rows)
+        drawing, sampler = Drawing(), self._sampler
+        for part in parts:
+            drawing.add(part)
+        likeliest, whole = self._modes(unknown, has_argmax=model.has_argmax)
+        if likeliest:
+            found = ahead.launch_read(self._computed("argmax", model.argmax, hidden, likeliest))
+            slots = list(likeliest)
+            read = partial(_read_argmax, found, slots)
+            drawing.add_late(read, slots, found.token_ids)
+        if whole:
+            logits, slots = self._computed("logits", model.logits, hidden, whole), list(whole)
+            rows_drawn = ahead.launch_sample(logits, sampler.table, slots)
+            read = partial(_read_rows, rows_drawn, sampler, slots)
+            drawing.add_late(read, slots, rows_drawn.token_ids)
+        return drawing
+
+    def _sampled(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> Sampled:
         parts, unknown = self._known(rows)
         modes = self._modes(unknown, has_argmax=model.has_argmax)
         likeliest, whole = self._of_first(modes, _MODES)
@@ -146,6 +199,16 @@ class GroupSampler:
         if self._leads:
             self._sampler.append(token_ids)
 
+    def advance(self, slots: Iterable[int]) -> None:
+        """Counts a further token of each slot, which `remember` is told once it is read."""
+        if self._leads:
+            self._sampler.advance(slots)
+
+    def remember(self, token_ids: Mapping[int, int]) -> None:
+        """Remembers tokens that were counted."""
+        if self._leads:
+            self._sampler.remember(token_ids)
+
     def _modes(self, rows: Rows, *, has_argmax: bool) -> tuple[Rows, Rows]:
         """Slots that need the likeliest token only, and slots that need all logits; unknown to other ranks."""
         if not self._leads:
@@ -175,3 +238,11 @@ class GroupSampler:
         if began:
             self._tracer.span(name, began, {"rows": len(rows)})
         return computed
+
+
+def _read_argmax(found: Underway[Tensor], slots: list[int]) -> Sampled:
+    return argmax_tokens(slots, found.read())
+
+
+def _read_rows(drawn: Underway[SampledRows], sampler: Sampler, slots: list[int]) -> Sampled:
+    return sampler.outcome(drawn.read(), slots)

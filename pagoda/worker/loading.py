@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.base import Backend, KVCache, LatentCache
 from pagoda.backend.kv_store import KVStore
 from pagoda.backend.operation import Operation
@@ -339,6 +340,7 @@ def load_runner(
             group,
             tracer,
             await_masks,
+            backend if isinstance(backend, RunsAhead) else None,
         )
         # States move on as they are computed: a part of a step cannot be computed a second time.
         has_states = any(layer.state is not None for layer in shard.config.layers)

@@ -138,10 +138,12 @@ class _Steps:
     """Steps under way, the oldest first.
 
     A rank that awaits hidden states of the stage before prepares steps meanwhile. Where nothing is awaited, a step
-    is computed as soon as it is prepared: this thread is the first of those that compute it.
+    is computed as soon as it is prepared: this thread is the first of those that compute it, or launches it on a
+    device that computes by itself, and reads the one before.
     """
 
     def __init__(self, worker: _Worker, engine: EngineLink, tracer: Tracer, faults: Faults) -> None:
+        from pagoda.worker.event_watcher import EventWatcher
         from pagoda.worker.faults import StepFaults
         from pagoda.worker.input_batch import MAX_STEPS
 
@@ -153,6 +155,9 @@ class _Steps:
         self._tracer = tracer
         self._source = None if worker.rendezvous is None else worker.rendezvous.source
         self._max_steps = MAX_STEPS
+        self._watcher = EventWatcher()
+        self._num_launched = 0
+        """Steps that a device computes, the oldest of all."""
         self._tickets: deque[Ticket[StepResult] | Ticket[StageState]] = deque()
         self._idle_s = 0.0
         """Seconds that were spent waiting for the stage before, since the last result."""
@@ -168,14 +173,18 @@ class _Steps:
 
     @property
     def pollables(self) -> list[object]:
-        """Socket that becomes readable once the oldest step can be computed."""
-        return [self._source.socket] if self._source is not None and self._tickets else []
+        """Socket or file that becomes readable once the oldest step can be computed, or read."""
+        if not self._tickets:
+            return []
+        return [self._watcher if self._source is None else self._source.socket]
 
     def submit(self, plan: StepPlan) -> None:
-        """Prepares a step, and computes it if nothing is awaited before.
+        """Prepares a step, and computes it if nothing is awaited before, or launches it.
 
         Raises what the runner raises, behind the results of all steps before."""
         is_only, began = not self._tickets, self._tracer.e2e()
+        if is_only:
+            self._idle_s += self._engine.take_idle()
         try:
             ticket = self._worker.loaded.runner.submit(plan)
         except Exception:
@@ -185,7 +194,13 @@ class _Steps:
         self._tickets.append(ticket)
         if is_only:
             self._began, self._ready = began, self._tracer.e2e()
-        if self._source is None:
+        if self._source is not None:
+            return
+        done = ticket.launch()
+        if done is not None:
+            self._watcher.watch(done)
+            self._num_launched += 1
+        while len(self._tickets) > (done is not None):
             self.finish()
 
     def finish(self) -> None:
@@ -201,12 +216,17 @@ class _Steps:
                 tracer.span("await stage", self._ready)
         if self._faults is not None:
             self._faults.hit(plan)
+        was_launched = self._num_launched > 0
+        if was_launched:
+            self._watcher.take()
+            self._num_launched -= 1
         output = ticket.result(before)
         if worker.transfers is not None:
             worker.transfers.jobs.step_done(plan.step, worker.loaded.kv.computed())
         if isinstance(output, StepResult):
             if worker.answers:
-                idle, self._idle_s = self._idle_s + self._engine.take_idle(), 0.0
+                waited = self._engine.take_idle()
+                idle, self._idle_s = self._idle_s + (0.0 if was_launched else waited), 0.0
                 if idle:
                     output = msgspec.structs.replace(output, idle_time_s=idle)
                 self._answer(output)

@@ -207,5 +207,5 @@ def _int32_bytes(parts: list[Tensor]) -> bytes:
 
 def _bytes(values: Tensor) -> bytes:
     """The elements in order, as they lie in memory; torch needs numpy for that."""
-    values = values.contiguous()
+    values = values.cpu().contiguous()
     return ctypes.string_at(values.data_ptr(), values.nbytes)

@@ -4,30 +4,37 @@
 computed. What is counted (`InputBatch`) moves on when a step is submitted; what is remembered of requests (what
 they said, prompts, failures) when it is computed. Steps are computed in the order in which they came. One thread
 does all of it.
+
+A device that computes by itself is given a step by `Ticket.launch`, and `Ticket.result` reads what it has found.
+So the next step may be launched before this one is read: it takes tokens from the device that nobody knows yet.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import accumulate
+from itertools import accumulate, compress
 from operator import add
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from pagoda.backend.base import LateRows
+from pagoda.backend.kv_store import Event
 from pagoda.faults.injector import Faults
 from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.model.decoder import Decoder, PlannedBatch
 from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.drawing import Drawing, joined
 from pagoda.worker.faults import spoil_rows
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.input_batch import MAX_STEPS, InputBatch, StepTokens
 from pagoda.worker.prompt_outputs import PromptOutputs, PromptReader
-from pagoda.worker.sampler import NOT_FINITE, Sampled, merged
+from pagoda.worker.sampler import NOT_FINITE, Sampled
 from pagoda.worker.stages import StageState
 from pagoda.worker.step_clock import StepClock, StepTimes
 
@@ -35,6 +42,23 @@ T = TypeVar("T")
 OutputT = TypeVar("OutputT", StepResult, StageState)
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that is computed, or that a device computes."""
+
+    ready: _Ready
+    tokens: StepTokens
+    """The tokens of slots that have not failed before."""
+    drawing: Drawing
+    done: Event
+    """The device has computed all of it."""
+    expert_tokens: list[int]
+    before: StageState | None
+    clock: StepClock
+    freed: set[int] = field(default_factory=set)
+    """Slots that were freed since, which may have other requests."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +82,23 @@ class Ticket(Generic[OutputT]):
         plan: StepPlan,
         tokens: StepTokens,
         compute: Callable[[StageState | None], OutputT],
+        launch: Callable[[], Event | None] = lambda: None,
     ) -> None:
         self.plan = plan
         self._tokens = tokens
         self._compute: Callable[[StageState | None], OutputT] = compute
+        self._launch = launch
 
     @property
     def num_context_tokens(self) -> int:
         """Tokens of the step's slots that have K and V behind it."""
         return self._tokens.num_context_tokens
+
+    def launch(self) -> Event | None:
+        """Gives the step to the device, behind all that were launched before it; the event is that of its result.
+
+        None where it cannot be launched yet, or steps are computed by whoever asks for their result."""
+        return self._launch()
 
     def result(self, before: StageState | None = None) -> OutputT:
         """Computes the step behind all that were submitted before it; `before` comes from the stage before this
@@ -92,6 +124,10 @@ class _Steps:
     def begin(self, step: int) -> None:
         if not self._under_way or self._under_way[0] != step:
             raise RuntimeError(f"Step {step} is not the next one to be computed.")
+
+    def is_next(self, step: int, launched: int) -> bool:
+        """True if a step comes right behind so many that are launched."""
+        return self._under_way[launched : launched + 1] == [step]
 
     def end(self) -> None:
         del self._under_way[0]
@@ -135,7 +171,7 @@ class StageRunner:
         self._clock.start()
         self.batch.read(tokens)
         self._clock.ended("prepare")
-        computed = self.model.forward(planned, None if before is None else before.hidden)
+        computed = self.model.forward(planned, None if before is None else before.hidden).cpu()
         expert_tokens = self.model.take_expert_tokens()
         self._clock.ended("forward")
         self._steps.end()
@@ -185,6 +221,8 @@ class Runner:
         self._clock = StepClock(tracer)
         self._tracer = tracer
         self._alone = alone
+        self._launched: deque[_Launched] = deque()
+        """Steps whose results have not been read."""
         self._request_ids: dict[int, str] = {}
         self.failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them, as of the last step that was computed."""
@@ -219,14 +257,51 @@ class Runner:
         times = _prepared(self._tracer, began)
         self._steps.submitted(plan.step)
         ready = _Ready(plan, tokens, planned, times, errors)
-        return Ticket(plan, tokens, partial(self._result, ready))
+        compute, launch = partial(self._result, ready), partial(self._launch_ahead, ready)
+        return Ticket(plan, tokens, compute, launch)
+
+    def _launch_ahead(self, ready: _Ready) -> Event | None:
+        if not self._may_launch(ready):
+            return None
+        launched = self._launch(ready, None)
+        self._launched.append(launched)
+        return launched.done
+
+    def _may_launch(self, ready: _Ready) -> bool:
+        """True if the step needs nothing of steps before it that only their results say."""
+        plan = ready.plan
+        if not (self._alone and self._sampler.runs_ahead):
+            return False
+        if not self._steps.is_next(plan.step, len(self._launched)):
+            return False
+        if not self._launched:
+            return True
+        return (
+            ready.planned is not None
+            and not ready.errors
+            and not plan.forced_tokens
+            and self.failed.keys().isdisjoint(plan.slots)
+            and self._sampler.may_run_ahead(plan)
+            and not self._prompts.has_prompts
+            and not self.model.has_experts
+        )
+
+    def _result(self, ready: _Ready, before: StageState | None) -> StepResult:
+        """Reads the step, which is launched now if it has not been."""
+        self._steps.begin(ready.plan.step)
+        launched = self._launched.popleft() if self._launched else self._launch(ready, before)
+        result = self._collect(launched)
+        self._steps.end()
+        for later in self._launched:
+            later.clock.start()  # until now the device had another step
+        return result
 
     @torch.inference_mode()
-    def _result(self, ready: _Ready, before: StageState | None) -> StepResult:
+    def _launch(self, ready: _Ready, before: StageState | None) -> _Launched:
         """Alone, a request that cannot be computed fails alone. One rank of several cannot know how far the others
         got: there, what goes wrong ends the worker, and the engine finds out whose fault it is."""
         plan, tokens = ready.plan, ready.tokens
-        self._steps.begin(plan.step)
+        self._clock = StepClock(self._tracer)
         self._clock.start()
         self._apply(plan)
         self._sampler.begin(plan)
@@ -240,15 +315,35 @@ class Runner:
                 hidden = hidden[torch.tensor(chosen).repeat_interleave(torch.tensor(tokens.counts))]
             tokens, planned = tokens.of(chosen), None
         compute = self._compute_isolated if self._alone else self._compute
-        sampled, expert_tokens = compute(tokens, planned, hidden)
+        drawing, expert_tokens = compute(tokens, planned, hidden)
+        places = dict(zip(tokens.slots, tokens.ends, strict=True))
+        samples = self._prompts.samples
+        sampling = [slot for slot in compress(tokens.slots, tokens.samples) if samples(slot)]
+        self._sampler.advance(sampling)
+        if self._sampler.runs_ahead:
+            # The next step may begin before these are known; the device puts its tokens in their place.
+            self.batch.write([places[slot] for slot in sampling], [0] * len(sampling))
+        done = self._sampler.launched()
+        return _Launched(ready, tokens, drawing, done, expert_tokens, before, self._clock)
+
+    @torch.inference_mode()
+    def _collect(self, launched: _Launched) -> StepResult:
+        """Reads what a step has drawn, and remembers it of requests that are still there."""
+        ready, before, plan = launched.ready, launched.before, launched.ready.plan
+        launched.done.wait()
+        sampled, expert_tokens = launched.drawing.read(), launched.expert_tokens
+        errors = {slot: self.failed[slot] for slot in plan.slots if slot in self.failed}
+        for slot in errors.keys() & sampled.token_ids.keys():  # failed while this was computed
+            del sampled.token_ids[slot]
+            sampled.logprobs.pop(slot, None)
         for slot, error in sampled.errors.items():
             _log.error("failed in step %d: %s", plan.step, error, extra=self._log_fields(slot))
-        self.failed |= sampled.errors
-        self._remember(tokens, sampled)
+        here = {slot: error for slot, error in sampled.errors.items() if slot not in launched.freed}
+        self.failed |= here
+        self._remember(launched, sampled)
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
-        self._clock.ended("sample")
-        self._steps.end()
-        times = self._clock.times.behind(ready.times)
+        launched.clock.ended("forward" if self._sampler.runs_ahead else "sample")
+        times = launched.clock.times.behind(ready.times)
         if before is not None:
             expert_tokens = _sum(before.expert_tokens, expert_tokens)
             times = times.behind(before.times)
@@ -268,6 +363,8 @@ class Runner:
         )
 
     def _apply(self, plan: StepPlan) -> None:
+        for launched in self._launched:
+            launched.freed.update(plan.freed_slots)
         for slot in plan.freed_slots:
             self._sampler.free(slot)
             self._prompts.free(slot)
@@ -286,7 +383,7 @@ class Runner:
 
     def _compute_isolated(
         self, tokens: StepTokens, planned: PlannedBatch[Any] | None, hidden: Tensor | None
-    ) -> tuple[Sampled, list[int]]:
+    ) -> tuple[Drawing, list[int]]:
         """Computes all slots together, or one by one if that raises, to find out whose fault it is.
 
         Computing tokens a second time writes the same K and V to the same places and draws the same tokens:
@@ -300,21 +397,21 @@ class Runner:
             if len(tokens.slots) == 1:
                 (slot,) = tokens.slots
                 _log.exception("computing this request raised", extra=self._log_fields(slot))
-                return Sampled(errors={slot: BROKE_A_STEP}), none
+                return Drawing.of(Sampled(errors={slot: BROKE_A_STEP})), none
             _log.exception("computing %d requests together raised", len(tokens.slots))
         single = [tokens.of([slot == one for slot in tokens.slots]) for one in tokens.slots]
         parts = [self._compute_isolated(part, None, hidden) for part in single]
-        return merged(sampled for sampled, _ in parts), reduce(
+        return joined(drawing for drawing, _ in parts), reduce(
             _sum, (counts for _, counts in parts)
         )
 
     def _compute(
         self, tokens: StepTokens, planned: PlannedBatch[Any] | None, hidden: Tensor | None
-    ) -> tuple[Sampled, list[int]]:
+    ) -> tuple[Drawing, list[int]]:
         """Computes the slots together; returns their results and the tokens that went to each expert."""
         if not tokens.slots:
             self._clock.ended("prepare")
-            return Sampled(), self.model.take_expert_tokens()
+            return Drawing.of(Sampled()), self.model.take_expert_tokens()
         if planned is None:
             planned = self.model.plan(tokens.batch)
         ends = list(accumulate(tokens.counts))
@@ -332,26 +429,40 @@ class Runner:
         if chunks:
             wanted += {row for chunk in chunks for row in chunk.rows()}.difference(wanted)
         self._clock.ended("prepare")
-        hidden = self.model.forward(planned, hidden, wanted)
+        hidden = self.model.forward(planned, hidden, wanted, self._late_rows(tokens, ends))
         if not wanted:
             self._sampler.meet()
         self._clock.ended("forward")
         rows = {slot: row for row, slot in enumerate(last)}
         if self._spoil is not None:
             self._spoil(hidden, {self._request_ids[slot]: row for slot, row in rows.items()})
-        sampled = self._sampler.sample(self.model, hidden, rows) if rows else Sampled()
+        drawing = Drawing()
+        if rows:
+            drawing = self._sampler.sample(self.model, hidden, rows)
         if chunks:
             places = {row: place for place, row in enumerate(wanted)}
-            sampled.prompts.update(self._prompts.read(self.model, hidden, places, chunks))
-        return sampled, self.model.take_expert_tokens()
+            prompts = self._prompts.read(self.model, hidden, places, chunks)
+            drawing.add(Sampled(prompts=prompts))
+        return drawing, self.model.take_expert_tokens()
 
-    def _remember(self, tokens: StepTokens, sampled: Sampled) -> None:
-        """Remembers what the step computed and drew."""
+    def _late_rows(self, tokens: StepTokens, ends: Sequence[int]) -> Sequence[LateRows]:
+        """Tokens of the step that only the device knows."""
+        if not self._launched:
+            return ()
+        (launched,) = self._launched
+        begins = zip(tokens.slots, tokens.counts, ends, strict=True)
+        rows = {slot: end - n for slot, n, end in begins if slot not in launched.freed}
+        return launched.drawing.late_rows(rows)
+
+    def _remember(self, launched: _Launched, sampled: Sampled) -> None:
+        """Remembers what a step computed and drew."""
         self._prompts.advance(sampled.prompts)
+        tokens, drawn = launched.tokens, sampled.token_ids
+        if launched.freed:
+            drawn = {slot: token for slot, token in drawn.items() if slot not in launched.freed}
         places = dict(zip(tokens.slots, tokens.ends, strict=True))
-        drawn = sampled.token_ids
         self.batch.write([places[slot] for slot in drawn], list(drawn.values()))
-        self._sampler.append(drawn)
+        self._sampler.remember(drawn)
 
 
 def _finite(values: Mapping[int, T | None]) -> dict[int, T]:

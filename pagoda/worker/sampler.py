@@ -73,8 +73,8 @@ class Sampler:
     """State of sampling of all slots."""
 
     def __init__(self, num_slots: int, vocab_size: int, sample_rows: SampleRows) -> None:
-        self._table = SamplingTable(num_slots, vocab_size)
-        self._reported = self._table.columns["logprobs"]
+        self.table = SamplingTable(num_slots, vocab_size)
+        self._reported = self.table.columns["logprobs"]
         self._sample_rows = sample_rows
         self._states: dict[int, SamplingState] = {}
         self._changing: set[int] = set()
@@ -85,7 +85,7 @@ class Sampler:
         """Slots that report log-probabilities."""
 
     def start(self, start: SlotStart) -> None:
-        state = self._states[start.slot] = SamplingState(start, self._table)
+        state = self._states[start.slot] = SamplingState(start, self.table)
         if start.sampling.logprobs is not None:
             self._reporting.add(start.slot)
         self._note(start.slot, state)
@@ -113,7 +113,10 @@ class Sampler:
 
         Nothing is remembered: sampling again gives the same tokens until `append` adds one.
         """
-        rows = self._sample_rows(logits, self._table, slots)
+        return self.outcome(self._sample_rows(logits, self.table, slots), slots)
+
+    def outcome(self, rows: SampledRows, slots: list[int]) -> Sampled:
+        """Results of rows of slots that the backend has sampled."""
         outcomes = rows.outcomes.tolist()
         sampled = Sampled(dict(zip(slots, rows.token_ids.tolist(), strict=True)))
         if any(outcomes):
@@ -129,9 +132,21 @@ class Sampler:
                 sampled.logprobs[slots[row]] = report
         return sampled
 
+    def may_run_ahead(self, slots: Iterable[int]) -> bool:
+        """False if the next tokens of slots depend on more than how many they have said."""
+        return self._changing.isdisjoint(slots)
+
+    def advance(self, slots: Iterable[int]) -> None:
+        """Counts a further token of each slot, which `remember` is told later."""
+        self.table.advance(slots)
+
     def append(self, token_ids: Mapping[int, int]) -> None:
         """Remembers a token of each of some slots."""
-        self._table.advance(token_ids)
+        self.advance(token_ids)
+        self.remember(token_ids)
+
+    def remember(self, token_ids: Mapping[int, int]) -> None:
+        """Remembers tokens of slots that have been counted."""
         for slot in self._changing.intersection(token_ids):
             state = self._states[slot]
             state.append(token_ids[slot])

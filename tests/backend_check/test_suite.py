@@ -137,7 +137,7 @@ def test_the_command(
     assert summary.endswith("0 failed")
     assert main(["backend", "check", "toyy"]) == 2
     assert (
-        "--backend must be one of auto, cpu, reference, far, toy, got 'toyy'"
+        "--backend must be one of auto, cpu, reference, cuda, far, toy, got 'toyy'"
         in capfd.readouterr().err
     )
 

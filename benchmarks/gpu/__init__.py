@@ -1,0 +1,1 @@
+"""Measurements of the backend of GPUs on a card."""

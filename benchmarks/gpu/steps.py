@@ -1,0 +1,117 @@
+"""A worker's steps without the engine: prompts in chunks, then a token of each request, two steps under way."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import SlotStart, StepPlan
+from pagoda.messages.worker_config import WorkerConfig
+from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.loading import LoadedWorker, load_runner, plan_worker
+from pagoda.worker.runner import Runner
+
+_cuda: Any = torch.cuda
+_SAMPLING = SamplingParams(temperature=0.0, seed=0, max_tokens=100_000, ignore_eos=True)
+BLOCK = 16
+CHUNK = 8192
+"""Tokens of a step of prompts."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    tokens_per_s: float
+    seconds: float
+    """Seconds of a step."""
+    idle: float
+    """Share of the time in which the device had nothing to do between steps."""
+
+
+class Requests:
+    """Requests of random tokens in the slots of a runner, with blocks for all that they will say."""
+
+    def __init__(self, worker: LoadedWorker) -> None:
+        if not isinstance(worker.runner, Runner):
+            raise TypeError("A worker that is alone has all stages.")
+        self._runner = worker.runner
+        self._vocab_size = worker.ready.vocab_size
+        self._step = 0
+        self._running: list[int] = []
+
+    def prefill(self, count: int, length: int, room: int) -> float:
+        """Computes prompts of `length` tokens, with blocks for `room` further ones; seconds that it takes."""
+        blocks = -(-(length + room) // BLOCK)
+        generator = torch.Generator().manual_seed(count)
+        freed, self._running = self._running, list(range(count))
+        starts = [
+            SlotStart(
+                slot,
+                torch.randint(self._vocab_size, (length,), generator=generator).tolist(),
+                length,
+                0,
+                [[*range(slot * blocks, (slot + 1) * blocks)]],
+                _SAMPLING,
+            )
+            for slot in self._running
+        ]
+        left = dict.fromkeys(self._running, length)
+        began = time.perf_counter()
+        while left:
+            shares, budget = {}, CHUNK
+            for slot, tokens in left.items():
+                if budget > 0:
+                    shares[slot] = min(tokens, budget)
+                    budget -= shares[slot]
+            left = {slot: n - shares.get(slot, 0) for slot, n in left.items()}
+            left = {slot: n for slot, n in left.items() if n}
+            plan = StepPlan(self._step, [*shares], [*shares.values()], starts, freed_slots=freed)
+            self._step, starts, freed = self._step + 1, [], []
+            self._runner.submit(plan).result()
+        return time.perf_counter() - began
+
+    def decode(self, steps: int) -> Decoded:
+        """A token of every request in each step, the next of which is launched before this one is read."""
+        marks: list[tuple[Any, Any]] = []
+        under_way: deque[Any] = deque()
+        began = time.perf_counter()
+        for _ in range(steps):
+            count = len(self._running)
+            ticket = self._runner.submit(StepPlan(self._step, self._running, [1] * count))
+            self._step += 1
+            pair = tuple(_cuda.Event(enable_timing=True) for _ in range(2))
+            pair[0].record()
+            ticket.launch()
+            pair[1].record()
+            marks.append((pair[0], pair[1]))
+            under_way.append(ticket)
+            if len(under_way) == 2:
+                under_way.popleft().result()
+        while under_way:
+            under_way.popleft().result()
+        seconds = time.perf_counter() - began
+        gaps = [
+            before[1].elapsed_time(behind[0]) / 1e3 for before, behind in itertools.pairwise(marks)
+        ]
+        return Decoded(len(self._running) * steps / seconds, seconds / steps, sum(gaps) / seconds)
+
+
+def load(model: str, dtype: str, *, max_num_seqs: int, max_model_len: int) -> LoadedWorker:
+    """A model of random weights on the first GPU."""
+    config = WorkerConfig(
+        model=model,
+        load_format="dummy",
+        backend="cuda",
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=CHUNK,
+        block_size=BLOCK,
+        memory_utilization=0.9,
+    )
+    return load_runner(plan_worker(config), Tracer("worker"))

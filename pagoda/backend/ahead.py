@@ -1,0 +1,44 @@
+"""Steps that are launched before the results of those in front of them are read: the part of backends that can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from pagoda.backend.kv_store import Event
+from pagoda.backend.sampling import SampledRows
+from pagoda.backend.sampling_table import SamplingTable
+
+OutcomeT_co = TypeVar("OutcomeT_co", covariant=True)
+
+
+class Underway(Protocol[OutcomeT_co]):
+    """Result that a device has been told to compute and copy to host memory."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[rows] int64 on the device, the token of each row; -1, or any, where there is none."""
+
+    def read(self) -> OutcomeT_co:
+        """Waits for it. Raises RuntimeError: the device has failed."""
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """Part of a backend whose device computes by itself: a step is launched, and its results are read later.
+
+    What steps write and read is in the order in which they were launched.
+    """
+
+    def launched(self) -> Event:
+        """The event of all that was launched so far."""
+
+    def launch_sample(
+        self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
+    ) -> Underway[SampledRows]:
+        """`Backend.sample` without its end; the table is what it is now."""
+
+    def launch_read(self, found: Tensor) -> Underway[Tensor]:
+        """Copies a result `argmax` [rows, 3] int64 to host memory."""

@@ -1,0 +1,207 @@
+"""A device of CPU tensors, for tests: kernels run in Triton's interpreter, and all comes as late as it may.
+
+Work is done when somebody waits for its event, or looks at a result, and only in the order of its stream and of
+the events that it waits for. Until then, and for ever if it was not awaited, memory is full of bytes that are NaN.
+So a missing event, host memory that is changed before it was copied, and memory that is used again too early give
+wrong numbers, every time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.cuda.runtime import Work
+from pagoda.backend.kv_store import Event
+from pagoda.ipc.machine import available_memory_bytes
+from pagoda.parallel.collectives import Collectives, HostGroup
+
+POISON = 0xFF
+"""Byte of which NaN, and numbers below zero, consist."""
+_interpreter = threading.Lock()
+"""Triton's interpreter runs one kernel of a process at a time."""
+
+
+class EmulatedEvent:
+    def __init__(self, stream: EmulatedStream, place: int) -> None:
+        self._stream, self._place = stream, place
+
+    @property
+    def done(self) -> bool:
+        return self._stream.num_done >= self._place
+
+    def wait(self) -> None:
+        self._stream.advance(self._place)
+
+
+class EmulatedStream:
+    """Work and events to wait for, in their order."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+        self._left: deque[Work | Event] = deque()
+        self._num_submitted = 0
+        self.num_done = 0
+
+    def run(self, work: Work) -> None:
+        self._submit(work)
+
+    def wait(self, event: Event) -> None:
+        self._submit(event)
+
+    def _submit(self, entry: Work | Event) -> None:
+        with self._device.lock:
+            self._left.append(entry)
+            self._num_submitted += 1
+
+    def record(self) -> Event:
+        return EmulatedEvent(self, self._num_submitted)
+
+    def advance(self, place: int) -> None:
+        """Does all up to a place. Raises RuntimeError: some work has failed, and the device with it."""
+        with self._device.lock, torch.inference_mode():
+            while self.num_done < place:
+                self._device.check()
+                entry = self._left.popleft()
+                try:
+                    if callable(entry):
+                        with _interpreter:
+                            entry()
+                    else:
+                        entry.wait()
+                except Exception as error:
+                    self._device.failed = error
+                    raise
+                self.num_done += 1
+
+    def synchronize(self) -> None:
+        self.advance(self._num_submitted)
+
+
+class EmulatedDevice:
+    """All that is said of one device."""
+
+    on_host = False
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.failed: Exception | None = None
+        """Error that broke the device, as an illegal access does."""
+        self.name = "emulated in Triton's interpreter"
+        self.device = torch.device("cpu")
+        # The interpreter rounds to bfloat16 as GPUs do not.
+        self.number_formats: tuple[str, ...] = ("float32", "float16")
+        self.steps, self.reads, self.writes = (EmulatedStream(self) for _ in range(3))
+        self.memory = self
+        self._taken = 0
+
+    def check(self) -> None:
+        if self.failed is not None:
+            raise RuntimeError("the emulated device has failed before") from self.failed
+
+    # ---- memory
+
+    def free_bytes(self) -> int:
+        return available_memory_bytes()
+
+    def taken_bytes(self) -> int:
+        return self._taken
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = torch.empty(shape, dtype=dtype)
+        values.view(-1).view(torch.uint8).fill_(POISON)
+        self._taken += values.nbytes
+        weakref.finalize(values.untyped_storage(), self._give_back, values.nbytes)
+        return values
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._taken -= num_bytes
+
+    def upload(self, values: Tensor) -> Tensor:
+        return self.empty(tuple(values.shape), values.dtype).copy_(values)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+    # ---- steps
+
+    def capture(self, work: Work) -> Work:
+        return work
+
+    def timed(self, works: Sequence[Work]) -> list[int]:
+        times = []
+        for work in works:
+            self.steps.synchronize()
+            began = time.perf_counter_ns()
+            self.steps.run(work)
+            self.steps.synchronize()
+            times.append(time.perf_counter_ns() - began)
+        return times
+
+    def shown(self, result: Tensor) -> Tensor:
+        shown = result.as_subclass(LateTensor)
+        shown.source = self
+        return shown
+
+    def held(self, values: Tensor) -> Tensor | None:
+        return values.as_subclass(Tensor) if isinstance(values, LateTensor) else None
+
+    def open_group(self, group: HostGroup) -> Collectives:
+        return EmulatedGroup(group)
+
+
+class LateTensor(Tensor):
+    """A result of which only the shape is known: whoever computes with it waits for the stream of steps."""
+
+    source: EmulatedDevice
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
+            return False
+        if getattr(func, "__name__", "") not in _OF_SHAPE:
+            for late in (each for each in args if isinstance(each, LateTensor)):
+                late.source.steps.synchronize()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_OF_SHAPE = frozenset(
+    ("__get__", "__len__", "as_subclass", "dim", "size", "numel", "stride", "__hash__")
+)
+"""Functions that read no elements."""
+
+
+class EmulatedGroup:
+    """Ranks whose devices are emulated, and exchange tensors over the host."""
+
+    def __init__(self, group: HostGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._exchanged(self._group.all_reduce, x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._exchanged(self._group.all_gather, x)
+
+    def _exchanged(self, exchange: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Exchanges tensors, while other ranks of this process may use the interpreter."""
+        _interpreter.release()
+        try:
+            return exchange(x)
+        finally:
+            _interpreter.acquire()

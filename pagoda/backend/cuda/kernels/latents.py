@@ -1,0 +1,155 @@
+"""Attention over latents: all heads attend to one key of each token, whose beginning is its value (DeepSeek-V2).
+
+As in `attention`, contexts are cut at fixed places. A tile of latents is loaded once, for scores and for sums.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagoda.backend.cuda.kernels.attention import (
+    SPLIT,
+    Partials,
+    Steps,
+    finished,
+    keys_per_tile,
+    merge_partials,
+    merged,
+)
+from pagoda.backend.cuda.kernels.numbers import UNFUSED, blocks, power_of_two, triton_dtype
+
+ROWS = 32
+"""Queries of a tile: heads of one token, or of several where they are few."""
+_LOG2_E = 1.4426950408889634
+
+
+def tokens_per_tile(heads: int) -> int:
+    """Tokens of one tile at most, of so many heads."""
+    return max(1, ROWS // heads)
+
+
+@triton.jit
+def _attend_latents(
+    latent_ptr, rotary_ptr, cache_ptr, scales_ptr, out_ptr, accumulated_ptr, statistics_ptr,
+    positions_ptr, tiles_ptr, table_ptr, num_rows, table_stride, block_stride, scale_stride, factor,
+    heads: tl.constexpr, rank: tl.constexpr, rope: tl.constexpr, block_size: tl.constexpr,
+    quantized: tl.constexpr, partial: tl.constexpr, products: tl.constexpr,
+    width: tl.constexpr, rope_width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    sequence = tl.load(tiles_ptr + tile * 3).to(tl.int64)
+    if sequence >= 0:
+        in_tile: tl.constexpr = heads if heads < rows else rows
+        row, columns, turned = tl.arange(0, rows), tl.arange(0, width), tl.arange(0, rope_width)
+        token, head = row // in_tile, tl.program_id(1) * rows + row % in_tile
+        there = (token < tl.load(tiles_ptr + tile * 3 + 2)) & (head < heads)
+        token = tl.load(tiles_ptr + tile * 3 + 1).to(tl.int64) + token
+        of_rank, of_rope = columns < rank, turned < rope
+        places = (token * heads + head)[:, None] * rank + columns[None, :]
+        loaded = there[:, None] & of_rank[None, :]
+        latent = (tl.load(latent_ptr + places, loaded, 0.0) * factor).to(products)
+        rotary_places = (token * heads + head)[:, None] * rope + turned[None, :]
+        rotary = tl.load(rotary_ptr + rotary_places, there[:, None] & of_rope[None, :], 0.0)
+        rotary = (rotary * factor).to(products)
+        last = tl.load(positions_ptr + token, there, -1)
+        tile_last = tl.max(last)
+        table_ptr += sequence * table_stride
+
+        highest = tl.full([rows], float("-inf"), tl.float32)
+        total = tl.zeros([rows], tl.float32)
+        out = tl.zeros([rows, width], tl.float32)
+        for part in range(tl.program_id(2), tile_last // split + 1, tl.num_programs(2)):
+            own_highest = tl.full([rows], float("-inf"), tl.float32)
+            own_total = tl.zeros([rows], tl.float32)
+            own_out = tl.zeros([rows, width], tl.float32)
+            for start in range(part * split, tl.minimum(part * split + split, tile_last + 1), keys):
+                at = start + tl.arange(0, keys)
+                seen = at <= tile_last
+                cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
+                own = (
+                    cache_ptr
+                    + (cache_block * block_stride + at % block_size * (rank + rope))[:, None]
+                )
+                key = tl.load(own + columns[None, :], seen[:, None] & of_rank[None, :], 0.0).to(
+                    products
+                )
+                turn = tl.load(
+                    own + rank + turned[None, :], seen[:, None] & of_rope[None, :], 0.0
+                ).to(products)
+                scores = tl.dot(latent, tl.trans(key), input_precision="ieee")
+                scores = tl.dot(rotary, tl.trans(turn), scores, input_precision="ieee")
+                if quantized:
+                    scales = tl.load(
+                        scales_ptr + cache_block * scale_stride + at % block_size, seen, 0.0
+                    )
+                    scores *= scales[None, :]
+                scores = tl.where(at[None, :] <= last[:, None], scores, float("-inf"))
+                new_highest = tl.maximum(own_highest, tl.max(scores, 1))
+                base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+                weights = tl.exp2(scores - base[:, None])
+                decay = tl.exp2(own_highest - base)
+                own_highest = new_highest
+                own_total = own_total * decay + tl.sum(weights, 1)
+                if quantized:
+                    weights *= scales[None, :]
+                own_out = tl.dot(
+                    weights.to(products), key, own_out * decay[:, None], input_precision="ieee"
+                )
+            if partial:
+                place = (part * num_rows + token) * heads + head
+                tl.store(statistics_ptr + place * 2, own_highest, there)
+                tl.store(statistics_ptr + place * 2 + 1, own_total, there)
+                tl.store(
+                    accumulated_ptr + place[:, None] * rank + columns[None, :], own_out, loaded
+                )
+            else:
+                highest, total, out = merged(highest, total, out, own_highest, own_total, own_out)
+        if not partial:
+            nothing = tl.full([rows], float("-inf"), tl.float32)
+            tl.store(out_ptr + places, finished(highest, total, out, nothing), loaded)
+
+
+def latent_attention(
+    latent_queries: Tensor,
+    rotary_queries: Tensor,
+    cache: Tensor,
+    steps: Steps,
+    out: Tensor,
+    *,
+    rank: int,
+    scale: float,
+    scales: Tensor | None = None,
+    products: torch.dtype = torch.bfloat16,
+    partials: Partials | None = None,
+    split_programs: int = 16,
+) -> None:
+    """Causal attention of queries [n, heads rank] and [n, heads rope_dim] over latents: `out` [n, heads rank].
+
+    The cache is [num_blocks, 1, block_size, rank + rope_dim], int8 with scales [num_blocks, 1, block_size]. Tiles
+    are of this module's `tokens_per_tile(heads)`, `partials` of value_dim `rank`. See `attention.attention` and
+    `latent_layers.latent_attention`.
+    """
+    if not len(out) or not len(steps.tiles):
+        return
+    heads, rope, block_size = out.shape[1] // rank, cache.shape[3] - rank, cache.shape[2]
+    width = power_of_two(16, rank)
+    scratch = (None, None) if partials is None else (partials.accumulated, partials.statistics)
+    programs = 1 if partials is None else min(split_programs, len(partials.statistics))
+    _attend_latents[(len(steps.tiles), blocks(heads, ROWS), programs)](
+        latent_queries, rotary_queries, cache, scales, out, *scratch,
+        steps.positions, steps.tiles, steps.block_tables, len(out), steps.block_tables.stride(0),
+        cache.stride(0), 0 if scales is None else scales.stride(0), scale * _LOG2_E,
+        heads=heads, rank=rank, rope=rope, block_size=block_size, quantized=scales is not None,
+        partial=partials is not None, products=triton_dtype(products), width=width,
+        rope_width=power_of_two(16, rope), rows=ROWS,
+        keys=keys_per_tile(width, max(cache.itemsize, products.itemsize)), split=SPLIT,
+        num_warps=4 if width <= 128 else 8, num_stages=2, **UNFUSED,
+    )  # fmt: skip
+    if partials is not None:
+        merge_partials(partials, steps, out, heads=heads)

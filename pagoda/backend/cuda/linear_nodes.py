@@ -1,0 +1,204 @@
+"""Linear layers and embeddings as launches, in every format of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.cuda.kernels import linear, quantized, rows
+from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
+from pagoda.backend.cuda.weights import Dense, DeviceLinear, Grouped, Int8, Segment
+from pagoda.backend.graph import Node
+
+_NOWHERE = torch.device("meta")
+"""Device of tensors that only have a shape."""
+
+
+def _linear(lowering: Lowering, node: Node) -> Launch:
+    (x,), (out,), (weight,) = node.inputs, node.outputs, lowering.weights(node)
+    return _product(lowering, x, out, weight)
+
+
+def _product(lowering: Lowering, x: int, out: int, weight: DeviceLinear) -> Launch:
+    """The map of the value x, to a value or scratch memory."""
+    selected = lowering.selected(x)
+    if len(weight.segments) == 1:
+        (segment,) = weight.segments
+        return _segment(lowering, x, out, selected, segment, weight.bias)
+    launches: list[Launch] = []
+    first = 0
+    for segment in weight.segments:
+        columns = slice(first, first + segment.outputs)
+        bias = None if weight.bias is None else weight.bias[columns]
+        launches.append(_columns(lowering, x, out, selected, segment, columns, bias))
+        first = columns.stop
+
+    def launch(v: Values) -> None:
+        for part in launches:
+            part(v)
+
+    return launch
+
+
+def _columns(
+    lowering: Lowering,
+    x: int,
+    out: int,
+    selected: bool,
+    segment: Segment,
+    columns: slice,
+    bias: Tensor | None,
+) -> Launch:
+    """The outputs of a segment among those of others, which are computed by themselves and copied there."""
+    key = ("columns", segment.outputs, selected)
+    own = _rows_scratch(lowering, key, selected, segment.outputs)
+    product = _segment(lowering, x, own, selected, segment, bias)
+
+    def launch(v: Values) -> None:
+        product(v)
+        v[out][:, columns].copy_(v[own])
+
+    return launch
+
+
+def _rows_scratch(lowering: Lowering, key: Hashable, selected: bool, width: int) -> int:
+    def new(shape: StepShape) -> Tensor:
+        return shape.floats(key, shape.rows_of(selected=selected), width)
+
+    return lowering.new_scratch(key, new)
+
+
+def _segment(
+    lowering: Lowering,
+    x: int,
+    out: int,
+    selected: bool,
+    segment: Segment,
+    bias: Tensor | None,
+) -> Launch:
+    """The map of one segment, to memory of its own width."""
+    if isinstance(segment, Dense):
+        values = segment.values
+        return lambda v: linear.linear(v[x], values, v[out], bias=bias)
+    if isinstance(segment, Int8):
+        return _int8(lowering, x, out, selected, segment, bias)
+    return _grouped(lowering, x, out, selected, segment, bias)
+
+
+def _int8(
+    lowering: Lowering, x: int, out: int, selected: bool, weight: Int8, bias: Tensor | None
+) -> Launch:
+    inputs = weight.values.shape[1]
+    key = ("rounded rows", inputs, selected)
+
+    def new(shape: StepShape) -> quantized.RoundedRows:
+        rows_of = shape.rows_of(selected=selected)
+        return shape.like(key, quantized.RoundedRows.new(rows_of, inputs, _NOWHERE))
+
+    rounded = lowering.new_scratch(key, new)
+
+    def launch(v: Values) -> None:
+        quantized.round_rows(v[x], v[rounded])
+        quantized.int8_linear(
+            v[rounded],
+            weight.values,
+            weight.scales,
+            v[out],
+            zero_points=weight.zero_points,
+            bias=bias,
+        )
+
+    return launch
+
+
+def _grouped(
+    lowering: Lowering, x: int, out: int, selected: bool, weight: Grouped, bias: Tensor | None
+) -> Launch:
+    size, groups = weight.group_size, weight.scales.shape[1]
+    key = ("rounded groups", size, groups, selected)
+
+    def new(shape: StepShape) -> quantized.RoundedGroups:
+        rows_of = shape.rows_of(selected=selected)
+        return shape.like(key, quantized.RoundedGroups.new(rows_of, size * groups, size, _NOWHERE))
+
+    rounded = lowering.new_scratch(key, new)
+
+    def launch(v: Values) -> None:
+        quantized.round_groups(v[x], v[rounded], order=weight.order)
+        quantized.grouped_linear(
+            v[rounded],
+            weight.codes,
+            weight.scales,
+            v[out],
+            bits=weight.bits,
+            offsets=weight.offsets,
+            bias=bias,
+        )
+
+    return launch
+
+
+def _linear_argmax(lowering: Lowering, node: Node) -> Launch:
+    (x,), (out,), (weight,) = node.inputs, node.outputs, lowering.weights(node)
+    first_id, selected = lowering.attributes(node)["first_id"], lowering.selected(x)
+    key = ("logits", weight.outputs, selected)
+    logits = _rows_scratch(lowering, key, selected, weight.outputs)
+    product = _product(lowering, x, logits, weight)
+
+    def launch(v: Values) -> None:
+        product(v)
+        rows.argmax(v[logits], v[out], first_id=first_id)
+
+    return launch
+
+
+def _embedding(lowering: Lowering, node: Node) -> Launch:
+    (ids,), (out,), (table,) = node.inputs, node.outputs, lowering.weights(node)
+    first_id = lowering.attributes(node)["first_id"]
+    segment: Segment
+    (segment,) = table.segments
+    if isinstance(segment, Dense):
+        values = segment.values
+        return lambda v: rows.embedding(v[ids], values, v[out], first_id=first_id)
+    if isinstance(segment, Int8):
+        return _int8_embedding(ids, out, segment, first_id)
+    return _grouped_embedding(ids, out, segment, first_id)
+
+
+def _int8_embedding(ids: int, out: int, table: Int8, first_id: int) -> Launch:
+    def launch(v: Values) -> None:
+        quantized.int8_embedding(
+            v[ids],
+            table.values,
+            table.scales,
+            v[out],
+            first_id=first_id,
+            zero_points=table.zero_points,
+        )
+
+    return launch
+
+
+def _grouped_embedding(ids: int, out: int, table: Grouped, first_id: int) -> Launch:
+    def launch(v: Values) -> None:
+        quantized.grouped_embedding(
+            v[ids],
+            table.codes,
+            table.scales,
+            v[out],
+            first_id=first_id,
+            bits=table.bits,
+            offsets=table.offsets,
+        )
+
+    return launch
+
+
+LOWERED: Mapping[str, Callable[[Lowering, Node], Launch]] = {
+    "embedding": _embedding,
+    "linear": _linear,
+    "linear_argmax": _linear_argmax,
+}
+"""Functions that make launches of these operations."""

@@ -1,0 +1,198 @@
+"""A graph of the GPU backend: launches that are made once, and captured for steps of a token of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import StepInput
+from pagoda.backend.cuda.adapters import AdapterTables
+from pagoda.backend.cuda.delivery import deliver_step
+from pagoda.backend.cuda.lowering import FUSED
+from pagoda.backend.cuda.places import MOST_CAPTURED, Places
+from pagoda.backend.cuda.runtime import Runtime, Work
+from pagoda.backend.cuda.schedule import Bound, Rows, Schedule, launch_all
+from pagoda.backend.cuda.staging import PinnedPool
+from pagoda.backend.cuda.weights import DeviceLinear
+from pagoda.backend.graph import Graph, Node
+from pagoda.backend.operation import Operation, OperationNamer, WeightNames
+from pagoda.backend.operations import OPERATIONS
+from pagoda.telemetry.tracer import Tracer
+
+
+class _SharedMemory:
+    """Memory that captured steps use in turn, by key: as much as the largest so far asked for."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._held: dict[Hashable, Tensor] = {}
+
+    def take(self, key: Hashable, num_bytes: int) -> Tensor:
+        held = self._held.get(key)
+        if held is None or len(held) < num_bytes:
+            # Graphs that were captured before go on using what they had.
+            held = self._held[key] = self._runtime.empty((num_bytes,), torch.uint8)
+        return held[:num_bytes]
+
+
+class CompiledGraph:
+    def __init__(
+        self,
+        runtime: Runtime,
+        pool: PinnedPool,
+        graph: Graph,
+        names: WeightNames,
+        products_of: Callable[[Any], torch.dtype],
+        adapters: AdapterTables,
+    ) -> None:
+        """`products_of` is that of `Lowering`. Operations are named after `names`."""
+        self._runtime, self._pool = runtime, pool
+        self._graph = graph
+        self._names = names
+        self._products_of, self._adapters = products_of, adapters
+        self._schedules: dict[tuple[tuple[str, ...], tuple[str, ...]], Schedule] = {}
+        self._met: set[Hashable] = set()
+        """Shapes of steps that were computed once, so that their kernels are compiled."""
+        self._captured: dict[Hashable, tuple[Bound, Work]] = {}
+        self._shared = _SharedMemory(runtime)
+
+    # ---- what is asked of it
+
+    def operations(self, results: Sequence[str]) -> Sequence[Operation]:
+        namer = OperationNamer(self._names)
+        return [self._operation(namer, node) for node in self._schedule(results, ()).nodes]
+
+    def __call__(self, step: StepInput[Places], results: Sequence[str]) -> tuple[Tensor, ...]:
+        schedule = self._schedule(results, step.given(self._graph))
+        rows = schedule.rows(step)
+        if not (schedule.can_be_captured and rows.is_padded):
+            return self._launched(schedule, rows, step, results)
+        key = (tuple(results), schedule.shape_key(rows, step))
+        if key not in self._met:
+            self._met.add(key)
+            return self._launched(schedule, rows, step, results)
+        captured = self._captured.get(key)
+        if captured is None:
+            bound = schedule.bind(rows, step, self._runtime, self._shared.take)
+            work = partial(launch_all, schedule.launches, bound.values)
+            captured = self._captured[key] = bound, self._runtime.capture(work)
+        return self._replayed(schedule, rows, step, results, captured)
+
+    def traced(
+        self,
+        step: StepInput[Places],
+        results: Sequence[str],
+        tracer: Tracer,  # noqa: ARG002
+    ) -> tuple[tuple[Tensor, ...], Sequence[int]]:
+        schedule = self._schedule(results, step.given(self._graph))
+        rows = schedule.rows(step)
+        bound = schedule.bind(rows, step, self._runtime, self._own_memory)
+        self._submit(bound, rows, step, _nothing)
+        times = self._runtime.timed([partial(each, bound.values) for each in schedule.launches])
+        return self._outcome(schedule, rows, step, results, bound), times
+
+    def profile(self, step: StepInput[Places], results: Sequence[str]) -> int:
+        """Bytes of a step's values and scratch memory, and of what captured steps share; computes nothing."""
+        schedule = self._schedule(results, step.given(self._graph))
+        memory = self._runtime.memory
+        before = memory.taken_bytes()
+        bound = schedule.bind(schedule.rows(step), step, self._runtime, self._own_memory)
+        taken = memory.taken_bytes() - before
+        del bound
+        return taken + schedule.plan.num_bytes(MOST_CAPTURED, MOST_CAPTURED)
+
+    # ---- steps
+
+    def _launched(
+        self, schedule: Schedule, rows: Rows, step: StepInput[Places], results: Sequence[str]
+    ) -> tuple[Tensor, ...]:
+        """A step in memory of its own."""
+        bound = schedule.bind(rows, step, self._runtime, self._own_memory)
+        self._submit(bound, rows, step, partial(launch_all, schedule.launches, bound.values))
+        return self._outcome(schedule, rows, step, results, bound)
+
+    def _replayed(
+        self,
+        schedule: Schedule,
+        rows: Rows,
+        step: StepInput[Places],
+        results: Sequence[str],
+        captured: tuple[Bound, Work],
+    ) -> tuple[Tensor, ...]:
+        """A captured step, whose results are copied: the next one writes to the same memory."""
+        bound, replay = captured
+        copies: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, value in schedule.computed.items():
+            kept: Tensor = bound.values[value.index][: rows.without_padding(value)]
+            copies[name] = self._runtime.empty(tuple(kept.shape), kept.dtype), kept
+
+        def run() -> None:
+            replay()
+            for own, kept in copies.values():
+                own.copy_(kept)
+
+        self._submit(bound, rows, step, run)
+        return tuple(self._runtime.shown(copies[name][0]) for name in results)
+
+    def _submit(self, bound: Bound, rows: Rows, step: StepInput[Places], run: Work) -> None:
+        """Submits copies of all that the step brings along, and what comes behind them."""
+        deliver, pinned = deliver_step(self._runtime, self._pool, bound, rows, step)
+
+        def work() -> None:
+            deliver()
+            run()
+
+        self._runtime.steps.run(work)
+        done = self._runtime.steps.record()
+        for each in pinned:
+            each.used_until(done)
+
+    def _outcome(
+        self,
+        schedule: Schedule,
+        rows: Rows,
+        step: StepInput[Places],
+        results: Sequence[str],
+        bound: Bound,
+    ) -> tuple[Tensor, ...]:
+        """The results of a step that is not captured, without padding."""
+        found = []
+        for name in results:
+            value = schedule.computed.get(name)
+            if value is None:
+                found.append(step.tensors[name])
+                continue
+            own: Tensor = bound.values[value.index][: rows.without_padding(value)]
+            found.append(self._runtime.shown(own))
+        return tuple(found)
+
+    def _own_memory(self, key: Hashable, num_bytes: int) -> Tensor:  # noqa: ARG002
+        return self._runtime.empty((num_bytes,), torch.uint8)
+
+    # ---- schedules
+
+    def _schedule(self, results: Sequence[str], given: Sequence[str]) -> Schedule:
+        key = (tuple(results), tuple(given))
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            device, products_of = self._runtime.device, self._products_of
+            schedule = self._schedules[key] = Schedule(
+                self._graph, *key, device, products_of, self._adapters
+            )
+        return schedule
+
+    def _operation(self, namer: OperationNamer, node: Node) -> Operation:
+        kind = OPERATIONS["rms_norm" if node.op == FUSED else node.op].kind
+        weight = self._graph.weights[node.weights[0]] if node.weights else None
+        if not isinstance(weight, DeviceLinear):
+            return Operation(namer.name(kind, weight), kind)
+        flops = 0 if node.op == "embedding" else 2 * weight.inputs * weight.outputs
+        return Operation(namer.name(kind, weight), kind, weight.num_bytes, flops)
+
+
+def _nothing() -> None:
+    """Stands for launches that are measured one by one."""

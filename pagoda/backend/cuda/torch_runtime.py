@@ -1,0 +1,121 @@
+"""A GPU through torch: CUDA on NVIDIA's, and HIP, under the same names, on AMD's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.cuda.collectives import open_device_group
+from pagoda.backend.cuda.runtime import Work
+from pagoda.backend.kv_store import Event
+from pagoda.parallel.collectives import Collectives, HostGroup
+
+_cuda: Any = torch.cuda
+"""Type checkers know too little of it."""
+
+
+class TorchEvent:
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        finished: bool = self.event.query()
+        return finished
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class TorchStream:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def run(self, work: Work) -> None:
+        with _cuda.stream(self._stream):
+            work()
+
+    def record(self) -> Event:
+        return TorchEvent(self._stream.record_event())
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, TorchEvent):
+            self._stream.wait_event(event.event)
+        else:
+            event.wait()
+
+
+class TorchMemory:
+    """Memory of the device as torch's allocator has it."""
+
+    on_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_bytes(self) -> int:
+        """Bytes that the driver has, and those that the allocator keeps and does not use."""
+        free, _ = _cuda.mem_get_info(self._device)
+        kept = _cuda.memory_reserved(self._device) - _cuda.memory_allocated(self._device)
+        return int(free + kept)
+
+    def taken_bytes(self) -> int:
+        return int(_cuda.memory_allocated(self._device))
+
+
+class TorchRuntime:
+    def __init__(self, number: int) -> None:
+        self.device = torch.device("cuda", number)
+        _cuda.set_device(self.device)
+        self.name = _cuda.get_device_name(self.device)
+        self.number_formats: tuple[str, ...] = ("float32", "bfloat16", "float16")
+        # What others do to results goes to torch's default stream; streams of copies do not wait for it.
+        self.steps = TorchStream(_cuda.default_stream(self.device))
+        self.reads, self.writes = (TorchStream(_cuda.Stream(self.device)) for _ in range(2))
+        self.memory = TorchMemory(self.device)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def upload(self, values: Tensor) -> Tensor:
+        return values.to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def capture(self, work: Work) -> Work:
+        graph, stream = _cuda.CUDAGraph(), _cuda.Stream(self.device)
+        stream.wait_stream(_cuda.current_stream(self.device))
+        with _cuda.stream(stream):
+            graph.capture_begin(
+                capture_error_mode="thread_local"
+            )  # other threads copy KV meanwhile
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        replay: Work = graph.replay
+        return replay
+
+    def timed(self, works: Sequence[Work]) -> list[int]:
+        marks = [_cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]
+        with _cuda.stream(_cuda.default_stream(self.device)):
+            marks[0].record()
+            for work, mark in zip(works, marks[1:], strict=True):
+                work()
+                mark.record()
+        marks[-1].synchronize()
+        return [int(1e6 * one.elapsed_time(other)) for one, other in pairwise(marks)]
+
+    def shown(self, result: Tensor) -> Tensor:
+        return result
+
+    def held(self, values: Tensor) -> Tensor | None:
+        return None if values.is_cpu else values
+
+    def open_group(self, group: HostGroup) -> Collectives:
+        return open_device_group(group)

@@ -1,0 +1,67 @@
+"""Tokens that a step draws: known at once, or still being computed by a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pagoda.backend.base import LateRows
+from pagoda.worker.sampler import Sampled, merged
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """Tokens of some slots that nobody has read."""
+
+    slots: dict[int, int]
+    """Places of slots in `token_ids`."""
+    token_ids: Tensor
+
+
+@dataclass
+class Drawing:
+    """The results of a step in parts, which are read in the end."""
+
+    parts: list[Callable[[], Sampled]] = field(default_factory=list)
+    on_device: list[_OnDevice] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, sampled: Sampled) -> Drawing:
+        """A drawing that is known."""
+        return cls([lambda: sampled])
+
+    def add(self, sampled: Sampled) -> None:
+        self.parts.append(lambda: sampled)
+
+    def add_late(
+        self, read: Callable[[], Sampled], slots: Iterable[int], token_ids: Tensor
+    ) -> None:
+        """Adds what `read` gives once the device has computed it; `token_ids` [slots] lie there."""
+        self.parts.append(read)
+        self.on_device.append(_OnDevice({slot: at for at, slot in enumerate(slots)}, token_ids))
+
+    def read(self) -> Sampled:
+        """The results, which may have to be waited for. Raises RuntimeError: the device has failed."""
+        found = [read() for read in self.parts]
+        return found[0] if len(found) == 1 else merged(found)
+
+    def late_rows(self, rows: dict[int, int]) -> list[LateRows]:
+        """Tokens of a step's slots that only the device knows; `rows` are the first rows of slots."""
+        found = []
+        for part in self.on_device:
+            chosen = [slot for slot in rows if slot in part.slots]
+            if chosen:
+                places = [part.slots[slot] for slot in chosen]
+                found.append(LateRows([rows[slot] for slot in chosen], part.token_ids, places))
+        return found
+
+
+def joined(drawings: Iterable[Drawing]) -> Drawing:
+    """The drawings of different slots together, launched in this order."""
+    whole = Drawing()
+    for drawing in drawings:
+        whole.parts += drawing.parts
+        whole.on_device += drawing.on_device
+    return whole

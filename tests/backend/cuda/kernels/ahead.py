@@ -1,0 +1,307 @@
+"""Compilation of kernels for GPUs that are not there: launches become compilations, and nothing runs.
+
+    python tests/backend/cuda/kernels/ahead.py [NAME ...]      compiles launches of these names, for all `TARGETS`
+
+TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, mangle_type
+
+from pagoda.backend.base import ExpertActivation
+from pagoda.backend.cuda.kernels import (
+    attention,
+    blocks,
+    experts,
+    kv,
+    latents,
+    linear,
+    low_rank,
+    quantized,
+    rows,
+    sampler,
+)
+from pagoda.backend_check.sampling import mask, row_of, table_of
+from pagoda.checkpoints.expert_routing import ExpertRouting
+
+TARGETS = {"H100": GPUTarget("cuda", 90, 32), "MI300": GPUTarget("hip", "gfx942", 64)}
+"""GPUs by name."""
+SHARED_MEMORY = {"H100": 227 * 1024, "MI300": 64 * 1024}
+"""Bytes that a program may have."""
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+@dataclass
+class Compiler:
+    """Compiles each kernel that is launched, once for each kind of arguments."""
+
+    targets: dict[str, GPUTarget] = field(default_factory=lambda: dict(TARGETS))
+    compiled: dict[str, Any] = field(default_factory=dict)
+    """Results of triton, by kernel, arguments and target."""
+    whole: bool = True
+    """Compiles to machine code; else each kernel is only translated to Triton's first form."""
+
+    def launch(self, kernel: JITFunction[Any], args: Any, kwargs: dict[str, Any]) -> None:
+        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int, ...], Any] = {}
+        for place, parameter in enumerate(kernel.params):
+            value = named[parameter.name]
+            constant = parameter.is_constexpr or value is None
+            if constant or (isinstance(value, int) and value == 1):
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+                continue
+            signature[parameter.name] = mangle_type(value)
+            if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        for name, target in self.targets.items():
+            key = f"{kernel.__name__} {signature} {constants} {options} {name}"
+            if key not in self.compiled:
+                source = ASTSource(kernel, signature, constants, attributes)
+                self.compiled[key] = (
+                    triton.compile(source, target=target, options=options)
+                    if self.whole
+                    else translated(source, target, options)
+                )
+
+
+def translated(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Any:
+    """A kernel in Triton's first form, which tells most of what the compiler refuses, in a tenth of the time."""
+    backend, context = make_backend(target), ir.context()
+    chosen = backend.parse_options(options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(chosen)
+    return source.make_ir(target, chosen, functions, backend.get_module_map(), context)
+
+
+@contextmanager
+def ahead(compiler: Compiler) -> Iterator[Compiler]:
+    """Turns launches into compilations."""
+    run = JITFunction.run
+
+    def instead(self: Any, *args: Any, grid: Any, warmup: Any, **kwargs: Any) -> None:  # noqa: ARG001
+        compiler.launch(self, args, kwargs)
+
+    JITFunction.run = instead  # type: ignore[method-assign]
+    try:
+        yield compiler
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
+
+
+def launches() -> dict[str, Callable[[], None]]:
+    """Launches of all kernels with shapes of real models, by name."""
+    made = {
+        "rows": _rows,
+        "kv": _kv,
+        "sampler": _sampler,
+        "low_rank": _low_rank,
+        "blocks": _blocks,
+        "experts": _experts,
+        "latents": lambda: _latents(torch.bfloat16, torch.bfloat16),
+        "latents int8": lambda: _latents(torch.int8, torch.bfloat16),
+    }
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn):
+        products = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        for dim in (64, 128, 256):
+            name = f"attention {str(dtype).removeprefix('torch.')} {dim}"
+            made[name] = partial(_attention, dtype, products, dim)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        made[f"linear {str(dtype).removeprefix('torch.')}"] = partial(_linear, dtype)
+    made["int8"] = _int8
+    for size in (32, 64, 128):
+        made[f"groups of {size}"] = partial(_groups, size)
+    return made
+
+
+def _rows() -> None:
+    x, y, half = torch.empty(5, 128), torch.empty(5, 128), torch.empty(5, 64)
+    numbers, weight = torch.zeros(5, dtype=torch.int64), torch.empty(128)
+    rows.add(x, y, x)
+    rows.mul(x, y, x)
+    rows.scale_rows(x, torch.empty(5, 1), y)
+    rows.scale(x, y, factor=2.5)
+    rows.softcap(x, y, cap=2.5)
+    rows.gelu(x, y)
+    rows.sigmoid(x, y)
+    rows.silu_and_mul(x, half)
+    rows.gelu_and_mul(x, half)
+    rows.swiglu_oai(x, half, alpha=1.7, limit=7.0)
+    rows.rms_norm(x, weight, y, eps=1e-5)
+    rows.rms_norm(x, weight, y, eps=1e-5, delta=y, total=x)
+    rows.rms_norm(torch.empty(2, 5120), torch.empty(5120), torch.empty(2, 5120), eps=1e-5)
+    rows.layer_norm(x, weight, weight, y, eps=1e-5)
+    rows.gated_head_norm(x, y, weight[:32], y, eps=1e-5)
+    rows.sum_of_squares(x, torch.empty(5, 2), queries=64, keys=32)
+    norms = {"all_queries": 64, "all_keys": 32, "eps": 1e-5}
+    rows.norm_by_squares(x, torch.empty(5, 2), weight[:64], weight[:32], y, **norms)
+    rows.position_scale(numbers, torch.empty(5, 1), period=16.0, factor=0.1, offset=1.0)
+    rows.rotary_table(numbers, weight[:64], half, half, scale=1.5)
+    rows.select_rows(x, numbers, y)
+    rows.select_rows(numbers, numbers, numbers)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows.embedding(numbers, torch.empty(9, 128, dtype=dtype), y, first_id=7)
+    rows.argmax(torch.empty(5, 151936), torch.empty((5, 3), dtype=torch.int64), first_id=0)
+
+
+def _cache(dtype: torch.dtype, heads: int, dim: int) -> tuple[Tensor, Tensor | None]:
+    cache = torch.empty((8, heads, 16, dim), dtype=dtype)
+    return cache, torch.empty(8, heads, 16) if dtype == torch.int8 else None
+
+
+def _kv() -> None:
+    qkv, slots = torch.empty(5, 48 * 128), torch.zeros(5, dtype=torch.int64)
+    table, norm, queries = torch.empty(5, 64), torch.empty(128), torch.empty(5, 32 * 128)
+    for dtype in (torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn):
+        cache, scales = _cache(dtype, 8, 128)
+        scaled = {"key_scales": scales, "value_scales": scales}
+        kv.rotate_and_cache(qkv, slots, cache, cache, queries, **scaled)
+        norms = {"query_norm": norm, "key_norm": norm, "eps": 1e-6}
+        turned = {"cosines": table, "sines": table}
+        kv.rotate_and_cache(qkv, slots, cache, cache, queries, **turned, **norms, **scaled)
+    cache, _ = _cache(torch.bfloat16, 8, 128)
+    norms = {"query_norm": queries[0], "key_norm": queries[0], "squares": torch.empty(5, 2)}
+    kv.rotate_and_cache(qkv, slots, cache, cache, queries, **turned, **norms, eps=1e-6)
+    for dtype in (torch.bfloat16, torch.int8):
+        cache, scales = _cache(dtype, 1, 576)
+        kv.rotate_and_cache_latents(
+            torch.empty(5, 1024), torch.empty(5, 576), slots, cache, torch.empty(512),
+            torch.empty(5, 1024), eps=1e-6, cosines=table[:, :32], sines=table[:, :32], scales=scales,
+        )  # fmt: skip
+
+
+def _steps() -> attention.Steps:
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    return attention.Steps(zeros(5), zeros(3, 3), zeros(4), zeros(4, 16))
+
+
+def _attention(dtype: torch.dtype, products: torch.dtype, dim: int) -> None:
+    cache, scales = _cache(dtype, 8, dim)
+    queries = torch.empty(5, 32 * dim)
+    kinds = {"scale": 0.1, "key_scales": scales, "value_scales": scales, "products": products}
+    attention.attention(queries, cache, cache, _steps(), queries, **kinds)
+    partials = attention.Partials.new(5, 32, dim, 4096, torch.device("cpu"))
+    kinds |= {"partials": partials, "window": 4096, "softcap": 30.0, "sinks": torch.empty(32)}
+    attention.attention(queries, cache, cache, _steps(), queries, **kinds)
+
+
+def _latents(dtype: torch.dtype, products: torch.dtype) -> None:
+    cache, scales = _cache(dtype, 1, 576)
+    queries, turned = torch.empty(5, 16 * 512), torch.empty(5, 16 * 64)
+    kinds = {"rank": 512, "scale": 0.1, "scales": scales, "products": products}
+    latents.latent_attention(queries, turned, cache, _steps(), queries, **kinds)
+    partials = attention.Partials.new(5, 16, 512, 4096, torch.device("cpu"))
+    latents.latent_attention(queries, turned, cache, _steps(), queries, partials=partials, **kinds)
+
+
+def _linear(dtype: torch.dtype) -> None:
+    x, out, weight = torch.empty(5, 256), torch.empty(5, 32), torch.empty((32, 256), dtype=dtype)
+    linear.linear(x, weight, out, bias=torch.empty(32))
+    linear.head_linear(x, torch.zeros(2, dtype=torch.int64), out, dtype=dtype)
+
+
+def _int8() -> None:
+    x, out, vector = torch.empty(5, 4096), torch.empty(5, 32), torch.empty(32)
+    rounded = quantized.RoundedRows.new(5, 4096, x.device)
+    values = torch.empty((32, 4096), dtype=torch.int8)
+    quantized.round_rows(x, rounded)
+    quantized.int8_linear(rounded, values, vector, out)
+    more = {"zero_points": vector.int()}
+    quantized.int8_linear(rounded, values, vector, out, bias=vector, **more)
+    quantized.int8_embedding(torch.zeros(5).long(), values, vector, x, first_id=0, **more)
+
+
+def _groups(size: int) -> None:
+    x, out = torch.empty(5, 1024), torch.empty(5, 32)
+    rounded = quantized.RoundedGroups.new(5, 1024, size, x.device)
+    scales = torch.empty((32, 1024 // size), dtype=torch.float16)
+    quantized.round_groups(x, rounded)
+    quantized.round_groups(x, rounded, order=torch.arange(1024))
+    for bits in (4, 8):
+        codes = torch.empty((32, 128 * bits), dtype=torch.uint8)
+        quantized.grouped_linear(rounded, codes, scales, out, bits=bits)
+        more = {"bits": bits, "offsets": scales}
+        quantized.grouped_linear(rounded, codes, scales, out, bias=torch.empty(32), **more)
+        quantized.grouped_embedding(torch.zeros(5).long(), codes, scales, x, first_id=0, **more)
+
+
+def _sampler() -> None:
+    rules = {"top_p": 0.8, "top_k": 50, "logprobs": 3, "logit_bias": {3: 1.0}}
+    row = row_of(5000, allowed=mask([1, 2], 5000), stops=(3,), seen=(1,), counts=(2,), **rules)
+    packed = sampler.pack_rows(table_of(5000, [row]), [0])
+    logits = torch.empty(1, 5000)
+    sampler.sample(logits, packed, logits, sampler.Found.new(1, 3, logits.device))
+
+
+def _low_rank() -> None:
+    table, narrow = torch.zeros((2, 1, 4), dtype=torch.int64), torch.empty(5, 1, 16)
+    adapters, kinds = torch.zeros(5, dtype=torch.int64), {"outputs": (32,), "dtype": torch.bfloat16}
+    low_rank.add_low_rank(torch.empty(5, 32), torch.empty(5, 256), adapters, table, narrow, **kinds)
+
+
+def _blocks() -> None:
+    ids, cache = torch.zeros(2, dtype=torch.int64), torch.empty(4, 2, 16, 8)
+    memory = torch.empty((2, 2048), dtype=torch.uint8)
+    blocks.gather_blocks(cache, ids, memory, offset=0)
+    blocks.scatter_blocks(cache, ids, memory, offset=1)
+
+
+def _experts() -> None:
+    addresses, x = torch.zeros(16, dtype=torch.int64), torch.empty(5, 256)
+    room = experts.Workspace.new(5, 256, 128, 4, 16, x.device)
+    softmax = ExpertRouting(16, 4, renormalize=True)
+    groups = ExpertRouting(16, 4, True, "sigmoid", 4, 2, "best_two", 2.5)
+    oai = ExpertActivation("swiglu_oai", 1.702, 7.0)
+    of_kinds = (softmax, ExpertActivation(), None), (groups, oai, addresses)
+    for routing, activation, biases in of_kinds:
+        weights = experts.ExpertWeights(
+            addresses, addresses, addresses, torch.bfloat16, 0, 128, biases, biases, biases
+        )
+        more = {"routing": routing, "activation": activation, "counts": addresses}
+        more |= {"correction": None if biases is None else torch.empty(16)}
+        experts.experts(x, torch.empty(5, 16), x, weights, room, **more, valid=addresses)
+
+
+def main(names: list[str]) -> None:
+    """Compiles launches of these names, or all, and prints a line for each kernel and target.
+
+    With `translate` as the only name, all of them are translated only.
+    """
+    known = launches()
+    if names == ["translate"]:
+        with ahead(Compiler(whole=False)) as compiler:
+            for launch in known.values():
+                launch()
+        print(f"{len(compiler.compiled)} kernels for {', '.join(TARGETS)}")
+        return
+    for name in names or known:
+        with ahead(Compiler()) as compiler:
+            known[name]()
+        for key, made in compiler.compiled.items():
+            kernel, target = key.split()[0], key.split()[-1]
+            print(f"{name}: {kernel} for {target}, {made.metadata.shared} bytes of shared memory")
+            if made.metadata.shared > SHARED_MEMORY[target]:
+                raise SystemExit(f"{target} has {SHARED_MEMORY[target]} bytes of shared memory")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,83 @@
+"""The emulated device does its work late, in order, and leaves poison where nobody waited."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagoda.backend.cuda.emulation import EmulatedDevice, EmulatedGroup
+from pagoda.parallel.collectives import Alone
+
+
+def test_work_is_done_when_it_is_awaited_and_in_its_order() -> None:
+    device, done = EmulatedDevice(), list[int]()
+    device.steps.run(lambda: done.append(1))
+    first = device.steps.record()
+    device.steps.run(lambda: done.append(2))
+    second = device.steps.record()
+    assert (done, first.done, second.done) == ([], False, False)
+    first.wait()
+    assert (done, first.done, second.done) == ([1], True, False)
+    second.wait()
+    first.wait()
+    assert done == [1, 2]
+
+
+def test_streams_are_ordered_by_events_alone() -> None:
+    device, done = EmulatedDevice(), list[str]()
+    device.steps.run(lambda: done.append("step"))
+    device.reads.run(lambda: done.append("before"))
+    device.reads.wait(device.steps.record())
+    device.reads.run(lambda: done.append("behind"))
+    device.reads.record().wait()
+    assert done == ["before", "step", "behind"]
+
+
+def test_results_are_poison_until_somebody_looks_at_them() -> None:
+    device = EmulatedDevice()
+    out = device.empty((2, 3), torch.float32)
+    assert bool(out.isnan().all())
+    device.steps.run(lambda: out.copy_(torch.arange(6.0).view(2, 3)))
+    shown = device.shown(out)
+    assert (shown.shape, len(shown), shown.is_cpu) == ((2, 3), 2, False)
+    assert bool(out.isnan().all())
+    assert shown[1].tolist() == [3, 4, 5]
+    held = device.held(shown)
+    assert held is not None
+    assert (type(held), held.data_ptr()) == (torch.Tensor, out.data_ptr())
+    assert device.held(out) is None
+
+
+def test_memory_is_counted_while_it_is_used() -> None:
+    device = EmulatedDevice()
+    before, values = device.memory.taken_bytes(), device.empty((1000,), torch.float32)
+    view = values[:10]
+    del values
+    assert device.memory.taken_bytes() - before == 4000
+    del view
+    assert device.memory.taken_bytes() == before
+    assert not device.memory.on_host
+
+
+def test_what_fails_is_found_out_by_whoever_waits_and_breaks_the_device() -> None:
+    device = EmulatedDevice()
+    device.steps.run(lambda: torch.zeros(2).copy_(torch.zeros(3)))
+    failed = device.steps.record()
+    with pytest.raises(RuntimeError, match="size"):
+        failed.wait()
+    device.writes.run(lambda: None)
+    with pytest.raises(RuntimeError, match="has failed before"):
+        device.writes.record().wait()
+
+
+def test_work_is_measured_one_after_the_other() -> None:
+    device, done = EmulatedDevice(), list[int]()
+    times = device.timed([lambda place=place: done.append(place) for place in range(3)])  # type: ignore[misc]
+    assert (done, len(times), min(times) >= 0) == ([0, 1, 2], 3, True)
+
+
+def test_ranks_exchange_in_work() -> None:
+    device, group = EmulatedDevice(), EmulatedGroup(Alone())
+    out = device.empty((1, 2), torch.float32)
+    device.steps.run(lambda: out.copy_(group.all_gather(group.all_reduce(torch.ones(2)))))
+    assert device.shown(out).tolist() == [[1, 1]]

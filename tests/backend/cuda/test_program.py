@@ -1,0 +1,196 @@
+"""Steps of a small graph on the emulated device: captured, padded, late, and kept apart from one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import Backend, KVCache, LateRows, StepInput, TokenBatch
+from pagoda.backend.cuda.backend import GpuBackend
+from pagoda.backend.cuda.emulation import EmulatedDevice
+from pagoda.backend.cuda.runtime import Work
+from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.backend.weights import DenseWeight
+from pagoda.backend_check.subject import batch_of_spans, random_tensor
+from pagoda.telemetry.tracer import Tracer
+
+HEADS, DIM, WIDTH, VOCAB = 2, 16, 32, 40
+SPANS = [(4, 1, [3]), (0, 1, [1]), (17, 1, [5, 2])]
+
+
+class CountingDevice(EmulatedDevice):
+    """A device that counts the graphs that it has captured, and their replays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_captured = self.num_replayed = 0
+
+    def capture(self, work: Work) -> Work:
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            work()
+
+        return replay
+
+
+@dataclass
+class Model:
+    """One layer with attention, on a backend."""
+
+    backend: Backend[Any, Any]
+    cache: KVCache
+    compiled: Any
+
+    def step(
+        self, batch: TokenBatch, token_ids: Tensor, late: Sequence[LateRows] = ()
+    ) -> StepInput[Any]:
+        tensors = {
+            "token_ids": token_ids,
+            "positions": batch.positions,
+            "rows": torch.arange(len(token_ids)),
+        }
+        metadata = self.backend.attention_metadata(batch, HEADS, self.cache)
+        return StepInput(tensors, {0: metadata}, late)
+
+    def run(self, batch: TokenBatch, token_ids: Tensor, *results: str) -> list[Tensor]:
+        return list(self.compiled(self.step(batch, token_ids), results or ("last",)))
+
+
+def _graph(backend: Backend[Any, Any], cache: KVCache) -> Graph:
+    ops = GraphBuilder(backend.group)
+
+    def dense(outputs: int, inputs: int, seed: int) -> Any:
+        weight = DenseWeight(random_tensor(outputs, inputs, seed=seed) / 4)
+        return backend.prepare_linear([weight], None, torch.float32)
+
+    x = ops.embedding(ops.input("token_ids"), dense(VOCAB, WIDTH, 1))
+    frequencies = torch.logspace(0, -2, DIM // 2).to(backend.device)
+    table = ops.rotary_table(ops.input("positions"), frequencies, 1.0)
+    qkv = ops.linear(x, dense(3 * HEADS * DIM, WIDTH, 2))
+    heads = {"num_heads": HEADS, "head_dim": DIM}
+    queries = ops.rotate_and_cache(qkv, ops.metadata(), table, cache, None, **heads)
+    attended = ops.attention(queries, ops.metadata(), cache, head_dim=DIM, scale=0.2, window=None)
+    rows = ops.input("rows")
+    attended, x = ops.select_rows(attended, rows), ops.select_rows(x, rows)
+    total = ops.add(x, ops.linear(attended, dense(WIDTH, HEADS * DIM, 3)))
+    last = ops.rms_norm(total, (1 + random_tensor(WIDTH, seed=4)).to(backend.device), 1e-6)
+    ops.result("last", last)
+    ops.result("argmax", ops.linear_argmax(last, dense(VOCAB, WIDTH, 5)))
+    return ops.build()
+
+
+def _model(backend: Backend[Any, Any]) -> Model:
+    cache = backend.allocate_kv_cache(8, 16, HEADS, DIM, torch.float32)
+    if isinstance(backend, ReferenceBackend):
+        for tensor in cache.tensors.values():
+            tensor.zero_()
+    return Model(backend, cache, backend.compile(_graph(backend, cache)))
+
+
+def _on_device() -> tuple[Model, CountingDevice]:
+    device = CountingDevice()
+    return _model(GpuBackend(device)), device
+
+
+def _filled(model: Model) -> None:
+    """Computes what lies before `SPANS`."""
+    prompt = batch_of_spans([(0, 4, [3]), (0, 17, [5, 2])])
+    model.run(prompt, torch.arange(21) % VOCAB)
+
+
+def test_a_step_is_captured_when_its_shape_comes_again() -> None:
+    model, device = _on_device()
+    expected = _model(ReferenceBackend())
+    _filled(model)
+    _filled(expected)
+    batch, found = batch_of_spans(SPANS), []
+    for number in range(4):
+        ids = torch.tensor([7, 8, 9]) + number
+        (own,), (wanted,) = (each.run(batch, ids) for each in (model, expected))
+        found.append((own, wanted))
+    assert device.num_captured == 1
+    for own, wanted in found:  # later steps did not write to results of earlier ones
+        assert own.shape == wanted.shape
+        assert torch.allclose(own.cpu(), wanted, atol=1e-5)
+    assert device.num_replayed == 3
+    # Fewer rows are another shape; as many with longer contexts are the same.
+    model.run(batch_of_spans(SPANS[:2]), torch.tensor([1, 2]))
+    model.run(batch_of_spans([*SPANS, (5, 1, [4])]), torch.tensor([1, 2, 3, 4]))
+    assert device.num_captured == 1
+
+
+def test_steps_of_a_prompt_are_not_captured() -> None:
+    model, device = _on_device()
+    for _ in range(3):
+        _filled(model)
+    assert device.num_captured == 0
+
+
+def test_inputs_may_change_once_a_step_is_launched() -> None:
+    model, _ = _on_device()
+    _filled(model)
+    batch, ids = batch_of_spans(SPANS), torch.tensor([7, 8, 9])
+    (wanted,) = model.run(batch, ids)
+    kept = wanted.cpu()
+    step = model.step(batch, ids)
+    (again,) = model.compiled(step, ["last"])
+    ids.fill_(0)
+    batch.positions.fill_(0)
+    batch.block_tables[0].fill_(7)
+    del step
+    model.backend.attention_metadata(batch_of_spans(SPANS[::-1]), HEADS, model.cache)
+    assert torch.equal(again.cpu(), kept)
+
+
+def test_a_step_takes_tokens_that_only_the_device_knows() -> None:
+    model, device = _on_device()
+    _filled(model)
+    assert isinstance(model.backend, GpuBackend)
+    batch = batch_of_spans(SPANS)
+    for _ in range(3):  # by launches, by a capture, and by a replay
+        (last,) = model.run(batch, torch.tensor([7, 8, 9]))
+        (found,) = model.compiled(StepInput({"last": last}), ["argmax"])
+        underway = model.backend.launch_read(found)
+        after = batch_of_spans([(5, 1, [3]), (1, 1, [1]), (18, 1, [5, 2])])
+        late = LateRows([2, 0], underway.token_ids, [0, 1])
+        step = model.step(after, torch.tensor([0, 11, 0]), [late])
+        (own,) = model.compiled(step, ["last"])
+        assert not model.backend.launched().done
+        tokens = underway.read()[:, 0]
+        known = torch.stack((tokens[1], torch.tensor(11), tokens[0]))
+        (wanted,) = model.run(after, known)
+        assert torch.equal(own.cpu(), wanted.cpu())
+    assert device.num_captured == 1
+
+
+def test_what_does_not_fit_is_refused_before_it_is_launched() -> None:
+    model, device = _on_device()
+    batch = batch_of_spans(SPANS)
+    with pytest.raises(IndexError, match="not from 0 to 39"):
+        model.run(batch, torch.tensor([7, VOCAB, 9]))
+    step = model.step(batch, torch.tensor([7, 8, 9]))
+    other = model.backend.attention_metadata(batch_of_spans(SPANS[:2]), HEADS, model.cache)
+    with pytest.raises(ValueError, match="3 tokens do not fit metadata of 2"):
+        model.compiled(StepInput(step.tensors, {0: other}), ["last"])
+    assert device.steps.record().done
+
+
+def test_operations_are_those_that_are_measured() -> None:
+    model, _ = _on_device()
+    _filled(model)
+    kinds = [operation.kind for operation in model.compiled.operations(["last"])]
+    assert kinds[-2:] == ["linear", "norm"]  # the sum is part of the norm
+    step = model.step(batch_of_spans(SPANS), torch.tensor([7, 8, 9]))
+    (own,), times = model.compiled.traced(step, ["last"], Tracer("test"))
+    assert len(times) == len(kinds)
+    assert torch.equal(
+        own.cpu(), model.run(batch_of_spans(SPANS), torch.tensor([7, 8, 9]))[0].cpu()
+    )

@@ -1,0 +1,224 @@
+"""Steps are launched before the results of those in front of them are read, and answers stay the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import GREEDY
+from late_backend import LateBackend
+from tiny_models import save_model
+
+from pagoda.backend.ahead import RunsAhead
+from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult
+from pagoda.messages.worker_config import WorkerConfig
+from pagoda.telemetry.tracer import Tracer
+from pagoda.worker import loading
+from pagoda.worker.group_sampler import BROKE_A_STEP
+from pagoda.worker.runner import Runner, Ticket
+from pagoda.worker.sampler import NOT_FINITE
+
+BLOCK = 16
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=100, logprobs=2)
+PENALISED = SamplingParams(temperature=0.7, seed=2, max_tokens=100, repetition_penalty=1.4)
+KINDS = {"greedy": GREEDY, "drawn": DRAWN, "penalised": PENALISED}
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+
+
+def _load(directory: Path, backend: Any, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.setattr(loading, "choose_backend", lambda *_: (backend, "test"))
+    config = WorkerConfig(model=str(directory), num_blocks=64, max_num_seqs=8, num_threads=1)
+    runner = loading.load_runner(loading.plan_worker(config), Tracer("worker")).runner
+    assert isinstance(runner, Runner)
+    return runner
+
+
+@dataclass
+class Engine:
+    """Submits and launches each step before it takes the result of the one before."""
+
+    runner: Runner
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    logprobs: dict[str, list[float]] = field(default_factory=dict)
+    num_ahead: int = 0
+    """Steps that were launched behind one whose result had not been read."""
+    _names: dict[int, str] = field(default_factory=dict)
+    _computed: dict[int, int] = field(default_factory=dict)
+    _held: dict[int, int] = field(default_factory=dict)
+    _starts: list[SlotStart] = field(default_factory=list)
+    _freed: list[int] = field(default_factory=list)
+    _under_way: deque[tuple[Ticket[StepResult], dict[int, str]]] = field(default_factory=deque)
+    _step: int = 0
+    _next_block: int = 0
+
+    def start(self, slot: int, name: str, prompt: list[int], sampling: SamplingParams) -> None:
+        self._names[slot], self._computed[slot], self._held[slot] = name, 0, 0
+        self._starts.append(
+            SlotStart(slot, prompt, len(prompt), 0, [[]], sampling, request_id=name)
+        )
+
+    def free(self, slot: int) -> None:
+        self._freed.append(slot)
+
+    def submit(self, shares: dict[int, int]) -> None:
+        blocks = []
+        for slot, count in shares.items():
+            self._computed[slot] += count
+            wanted = -(-self._computed[slot] // BLOCK) - self._held[slot]
+            if wanted:
+                blocks.append(
+                    NewBlocks(slot, 0, [*range(self._next_block, self._next_block + wanted)])
+                )
+                self._next_block += wanted
+                self._held[slot] += wanted
+        plan = StepPlan(
+            self._step, [*shares], [*shares.values()], self._starts, blocks, self._freed
+        )
+        self._starts, self._freed = [], []
+        self._step += 1
+        ticket = self.runner.submit(plan)
+        self._under_way.append((ticket, {slot: self._names[slot] for slot in shares}))
+        is_launched = ticket.launch() is not None
+        if len(self._under_way) == 2:
+            self.num_ahead += is_launched
+            self.take()
+
+    def take(self) -> None:
+        ticket, names = self._under_way.popleft()
+        result = ticket.result()
+        for slot, token_ids in zip(result.slots, result.token_ids, strict=True):
+            self.answers.setdefault(names[slot], []).extend(token_ids)
+        for slot, reports in result.logprobs.items():
+            self.logprobs.setdefault(names[slot], []).extend(one.logprob for one in reports)
+        self.errors |= {names[slot]: error for slot, error in result.errors.items()}
+
+    def finish(self) -> Engine:
+        while self._under_way:
+            self.take()
+        return self
+
+
+def _together(engine: Engine, sampling: SamplingParams, steps: int = 6) -> Engine:
+    for slot, prompt in enumerate(PROMPTS):
+        engine.start(slot, f"request {slot}", prompt, sampling)
+    engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
+    for _ in range(steps):
+        engine.submit(dict.fromkeys(range(len(PROMPTS)), 1))
+    return engine.finish()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_model("qwen3", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_steps_one_by_one(
+    directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LateBackend()
+    assert isinstance(backend, RunsAhead)
+    own = _together(Engine(_load(directory, backend, monkeypatch)), KINDS[kind])
+    expected = _together(Engine(_load(directory, ReferenceBackend(), monkeypatch)), KINDS[kind])
+    assert own.answers == expected.answers
+    assert own.logprobs == expected.logprobs
+    assert (own.errors, expected.num_ahead) == ({}, 0)
+    # What a penalty changes is known once the token is: such a step waits for the one before.
+    assert own.num_ahead == (0 if kind == "penalised" else 6)
+
+
+def _with_turnover(engine: Engine) -> Engine:
+    """A slot is freed and taken by another request, whose prompt comes in two parts, while a step uses it."""
+    for slot, prompt in enumerate(PROMPTS):
+        engine.start(slot, f"request {slot}", prompt, GREEDY)
+    engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
+    engine.submit({0: 1, 1: 1, 2: 1})
+    engine.free(1)
+    engine.start(1, "late", [20, 21, 22, 23, 24], DRAWN)
+    engine.submit({0: 1, 1: 2, 2: 1})
+    engine.submit({0: 1, 1: 3, 2: 1})
+    for _ in range(4):
+        engine.submit({2: 1, 1: 1, 0: 1})
+    return engine.finish()
+
+
+def test_a_slot_goes_to_another_request_while_a_step_uses_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = _with_turnover(Engine(_load(directory, LateBackend(), monkeypatch)))
+    expected = _with_turnover(Engine(_load(directory, ReferenceBackend(), monkeypatch)))
+    assert own.answers == expected.answers
+    assert own.logprobs == expected.logprobs
+    assert own.num_ahead == 7
+
+
+def test_a_request_that_breaks_fails_alone_and_is_left_out(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step behind it, which was launched with it, says so too, and the others never notice."""
+    backend = LateBackend()
+    runner = _load(directory, backend, monkeypatch)
+    expected = _together(Engine(_load(directory, ReferenceBackend(), monkeypatch)), GREEDY)
+    forward, steps = runner.model.forward, [0]
+
+    def spoil(*arguments: Any) -> Any:
+        hidden = forward(*arguments)
+        steps[0] += 1
+        if steps[0] == 3:
+            hidden[1] = torch.nan
+        return hidden
+
+    monkeypatch.setattr(runner.model, "forward", spoil)
+    own = _together(Engine(runner), GREEDY)
+    assert own.errors == {"request 1": NOT_FINITE}
+    assert len(own.answers["request 1"]) == 2
+    for name in ("request 0", "request 2"):
+        assert own.answers[name] == expected.answers[name]
+    assert runner.failed == {1: NOT_FINITE}
+
+
+def test_a_request_that_raises_when_it_is_launched_fails_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = _load(directory, LateBackend(), monkeypatch)
+    forward, asked = runner.model.forward, [0]
+
+    def fail(planned: Any, *arguments: Any) -> Any:
+        asked[0] += 1
+        if 13 in planned.batch.token_ids.tolist():
+            raise ValueError("no such thing")
+        return forward(planned, *arguments)
+
+    monkeypatch.setattr(runner.model, "forward", fail)
+    engine = Engine(runner)
+    for slot, prompt in enumerate(PROMPTS):
+        engine.start(slot, f"request {slot}", prompt, GREEDY)
+    engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
+    engine.take()
+    assert engine.errors == {"request 2": BROKE_A_STEP}
+    assert engine.answers.keys() == {"request 0", "request 1"}
+    assert asked == [4]
+
+
+def test_steps_are_launched_in_their_order(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = _load(directory, LateBackend(), monkeypatch)
+    start = SlotStart(0, [5, 6, 7, 8], 4, 0, [[1]], GREEDY)
+    first = runner.submit(StepPlan(0, [0], [2], [start]))
+    second = runner.submit(StepPlan(1, [0], [2]))
+    assert second.launch() is None
+    done = first.launch()
+    assert done is not None
+    assert second.launch() is not None
+    assert not done.done
+    assert (first.result().slots, second.result().slots) == ([], [0])
+    assert done.done
