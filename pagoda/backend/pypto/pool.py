@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import DeviceLostError, KVCache, LatentCache
+from pagoda.backend.base import KVCache, LatentCache
 from pagoda.backend.kv_store import (
     DONE,
     Event,
@@ -145,7 +145,7 @@ class _Copy:
         try:
             self._after.wait()
             self._work()
-        except (RuntimeError, DeviceLostError) as error:
+        except Exception as error:  # whoever waits is told
             self._error = str(error)
         self._ended.set()
 
