@@ -166,22 +166,25 @@ class Session:
         tokens = torch.empty(active, dtype=torch.int32)
         for first in range(0, active, window):
             rows = slice(first, min(first + window, active))
-            best, chosen = self._select(call.buffers, first, rows.stop - first)
+            best, chosen = self._select(call, first, rows.stop - first)
             values[rows], tokens[rows] = (
                 best[: rows.stop - first, 0],
                 chosen[: rows.stop - first, 0],
             )
         return values, tokens
 
-    def _select(self, buffers: CallBuffers, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The likeliest candidate of each of some rows of logits, behind the call that computes them."""
+    def _select(self, call: Call, first: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The likeliest candidate of each of some rows of a call's logits, chosen behind it."""
         name: ProgramName = "topk_select"
+        buffers = call.buffers
         window = self.contract.limits.window
         sizes: Mapping[str, int] = self.contract.environment(batch=window, tokens=1, pages=1)
         buffers.host(name, "control", sizes).copy_(torch.tensor([rows, 1]))
         args = buffers.arguments(
             name, sizes, {}, lambda tensor, count: view_of(tensor, first, count)
         )
-        self.device.submit(self._programs[name], args).wait()
+        selected = self.device.submit(self._programs[name], args)
+        call.submitted.wait()  # what goes wrong first is said first
+        selected.wait()
         values = buffers.host(name, "topk_values", sizes)
         return values, buffers.host(name, "topk_indices", sizes)

@@ -79,10 +79,10 @@ class DistributedWorker:
         self._chips = [ChipMemory(number, settings.memory_bytes) for number in chips]
         self._shared = SharedMemory()
         self._programs = list(programs)
-        self._settings, self._log = settings, Log(settings.log)
+        self.settings, self._log = settings, Log(settings.log)
         self._random = Random(f"{settings.seed} {self._log.count('workers')}")
         self._log.write("workers", str(os.getpid()))
-        self._pending: deque[_Run] = deque()
+        self.pending: deque[_Run] = deque()
         self._lock = threading.RLock()
         self._arena = 0
         """Bytes of rings, which are taken at the first run."""
@@ -167,8 +167,8 @@ class DistributedWorker:
             outputs = [arg.meaning for arg in contract.programs[program.name].args]
             poison(checked, [each for each in outputs if each in _RESULTS[program.name]])
             run = _Run(self, program, checked)
-            self._pending.append(run)
-            if self._random.random() >= self._settings.late_rate:
+            self.pending.append(run)
+            if self._random.random() >= self.settings.late_rate:
                 self.run_until(run)
             return run
 
@@ -179,11 +179,11 @@ class DistributedWorker:
                 self._run_next()
 
     def _settle(self) -> None:
-        while self._pending:
+        while self.pending:
             self._run_next()
 
     def _run_next(self) -> None:
-        run = self._pending.popleft()
+        run = self.pending.popleft()
         began = time.perf_counter_ns()
         try:
             with self._recorded(), torch.inference_mode():
@@ -199,11 +199,11 @@ class DistributedWorker:
     def _fail_at_random(self) -> None:
         if self._lost:
             raise RuntimeError("the worker was lost")
-        drawn, failing = self._random.random(), self._settings.failure_rate
+        drawn, failing = self._random.random(), self.settings.failure_rate
         if drawn < failing:
             self._log.write("failures", "failed")
             raise RuntimeError("AICore exception, error code 507015")
-        if drawn < failing + self._settings.timeout_rate:
+        if drawn < failing + self.settings.timeout_rate:
             self._log.write("failures", "timed out")
             raise TimeoutError("TENSOR_WAIT_TIMEOUT")
 
