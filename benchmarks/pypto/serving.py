@@ -38,7 +38,7 @@ class Served(NamedTuple):
 def requests(
     count: int, seed: int, *, pages: int = 4, max_tokens: int = 48
 ) -> list[GenerateRequest]:
-    """Requests whose prompts share beginnings of up to so many pages, of all `_KINDS` in turn."""
+    """Requests whose prompts share beginnings of up to so many pages, of all `_KINDS` in turn; some are urgent."""
     random = Random(seed)
     stems = [[random.randrange(_VOCABULARY) for _ in range(PAGE * pages)] for _ in range(4)]
     found = []
@@ -49,7 +49,12 @@ def requests(
             _KINDS[number % len(_KINDS)], seed=number, max_tokens=max_tokens, ignore_eos=True
         )
         found.append(
-            GenerateRequest(request_id=f"r{number}", prompt_token_ids=stem + own, sampling=sampling)
+            GenerateRequest(
+                request_id=f"r{seed}-{number}",
+                prompt_token_ids=stem + own,
+                sampling=sampling,
+                priority=-(number % 4 == 3),
+            )
         )
     return found
 
@@ -61,25 +66,35 @@ async def serve(
     devices: str | None = None,
     **options: Any,
 ) -> Served:
-    """Asks all at once; `options` are fields of `EngineOptions`."""
+    """Asks all at once, but for urgent ones, which come once the others have begun and take their places.
+
+    `options` are fields of `EngineOptions`.
+    """
     parallel = ParallelOptions(devices=devices)
-    given: dict[str, Any] = {"block_size": PAGE, "max_num_seqs": 16, "backend": backend}
+    given: dict[str, Any] = {"block_size": PAGE, "max_num_seqs": 16, "threads": 1}
+    given["backend"] = backend
     engine = EngineOptions(**(given | options))
     executor = ExecutorOptions()
     files = executor.resolve(engine, None if model is None else str(model), parallel)
     replica = EngineClient(executor.engine_config(engine, files.model, parallel)).replica
     await replica.start()
     try:
-        answers = await asyncio.gather(*(_answer(replica, request) for request in asked))
+        begun = asyncio.Event()
+        answers = await asyncio.gather(*(_answer(replica, request, begun) for request in asked))
         return Served(list(answers), await replica.load())
     finally:
         await replica.close()
 
 
-async def _answer(replica: Replica, request: GenerateRequest) -> list[int] | str:
+async def _answer(
+    replica: Replica, request: GenerateRequest, begun: asyncio.Event
+) -> list[int] | str:
     token_ids: list[int] = []
+    if request.priority < 0:
+        await begun.wait()
     async with aclosing(replica.generate(request)) as chunks:
         async for chunk in chunks:
+            begun.set()
             if chunk.error is not None:
                 return chunk.error
             token_ids += chunk.token_ids

@@ -60,7 +60,8 @@ class PyptoBackend:
         self.group = Alone()
         self.memory = ChipMemory(library, devices.numbers)
         self.device = torch.device("cpu")  # what the backend is given is staged there
-        self.arithmetic = f"pypto ({devices}, {manifest.library})"
+        chips = f"{len(self._chips)} chip{'s' if len(self._chips) > 1 else ''}"
+        self.arithmetic = f"pypto ({chips}, {manifest.library})"
         self.capabilities = self._capabilities()
 
     def _capabilities(self) -> Capabilities:

@@ -70,7 +70,7 @@ def test_limits_are_those_of_all_contracts(install: Callable[..., None]) -> None
     assert own.weight_formats == own.kv_cache_dtypes == ("bfloat16",)
     assert not own.mixed_steps
     assert own.whole_models
-    assert backend.arithmetic == "pypto (npu:0, pagoda-pypto-device 1.0)"
+    assert backend.arithmetic == "pypto (1 chip, pagoda-pypto-device 1.0)"
     assert not backend.memory.on_host
     assert backend.memory.free_bytes() == 1 << 30
     assert backend.memory.taken_bytes() == 0

@@ -49,6 +49,7 @@ def check_arguments(
         raise ContractError(f"{name} takes {len(program.args)} arguments, not {len(given)}")
     by_meaning = dict(zip((arg.meaning for arg in program.args), given, strict=True))
     sizes = _sizes(contract, name, by_meaning, len(chips))
+    shared.look()
     held = {}
     for arg, value in zip(program.args, given, strict=True):
         what = f"{name}.{arg.name}"

@@ -22,6 +22,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Share of calls at which the chips fail."""
     timeout_rate: float = 0.0
     """Share of calls that never end, which the runtime tells as a time-out."""
+    fail_at: tuple[int, ...] = ()
+    """Numbers of calls at which the chips fail, counted over all workers that write to one `log`."""
     late_rate: float = 0.5
     """Share of calls that run only when their result is awaited."""
     log: str = ""

@@ -200,7 +200,8 @@ class DistributedWorker:
         if self._lost:
             raise RuntimeError("the worker was lost")
         drawn, failing = self._random.random(), self.settings.failure_rate
-        if drawn < failing:
+        at = self.settings.fail_at
+        if drawn < failing or (at and self._log.count("calls") in at):
             self._log.write("failures", "failed")
             raise RuntimeError("AICore exception, error code 507015")
         if drawn < failing + self.settings.timeout_rate:
