@@ -80,6 +80,6 @@ def counted(log: Path) -> Counter[str]:
 
 
 def violations(log: Path) -> list[str]:
-    """What was passed to the device against its contract."""
+    """Sentences about what was passed to the device against its contract."""
     path = log / "violations"
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -116,57 +116,60 @@ def _as_bf16(handle: Any) -> Any:
     return type(handle)(handle.data_ptr, handle.shape, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("program", "argument", "change", "message"),
-    [
-        ("decode", "sampled_ids_in", _put((1, 0), 960), "not in the vocabulary"),
-        ("decode", "sampled_ids_in", _put((1, 3), 1), "more than one column"),
-        ("decode", "sampled_ids_in", torch.clone, "is not shared"),
-        ("decode", "seq_lens", lambda it: it.clone().share_memory_(), "not shared when the worker"),
-        ("decode", "seq_lens", torch.Tensor.long, "is not shared"),
-        ("decode", "seq_lens", _put(1, 0), "not filled with 0 behind sequences"),
-        ("prefill", "seq_lens", _put(1, 130), "are shorter than chunks"),
-        ("decode", "seq_lens", _put(2, 3000), "too long"),
-        ("decode", "slot_mapping", _put(1, 5), "not where block tables put tokens"),
-        ("decode", "block_table", _put(1, 8), "names a page that is not among 8"),
-        ("decode", "block_table", _put(9, 3), "not filled with 0 behind sequences"),
-        ("decode", "out", _shifted, "has no memory"),
-        ("decode", "out", _as_bf16, "decode.out is torch.bfloat16, not fp32"),
-        ("decode", "wq", _fewer, "decode.wq is [512, 256], not [1024, 256]"),
-        ("decode", "k_cache", lambda it: torch.zeros(it.shape), "is Tensor, not memory of a chip"),
-        ("prefill", "chunk_lens", _put(0, 129), "are not those of 393 tokens"),
-        ("prefill", "chunk_lens", _put(3, 1), "are not those of 393 tokens"),
-        ("prefill", "chunk_offsets", _put(1, 131), "not where chunks begin"),
-        ("prefill", "chunk_offsets", _put(5, 0), "not behind all chunks"),
-        ("prefill", "seq_lens", _put(7, 1), "rows without tokens have seq_lens"),
-        ("prefill", "block_table", _put(20, 0), "not filled with -1 behind sequences"),
-        ("prefill", "slot_mapping", _put(3, 4), "not where block tables put tokens"),
-        ("prefill", "input_ids", _put(0, -1), "not in the vocabulary"),
-        ("topk_select", "sampling_control", _put(1, 33), "a selection of 33 of 3 rows"),
-        ("topk_select", "sampling_control", _put(0, 17), "a selection of 1 of 17 rows"),
-        ("topk_select", "logits", _fewer, "topk_select.logits is [8, 1024], not [16, 1024]"),
-    ],
-)
-def test_a_wrong_argument_is_found(
-    rig: Callable[..., Rig],
-    tmp_path: Path,
-    program: str,
-    argument: str,
-    change: Callable[[Any], Any],
-    message: str,
-) -> None:
+WRONG: list[tuple[str, str, Callable[[Any], Any], str]] = [
+    ("decode", "sampled_ids_in", _put((1, 0), 960), "not in the vocabulary"),
+    ("decode", "sampled_ids_in", _put((1, 3), 1), "more than one column"),
+    ("decode", "sampled_ids_in", torch.clone, "is not shared"),
+    ("decode", "seq_lens", lambda it: it.clone().share_memory_(), "not shared when the worker"),
+    ("decode", "seq_lens", torch.Tensor.long, "is not shared"),
+    ("decode", "seq_lens", _put(1, 0), "not filled with 0 behind sequences"),
+    ("prefill", "seq_lens", _put(1, 130), "are shorter than chunks"),
+    ("decode", "seq_lens", _put(2, 3000), "too long"),
+    ("decode", "slot_mapping", _put(1, 5), "not where block tables put tokens"),
+    ("decode", "block_table", _put(1, 8), "names a page that is not among 8"),
+    ("decode", "block_table", _put(9, 3), "not filled with 0 behind sequences"),
+    ("decode", "out", _shifted, "has no memory"),
+    ("decode", "out", _as_bf16, "decode.out is torch.bfloat16, not fp32"),
+    ("decode", "wq", _fewer, "decode.wq is [512, 256], not [1024, 256]"),
+    ("decode", "k_cache", lambda it: torch.zeros(it.shape), "is Tensor, not memory of a chip"),
+    ("prefill", "chunk_lens", _put(0, 129), "are not those of 393 tokens"),
+    ("prefill", "chunk_lens", _put(3, 1), "are not those of 393 tokens"),
+    ("prefill", "chunk_offsets", _put(1, 131), "not where chunks begin"),
+    ("prefill", "chunk_offsets", _put(5, 0), "not behind all chunks"),
+    ("prefill", "seq_lens", _put(7, 1), "rows without tokens have seq_lens"),
+    ("prefill", "block_table", _put(20, 0), "not filled with -1 behind sequences"),
+    ("prefill", "slot_mapping", _put(3, 4), "not where block tables put tokens"),
+    ("prefill", "input_ids", _put(0, -1), "not in the vocabulary"),
+    ("topk_select", "sampling_control", _put(1, 33), "a selection of 33 of 3 rows"),
+    ("topk_select", "sampling_control", _put(0, 17), "a selection of 1 of 17 rows"),
+    ("topk_select", "logits", _fewer, "topk_select.logits is [8, 1024], not [16, 1024]"),
+]
+"""Program, argument, what is done to it, and what the device says."""
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode", "topk_select"])
+def test_wrong_arguments_are_found(rig: Callable[..., Rig], tmp_path: Path, program: str) -> None:
     from pagoda_pypto_device.memory import ContractError
 
     found = rig(log=str(tmp_path))
     found.prefill()
     found.decode()
     compiled, args = found.calls[program]
-    at = [arg.name for arg in compiled.contract.programs[program].args].index(argument)
-    args[at] = change(args[at])
-    with pytest.raises(ContractError) as caught:
-        found.worker.submit(compiled, *args).result()
-    assert message in str(caught.value)
-    assert message in (tmp_path / "violations").read_text(encoding="utf-8")
+    names = [arg.name for arg in compiled.contract.programs[program].args]
+    kept = [arg.clone() if isinstance(arg, torch.Tensor) else None for arg in args]
+    cases = [case[1:] for case in WRONG if case[0] == program]
+    for argument, change, message in cases:
+        at = names.index(argument)
+        changed = list(args)
+        changed[at] = change(args[at])
+        with pytest.raises(ContractError) as caught:
+            found.worker.submit(compiled, *changed).result()
+        assert message in str(caught.value)
+        for arg, copy in zip(args, kept, strict=True):
+            if copy is not None:
+                arg.copy_(copy)
+    found.worker.submit(compiled, *args).result()
+    assert len((tmp_path / "violations").read_text(encoding="utf-8").splitlines()) == len(cases)
 
 
 def test_kv_that_nobody_wrote_is_found(rig: Callable[..., Rig]) -> None:
