@@ -137,10 +137,9 @@ def test_the_command(
     assert lines[0].startswith("ok      capabilities: toy (toy:0)")
     assert summary.endswith("0 failed")
     assert main(["backend", "check", "toyy"]) == 2
-    assert (
-        "--backend must be one of auto, cpu, reference, far, toy, got 'toyy'"
-        in capfd.readouterr().err
-    )
+    error = capfd.readouterr().err
+    assert "--backend must be one of auto, cpu, reference, " in error
+    assert ", toy, got 'toyy'" in error
 
 
 def test_a_failed_check_is_the_exit_status(wrong: str, tmp_path: Path) -> None:
