@@ -58,9 +58,13 @@ def test_a_package_brings_a_backend(npu: str) -> None:
     assert find_backend(npu).device_kind == "npu"
     assert "pagoda_npu.backend" not in sys.modules
     check_backend(npu, ["npu:0+npu:1", "npu:2+npu:3"])
+    others = ", ".join(sorted({*registered_backends()} - {*AUTO_ORDER}))
+    assert npu in others.split(", ")
     with pytest.raises(ConfigError) as caught:
         find_backend("nppu")
-    assert str(caught.value) == ("--backend must be one of auto, cpu, reference, npu, got 'nppu'.")
+    assert str(caught.value) == (
+        f"--backend must be one of auto, cpu, reference, {others}, got 'nppu'."
+    )
 
 
 def test_devices_that_a_backend_does_not_drive_are_refused(npu: str) -> None:

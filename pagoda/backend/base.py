@@ -58,6 +58,10 @@ class UnsupportedError(ConfigError):
     """A backend lacks what a weight or a model needs; the message is one sentence that says what."""
 
 
+class DeviceLostError(Exception):
+    """A device failed, or took too long: nothing more is computed on it, and the worker ends."""
+
+
 NewTensor = Callable[[tuple[int, ...], dtype], Tensor]
 """Gives an unwritten tensor of a shape and a dtype, in memory of whoever's choice."""
 

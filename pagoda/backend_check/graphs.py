@@ -48,6 +48,20 @@ def _graph(backend: Backend[Any, Any], dtype: torch.dtype) -> Graph:
     return ops.build()
 
 
+def _parts(subject: Subject) -> str:
+    """Whole models are all that a backend computes which says so: it refuses a part of one."""
+    backend = subject.backend
+    if not backend.capabilities.whole_models:
+        return "it computes operations one by one"
+    ops = GraphBuilder(backend.group)
+    ops.result("total", ops.add(ops.input("x", 64), ops.input("y", 64)))
+    try:
+        backend.compile(ops.build())
+    except UnsupportedError as error:
+        return f"a sum is refused: {str(error).removesuffix('.')}"
+    raise FailedError("it says that its programs are whole models, but compiles a sum")
+
+
 def _results(subject: Subject) -> str:
     """Steps get the results that they want, may bring some along, and need no inputs of others."""
     subject.needs("add", "rms_norm", "select_rows", "linear")
@@ -205,4 +219,8 @@ def _all_gather(subject: Subject) -> str:
 _REDUCE, _GATHER = Check("all_reduce", _all_reduce), Check("all_gather, argmax", _all_gather)
 EXPLICIT = {"all_reduce": _REDUCE, "all_gather": _GATHER, "all_gather_argmax": _GATHER}
 """Checks of operations of several ranks."""
-FURTHER = (Check("results of graphs", _results), Check("traced steps", _traced))
+FURTHER = (
+    Check("parts of models", _parts),
+    Check("results of graphs", _results),
+    Check("traced steps", _traced),
+)

@@ -18,6 +18,7 @@ _WIDTH, _INNER = 64, 512
 
 def _memory(subject: Subject) -> str:
     """Memory is free before weights are prepared, and taken behind that."""
+    subject.needs("linear")  # whole models take it later: `serving` checks these
     backend = subject.backend
     memory = backend.memory
     ensure(isinstance(memory.on_host, bool), f"memory.on_host is {memory.on_host!r}")

@@ -105,7 +105,15 @@ class _Place:
 
 def _load(place: _Place, dtype: str) -> tuple[Runner, int]:
     """The embedded model; block size."""
-    config = WorkerConfig(
+    loaded = load_runner(plan_worker(_config(place, dtype)), Tracer("backend check"))
+    if not isinstance(loaded.runner, Runner):
+        raise TypeError("A worker that is alone has all stages.")
+    return loaded.runner, loaded.ready.block_size
+
+
+def _config(place: _Place, dtype: str) -> WorkerConfig:
+    """The embedded model on a backend."""
+    return WorkerConfig(
         model=resolve_model(EMBEDDED_MODEL).model,
         backend=place.backend,
         parallel=ParallelConfig(devices=place.devices),
@@ -114,10 +122,6 @@ def _load(place: _Place, dtype: str) -> tuple[Runner, int]:
         max_num_seqs=8,
         max_model_len=128,
     )
-    loaded = load_runner(plan_worker(config), Tracer("backend check"))
-    if not isinstance(loaded.runner, Runner):
-        raise TypeError("A worker that is alone has all stages.")
-    return loaded.runner, loaded.ready.block_size
 
 
 def together(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
@@ -147,6 +151,27 @@ def in_pieces(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
         engine.submit({slot: 1 for slot, left in running.items() if left})
         running = {slot: max(0, left - 1) for slot, left in running.items()}
     return engine.finish()
+
+
+def _memory(subject: Subject) -> str:
+    """The device's memory is free before a model is loaded, and holds its weights behind that."""
+    if subject.backend.memory.on_host:
+        return "it is the host's, of which others take too"
+    place = _Place(subject.name)
+    plan = plan_worker(_config(place, _dense(subject)[0]))
+    memory = plan.backend.memory
+    free, before = memory.free_bytes(), memory.taken_bytes()
+    load_runner(plan, Tracer("backend check"))
+    taken = memory.taken_bytes() - before
+    ensure(
+        taken >= plan.weight_bytes * 3 // 4,
+        f"memory.taken_bytes() grows by {taken} with a model of {plan.weight_bytes} bytes",
+    )
+    ensure(
+        memory.free_bytes() <= free - plan.weight_bytes * 3 // 4,
+        f"memory.free_bytes() is {memory.free_bytes()} behind a model, and was {free} before",
+    )
+    return f"{free >> 20} MiB free, {taken >> 20} taken for weights of {plan.weight_bytes >> 20}"
 
 
 def _dense(subject: Subject) -> list[str]:
@@ -211,5 +236,6 @@ def _two_devices(subject: Subject) -> str:
 FURTHER = (
     Check("pagoda-tiny, answers", _answers),
     Check("pagoda-tiny, any company", _company),
+    Check("pagoda-tiny, memory of the device", _memory),
     Check("pagoda-tiny, two devices of a rank", _two_devices),
 )

@@ -56,7 +56,9 @@ class Subject:
         return found
 
     def needs(self, *operations: str) -> None:
-        """Raises LackingError: the backend says that it lacks one of some operations."""
+        """Raises LackingError: the backend says that it lacks one of some operations, or computes none alone."""
+        if self.backend.capabilities.whole_models:
+            raise LackingError("its programs are whole models")
         for operation in operations:
             if operation in self.backend.capabilities.lacks_operations:
                 raise LackingError(f"its capabilities name {operation} in lacks_operations")

@@ -60,6 +60,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
     whole_prompts: bool = False
     """A prompt is computed in one step, and nothing goes on from it (encoders)."""
+    gives_hidden: bool = True
+    """Hidden states leave the device, of which embeddings are made."""
     gives_logits: bool = True
     """The model can be asked for tokens, not for vectors or scores alone."""
 
@@ -82,6 +84,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             mixed_steps=capabilities.mixed_steps,
             num_stages=config.worker.parallel.pipeline_parallel_size,
             whole_prompts=whole_prompts,
+            gives_hidden=not capabilities.whole_models,
             gives_logits=worker.gives_logits,
         )
 

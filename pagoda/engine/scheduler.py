@@ -128,6 +128,8 @@ class Scheduler:
             return (
                 "The model is an encoder: it gives vectors or scores of texts and generates none."
             )
+        if not self.limits.gives_hidden and request.pooling is not None:
+            return "The server's backend gives tokens alone, and no embeddings; choose another --backend."
         if request.num_prompt_tokens + request.generates > self.limits.max_model_len:
             return (
                 f"The prompt has {request.num_prompt_tokens} tokens, the context holds "

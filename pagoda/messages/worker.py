@@ -11,7 +11,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
 A Ray worker may have another installation than its engine."""
 
@@ -27,6 +27,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     batch_multiple: int = 1
     """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
     mixed_steps: bool = True
+    whole_models: bool = False
+    """Programs are whole decoders: a graph is one or is refused. They give logits of a sequence's tokens and keep
+    hidden states, so that there are no embeddings."""
     window_multiple: int = 1
     """Attention reads from a multiple of this on, somewhat before the window of a layer begins."""
     weight_formats: tuple[str, ...] = ("float32",)

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import LateRows
+from pagoda.backend.base import DeviceLostError, LateRows
 from pagoda.backend.kv_store import Event
 from pagoda.faults.injector import Faults
 from pagoda.messages.worker import StepPlan, StepResult
@@ -386,11 +386,14 @@ class Runner:
     ) -> tuple[Drawing, list[int]]:
         """Computes all slots together, or one by one if that raises, to find out whose fault it is.
 
+        Raises DeviceLostError: none of theirs.
         Computing tokens a second time writes the same K and V to the same places and draws the same tokens:
         nothing is remembered until the whole step is done.
         """
         try:
             return self._compute(tokens, planned, hidden)
+        except DeviceLostError:
+            raise
         except Exception:
             # What the attempt gave to experts before it raised does not count.
             none = [0] * len(self.model.take_expert_tokens())

@@ -38,10 +38,11 @@ def engine_config(
     tp: int = 1,
     pp: int = 1,
     model: Path | None = None,
+    devices: str | None = None,
     **options: Any,
 ) -> EngineConfig:
     """A replica of this role, of the embedded model if none is named; `options` are fields of `EngineOptions`."""
-    parallel = ParallelOptions(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    parallel = ParallelOptions(tensor_parallel_size=tp, pipeline_parallel_size=pp, devices=devices)
     given = {"dtype": "float32", "threads": 1, "block_size": BLOCK_SIZE, "num_kv_blocks": 4096}
     engine = EngineOptions(**(given | options))
     executor = ExecutorOptions()

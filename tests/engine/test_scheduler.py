@@ -11,7 +11,7 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.places import MAX_CRASHES
 from pagoda.engine.request import OrderKey
 from pagoda.engine.scheduler import Scheduler
-from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.frontend import FinishReason, GenerateRequest, Pooling
 from pagoda.messages.kv_groups import KVGroup, KVKind
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepPlan, StepResult, WorkerReady
@@ -572,3 +572,14 @@ def test_urgent_requests_do_not_wait_for_others() -> None:
     assert first is not None
     assert second is not None
     assert second.num_tokens[0] == 24
+
+
+def test_without_hidden_states_there_are_no_embeddings() -> None:
+    scheduler = make_scheduler(gives_hidden=False)
+    wanted = msgspec.structs.replace(make_request("a", [1, 2, 3]), pooling=Pooling.LAST)
+    (chunk,) = scheduler.add(wanted)
+    assert chunk.finish_reason is FinishReason.ERROR
+    assert chunk.error == (
+        "The server's backend gives tokens alone, and no embeddings; choose another --backend."
+    )
+    assert scheduler.add(make_request("b", [1, 2, 3])) == []

@@ -1,0 +1,1 @@
+"""Trials of the pypto backend over the model of the device in `tests/pypto_device`."""

@@ -1,0 +1,5 @@
+"""The Ascend backend: whole decoders as programs of a PyPTO kernel library; importing this imports no torch."""
+
+from pagoda.devices import BackendEntry
+
+PYPTO = BackendEntry("pagoda.backend.pypto.backend", "npu", max_devices=16)

@@ -1,0 +1,25 @@
+"""The model of the device, on the path of tests and of the processes that they start."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "pypto_device"
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs the device with settings of `pagoda_pypto_device.settings`."""
+
+    def install_with(**settings: object) -> None:
+        monkeypatch.setenv("PAGODA_PYPTO_DEVICE", json.dumps(settings))
+
+    monkeypatch.syspath_prepend(PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE), prepend=os.pathsep)
+    install_with()
+    return install_with

@@ -1,0 +1,1 @@
+"""A model of the Ascend device: workers of its kernel library check all arguments and compute with `reference`."""
