@@ -39,6 +39,10 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
+ZEROS_BYTES = 1 << 24
+"""Bytes that a new pool is filled by at once."""
+
+
 class PageBuffers:
     """Memory of the host for pages on their way, which is shared before a worker is opened."""
 
@@ -46,7 +50,11 @@ class PageBuffers:
         """`page_shape` is [page, heads, head_dim] of one layer, all chips together."""
         page, heads, head_dim = page_shape
         shape = (page, heads // chips, head_dim)
-        self.zeros = shared_tensor(shape, dtype).zero_()
+        self.page = shared_tensor(shape, dtype).zero_()
+        """Zeros of a page on one chip."""
+        count = max(1, ZEROS_BYTES // self.page.nbytes)
+        self.zeros = shared_tensor((count, *shape), dtype).zero_()
+        """Zeros of many pages, by which a pool begins."""
         self.copies = shared_tensor((chips, *shape), dtype)
         """A page as the copying thread moves it, chip by chip."""
 
@@ -54,17 +62,15 @@ class PageBuffers:
 class Pool:
     """Keys and values of all layers."""
 
-    def __init__(
-        self, device: Device, buffers: PageBuffers, *, layers: int, pages: int, clear: bool = True
-    ) -> None:
-        """Takes the memory; pages are zeros with `clear`. Raises DeviceLostError: there is too little."""
+    def __init__(self, device: Device, buffers: PageBuffers, *, layers: int, pages: int) -> None:
+        """Takes the memory, and makes it zeros. Raises DeviceLostError: there is too little."""
         self._device, self._buffers = device, buffers
         self.layers, self.pages = layers, pages
         _, self.page, self.heads_per_chip, self.head_dim = buffers.copies.shape
-        self.page_bytes = buffers.zeros.nbytes
+        self.page_bytes = buffers.page.nbytes
         """Bytes of a page of one layer on one chip."""
         rows = layers * pages * self.page * self.heads_per_chip
-        dtype = buffers.zeros.dtype
+        dtype = buffers.page.dtype
         self.shards: dict[Kind, list[DeviceTensor]] = {
             kind: [
                 device.allocate((rows, self.head_dim), dtype, chip) for chip in range(device.chips)
@@ -72,8 +78,7 @@ class Pool:
             for kind in KINDS
         }
         self._written: set[int] = set()
-        if clear:
-            self.clear(range(pages), new=False)
+        self._fill()
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -85,21 +90,31 @@ class Pool:
         first = self.shards[kind][chip].data_ptr
         return first + (layer * self.pages + page) * self.page_bytes
 
-    def clear(self, pages: Iterable[int], *, new: bool = True) -> None:
-        """Makes pages zeros, for what is behind a sequence's last token is multiplied by zero and must be finite.
+    def _fill(self) -> None:
+        """Makes all pages zeros."""
+        zeros = self._buffers.zeros
+        for shards in self.shards.values():
+            for chip, shard in enumerate(shards):
+                left = self.layers * self.pages
+                while left:
+                    count = min(left, len(zeros))
+                    left -= count
+                    address = shard.data_ptr + left * self.page_bytes
+                    self._device.upload(address, zeros[:count], chip)
 
-        With `new`, sequences begin to write to them: those to which none has yet are zeros already.
+    def clear(self, pages: Iterable[int]) -> None:
+        """Makes pages zeros to which sequences begin to write: those to which none has yet are that already.
+
+        What is behind a sequence's last token is multiplied by zero, and must be finite.
         """
         chosen = set(pages)
-        dirty = chosen & self._written if new else chosen
-        for page in sorted(dirty):
+        for page in sorted(chosen & self._written):
             for kind in KINDS:
                 for chip in range(self._device.chips):
                     for layer in range(self.layers):
                         address = self.address(kind, chip, layer, page)
-                        self._device.upload(address, self._buffers.zeros, chip)
-        if new:
-            self._written |= chosen
+                        self._device.upload(address, self._buffers.page, chip)
+        self._written |= chosen
 
     def read(self, kind: Kind, layer: int, page: int) -> Tensor:
         """A page of a layer in host memory, [head, token, element], until the next is read or written."""
@@ -119,7 +134,7 @@ class Pool:
         """An unwritten page of host memory, [head, token, element]."""
         chips = self._device.chips
         shape = (chips * self.heads_per_chip, self.page, self.head_dim)
-        return torch.empty(shape, dtype=self._buffers.zeros.dtype)
+        return torch.empty(shape, dtype=self._buffers.page.dtype)
 
     def free(self) -> None:
         """Gives the memory back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.telemetry.tracer import Tracer
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
@@ -45,7 +46,7 @@ class Rig(NamedTuple):
 def rig(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
     """Loads pagoda-tiny on the device with some settings."""
 
-    def load(**settings: object) -> Rig:
+    def load(tracer: Tracer = Tracer("test"), **settings: object) -> Rig:  # noqa: B008
         install(**{"late_rate": 1.0} | settings)
         from pagoda_pypto_device import worker as module
 
@@ -70,7 +71,7 @@ def rig(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callab
             max_num_seqs=4,
             max_model_len=256,
         )
-        loaded = load_runner(plan_worker(config), Tracer("test"))
+        loaded = load_runner(plan_worker(config), tracer)
         assert isinstance(loaded.runner, Runner)
         return Rig(loaded.runner, opened[-1], calls)
 
@@ -213,3 +214,18 @@ def test_steps_that_want_no_row_are_not_awaited(rig: Callable[..., Rig]) -> None
     result = found.runner.submit(StepPlan(2, [0], [10])).result()
     assert not found.worker.pending
     assert result.slots == [0]
+
+
+def test_traces_have_the_time_of_the_chips(rig: Callable[..., Rig], tmp_path: Path) -> None:
+    tracer = Tracer("worker dp0 tp0 pp0")
+    tracer.start(TraceSession(level=TraceLevel.KERNEL, directory=str(tmp_path), run="run"))
+    found = rig(tracer)
+    assert [each.name for each in found.runner.model.operations] == ["plan", "decoder"]
+    found.prefill()
+    found.decode()
+    tracer.stop()
+    (fragment,) = tmp_path.iterdir()
+    events = [json.loads(line) for line in fragment.read_bytes().splitlines()]
+    times = [each["args"]["ops_ns"] for each in events if each.get("name") == "forward"]
+    assert [len(each) for each in times] == [2, 2]
+    assert all(of_chips > 0 for _, of_chips in times)
