@@ -36,6 +36,8 @@ CLOCKS = {
     "time_ns",
 }
 VIRTUAL = "tests/sim/"
+APART = ("tests/ui/", "tests/clients/")
+"""Rooms whose tests are not collected with the others."""
 PUBLIC = {"_", "_asdict", "_exit", "_fields", "_native", "_replace"}
 
 
@@ -184,6 +186,17 @@ def check_file(path: Path) -> Iterator[Offence]:
             yield from check_sleeps(tree)
 
 
+def check_unique(names: Sequence[str]) -> Iterator[tuple[str, Offence]]:
+    """Checks that no two test files that are collected together have one name, which pytest refuses."""
+    first: dict[str, str] = {}
+    for name in names:
+        stem = name.rpartition("/")[2]
+        if not name.startswith("tests/") or name.startswith(APART) or not stem.startswith("test_"):
+            continue
+        if first.setdefault(stem, name) != name:
+            yield name, Offence("name", 1, f"{first[stem]} has the same name: pytest takes one")
+
+
 def files_below(paths: Sequence[Path]) -> list[Path]:
     found = [
         file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
@@ -201,6 +214,11 @@ def main(arguments: Sequence[str]) -> int:
             rooms[file.parent][offence.rule] += 1
             if not by_room:
                 print(f"{file}:{offence.line}: {offence.message}")
+    whole = [file.relative_to(ROOT).as_posix() for file in files_below([ROOT / "tests"])]
+    for name, offence in check_unique(whole):
+        rooms[(ROOT / name).parent][offence.rule] += 1
+        if not by_room:
+            print(f"{name}:{offence.line}: {offence.message}")
     if by_room:
         for room, counts in sorted(rooms.items()):
             print(

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from tools import check_files
-from tools.check_files import MAX_LINES, Offence, check_elapsed, check_private, check_sleeps
+from tools.check_files import (
+    MAX_LINES,
+    Offence,
+    check_elapsed,
+    check_private,
+    check_sleeps,
+    check_unique,
+)
 
 
 def _messages(check: Callable[[ast.Module], Iterator[Offence]], source: str) -> list[str]:
@@ -84,3 +91,8 @@ def test_counts_by_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     (tmp_path / "long.py").write_text("pass\n" * 601)
     assert check_files.main(["--rooms", str(tmp_path)]) == 1
     assert capsys.readouterr().out == f"{tmp_path}: size 1\n"
+
+
+def test_test_files_of_one_name_are_refused_where_they_are_collected_together() -> None:
+    names = ["tests/api/test_a.py", "tests/kv/test_a.py", "tests/ui/test_a.py", "pagoda/a.py"]
+    assert [name for name, _ in check_unique(names)] == ["tests/kv/test_a.py"]
