@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -253,11 +254,19 @@ def test_time_is_bounded_where_steps_are_not(monkeypatch: pytest.MonkeyPatch) ->
         template("{% for i in range(9999) %}{% endfor %}").render(USER)
 
 
+@pytest.fixture
+def _any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are counted, however slow the machine is."""
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", math.inf)
+
+
+@pytest.mark.usefixtures("_any_time")
 def test_many_messages_of_a_usual_template_are_few_steps() -> None:
     messages = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 4096
     assert template(QWEN).render(messages).count("<|im_end|>") >= 8192
 
 
+@pytest.mark.usefixtures("_any_time")
 def test_templates_that_look_at_all_later_messages_have_steps_for_each_pair() -> None:
     """As that of gpt-oss does, to find the end of a turn."""
     source = (
