@@ -45,14 +45,15 @@ FORMATS = {
         max_weight_bits=4.9,
     ),
     "Q4_1 file": Format(
-        (0.00204, 0.0028, 0.00353, 0.00395), (0.965, 0.965, 0.96, 0.965), from_gguf=True
+        (0.00204, 0.0028, 0.00353, 0.00395), (0.965, 0.965, 0.935, 0.965), from_gguf=True
     ),
     "int8 KV": Format(
         (0.001, 0.0012, 0.0012, 0.0012), (0.98, 0.97, 0.96, 0.98), {"kv_cache_dtype": "int8"}
     ),
 }
 """Bounds are a little above what is measured; those of the file are llama.cpp's, whose Q8_0 has 0.0029, 0.0039,
-0.0062 and 0.0054."""
+0.0062 and 0.0054. The share of equal tokens in French is 94 % on processors without bf16 instructions, which sum in
+another order."""
 
 
 @pytest.fixture(scope="module")
