@@ -52,8 +52,8 @@ FORMATS = {
     ),
 }
 """Bounds are a little above what is measured; those of the file are llama.cpp's, whose Q8_0 has 0.0029, 0.0039,
-0.0062 and 0.0054. The share of equal tokens in French is 94 % on processors without bf16 instructions, which sum in
-another order."""
+0.0062 and 0.0054. The share of equal tokens in French is 94 % on processors without bf16 instructions, which sum
+in another order."""
 
 
 @pytest.fixture(scope="module")
