@@ -171,7 +171,9 @@ def check_fields(body: GenerationFields) -> None:
         refuse("stream_options.include_obfuscation", "other than false is not supported")
 
 
-def beam_search_params(body: GenerationFields, max_tokens: int) -> BeamSearchParams | None:
+def beam_search_params(
+    body: GenerationFields, max_tokens: int, vocab_size: int
+) -> BeamSearchParams | None:
     """The beam search that a body asks for, with `best_of` or `n` beams; None if it asks for none.
     Raises InvalidRequestError: a field has a value with which there is no beam search; names the field."""
     if not body.use_beam_search:
@@ -186,7 +188,7 @@ def beam_search_params(body: GenerationFields, max_tokens: int) -> BeamSearchPar
             max_tokens=max_tokens,
             length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
             early_stopping=body.early_stopping or False,
-        ).checked()
+        ).checked(vocab_size)
 
 
 _WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {

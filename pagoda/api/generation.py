@@ -240,5 +240,5 @@ async def prepare(
         if requests[0].request.grammar is not None:
             refuse("use_beam_search", "does not go together with a grammar", "not_supported")
         resolved = [request.request.sampling.max_tokens or 0 for request in requests]
-        beams = beam_search_params(body, min(resolved))
+        beams = beam_search_params(body, min(resolved), generator.endpoint.limits.vocab_size)
     return Generation(generator, requests, beams)

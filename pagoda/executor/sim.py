@@ -2,9 +2,10 @@
 
 The simulated worker keeps slots as a real one does, and its "model" is a hash of seed, position and the previous
 token, so an answer depends on nothing but the request; where a grammar leaves no such token, the next one in the
-vocabulary is taken that it does leave. With `check_kv` it remembers which sequence was last
-written to every cell of the KV cache, and refuses to read a cell that holds anything else. With several stages it
-refuses to compute a token that the first of them was not told of.
+vocabulary is taken that it does leave. That token is the likeliest, and those behind it in the vocabulary follow.
+With `check_kv` it remembers which sequence was last written to every cell of the KV cache, and refuses to read a
+cell that holds anything else. With several stages it refuses to compute a token that the first of them was not
+told of.
 
 Transfers copy such cells to and from a host arena and a disk, which outlives the worker. Nobody else may write to
 what they read, or touch what they write to; steps neither, unless the transfer waits for them. Cells of another
@@ -69,6 +70,15 @@ def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int)
 def sim_logprob(previous_token_id: int, token_id: int) -> float:
     """The log-probability that the simulated model gives to a prompt token, from -4 to 0."""
     return -sim_token(token_id, 0, previous_token_id, 4096) / 1024
+
+
+def _token_logprobs(token_id: int, num_top: int, vocab_size: int) -> TokenLogprobs:
+    """The chosen token, of probability 1/2, and those behind it in the vocabulary, each half as likely as the one
+    before."""
+    ranks = range(min(num_top, vocab_size))
+    ids = [(token_id + rank) % vocab_size for rank in ranks]
+    logprobs = [(rank + 1) * -math.log(2) for rank in ranks]
+    return TokenLogprobs(-math.log(2), 1, ids, logprobs)
 
 
 def sim_embedding(token_ids: Sequence[int]) -> bytes:
@@ -375,9 +385,8 @@ class SimWorker:
                 sampled.append(slot_id)
                 token_ids.append([token_id])
                 if slot.sampling.logprobs is not None:
-                    top = slot.sampling.logprobs
                     logprobs[slot_id] = [
-                        TokenLogprobs(0.0, 1, [token_id] * min(top, 1), [0.0] * min(top, 1))
+                        _token_logprobs(token_id, slot.sampling.logprobs, self._config.vocab_size)
                     ]
         return StepResult(
             plan.step,

@@ -233,7 +233,7 @@ class AsyncLLM:
 
     async def beam_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearchOutput:
         """The best beams behind a prompt. Raises InvalidRequestError: as `prepare`."""
-        params = params.checked()
+        params = params.checked(self.generator.endpoint.limits.vocab_size)
         sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=0)
         [request] = await self.prepare(prompt, sampling)
         room = request.request.sampling.max_tokens or params.max_tokens

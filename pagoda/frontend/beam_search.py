@@ -40,10 +40,11 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """True ends as soon as there are `beam_width` complete beams, False when a better one is unlikely, `never`
     only when there cannot be one."""
 
-    def checked(self) -> BeamSearchParams:
+    def checked(self, vocab_size: int) -> BeamSearchParams:
         """Raises InvalidRequestError: a value is out of range; names the field."""
-        if not 1 <= self.beam_width <= MAX_BEAMS:
-            refuse("beam_width", f"must be from 1 to {MAX_BEAMS}, got {self.beam_width}")
+        most = min(MAX_BEAMS, vocab_size)  # an answer of one token is one of so many
+        if not 1 <= self.beam_width <= most:
+            refuse("beam_width", f"must be from 1 to {most}, got {self.beam_width}")
         if self.max_tokens < 1:
             refuse("max_tokens", f"must be at least 1, got {self.max_tokens}")
         Range(-100.0, 100.0).check("length_penalty", self.length_penalty)
@@ -171,7 +172,9 @@ async def _next_token(
     generator: TextGenerator, value: GenerateRequest, beam: Beam, search: BeamSearch
 ) -> TokenChunk:
     """The chunk with the likeliest tokens behind a beam."""
-    sampling = SamplingParams(temperature=0, seed=0, max_tokens=1, logprobs=search.num_candidates)
+    num_wanted = max(search.num_candidates, value.sampling.logprobs or 0)
+    num_top = min(num_wanted, generator.endpoint.limits.vocab_size)
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=1, logprobs=num_top)
     one = msgspec.structs.replace(
         value,
         request_id=f"{value.request_id}-{secrets.token_hex(4)}",

@@ -96,6 +96,18 @@ def test_completions(client: openai.OpenAI) -> None:
     assert texts == [choice.text for choice in whole.choices]
 
 
+def test_a_beam_search(client: openai.OpenAI) -> None:
+    beams = {"use_beam_search": True, "best_of": 4, "return_tokens_as_token_ids": True}
+    answer = client.completions.create(
+        model="sim", prompt=["a", "b"], n=3, logprobs=5, max_tokens=6, extra_body=beams
+    )
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    reports = [choice.logprobs for choice in answer.choices if choice.logprobs]
+    assert len({tuple(report.tokens or ()) for report in reports[:3]}) == 3
+    for report in reports:
+        assert {len(top) for top in report.top_logprobs or ()} == {5}
+
+
 def test_models_and_errors_as_the_client_raises_them(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["sim"]
     with pytest.raises(openai.BadRequestError) as caught:

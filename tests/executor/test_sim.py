@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pagoda.engine.config import SimConfig
@@ -42,6 +44,22 @@ def test_steps_take_the_time_of_the_cost_model_one_after_another() -> None:
     assert isinstance(second, StepResult)
     assert (first.step_time_s, second.step_time_s) == (3.0, 1.5)
     assert first.logprobs[0][0].top_token_ids == first.token_ids[0]
+
+
+def test_as_many_likeliest_tokens_as_there_are() -> None:
+    worker = SimWorker(SimConfig(vocab_size=10), check_kv=False)
+    for slot, num_top in enumerate((0, 4, 20)):
+        sampling = SamplingParams(seed=3, logprobs=num_top)
+        result = worker.execute(
+            StepPlan(slot, [slot], [1], [SlotStart(slot, [1], 1, 0, [[slot]], sampling)]), 1.0
+        )
+        [entry] = result.logprobs[slot]
+        num_found = min(num_top, 10)
+        assert len(set(entry.top_token_ids)) == len(entry.top_token_ids) == num_found
+        assert entry.top_token_ids[:1] == result.token_ids[0][:num_found]
+        assert entry.top_logprobs == sorted(entry.top_logprobs, reverse=True)
+        assert entry.top_logprobs[:1] == [entry.logprob][:num_found]
+        assert sum(map(math.exp, entry.top_logprobs)) < 1
 
 
 def test_stages_work_one_behind_the_other() -> None:

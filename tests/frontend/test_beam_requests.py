@@ -8,7 +8,7 @@ import pytest
 from virtual_fleet import engine_config, start_fleet, virtual
 
 from benchmarks.simulation.engine import SimEngine
-from pagoda.errors import DeadlineError
+from pagoda.errors import DeadlineError, InvalidRequestError
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.model_text import synthetic_model_text
@@ -19,10 +19,15 @@ from pagoda.messages.sampling_params import SamplingParams
 STEPS = 12
 
 
-async def _search(dispatcher: Dispatcher, timeout_s: float | None = None) -> list[tuple[int, ...]]:
+def _texts(dispatcher: Dispatcher) -> TextGenerator:
     loop = asyncio.get_running_loop()
     tracker = RequestTracker(lambda: int(1e9 * loop.time()))
-    texts = TextGenerator(dispatcher, synthetic_model_text(), tracker)
+    return TextGenerator(dispatcher, synthetic_model_text(), tracker)
+
+
+async def _search(dispatcher: Dispatcher, timeout_s: float | None = None) -> list[tuple[int, ...]]:
+    texts = _texts(dispatcher)
+    tracker = texts.tracker
     sampling = texts.check_sampling(SamplingParams(temperature=0, max_tokens=STEPS, logprobs=0))
     client = ClientRequest(id="beams", arrived_ns=tracker.clock_ns(), timeout_s=timeout_s)
     [wanted] = await texts.prepare("ab", sampling, client_request=client)
@@ -54,3 +59,23 @@ async def test_a_search_ends_at_its_deadline() -> None:
         await _search(dispatcher, timeout_s=0.025)
     await asyncio.sleep(1)
     assert not dispatcher.requests
+
+
+@virtual
+@pytest.mark.parametrize("num_top", [1, 20])
+async def test_as_many_likeliest_tokens_are_told_as_are_asked_for(num_top: int) -> None:
+    texts = _texts(await _fleet())
+    sampling = texts.check_sampling(SamplingParams(max_tokens=2, logprobs=num_top))
+    [wanted] = await texts.prepare("ab", sampling)
+    for _, delta in await beam_search(texts, wanted, BeamSearchParams(beam_width=1, max_tokens=2)):
+        assert [len(entry.top_token_ids) for entry in delta.logprobs or ()] == [num_top] * 2
+
+
+@virtual
+async def test_a_vocabulary_smaller_than_the_tokens_looked_at_will_do() -> None:
+    texts = _texts(await start_fleet([SimEngine(engine_config(vocab_size=3))], "round-robin"))
+    [wanted] = await texts.prepare([1], texts.check_sampling(SamplingParams(max_tokens=STEPS)))
+    params = BeamSearchParams(beam_width=3, max_tokens=STEPS).checked(3)
+    assert len(await beam_search(texts, wanted, params)) == 3
+    with pytest.raises(InvalidRequestError, match="beam_width must be from 1 to 3, got 4"):
+        BeamSearchParams(beam_width=4).checked(3)

@@ -67,7 +67,7 @@ def test_the_beams_of_transformers(
             max_tokens=12,
             length_penalty=length_penalty,
             early_stopping=early_stopping,
-        ).checked()
+        ).checked(vocab_size=320)
         search = BeamSearch(params, ends)
         _search(engine, prompt, search)
         if width == 1:
