@@ -32,5 +32,8 @@ class NobodyLaunched:
     def lost(self) -> WorkerLost | None:
         return None
 
+    def explained(self, loss: WorkerLost) -> WorkerLost:
+        return loss
+
     def close(self) -> None:
         pass

@@ -297,7 +297,9 @@ class GroupExecutor:
             group.deadlines.pop("start", None)
         elif has_heard or not group.workers.are_placed:
             group.deadlines["start"] = now + self._start_timeout_s
-        loss = lost or self._overdue(group, now)
+        loss = lost
+        if loss is None and (overdue := self._overdue(group, now)) is not None:
+            loss = group.workers.explained(overdue)
         if loss is not None:
             events.append(self._lose(loss))
         return events

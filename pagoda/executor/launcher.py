@@ -41,6 +41,10 @@ class WorkerSet(Protocol):
         """Returns how the first worker ended, or why workers cannot be started; None while all live."""
         ...
 
+    def explained(self, loss: WorkerLost) -> WorkerLost:
+        """The loss of workers that live and do not answer, with what is known of why they do not."""
+        ...
+
     def close(self) -> None:
         """Ends all workers, and does not wait. May be called twice."""
         ...
@@ -67,7 +71,7 @@ def worker_name(config: WorkerConfig) -> str:
 
 
 class OutsideEnds:
-    """Counts workers that a person or another program has ended, which is no fault of a request.
+    """Counts workers that a person or another program has ended or stopped, which is no fault of a request.
 
     A program that ends workers again and again may do so because of what a request makes of them (a daemon that
     guards memory, say). So requests are suspected of such ends, too, beyond `MAX_FREE_ENDS` within `WINDOW_S`.
@@ -80,7 +84,7 @@ class OutsideEnds:
 
     def loss(self, reason: str, *, is_from_outside: bool) -> WorkerLost:
         """The loss of workers for `reason`, a clause; `is_from_outside` is what its `ChildProcess` says
-        (`was_ended_from_outside`)."""
+        (`was_ended_from_outside`, `is_stopped`)."""
         if not is_from_outside:
             return WorkerLost(reason)
         now = self._clock.now()
@@ -149,6 +153,14 @@ class LocalWorkers:
             return None
         reason = f"{names[0]} {ended[names[0]].describe_end()}"
         return self._launcher.outside_ends.loss(reason, is_from_outside=bool(outside))
+
+    def explained(self, loss: WorkerLost) -> WorkerLost:
+        """No request is suspected of a worker that was stopped from outside."""
+        stopped = next((name for name, child in self._children.items() if child.is_stopped()), None)
+        if stopped is None:
+            return loss
+        reason = f"{loss.reason} ({stopped} was stopped)"
+        return self._launcher.outside_ends.loss(reason, is_from_outside=True)
 
     def close(self) -> None:
         if self.are_placed:

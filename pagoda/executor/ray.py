@@ -139,6 +139,10 @@ class RayWorkers:
     def lost(self) -> WorkerLost | None:
         return self._lost
 
+    def explained(self, loss: WorkerLost) -> WorkerLost:
+        """The same loss: what became of a process on another node is not known."""
+        return loss
+
     def close(self) -> None:
         """Kills all actors without waiting, since a node that is gone would not answer. The next set waits."""
         with self._lock:

@@ -15,7 +15,17 @@ import psutil
 import pytest
 import zmq
 from fragment_files import read_fragments
-from worker_group import NAMES, PAIR, PLAN, SQUARE, MakeExecutor, assert_gone, next_event, pids
+from worker_group import (
+    NAMES,
+    PAIR,
+    PLAN,
+    SQUARE,
+    MakeExecutor,
+    assert_gone,
+    next_event,
+    pids,
+    stop,
+)
 
 from benchmarks.simulation.workers import NobodyLaunched
 from pagoda.engine.config import SimConfig
@@ -37,7 +47,7 @@ from pagoda.worker.engine_link import EngineLink
 # ---- one worker
 
 HUNG_STEP = WorkerLost("a step took longer than 0.2 s", suspicion=2)
-HUNG_STEP_OF_5_S = WorkerLost("a step took longer than 5 s", suspicion=2)
+STOPPED_IN_A_STEP = "a step took longer than {} s (the worker was stopped)"
 
 
 def test_a_worker_that_dies_of_a_step_is_noticed(make_executor: MakeExecutor) -> None:
@@ -66,7 +76,7 @@ def test_time_for_which_the_engine_stood_still_counts_against_no_step_and_no_tra
     )
     until_ready(executor)
     executor.submit_transfers(Transfers([Transfer(0, 0, DeviceBlocks([0]), HostSlots([0]))]))
-    os.kill(pids(executor)["the worker"], signal.SIGSTOP)
+    stop(pids(executor)["the worker"])
     executor.submit(PLAN)
     executor.next_event_at()
     clock.advance_to(clock.now() + 40)
@@ -77,7 +87,7 @@ def test_time_for_which_the_engine_stood_still_counts_against_no_step_and_no_tra
         assert at is not None
         clock.advance_to(at)
     assert clock.now() == pytest.approx(since + 4)
-    assert events == [HUNG_STEP_OF_5_S]
+    assert events == [WorkerLost(STOPPED_IN_A_STEP.format(5), suspicion=0)]
 
 
 def test_a_killed_worker_that_stays_keeps_only_its_successor_waiting(
@@ -88,11 +98,11 @@ def test_a_killed_worker_that_stays_keeps_only_its_successor_waiting(
     executor = make_executor("obeys", step_timeout_s=0.2)
     next_event(executor)
     pid = pids(executor)["the worker"]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     with monkeypatch.context() as stuck:
         stuck.setattr(subprocess.Popen, "kill", lambda _self: None)
         executor.submit(PLAN)
-        assert next_event(executor) == HUNG_STEP
+        assert next_event(executor) == WorkerLost(STOPPED_IN_A_STEP.format(0.2), suspicion=0)
         executor.start()
         assert executor.poll() == []
         assert psutil.pid_exists(pid)
@@ -151,26 +161,28 @@ def test_a_worker_that_is_stopped_is_lost_long_before_a_step_may_end(
     next_event(executor)
     if is_busy:
         executor.submit(PLAN)
-    os.kill(pids(executor)[NAMES[1]], signal.SIGSTOP)
+    stop(pids(executor)[NAMES[1]])
     workers = list(pids(executor).values())
-    silent = "worker pp0 tp1 hung up, or was silent for 0.4 s"
-    assert next_event(executor) == WorkerLost(silent)
+    silent = "worker pp0 tp1 hung up, or was silent for 0.4 s (worker pp0 tp1 was stopped)"
+    assert next_event(executor) == WorkerLost(silent, suspicion=0)
     assert_gone(workers)
 
 
 def test_a_worker_that_is_stopped_while_it_loads_is_lost(make_executor: MakeExecutor) -> None:
     executor = make_executor("hangs-loading", worker_timeout_s=0.4)
     until_heard(executor)
-    os.kill(pids(executor)["the worker"], signal.SIGSTOP)
-    assert next_event(executor) == WorkerLost("the worker hung up, or was silent for 0.4 s")
+    stop(pids(executor)["the worker"])
+    silent = "the worker hung up, or was silent for 0.4 s (the worker was stopped)"
+    assert next_event(executor) == WorkerLost(silent, suspicion=0)
 
 
 def test_a_worker_that_is_stopped_before_it_connects_is_lost(make_executor: MakeExecutor) -> None:
     clock = VirtualClock()
     executor = make_executor("obeys", start_timeout_s=600.0, clock=clock)
-    os.kill(pids(executor)["the worker"], signal.SIGSTOP)
+    stop(pids(executor)["the worker"])
     clock.advance_to(LocalLauncher.first_word_s)
-    assert executor.poll() == [WorkerLost("the worker did not connect within 60 s")]
+    mute = "the worker did not connect within 60 s (the worker was stopped)"
+    assert executor.poll() == [WorkerLost(mute, suspicion=0)]
 
 
 def test_a_worker_that_cannot_start_says_why(make_executor: MakeExecutor) -> None:
@@ -512,7 +524,7 @@ def test_a_worker_lost_before_its_fragment_is_closed_is_waited_for_no_longer(
     executor = make_executor("obeys")
     next_event(executor)
     executor.start_trace(trace_session(tmp_path / "t"))
-    os.kill(pids(executor)["the worker"], signal.SIGSTOP)
+    stop(pids(executor)["the worker"])
     executor.stop_trace()
     os.kill(pids(executor)["the worker"], signal.SIGKILL)
     assert isinstance(next_event(executor), WorkerLost)

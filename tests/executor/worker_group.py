@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -45,6 +47,12 @@ def pids(executor: GroupExecutor) -> dict[str, int]:
     workers = executor.workers
     assert isinstance(workers, LocalWorkers)
     return workers.pids
+
+
+def stop(child: int) -> None:
+    """Returns once a child process stands still."""
+    os.kill(child, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
 
 
 def assert_gone(several: Sequence[int]) -> None:
