@@ -12,11 +12,13 @@ from pagoda.admission.turns import Turns
 from pagoda.ipc.clock import Clock
 
 MAX_LATE_THREADS = 3
-"""Threads that may be busy with grammars that nobody waits for any more: they cannot be stopped."""
+"""Threads that may be busy with grammars of one tenant that nobody waits for any more: they cannot be stopped."""
 HUNG_S = 60.0
-"""Seconds after which such a thread will hardly end, and keeps others out no longer."""
-MAX_HUNG_THREADS = 64
-"""Threads of both kinds that there may be."""
+"""Seconds after which such a thread will hardly end, and keeps its tenant out no longer."""
+MAX_HUNG_THREADS = 16
+"""Threads of both kinds that one tenant may have."""
+MAX_THREADS = 64
+"""Threads of both kinds that all tenants may have together."""
 _STACK_BYTES = 256 << 20
 """Address space of a thread's stack: a chain of rules is followed by recursion."""
 _IDLE_NICENESS = 19
@@ -27,7 +29,7 @@ Job = TypeVar("Job")
 
 class GrammarThreads(Generic[Job]):
     """Runs work in one thread, that of tenants in turn. A job that takes too long keeps its thread, and another
-    does the rest."""
+    does the rest. A tenant that keeps too many threads gets no more, whatever others keep."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -36,10 +38,10 @@ class GrammarThreads(Generic[Job]):
         self._has_news = threading.Condition(self._lock)
         self._work: Turns[Callable[[], None]] = Turns()
         self._is_closing = False
-        self._job: tuple[Job, float] | None = None
-        """The job of the serving thread, and the time at which that has taken too long."""
-        self._late: dict[threading.Thread, float] = {}
-        """Threads that took too long, and the time at which each was given up."""
+        self._job: tuple[Job, str, float] | None = None
+        """The job of the serving thread, its tenant, and the time at which it has taken too long."""
+        self._late: dict[threading.Thread, tuple[str, float]] = {}
+        """Threads that took too long, for whom, and the time at which each was given up."""
         self._serving = self._start()
 
     @property
@@ -51,15 +53,19 @@ class GrammarThreads(Generic[Job]):
     def deadline(self) -> float | None:
         """Time at which the job under way has taken too long; None without one."""
         job = self._job
-        return None if job is None else job[1]
+        return None if job is None else job[2]
 
-    @property
-    def is_full(self) -> bool:
-        """True if as many threads as may be are busy with jobs that took too long."""
+    def is_full(self, tenant: str) -> bool:
+        """True if as many threads as may be are busy with jobs of the tenant that took too long."""
         since = self._clock.now() - HUNG_S
         with self._lock:
-            num_busy = sum(given_up > since for given_up in self._late.values())
-            return num_busy >= MAX_LATE_THREADS or len(self._late) >= MAX_HUNG_THREADS
+            own = [given_up for whose, given_up in self._late.values() if whose == tenant]
+            num_busy = sum(given_up > since for given_up in own)
+            return (
+                num_busy >= MAX_LATE_THREADS
+                or len(own) >= MAX_HUNG_THREADS
+                or len(self._late) >= MAX_THREADS
+            )
 
     def put(self, tenant: str, work: Callable[[], None]) -> None:
         with self._has_news:
@@ -75,11 +81,12 @@ class GrammarThreads(Generic[Job]):
         return True
 
     @contextlib.contextmanager
-    def timed(self, job: Job, limit_s: float) -> Iterator[None]:
-        """Counts the time of a part of the work, in its thread; after `limit_s` it has taken too long."""
+    def timed(self, job: Job, tenant: str, limit_s: float) -> Iterator[None]:
+        """Counts the time of a part of the work for a tenant, in its thread; after `limit_s` it has taken too
+        long."""
         thread = threading.current_thread()
         with self._lock:
-            self._job = job, self._clock.now() + limit_s
+            self._job = job, tenant, self._clock.now() + limit_s
         self._ring()
         try:
             yield
@@ -94,12 +101,12 @@ class GrammarThreads(Generic[Job]):
         `on_late` is told of the job before the other thread begins. False if nothing has taken too long.
         """
         with self._lock:
-            if self._job is None or self._clock.now() < self._job[1]:
+            if self._job is None or self._clock.now() < self._job[2]:
                 return False
-            job, _ = self._job
+            job, tenant, _ = self._job
             self._job = None
             late = self._serving
-            self._late[late] = self._clock.now()
+            self._late[late] = tenant, self._clock.now()
             on_late(job)
             self._serving = self._start()
         if late.native_id is not None:

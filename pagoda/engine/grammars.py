@@ -32,7 +32,8 @@ RETURN_LIMIT_S = 10.0
 LATE_FOR_S = 60.0
 """Seconds for which a grammar that took too long is refused at once."""
 BUSY = ""
-"""The problem of no grammar: too many others are still being compiled, so the request may come again."""
+"""The problem of no grammar: too many others of its tenant are still being compiled, so the request may come
+again."""
 _MAX_LATE_DIGESTS = 256
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Grammars:
         if not request.output_token_ids:
             if entry is None and self._is_late(grammar):
                 return _took_too_long(grammar)
-            if (entry is None or not entry.is_done) and self._is_busy():
+            if (entry is None or not entry.is_done) and self._is_busy(request.tenant):
                 return BUSY
         if entry is None:
             entry = self._entries[grammar] = _Entry(len(grammar.text))
@@ -162,8 +163,8 @@ class Grammars:
             self._threads.close()
             self._threads = None
 
-    def _is_busy(self) -> bool:
-        return self._threads is not None and self._threads.is_full
+    def _is_busy(self, tenant: str) -> bool:
+        return self._threads is not None and self._threads.is_full(tenant)
 
     def _is_late(self, grammar: Grammar) -> bool:
         return bool(self._late) and self._late.get(_digest(grammar), 0.0) > self._clock.now()
@@ -196,7 +197,7 @@ class Grammars:
     def _find_place(self, job: _Job) -> None:
         entry = job.entry
         if not entry.is_done:
-            if not job.request.output_token_ids and self._is_busy():
+            if not job.request.output_token_ids and self._is_busy(job.request.tenant):
                 self._done.append((job.request, BUSY))
                 return
             outcome = self._compiled(job)
@@ -222,7 +223,11 @@ class Grammars:
         threads = self._threads
         # The grammar of an answer that has begun was compiled in time, where it began.
         limit_s = RETURN_LIMIT_S if job.request.output_token_ids else COMPILE_LIMIT_S
-        with contextlib.nullcontext() if threads is None else threads.timed(job, limit_s):
+        with (
+            contextlib.nullcontext()
+            if threads is None
+            else threads.timed(job, job.request.tenant, limit_s)
+        ):
             try:
                 return self._compile(job.grammar, self._vocabulary)
             except BaseException as error:  # also a panic of the library, which is no Exception

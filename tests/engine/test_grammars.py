@@ -449,6 +449,40 @@ def test_while_many_grammars_take_too_long_unknown_ones_come_again() -> None:
     grammars.close()
 
 
+def test_grammars_of_a_tenant_that_take_too_long_keep_no_other_tenant_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagoda.engine.grammar_threads.MAX_HUNG_THREADS", MAX_LATE_THREADS + 2)
+    clock, compiler = VirtualClock(), SlowCompiler()
+    grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
+
+    def ask(tenant: str, grammar: Grammar) -> Constraint | str:
+        request = msgspec.structs.replace(constrained(grammar.text, grammar), tenant=tenant)
+        place = grammars.take(request, grammar)
+        if place is not None:
+            return place
+        if set(grammar.text) == {"b"}:
+            compiler.begun.acquire()
+            clock.advance_to(clock.now() + COMPILE_LIMIT_S)
+        return drained(grammars)[0][1]
+
+    for number in range(MAX_LATE_THREADS):
+        assert "too long" in str(ask("heavy", slow(number)))
+    assert ask("heavy", Grammar("regex", "a{7}")) == BUSY
+    assert isinstance(ask("light", Grammar("regex", "a{7}")), Constraint)
+    # Those that never end keep their tenant out at last, and nobody else.
+    for number in range(MAX_LATE_THREADS, MAX_LATE_THREADS + 2):
+        clock.advance_to(clock.now() + HUNG_S)
+        assert "too long" in str(ask("heavy", slow(number)))
+    clock.advance_to(clock.now() + HUNG_S)
+    assert ask("heavy", Grammar("regex", "a{8}")) == BUSY
+    assert isinstance(ask("light", Grammar("regex", "a{8}")), Constraint)
+    monkeypatch.setattr("pagoda.engine.grammar_threads.MAX_THREADS", MAX_LATE_THREADS + 2)
+    assert ask("light", Grammar("regex", "a{9}")) == BUSY
+    compiler.let_go.set()
+    grammars.close()
+
+
 def test_grammars_that_hang_for_ever_keep_others_out_for_a_minute_only() -> None:
     clock, compiler = VirtualClock(), SlowCompiler()
     grammars = Grammars(token_texts, VOCAB_SIZE, clock=clock, compile_with=compiler)
