@@ -44,6 +44,9 @@ from pagoda.telemetry.tracer import Tracer
 
 QUERY_TIMEOUT_S = 2.0
 """Seconds until an unanswered query for a load report raises TimeoutError."""
+SILENCE_LIMIT_S = 10.0
+"""A peer that owes an answer and has sent nothing for this many seconds is not ready. On a busy machine it, or this
+process, may wait for the processor for longer than a query may take."""
 STALL_LIMIT_S = 60.0
 """An engine that has work and finishes no step for this many seconds is not ready."""
 PROBE = 0
@@ -125,6 +128,8 @@ class Replica:
         self._idle.set()
         self._queries: dict[int, asyncio.Future[LoadReport]] = {}
         self._num_queries = PROBE
+        self._owes_since: float | None = None
+        """Time of the first query since the peer was heard; None if there was none."""
         self._history = CounterHistory()
         self._watchdog = hang_timeout_s and Watchdog(
             hang_timeout_s,
@@ -202,7 +207,11 @@ class Replica:
             return Health(False, f"{self._peer} is restarting")
         try:
             report = await self.load()
-        except (TimeoutError, EngineDeadError, EngineLostError):
+        except TimeoutError:
+            if self._is_silent:
+                return Health(False, f"{self._peer} does not answer")
+            report = self._history.last or LoadReport()
+        except (EngineDeadError, EngineLostError):
             return Health(False, f"{self._peer} does not answer")
         trouble = _trouble(report)
         return Health(trouble is None, trouble or "")
@@ -251,8 +260,11 @@ class Replica:
         self._check_alive()
         self._check_open()
         query = self._num_queries = self._num_queries + 1
-        answer: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[LoadReport] = loop.create_future()
         self._queries[query] = answer
+        if self._owes_since is None:
+            self._owes_since = loop.time()
         try:
             self.transport.send(LoadQuery(query))
             self._expect()
@@ -303,6 +315,7 @@ class Replica:
     # ---- for the transport
 
     def receive(self, message: EngineMessage | HostLeave) -> None:
+        self._owes_since = None
         if self._watchdog:
             self._watchdog.heard()
         match message:
@@ -372,6 +385,12 @@ class Replica:
         return self._limits is not None and bool(self._limits.host_id)
 
     @property
+    def _is_silent(self) -> bool:
+        """True if nothing has come for too long since the peer was asked."""
+        since = self._owes_since
+        return since is not None and asyncio.get_running_loop().time() - since >= SILENCE_LIMIT_S
+
+    @property
     def _subject(self) -> str:
         return self._peer[0].upper() + self._peer[1:]
 
@@ -432,6 +451,7 @@ class Replica:
         if self._watchdog:
             self._watchdog.stop()
         self._history.on_engine_lost()
+        self._owes_since = None
         for wire_id, (_, stream) in list(self._streams.items()):
             self._forget(wire_id)
             stream.fail(EngineLostError(reason))

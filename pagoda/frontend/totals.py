@@ -16,25 +16,25 @@ class CounterHistory:
     def __init__(self) -> None:
         self._ended: LoadReport | None = None
         """Counters of engines that are no more."""
-        self._last: LoadReport | None = None
+        self.last: LoadReport | None = None
         """The last report of the engine that runs."""
 
     def update(self, report: LoadReport) -> LoadReport:
         """Takes a report of the engine that runs; returns it with the counters of the engines before it."""
-        self._last = report
+        self.last = report
         return report if self._ended is None else merged([report, self._ended])
 
     def on_engine_lost(self) -> None:
         """The next report is that of another engine, which counts from zero."""
-        self._ended, self._last = self.counters, None
+        self._ended, self.last = self.counters, None
 
     @property
     def counters(self) -> LoadReport | None:
         """Counters of all engines so far, without what an engine counted after its last report; None before the
         first report."""
-        if self._last is None:
+        if self.last is None:
             return self._ended
-        counters = counters_of(self._last)
+        counters = counters_of(self.last)
         return counters if self._ended is None else merged([self._ended, counters])
 
 

@@ -13,7 +13,7 @@ from virtual_fleet import request, virtual
 
 from pagoda.errors import EngineDeadError, EngineLostError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import Health, ReplicaState
-from pagoda.frontend.replica import QUERY_TIMEOUT_S, Replica
+from pagoda.frontend.replica import QUERY_TIMEOUT_S, SILENCE_LIMIT_S, Replica
 from pagoda.messages.frontend import (
     AbortRequests,
     FinishReason,
@@ -300,6 +300,36 @@ async def test_a_silent_peer_hangs_though_who_asked_has_given_up() -> None:
     await asyncio.sleep(10 * QUERY_TIMEOUT_S)
     assert peer.hung_at == [10 * QUERY_TIMEOUT_S]
     assert (await peer.replica.health()).reason == "the engine does not answer"
+
+
+@virtual
+async def test_a_peer_is_ready_while_it_says_something_whatever_becomes_of_a_query() -> None:
+    """On a busy machine an answer may take longer than a query waits."""
+    peer = Peer(hang_timeout_s=1000.0)
+    peer.replica.generate(request("r"))
+    for _ in range(10):
+        asking = asyncio.create_task(peer.replica.health())
+        await asyncio.sleep(QUERY_TIMEOUT_S / 2)
+        peer.push("1", 7)
+        assert (await asking).ready
+        await asyncio.sleep(QUERY_TIMEOUT_S)
+    assert [(await peer.replica.health()).ready for _ in range(6)] == [True] * 4 + [False] * 2
+    peer.push("1", 7)
+    assert (await peer.replica.health()).ready
+    peer.replica.receive(report(None, stalled_for_s=100.0))
+    assert (await peer.replica.health()).reason == "no step has finished for 100 s"
+
+
+@virtual
+async def test_a_peer_that_owed_nothing_for_long_is_ready_until_it_does() -> None:
+    peer = Peer(hang_timeout_s=1000.0)
+    await asyncio.sleep(10 * SILENCE_LIMIT_S)
+    assert (await peer.replica.health()).ready
+    await asyncio.sleep(SILENCE_LIMIT_S - QUERY_TIMEOUT_S)
+    assert (await peer.replica.health()).reason == "the engine does not answer"
+    peer.replica.lose("gone")
+    peer.replica.receive(LIMITS)
+    assert (await peer.replica.health()).ready
 
 
 @virtual
