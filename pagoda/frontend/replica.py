@@ -45,7 +45,7 @@ from pagoda.telemetry.tracer import Tracer
 QUERY_TIMEOUT_S = 2.0
 """Seconds until an unanswered query for a load report raises TimeoutError."""
 SILENCE_LIMIT_S = 10.0
-"""A peer that owes an answer and has sent nothing for this many seconds is not ready. On a busy machine it, or this
+"""A peer that owes an answer and has sent nothing for so many seconds is not ready. On a busy machine it, or this
 process, may wait for the processor for longer than a query may take."""
 STALL_LIMIT_S = 60.0
 """An engine that has work and finishes no step for this many seconds is not ready."""
