@@ -23,14 +23,18 @@ from pagoda.api.fields import (
 )
 from pagoda.api.kv_transfer import Handoff, handoff_of
 from pagoda.api.request_context import Caller, RequestContext
-from pagoda.api.sse import EventStream
+from pagoda.api.sse import EventStream, encode_in_parts
 from pagoda.errors import refuse
-from pagoda.frontend.async_utils import gather_all
+from pagoda.frontend.async_utils import LONG_TEXT_CHARS, gather_all
 from pagoda.frontend.beam_search import BeamSearchParams, beam_search
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.messages.frontend import KVSource
 
 Prompt = str | Sequence[int]
+
+MAX_KEPT_LOGPROBS = 4 << 20
+"""Log-probabilities that the answers to one body may tell of their prompts, and in one piece of their tokens. Each
+takes a hundred bytes or two until it is sent."""
 
 
 class Answer(Protocol):
@@ -96,6 +100,8 @@ class Generation:
         self.kv_source: KVSource | None = None
         """The place of a prompt's KV that is held for another engine, once it is there."""
         self._cached_by_answer: dict[int, int] = {}
+        self._num_kept = sum(map(_num_prompt_logprobs, requests))
+        """Log-probabilities that a response in one piece has so far."""
 
     def rename_constraints(self, names: Mapping[str, str]) -> None:
         """Lets the engine's errors about constraints name the client's fields: `names` are those of `renamed`."""
@@ -106,14 +112,19 @@ class Generation:
 
     async def run(self, shape: Shape) -> dict[str, Any]:
         """Generates all answers; returns the response in one piece.
-        Raises GenerationError: the engine failed with a request."""
+        Raises GenerationError: the engine failed with a request. InvalidRequestError: too many `logprobs`."""
         if self._beams is None:
             works = [self._run(index, answer) for index, answer in enumerate(shape.answers)]
         else:
             firsts = [i for i, request in enumerate(self.requests) if request.index == 0]
             works = [self._search(first, shape.answers, self._beams) for first in firsts]
         await gather_all(works)
-        return shape.whole()
+        return await self.generator.run_sized(shape.whole, self._size)
+
+    @property
+    def _size(self) -> int:
+        """Tokens and log-probabilities of a response in one piece; each takes about as long as a character."""
+        return self.usage.num_completion_tokens + self._num_kept
 
     async def _search(self, first: int, answers: Sequence[Answer], beams: BeamSearchParams) -> None:
         """Brings the answers to one prompt, from `first` on, to their end."""
@@ -121,6 +132,7 @@ class Generation:
         found = await beam_search(self.generator, request, beams)
         for index, (_, delta) in enumerate(found[: request.sampling.n], start=first):
             self._count(index, delta)
+            self._keep(index, delta)
             answers[index].add(delta)
 
     async def stream(self, shape: Shape, stream: EventStream) -> None:
@@ -135,7 +147,12 @@ class Generation:
         """The response to an HTTP request, as a stream or in one piece."""
         if streams:
             return await context.stream(lambda stream: self.stream(shape, stream))
-        return context.json(await self.run(shape))
+        whole = await self.run(shape)
+        if self._size <= LONG_TEXT_CHARS:
+            return context.json(whole)
+        return context.encoded_json(
+            await self.generator.run_sized(partial(encode_in_parts, whole), self._size)
+        )
 
     async def _run(self, index: int, answer: Answer, stream: EventStream | None = None) -> None:
         """Brings one answer to its end: as events to `stream`, or without one in one piece."""
@@ -143,11 +160,25 @@ class Generation:
             async for delta in deltas:
                 self._count(index, delta)
                 if stream is None:
+                    self._keep(index, delta)
                     answer.add(delta)
+                elif delta.prompt_logprobs is not None:
+                    size = _num_prompt_logprobs(self.requests[index])
+                    work = partial(answer.events, delta)
+                    await stream.send(await self.generator.run_sized(work, size))
                 elif not stream.write(answer.events(delta)):
                     await stream.flush()
                 if answer.is_complete:
                     break
+
+    def _keep(self, index: int, delta: TextDelta) -> None:
+        """Counts the log-probabilities of a delta of a response in one piece."""
+        num_top = self.requests[index].sampling.logprobs
+        if num_top is not None:
+            self._num_kept += len(delta.token_ids) * (1 + num_top)
+            if self._num_kept > MAX_KEPT_LOGPROBS:
+                most = f"more than {MAX_KEPT_LOGPROBS} log-probabilities in one piece"
+                refuse("logprobs", f"asks for {most}; ask for fewer, or for a stream")
 
     def _count(self, index: int, delta: TextDelta) -> None:
         if delta.error is not None:
@@ -160,6 +191,12 @@ class Generation:
         if num_cached and self.requests[index].index == 0:
             usage.num_cached_tokens += num_cached - self._cached_by_answer.get(index, 0)
             self._cached_by_answer[index] = num_cached
+
+
+def _num_prompt_logprobs(request: TextRequest) -> int:
+    """Log-probabilities that an answer may tell of its prompt."""
+    num_top = request.sampling.prompt_logprobs
+    return 0 if num_top is None else len(request.request.prompt_token_ids) * (1 + num_top)
 
 
 async def prepare(
@@ -231,6 +268,14 @@ async def prepare(
             shown_tokens=shown_tokens,
             scores_once=not body.stream,
             client_request=caller.client_request,
+        )
+    num_scores = sum(map(_num_prompt_logprobs, requests))
+    if num_scores > MAX_KEPT_LOGPROBS:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        refuse(
+            name,
+            f"asks for {num_scores} log-probabilities of prompt tokens in all answers together, "
+            f"at most {MAX_KEPT_LOGPROBS} are told",
         )
     if room is not None and handoff.holds_kv:
         tell = partial(caller.service.rooms.tell, room)

@@ -134,7 +134,10 @@ class RequestContext:
         return parsed
 
     def json(self, value: object) -> web.Response:
-        return self._response(encode_json(value), "application/json")
+        return self.encoded_json(encode_json(value))
+
+    def encoded_json(self, body: bytes) -> web.Response:
+        return self._response(body, "application/json")
 
     def text(self, text: str, content_type: str) -> web.Response:
         """An answer in one piece, of a type with its parameters such as `text/plain; version=0.0.4`."""

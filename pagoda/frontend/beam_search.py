@@ -7,6 +7,7 @@ shares. What counts as finished, how lengths are weighed and when the search end
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import secrets
 from collections.abc import AsyncGenerator, Collection, Sequence
@@ -17,7 +18,7 @@ from typing import Literal, cast
 import msgspec
 
 from pagoda.errors import refuse
-from pagoda.frontend.async_utils import gather_all
+from pagoda.frontend.async_utils import LONG_TEXT_CHARS, gather_all
 from pagoda.frontend.text_generator import TextAssembler, TextDelta, TextGenerator, TextRequest
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 from pagoda.messages.sampling_params import Range, SamplingParams
@@ -156,7 +157,8 @@ async def beam_search(
         value = record.with_span(request.request)
         while not search.is_over:
             timed = record.with_time_left(value, tracker.clock_ns())
-            steps = [_next_token(generator, timed, beam, search) for beam in search.running]
+            turns = asyncio.Semaphore(1 + LONG_TEXT_CHARS // len(value.prompt_token_ids))
+            steps = [_next_token(generator, timed, beam, search, turns) for beam in search.running]
             chunks = await gather_all(steps)
             if num_cached_tokens is None:
                 num_cached_tokens = chunks[0].num_cached_tokens
@@ -169,9 +171,16 @@ async def beam_search(
 
 
 async def _next_token(
-    generator: TextGenerator, value: GenerateRequest, beam: Beam, search: BeamSearch
+    generator: TextGenerator,
+    value: GenerateRequest,
+    beam: Beam,
+    search: BeamSearch,
+    turns: asyncio.Semaphore,
 ) -> TokenChunk:
-    """The chunk with the likeliest tokens behind a beam."""
+    """The chunk with the likeliest tokens behind a beam. Other streams go on between the long prompts of beams,
+    which take turns."""
+    async with turns:
+        await asyncio.sleep(0)
     num_wanted = max(search.num_candidates, value.sampling.logprobs or 0)
     num_top = min(num_wanted, generator.endpoint.limits.vocab_size)
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=1, logprobs=num_top)

@@ -351,7 +351,8 @@ class TextGenerator:
                             delta, kv_source=source, embedding=embedding
                         )
                     if scores is not None:
-                        delta = msgspec.structs.replace(delta, prompt_logprobs=scores.entries())
+                        entries = await self.run_sized(scores.entries, scores.size)
+                        delta = msgspec.structs.replace(delta, prompt_logprobs=entries)
                         scores = None
                     yield delta
                     if received_ns:
@@ -373,6 +374,11 @@ class PromptScores:
         if part.end > self._end:
             self._parts.append(part.since(self._end))
             self._end = part.end
+
+    @property
+    def size(self) -> int:
+        """Log-probabilities that have come."""
+        return sum(len(part.ranks) // 4 * (1 + part.num_top) for part in self._parts)
 
     def entries(self) -> list[TokenLogprobs]:
         return [entry for part in self._parts for entry in part.entries()]

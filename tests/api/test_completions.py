@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from linked_hosts import until
 
 from pagoda.api.errors import INTERNAL_ERROR
+from pagoda.api.openai.logprobs import TokenSpelling
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.executor.sim import sim_logprob
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
@@ -173,6 +175,51 @@ async def test_log_probabilities_of_the_prompt(serve_api, stream: bool, num_top:
     alone = await api.complete(prompt="a", prompt_logprobs=0, max_tokens=0)
     [choice] = alone.choices()
     assert (choice["text"], choice["prompt_logprobs"]) == ("", [None])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_many_log_probabilities_are_written_beside_the_event_loop(
+    serve_api, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await serve_api("ok")
+    options = {"echo": True, "logprobs": 1, "prompt_logprobs": 1, "n": 2, "stream": stream}
+    asked = {"prompt": list(b"abcdefghij"), **options}
+    expected = (await api.complete(**asked)).choices()
+    threads: set[str] = set()
+    text = TokenSpelling.text
+
+    def noting(self: TokenSpelling, token_id: int) -> str:
+        if token_id == ord("j"):
+            threads.add(threading.current_thread().name.partition("_")[0])
+        return text(self, token_id)
+
+    monkeypatch.setattr(TokenSpelling, "text", noting)
+    monkeypatch.setattr("pagoda.frontend.text_generator.LONG_TEXT_CHARS", 8)
+    monkeypatch.setattr("pagoda.api.generation.LONG_TEXT_CHARS", 8)
+    assert (await api.complete(**asked)).choices() == expected
+    assert "long-work" in threads
+    if not stream:
+        assert threads == {"long-work"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt_logprobs": 1, "n": 8, "stream": True}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1, "n": 8}, "logprobs"),
+        ({"logprobs": 1, "n": 8}, "logprobs"),
+    ],
+)
+async def test_log_probabilities_that_would_fill_the_memory_are_refused(
+    serve_api, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.api.generation.MAX_KEPT_LOGPROBS", 100)
+    api = await serve_api("x" * 9)
+    answer = await api.complete(prompt="a" * 10, **body)
+    assert (answer.status, answer.error()["param"]) == (400, param)
+    assert "100" in answer.error()["message"]
+    assert (await api.complete(prompt="a" * 10, **{**body, "n": 2})).status == 200
+    assert (await api.complete(prompt="a" * 10, logprobs=1, n=8, stream=True)).status == 200
 
 
 async def test_the_best_of_several_answers(serve_api) -> None:

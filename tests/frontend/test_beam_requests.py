@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 from virtual_fleet import engine_config, start_fleet, virtual
@@ -14,6 +15,7 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.model_text import synthetic_model_text
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
+from pagoda.messages.frontend import GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 
 STEPS = 12
@@ -79,3 +81,29 @@ async def test_a_vocabulary_smaller_than_the_tokens_looked_at_will_do() -> None:
     assert len(await beam_search(texts, wanted, params)) == 3
     with pytest.raises(InvalidRequestError, match="beam_width must be from 1 to 3, got 4"):
         BeamSearchParams(beam_width=4).checked(3)
+
+
+@virtual
+async def test_beams_of_long_prompts_let_others_run_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = _texts(await _fleet())
+    [wanted] = await texts.prepare("a" * 100, texts.check_sampling(SamplingParams(max_tokens=3)))
+    params = BeamSearchParams(beam_width=8, max_tokens=3)
+    generate, loop = texts.endpoint.generate, asyncio.get_running_loop()
+    num_asked = [0]
+    """Tokens that were asked for in each turn of the loop."""
+
+    def noting(value: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if not num_asked[-1]:
+            loop.call_soon(num_asked.append, 0)
+        num_asked[-1] += 1
+        return generate(value)
+
+    monkeypatch.setattr(texts.endpoint, "generate", noting)
+    together = [beam for beam, _ in await beam_search(texts, wanted, params)]
+    assert num_asked == [1, 8, 8, 0]
+    num_asked[:] = [0]
+    monkeypatch.setattr("pagoda.frontend.beam_search.LONG_TEXT_CHARS", 50)
+    assert [beam for beam, _ in await beam_search(texts, wanted, params)] == together
+    assert num_asked == [*[1] * 17, 0]

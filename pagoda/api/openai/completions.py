@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +16,7 @@ from pagoda.api.openai.logprobs import CompletionLogprobs, TokenSpelling, prompt
 from pagoda.api.request_context import Caller, RequestContext
 from pagoda.api.sse import EventTemplate
 from pagoda.errors import refuse
-from pagoda.frontend.text_generator import TextDelta, joined_deltas
+from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest, joined_deltas
 from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import ALL_LOGPROBS
 
@@ -56,14 +56,27 @@ async def begin_completion(caller: Caller, body: CompletionRequest) -> tuple[Gen
         always_usage=caller.service.config.always_usage,
         tokens_as_ids=caller.service.config.tokens_as_ids,
     )
-    indices = range(len(generation.requests))
-    answers = [_CompletionAnswer(envelope, generation, index, body) for index in indices]
+    answers: list[_CompletionAnswer] = []
+    echo = ""
+    for index, request in enumerate(generation.requests):
+        if body.echo and request.index == 0:
+            echo = await _text_of_prompt(generator, request)
+        answers.append(_CompletionAnswer(envelope, generation, index, body, echo))
     if not body.stream:
         for answer, request in zip(answers, generation.requests, strict=True):
             answer.first = answers[answer.index - request.index]
     if _is_best_of(body):
         return generation, _BestOf(envelope, answers, body.n or 1)
     return generation, Choices(envelope, answers)
+
+
+async def _text_of_prompt(generator: TextGenerator, request: TextRequest) -> str:
+    if request.prompt is not None:
+        return request.prompt
+    token_ids = request.request.prompt_token_ids
+    return await generator.run_sized(
+        partial(generator.text.tokenizer.decode, token_ids), len(token_ids)
+    )
 
 
 def _is_best_of(body: CompletionRequest) -> bool:
@@ -104,8 +117,14 @@ class _CompletionAnswer:
     """A text, which is the prompt and its continuation with `echo`."""
 
     def __init__(
-        self, envelope: Envelope, generation: Generation, index: int, body: CompletionRequest
+        self,
+        envelope: Envelope,
+        generation: Generation,
+        index: int,
+        body: CompletionRequest,
+        prompt: str,
     ) -> None:
+        """`prompt` comes in front of the answer; empty without `echo`."""
         self.is_complete = False
         self._envelope = envelope
         self.index = index
@@ -129,10 +148,7 @@ class _CompletionAnswer:
         has_more = envelope.return_token_ids or envelope.sends_continuous_usage
         self._is_simple = self._logprobs is None and not has_more
         """Events differ in their text alone, but for the first and the last one."""
-        self._prompt = ""
-        if body.echo:
-            given = generation.requests[index].prompt
-            self._prompt = tokenizer.decode(self._prompt_token_ids) if given is None else given
+        self._prompt = prompt
 
     @cached_property
     def _template(self) -> EventTemplate:
