@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 _MAX_WAITING = 64
 """Items that may wait for a slow reader before the streams behind them wait too."""
+MAX_BEGINNINGS = 64
+"""Works that begin in one turn of the event loop."""
 _RESTART_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -47,13 +49,20 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
 
 
 async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of works done at the same time, in order. The first failure cancels the others and is raised."""
+    """The results of works done at the same time, in order. The first failure cancels the others and is raised.
+    Works begin in turns of the event loop, so that others go on between the beginnings of many."""
     if len(works) == 1:
         return [await works[0]]
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks: list[asyncio.Future[T]] = []
     try:
+        for work in works:
+            if tasks and len(tasks) % MAX_BEGINNINGS == 0:
+                await asyncio.sleep(0)
+            tasks.append(asyncio.ensure_future(work))
         return list(await asyncio.gather(*tasks))
     finally:
+        for work in works[len(tasks) :]:
+            work.close()
         await cancel_all(tasks)
 
 

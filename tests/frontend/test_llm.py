@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_results_are_spelled_as_in_vllm(llm: LLM) -> None:
     assert first.logprobs is not None
     assert [next(iter(position)) for position in first.logprobs] == first.token_ids
     assert first.logprobs[0][first.token_ids[0]].rank == 1
-    assert first.cumulative_logprob == 0.0
+    assert first.cumulative_logprob == pytest.approx(-5 * math.log(2))  # each is of probability 1/2
     assert first.token_ids != second.token_ids
 
 
