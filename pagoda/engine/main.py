@@ -64,6 +64,9 @@ from pagoda.telemetry.tracer import Tracer
 
 _log = logging.getLogger(__name__)
 
+MAX_TURN_BYTES = 256 << 10
+"""Bytes of messages that are taken in one turn: many long prompts at once would keep answers under way waiting."""
+
 
 class RequestRoutes:
     """Maps wire ids of frontends to the engine's own: `GenerateRequest.request_id`, changed where it is taken."""
@@ -215,9 +218,12 @@ class EngineProcess:
         zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], timeout_ms)
 
     def _receive(self) -> None:
+        """Takes messages that have come; what is left after `MAX_TURN_BYTES` wakes the loop for its next turn."""
+        num_bytes = 0
         with contextlib.suppress(zmq.Again):
-            while True:
+            while num_bytes < MAX_TURN_BYTES:
                 frontend, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                num_bytes += sum(map(len, frames))
                 payload = self._incoming[frontend].payload(frames)
                 try:
                     message = self._codec_in.decode(payload)

@@ -12,6 +12,7 @@ import zmq
 from harness import VOCAB_SIZE, expected_tokens, make_request
 
 from pagoda.engine.config import EngineConfig, SimConfig
+from pagoda.engine.core import EngineCore
 from pagoda.engine.main import EngineProcess
 from pagoda.ipc.rundir import ENGINE_SOCKET, socket_address
 from pagoda.messages.frontend import (
@@ -146,3 +147,38 @@ def test_queries_are_answered_while_a_step_takes_long(make_frontend: type[Fronte
         assert isinstance(report, LoadReport)
         assert report.query_id == query_id
         assert report.num_running + report.num_waiting == 1
+
+
+def test_answers_go_on_between_long_prompts_that_come_at_once(
+    make_frontend: type[Frontend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of the loop take so many bytes of messages, and leave none behind."""
+    monkeypatch.setattr("pagoda.engine.main.MAX_TURN_BYTES", 1)
+    frontend = make_frontend()
+    events: list[str] = []
+    are_sent = threading.Event()
+    add, end_turn = EngineCore.add, EngineCore.drain_refusals
+
+    def noting_add(core: EngineCore, request: GenerateRequest) -> object:
+        events.append("add")
+        return add(core, request)
+
+    def noting_end(core: EngineCore) -> object:
+        if events:
+            are_sent.wait(60)
+            events.append("end")
+        return end_turn(core)
+
+    monkeypatch.setattr(EngineCore, "add", noting_add)
+    monkeypatch.setattr(EngineCore, "drain_refusals", noting_end)
+    requests = [make_request(f"r{i}", [1, 2, 3], max_tokens=2) for i in range(8)]
+    frontend.send(*requests)
+    are_sent.set()
+    ended = 0
+    while ended < len(requests):
+        message = frontend.receive()
+        assert isinstance(message, TokenChunks)
+        ended += sum(chunk.finish_reason is not None for chunk in message.chunks)
+    adds = [index for index, event in enumerate(events) if event == "add"]
+    assert len(adds) == len(requests)
+    assert all(events[index + 1] == "end" for index in adds)
