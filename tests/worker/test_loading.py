@@ -171,6 +171,11 @@ def _load(directory: Path, **changes: Any) -> None:
             "--kv-cache-dtype must be one of auto, float32, bfloat16, float16, int8 on this backend, "
             "got 'int4'.",
         ),
+        (
+            {"backend": "reference", "batch_invariant": False},
+            "--no-batch-invariant has no effect on reference on cpu, whose products are no quicker for it; "
+            "leave it out.",
+        ),
         ({"load_format": "gguf"}, "--load-format must be auto or dummy, got 'gguf'."),
         ({"max_num_seqs": 10**9}, "--max-num-seqs must be from 1 to 4096, got 1000000000."),
         (

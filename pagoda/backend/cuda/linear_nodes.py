@@ -80,11 +80,36 @@ def _segment(
 ) -> Launch:
     """The map of one segment, to memory of its own width."""
     if isinstance(segment, Dense):
-        values = segment.values
-        return lambda v: linear.linear(v[x], values, v[out], bias=bias)
+        return _dense(lowering, x, out, selected, segment.values, bias)
     if isinstance(segment, Int8):
         return _int8(lowering, x, out, selected, segment, bias)
     return _grouped(lowering, x, out, selected, segment, bias)
+
+
+def _dense(
+    lowering: Lowering, x: int, out: int, selected: bool, weight: Tensor, bias: Tensor | None
+) -> Launch:
+    """Tiles of one shape, or the vendor's library, whose choice depends on the number of rows.
+
+    Inputs have more range than float16, in which the library would want them."""
+    if lowering.graph.batch_invariant or weight.dtype == torch.float16:
+        return lambda v: linear.linear(v[x], weight, v[out], bias=bias)
+    product, inputs, given = lowering.runtime.library_product, weight.shape[1], x
+    if weight.dtype != torch.float32:
+        key = ("inputs", weight.dtype, inputs, selected)
+        given = lowering.new_scratch(
+            key,
+            lambda shape: shape.tensor(key, weight.dtype, shape.rows_of(selected=selected), inputs),
+        )
+
+    def launch(v: Values) -> None:
+        if given != x:
+            v[given].copy_(v[x])
+        product(v[given], weight, v[out])
+        if bias is not None:
+            v[out].add_(bias)
+
+    return launch
 
 
 def _int8(

@@ -56,7 +56,7 @@ def _addresses(lowering: Lowering, tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.tensor(
         [0 if tensor is None else tensor.data_ptr() for tensor in tensors],
         dtype=torch.int64,
-        device=lowering.device,
+        device=lowering.runtime.device,
     )
 
 
