@@ -9,31 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import LatentCache
+from pagoda.backend.base import Experts, LatentCache, UnsupportedError
 from pagoda.backend.cuda.kernels import experts as kernels
 from pagoda.backend.cuda.kernels import kv, linear, low_rank
 from pagoda.backend.cuda.kernels.latents import latent_attention
+from pagoda.backend.cuda.kernels.quantized import RoundedGroups, RoundedRows
+from pagoda.backend.cuda.kernels.quantized_experts import (
+    QuantizedExperts,
+    QuantizedMap,
+    Rounded,
+    quantized_experts,
+)
 from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values, partials_of
-from pagoda.backend.cuda.weights import DeviceLinear
+from pagoda.backend.cuda.weights import DeviceLinear, Grouped, Int8
 from pagoda.backend.graph import Node
+from pagoda.checkpoints.expert_routing import ExpertRouting
+
+_NOWHERE = torch.device("meta")
+"""Device of tensors that only have a shape."""
 
 
 def _experts(lowering: Lowering, node: Node) -> Launch:
     (x, logits), (out,), (held,) = node.inputs, node.outputs, lowering.weights(node)
     first: DeviceLinear = held.gate[0]
-    maps = (held.gate, held.up, held.down)
-    gate, up, down = (_addresses(lowering, [m.dense() for m in part]) for part in maps)
-    weights = kernels.ExpertWeights(gate, up, down, first.dense().dtype, held.first, first.outputs)
-    if first.bias is not None:
-        biases = [_addresses(lowering, [m.bias for m in part]) for part in maps]
-        weights = replace(weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2])
     selected, per_token = lowering.selected(x), held.routing.experts_per_token
     key = ("experts", first.inputs, first.outputs, per_token, len(held.gate), selected)
 
     def new(shape: StepShape) -> Any:
         sizes = (first.inputs, first.outputs, per_token, len(held.gate))
-        rows = shape.rows_of(selected=selected)
-        return shape.like(key, kernels.Workspace.new(rows, *sizes, torch.device("meta")))
+        return shape.like(
+            key, kernels.Workspace.new(shape.rows_of(selected=selected), *sizes, _NOWHERE)
+        )
 
     workspace = lowering.new_scratch(key, new)
     options = {
@@ -42,13 +48,100 @@ def _experts(lowering: Lowering, node: Node) -> Launch:
         "counts": held.counts,
         "correction": held.correction,
     }
+    if not first.is_dense:
+        quantized = _quantized_experts(lowering, held)
+        rounded = _rounded_scratch(lowering, quantized, held.routing, selected)
+        return lambda v: quantized_experts(
+            *(v[x], v[logits], v[out], quantized, v[workspace], v[rounded]),
+            valid=v[lowering.valid],
+            **options,
+        )
+    maps = (held.gate, held.up, held.down)
+    gate, up, down = (_addresses(lowering, [m.dense() for m in part]) for part in maps)
+    weights = kernels.ExpertWeights(gate, up, down, first.dense().dtype, held.first, first.outputs)
+    if first.bias is not None:
+        biases = [_addresses(lowering, [m.bias for m in part]) for part in maps]
+        weights = replace(weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2])
+    return lambda v: kernels.experts(
+        v[x], v[logits], v[out], weights, v[workspace], valid=v[lowering.valid], **options
+    )
 
-    def launch(v: Values) -> None:
-        kernels.experts(
-            v[x], v[logits], v[out], weights, v[workspace], valid=v[lowering.valid], **options
+
+def _quantized_experts(lowering: Lowering, held: Experts[DeviceLinear]) -> QuantizedExperts:
+    gate, up, down = (_quantized_map(lowering, part) for part in (held.gate, held.up, held.down))
+    if gate.group_size != up.group_size:
+        raise UnsupportedError(_ALIKE)
+    return QuantizedExperts(gate, up, down, held.first)
+
+
+def _quantized_map(lowering: Lowering, maps: Sequence[DeviceLinear]) -> QuantizedMap:
+    """Raises UnsupportedError: weights are not all of one format that kernels have."""
+    segments: list[Int8 | Grouped] = []
+    for each in maps:
+        segment = each.segments[0]
+        if not isinstance(segment, Int8 | Grouped) or len(each.segments) > 1:
+            raise UnsupportedError(_ALIKE)
+        segments.append(segment)
+    formats = {_format(segment) for segment in segments}
+    if len(formats) > 1 or any(getattr(each, "order", None) is not None for each in segments):
+        raise UnsupportedError(_ALIKE)
+    ((group_size, bits, has_offsets),) = formats
+    rows = [(*_tensors(segment), each.bias) for segment, each in zip(segments, maps, strict=True)]
+    columns = [_addresses(lowering, column) for column in zip(*rows, strict=True)]
+    return QuantizedMap(
+        torch.stack(columns, 1),
+        maps[0].outputs,
+        maps[0].inputs,
+        group_size,
+        bits,
+        has_offsets,
+        has_bias=maps[0].bias is not None,
+    )
+
+
+_ALIKE = (
+    "the GPU backend has experts of dense weights, or of int8 or grouped ones that are all alike and in the order "
+    "of their inputs; choose another --backend."
+)
+
+
+def _format(segment: Int8 | Grouped) -> tuple[int, int, bool]:
+    """Group size, 0 for rows; bits; and True if there are zero points or offsets."""
+    if isinstance(segment, Int8):
+        return 0, 8, segment.zero_points is not None
+    return segment.group_size, segment.bits, segment.offsets is not None
+
+
+def _tensors(segment: Int8 | Grouped) -> tuple[Tensor, Tensor, Tensor | None]:
+    if isinstance(segment, Int8):
+        return segment.values, segment.scales, segment.zero_points
+    return segment.codes, segment.scales, segment.offsets
+
+
+def _rounded_scratch(
+    lowering: Lowering, weights: QuantizedExperts, routing: ExpertRouting, selected: bool
+) -> int:
+    gate, down, weighs = weights.gate, weights.down, routing.weighs_inputs
+    key = ("rounded", gate.inputs, gate.outputs, gate.group_size, down.group_size, weighs, selected)
+
+    def new(shape: StepShape) -> Rounded:
+        rows = shape.rows_of(selected=selected)
+        pairs = rows * routing.experts_per_token
+
+        def rounded(name: str, weight: QuantizedMap, count: int) -> RoundedRows | RoundedGroups:
+            if weight.group_size == 0:
+                return shape.like((*key, name), RoundedRows.new(count, weight.inputs, _NOWHERE))
+            groups = RoundedGroups.new(count, weight.inputs, weight.group_size, _NOWHERE)
+            return shape.like((*key, name), groups)
+
+        return Rounded(
+            rounded("inputs", gate, pairs if weighs else rows),
+            rounded("inner", down, pairs),
+            shape.floats((*key, "gate and up"), pairs, 2 * gate.outputs),
+            shape.floats((*key, "weighed"), pairs, gate.inputs) if weighs else None,
         )
 
-    return launch
+    return lowering.new_scratch((*key, routing.experts_per_token), new)
 
 
 def _addresses(lowering: Lowering, tensors: Sequence[Tensor | None]) -> Tensor:
