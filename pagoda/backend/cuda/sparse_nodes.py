@@ -12,16 +12,19 @@ from torch import Tensor
 from pagoda.backend.base import Experts, LatentCache, UnsupportedError
 from pagoda.backend.cuda.kernels import experts as kernels
 from pagoda.backend.cuda.kernels import kv, linear, low_rank
+from pagoda.backend.cuda.kernels.block_weights import Blocks, constants_of
 from pagoda.backend.cuda.kernels.latents import latent_attention
 from pagoda.backend.cuda.kernels.quantized import RoundedGroups, RoundedRows
 from pagoda.backend.cuda.kernels.quantized_experts import (
+    COLUMNS,
+    Form,
     QuantizedExperts,
     QuantizedMap,
     Rounded,
     quantized_experts,
 )
 from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values, partials_of
-from pagoda.backend.cuda.weights import DeviceLinear, Grouped, Int8
+from pagoda.backend.cuda.weights import DeviceLinear, Grouped, Int8, Segment
 from pagoda.backend.graph import Node
 from pagoda.checkpoints.expert_routing import ExpertRouting
 
@@ -69,69 +72,74 @@ def _experts(lowering: Lowering, node: Node) -> Launch:
 
 def _quantized_experts(lowering: Lowering, held: Experts[DeviceLinear]) -> QuantizedExperts:
     gate, up, down = (_quantized_map(lowering, part) for part in (held.gate, held.up, held.down))
-    if gate.group_size != up.group_size:
+    if gate.form.rounds != up.form.rounds:
         raise UnsupportedError(_ALIKE)
     return QuantizedExperts(gate, up, down, held.first)
 
 
 def _quantized_map(lowering: Lowering, maps: Sequence[DeviceLinear]) -> QuantizedMap:
     """Raises UnsupportedError: weights are not all of one format that kernels have."""
-    segments: list[Int8 | Grouped] = []
-    for each in maps:
-        segment = each.segments[0]
-        if not isinstance(segment, Int8 | Grouped) or len(each.segments) > 1:
-            raise UnsupportedError(_ALIKE)
-        segments.append(segment)
-    formats = {_format(segment) for segment in segments}
-    if len(formats) > 1 or any(getattr(each, "order", None) is not None for each in segments):
+    segments = [each.segments[0] for each in maps]
+    forms = {_form(segment) for segment in segments}
+    form = forms.pop()
+    if form is None or forms or any(len(each.segments) > 1 for each in maps):
         raise UnsupportedError(_ALIKE)
-    ((group_size, bits, has_offsets),) = formats
-    rows = [(*_tensors(segment), each.bias) for segment, each in zip(segments, maps, strict=True)]
+    rows = [_tensors(segment, each.bias) for segment, each in zip(segments, maps, strict=True)]
     columns = [_addresses(lowering, column) for column in zip(*rows, strict=True)]
+    first = maps[0]
     return QuantizedMap(
-        torch.stack(columns, 1),
-        maps[0].outputs,
-        maps[0].inputs,
-        group_size,
-        bits,
-        has_offsets,
-        has_bias=maps[0].bias is not None,
+        torch.stack(columns, 1), first.outputs, first.inputs, form, has_bias=first.bias is not None
     )
 
 
 _ALIKE = (
-    "the GPU backend has experts of dense weights, or of int8 or grouped ones that are all alike and in the order "
-    "of their inputs; choose another --backend."
+    "the GPU backend has experts of weights that are all of one format, and in the order of their inputs; "
+    "choose another --backend."
 )
 
 
-def _format(segment: Int8 | Grouped) -> tuple[int, int, bool]:
-    """Group size, 0 for rows; bits; and True if there are zero points or offsets."""
+def _form(segment: Segment) -> Form | None:
+    """Constants of a quantized format that experts may have; None of other weights."""
     if isinstance(segment, Int8):
-        return 0, 8, segment.zero_points is not None
-    return segment.group_size, segment.bits, segment.offsets is not None
+        return Form("rows", segment.zero_points is not None)
+    if isinstance(segment, Grouped) and segment.order is None:
+        return Form("groups", segment.offsets is not None, segment.group_size, segment.bits)
+    if isinstance(segment, Blocks):
+        constants = constants_of(segment)
+        del constants["inputs"]
+        return Form("whole rows" if segment.held_as.whole_rows else "blocks", **constants)
+    return None
 
 
-def _tensors(segment: Int8 | Grouped) -> tuple[Tensor, Tensor, Tensor | None]:
+def _tensors(segment: Segment, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Tensors of a quantized map in the order of its addresses."""
+    if isinstance(segment, Blocks):
+        low, high, codebook, scales, minima, block_scales, block_minima = segment.tensors
+        return low, scales, minima, bias, high, codebook, block_scales, block_minima
     if isinstance(segment, Int8):
-        return segment.values, segment.scales, segment.zero_points
-    return segment.codes, segment.scales, segment.offsets
+        own = (segment.values, segment.scales, segment.zero_points)
+    elif isinstance(segment, Grouped):
+        own = (segment.codes, segment.scales, segment.offsets)
+    else:
+        raise TypeError("Dense weights have no scales.")
+    return *own, bias, *(None,) * (COLUMNS - 4)
 
 
 def _rounded_scratch(
     lowering: Lowering, weights: QuantizedExperts, routing: ExpertRouting, selected: bool
 ) -> int:
     gate, down, weighs = weights.gate, weights.down, routing.weighs_inputs
-    key = ("rounded", gate.inputs, gate.outputs, gate.group_size, down.group_size, weighs, selected)
+    sizes = (gate.form.rounds, down.form.rounds)
+    key = ("rounded", gate.inputs, gate.outputs, *sizes, weighs, selected)
 
     def new(shape: StepShape) -> Rounded:
         rows = shape.rows_of(selected=selected)
         pairs = rows * routing.experts_per_token
 
         def rounded(name: str, weight: QuantizedMap, count: int) -> RoundedRows | RoundedGroups:
-            if weight.group_size == 0:
+            if weight.form.rounds == 0:
                 return shape.like((*key, name), RoundedRows.new(count, weight.inputs, _NOWHERE))
-            groups = RoundedGroups.new(count, weight.inputs, weight.group_size, _NOWHERE)
+            groups = RoundedGroups.new(count, weight.inputs, weight.form.rounds, _NOWHERE)
             return shape.like((*key, name), groups)
 
         return Rounded(

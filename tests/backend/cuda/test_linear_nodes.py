@@ -1,4 +1,4 @@
-"""Linear layers and embeddings as launches on the emulated device, in every format of weights."""
+"""Linear layers, embeddings and quantized experts as launches on the emulated device, in formats of all kinds."""
 
 from __future__ import annotations
 
@@ -81,6 +81,11 @@ def _expert_weight(name: str, values: Tensor) -> LinearWeight:
         return quantize_int8(values, symmetric=False)
     if name == "groups":
         return quantize_int4(values, 32)
+    if name == "whole rows":
+        return quantize_blocks(values, WHOLE_ROWS)
+    if name.startswith("Q"):
+        blocks = block_weight(BLOCKS[name], *values.shape)
+        return replace(blocks, codes=blocks.codes.roll(int(values[0, 0] * 1000), 1))
     plain = quantize_int4(values, 32)
     return replace(plain, offsets=plain.scales / 2, act_order=_ORDER if name == "ordered" else None)
 
@@ -109,7 +114,10 @@ def _experts(backend: Backend[Any, Any], name: str, routing: ExpertRouting) -> E
 
 @pytest.mark.parametrize(
     ("name", "weighs_inputs"),
-    [("int8", False), ("groups", False), ("groups", True), ("offsets", False)],
+    [
+        *(("int8", False), ("groups", True), ("offsets", False)),
+        *(("Q5_1", False), ("Q8_0", True), ("whole rows", False)),
+    ],
 )
 def test_quantized_experts(name: str, weighs_inputs: bool) -> None:
     """Where rounded activations differ, which exponentials decide, results differ by a step of their integers."""
@@ -134,5 +142,7 @@ def test_experts_in_orders_of_their_own_are_refused() -> None:
     backend = GpuBackend(EmulatedDevice())
     held = _experts(backend, "ordered", ExpertRouting(5, 2, True))
     tensors = {"x": random_tensor(1, INPUTS), "logits": random_tensor(1, 5)}
-    with pytest.raises(UnsupportedError, match="all alike and in the order of their inputs"):
+    with pytest.raises(
+        UnsupportedError, match="all of one format, and in the order of their inputs"
+    ):
         outputs(backend, lambda ops, x, logits: ops.experts(x, logits, held), tensors)

@@ -92,7 +92,7 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
 
 `quantized_experts`:
 
-    QuantizedMap(addresses[e, 4] int64, outputs, inputs, group_size, bits, has_offsets, has_bias)
+    QuantizedMap(addresses[e, 8] int64, outputs, inputs, form, has_bias)
     quantized_experts(x, logits, out, weights, workspace, rounded, *, routing, ...)     as `experts`
 
 `sampler` (kernels in `sampling`):

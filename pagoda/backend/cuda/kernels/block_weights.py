@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagoda.backend.cuda.kernels.linear import store_tile
 from pagoda.backend.cuda.kernels.numbers import UNFUSED, blocks
 from pagoda.backend.cuda.kernels.quantized import RoundedGroups, RoundedRows
 from pagoda.backend.weights import BLOCK_INPUT_GROUP
@@ -108,24 +109,21 @@ def _with_group(
 
 
 @triton.jit
-def _block_linear(
-    values_ptr, row_scales_ptr, sums_ptr,
+def block_product(
+    values_ptr, row_scales_ptr, sums_ptr, row, there,
     low_ptr, high_ptr, codebook_ptr, scales_ptr, minima_ptr, block_scales_ptr, block_minima_ptr,
-    bias_ptr, out_ptr, num_rows, num_outputs, out_stride,
+    outputs, held,
     low: tl.constexpr, high: tl.constexpr, has_codebook: tl.constexpr, zero: tl.constexpr,
-    has_minima: tl.constexpr, has_blocks: tl.constexpr, per_block: tl.constexpr, has_bias: tl.constexpr,
+    has_minima: tl.constexpr, has_blocks: tl.constexpr, per_block: tl.constexpr,
     inputs: tl.constexpr, size: tl.constexpr, part_size: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
+    """Rows [r], rounded in groups of `part_size`, times outputs [o] int64 of a weight: [r, o] float32."""
     groups: tl.constexpr = inputs // size
     parts: tl.constexpr = size // part_size
-    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
-    outputs = tl.program_id(0).to(tl.int64) * columns + tl.arange(0, columns)
-    there, held = row < num_rows, outputs < num_outputs
-    total = tl.zeros([rows, columns], tl.float32)
+    total = tl.zeros([row.shape[0], outputs.shape[0]], tl.float32)
     for group in range(0, groups):
-        products = tl.zeros([rows, columns], tl.float32)
-        row_sums = tl.zeros([rows], tl.float32)
+        products = tl.zeros([row.shape[0], outputs.shape[0]], tl.float32)
+        row_sums = tl.zeros([row.shape[0]], tl.float32)
         for part in tl.static_range(0, parts):
             places = group * size + part * part_size + tl.arange(0, part_size)
             x = tl.load(values_ptr + row[:, None] * inputs + places[None, :], there[:, None], 0)
@@ -144,28 +142,23 @@ def _block_linear(
             total, products, row_sums, scales_ptr, minima_ptr, block_scales_ptr, block_minima_ptr,
             outputs * groups + group, held, has_minima, has_blocks, per_block,
         )  # fmt: skip
-    if has_bias:
-        total += tl.load(bias_ptr + outputs, held, 0.0)[None, :]
-    places = row[:, None] * out_stride + outputs[None, :]
-    tl.store(out_ptr + places, total, there[:, None] & held[None, :])
+    return total
 
 
 @triton.jit
-def _whole_rows_linear(
-    low_integers_ptr, high_integers_ptr, row_scales_ptr,
+def whole_rows_product(
+    low_integers_ptr, high_integers_ptr, row_scales_ptr, row, there,
     low_ptr, high_ptr, codebook_ptr, scales_ptr, minima_ptr, block_scales_ptr, block_minima_ptr,
-    bias_ptr, out_ptr, num_rows, num_outputs, out_stride,
+    outputs, held,
     low: tl.constexpr, high: tl.constexpr, has_codebook: tl.constexpr, zero: tl.constexpr,
-    has_minima: tl.constexpr, has_blocks: tl.constexpr, per_block: tl.constexpr, has_bias: tl.constexpr,
-    inputs: tl.constexpr, size: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    has_minima: tl.constexpr, has_blocks: tl.constexpr, per_block: tl.constexpr,
+    inputs: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
+    """Rows [r], each rounded by one scale, times outputs [o] int64 of a weight: [r, o] float32."""
     groups: tl.constexpr = inputs // size
     # Codes of 8 bits as bytes with a sign.
     middle: tl.constexpr = 128 if low == 8 else 0
-    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
-    outputs = tl.program_id(0).to(tl.int64) * columns + tl.arange(0, columns)
-    there, held = row < num_rows, outputs < num_outputs
-    total = tl.zeros([rows, columns], tl.float32)
+    total = tl.zeros([row.shape[0], outputs.shape[0]], tl.float32)
     for group in range(0, groups):
         places = group * size + tl.arange(0, size)
         own = row[:, None] * inputs + places[None, :]
@@ -185,11 +178,36 @@ def _whole_rows_linear(
             scales_ptr, minima_ptr, block_scales_ptr, block_minima_ptr,
             outputs * groups + group, held, has_minima, has_blocks, per_block,
         )  # fmt: skip
-    total = total * tl.load(row_scales_ptr + row, there, 0.0)[:, None]
-    if has_bias:
-        total += tl.load(bias_ptr + outputs, held, 0.0)[None, :]
-    places = row[:, None] * out_stride + outputs[None, :]
-    tl.store(out_ptr + places, total, there[:, None] & held[None, :])
+    return total * tl.load(row_scales_ptr + row, there, 0.0)[:, None]
+
+
+@triton.jit
+def _block_linear(
+    values_ptr, high_integers_ptr, row_scales_ptr, sums_ptr,
+    low_ptr, high_ptr, codebook_ptr, scales_ptr, minima_ptr, block_scales_ptr, block_minima_ptr,
+    bias_ptr, out_ptr, num_rows, num_outputs, out_stride,
+    low: tl.constexpr, high: tl.constexpr, has_codebook: tl.constexpr, zero: tl.constexpr,
+    has_minima: tl.constexpr, has_blocks: tl.constexpr, per_block: tl.constexpr,
+    inputs: tl.constexpr, size: tl.constexpr, whole_rows: tl.constexpr, part_size: tl.constexpr,
+    has_bias: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
+    outputs = tl.program_id(0).to(tl.int64) * columns + tl.arange(0, columns)
+    there, held = row < num_rows, outputs < num_outputs
+    if whole_rows:
+        out = whole_rows_product(
+            values_ptr, high_integers_ptr, row_scales_ptr, row, there,
+            low_ptr, high_ptr, codebook_ptr, scales_ptr, minima_ptr, block_scales_ptr, block_minima_ptr,
+            outputs, held, low, high, has_codebook, zero, has_minima, has_blocks, per_block, inputs, size,
+        )  # fmt: skip
+    else:
+        out = block_product(
+            values_ptr, row_scales_ptr, sums_ptr, row, there,
+            low_ptr, high_ptr, codebook_ptr, scales_ptr, minima_ptr, block_scales_ptr, block_minima_ptr,
+            outputs, held, low, high, has_codebook, zero, has_minima, has_blocks, per_block, inputs, size,
+            part_size,
+        )  # fmt: skip
+    store_tile(out, bias_ptr, out_ptr, row, there, outputs, held, out_stride, has_bias)
 
 
 @triton.jit
@@ -214,7 +232,7 @@ def _block_embedding(
     tl.store(out_ptr + places, tl.where(there, x, 0.0), places < count)
 
 
-def _kinds(weight: Blocks) -> dict[str, Any]:
+def constants_of(weight: Blocks) -> dict[str, Any]:
     """Constants of a format, for which kernels are compiled."""
     held_as = weight.held_as
     low, high = (*weight.widths, 0)[:2]
@@ -228,7 +246,6 @@ def _kinds(weight: Blocks) -> dict[str, Any]:
         "per_block": held_as.block_size // held_as.group_size,
         "inputs": weight.inputs,
         "size": held_as.group_size,
-        **UNFUSED,
     }
 
 
@@ -239,19 +256,12 @@ def block_linear(
 
     Inputs are rounded in groups of 16, or as rows for blocks of whole rows.
     """
-    if not len(out):
-        return
-    sizes = (len(out), weight.outputs, out.stride(0))
-    kinds = {"has_bias": bias is not None, "rows": _ROWS, "columns": _OUTPUTS, **_kinds(weight)}
-    grid = (blocks(weight.outputs, _OUTPUTS), blocks(len(out), _ROWS))
-    if isinstance(x, RoundedRows):
-        _whole_rows_linear[grid](
-            x.low, x.high, x.scales, *weight.tensors, bias, out, *sizes, **kinds
-        )
-    else:
-        _block_linear[grid](
-            x.values, x.scales, x.sums, *weight.tensors, bias, out, *sizes,
-            part_size=BLOCK_INPUT_GROUP, **kinds,
+    if len(out):
+        integers = (x.low, x.high) if isinstance(x, RoundedRows) else (x.values, None)
+        _block_linear[(blocks(weight.outputs, _OUTPUTS), blocks(len(out), _ROWS))](
+            *integers, x.scales, x.sums, *weight.tensors, bias, out, len(out), weight.outputs, out.stride(0),
+            whole_rows=weight.held_as.whole_rows, part_size=BLOCK_INPUT_GROUP, has_bias=bias is not None,
+            rows=_ROWS, columns=_OUTPUTS, **constants_of(weight), **UNFUSED,
         )  # fmt: skip
 
 
@@ -260,5 +270,5 @@ def block_embedding(token_ids: Tensor, table: Blocks, out: Tensor, *, first_id: 
     if out.numel():
         _block_embedding[(blocks(out.numel(), _BLOCK),)](
             token_ids, *table.tensors, out, out.numel(), first_id, table.outputs,
-            block=_BLOCK, **_kinds(table),
+            block=_BLOCK, **constants_of(table), **UNFUSED,
         )  # fmt: skip

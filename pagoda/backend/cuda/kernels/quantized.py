@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagoda.backend.cuda.kernels.linear import store_tile
 from pagoda.backend.cuda.kernels.numbers import UNFUSED, blocks, is_finite, power_of_two, rounded
 
 _ROWS, _OUTPUTS, INPUTS = 64, 64, 64
@@ -173,10 +174,7 @@ def _int8_linear(
         low_ptr, high_ptr, row_scales_ptr, sums_ptr, row, there,
         values_ptr, scales_ptr, zeros_ptr, outputs, held, has_zeros, inputs, step,
     )  # fmt: skip
-    if has_bias:
-        out += tl.load(bias_ptr + outputs, held, 0.0)[None, :]
-    places = row[:, None] * out_stride + outputs[None, :]
-    tl.store(out_ptr + places, out, there[:, None] & held[None, :])
+    store_tile(out, bias_ptr, out_ptr, row, there, outputs, held, out_stride, has_bias)
 
 
 @triton.jit
@@ -238,10 +236,7 @@ def _grouped_linear(
         values_ptr, row_scales_ptr, sums_ptr, row, there,
         codes_ptr, scales_ptr, offsets_ptr, outputs, held, has_offsets, inputs, bits, size,
     )  # fmt: skip
-    if has_bias:
-        total += tl.load(bias_ptr + outputs, held, 0.0)[None, :]
-    places = row[:, None] * out_stride + outputs[None, :]
-    tl.store(out_ptr + places, total, there[:, None] & held[None, :])
+    store_tile(total, bias_ptr, out_ptr, row, there, outputs, held, out_stride, has_bias)
 
 
 @triton.jit

@@ -8,7 +8,8 @@ Rows lie in tiles of one expert, as `experts` sorts them. One kernel multiplies 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 import triton
 import triton.language as tl
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from pagoda.backend.base import ExpertActivation
 from pagoda.backend.cuda.kernels import rows as row_kernels
+from pagoda.backend.cuda.kernels.block_weights import block_product, whole_rows_product
 from pagoda.backend.cuda.kernels.experts import Workspace, add_up, route, sort_rows
 from pagoda.backend.cuda.kernels.linear import OUTPUTS, ROWS
 from pagoda.backend.cuda.kernels.numbers import UNFUSED, blocks
@@ -28,11 +30,38 @@ from pagoda.backend.cuda.kernels.quantized import (
     round_groups,
     round_rows,
 )
+from pagoda.backend.weights import BLOCK_INPUT_GROUP
 from pagoda.checkpoints.expert_routing import ExpertRouting
 
 _BLOCK = 1024
-COLUMNS = 4
-"""Addresses of an expert's map: its integers, scales, zero points or offsets, and bias."""
+COLUMNS = 8
+"""Addresses of an expert's map: its integers, or the lower plane of their bits; scales; zero points, offsets or
+minima; bias; and of blocks the upper plane, the codebook, and the scales and minima of blocks."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Constants of a format, for which the kernel is compiled; see `block_weights.constants_of`."""
+
+    kind: Literal["rows", "groups", "blocks", "whole rows"]
+    """Kind of weight: an `Int8Weight`, a `GroupedWeight`, or a `BlockWeight` without or with whole rows."""
+    has_minima: bool
+    """True if there are zero points, offsets or minima."""
+    size: int = 0
+    """Inputs that share a scale; 0 of an `Int8Weight`."""
+    low: int = 8
+    """Bits of a code, or those of its lower plane."""
+    high: int = 0
+    has_codebook: bool = False
+    zero: int = 0
+    has_blocks: bool = False
+    per_block: int = 1
+
+    @property
+    def rounds(self) -> int:
+        """Neighbouring inputs that are rounded by one scale; 0 where a row is."""
+        sizes = {"groups": self.size, "blocks": BLOCK_INPUT_GROUP}
+        return sizes.get(self.kind, 0)
 
 
 @dataclass(frozen=True)
@@ -43,11 +72,7 @@ class QuantizedMap:
     """[e, `COLUMNS`] int64; 0 for what there is not."""
     outputs: int
     inputs: int
-    group_size: int
-    """Inputs that share a scale; 0 of an `Int8Weight`."""
-    bits: int
-    has_offsets: bool
-    """True if there are zero points or offsets."""
+    form: Form
     has_bias: bool
 
 
@@ -90,32 +115,56 @@ def _weigh(x_ptr, factors_ptr, out_ptr, count, width, per_token: tl.constexpr, b
 
 @triton.jit
 def _product_of_tiles(
-    low_ptr, high_ptr, row_scales_ptr, sums_ptr, addresses_ptr, factors_ptr, tiles_ptr, order_ptr, out_ptr,
-    num_outputs, out_stride, column_stride, num_columns,
-    per_row: tl.constexpr, has_offsets: tl.constexpr, has_bias: tl.constexpr, has_factors: tl.constexpr,
-    inputs: tl.constexpr, size: tl.constexpr, bits: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
+    integers_ptr, high_integers_ptr, row_scales_ptr, sums_ptr, addresses_ptr, factors_ptr, tiles_ptr,
+    order_ptr, out_ptr, num_outputs, out_stride, column_stride, num_columns,
+    per_row: tl.constexpr, has_bias: tl.constexpr, has_factors: tl.constexpr, inputs: tl.constexpr,
+    kind: tl.constexpr, has_minima: tl.constexpr, size: tl.constexpr, low: tl.constexpr, high: tl.constexpr,
+    has_codebook: tl.constexpr, zero: tl.constexpr, has_blocks: tl.constexpr, per_block: tl.constexpr,
+    part_size: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     expert = tl.load(tiles_ptr + tile)
     if expert >= 0:
         pair = tl.load(order_ptr + tile * rows + tl.arange(0, rows)).to(tl.int64)
-        outputs = tl.program_id(0) * columns + tl.arange(0, columns)
-        there, held = pair >= 0, outputs < num_outputs
+        outputs = tl.program_id(0).to(tl.int64) * columns + tl.arange(0, columns)
+        there, held, row = pair >= 0, outputs < num_outputs, pair // per_row
         own = addresses_ptr + expert * num_columns
-        integers, scales, offsets = tl.load(own), tl.load(own + 1), tl.load(own + 2)
-        if size == 0:
+        codes, scales, minima = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+        if kind == "rows":
             out = int8_product(
-                low_ptr, high_ptr, row_scales_ptr, sums_ptr, pair // per_row, there,
-                integers.to(tl.pointer_type(tl.int8)), scales.to(tl.pointer_type(tl.float32)),
-                offsets.to(tl.pointer_type(tl.int32)), outputs, held, has_offsets, inputs, step,
+                integers_ptr, high_integers_ptr, row_scales_ptr, sums_ptr, row, there,
+                codes.to(tl.pointer_type(tl.int8)), scales.to(tl.pointer_type(tl.float32)),
+                minima.to(tl.pointer_type(tl.int32)), outputs, held, has_minima, inputs, step,
+            )  # fmt: skip
+        elif kind == "groups":
+            out = grouped_product(
+                integers_ptr, row_scales_ptr, sums_ptr, row, there,
+                codes.to(tl.pointer_type(tl.uint8)), scales.to(tl.pointer_type(tl.float16)),
+                minima.to(tl.pointer_type(tl.float16)), outputs, held, has_minima, inputs, low, size,
             )  # fmt: skip
         else:
-            out = grouped_product(
-                low_ptr, row_scales_ptr, sums_ptr, pair // per_row, there,
-                integers.to(tl.pointer_type(tl.uint8)), scales.to(tl.pointer_type(tl.float16)),
-                offsets.to(tl.pointer_type(tl.float16)), outputs, held, has_offsets, inputs, bits, size,
-            )  # fmt: skip
+            low_ptr = codes.to(tl.pointer_type(tl.uint8))
+            high_ptr = tl.load(own + 4).to(tl.pointer_type(tl.uint8))
+            codebook_ptr = tl.load(own + 5).to(tl.pointer_type(tl.int8))
+            block_scales_ptr = tl.load(own + 6).to(tl.pointer_type(tl.float16))
+            block_minima_ptr = tl.load(own + 7).to(tl.pointer_type(tl.float16))
+            of_groups: tl.constexpr = tl.int8 if has_blocks else tl.float16
+            scales_ptr = scales.to(tl.pointer_type(of_groups))
+            minima_ptr = minima.to(tl.pointer_type(of_groups))
+            if kind == "whole rows":
+                out = whole_rows_product(
+                    integers_ptr, high_integers_ptr, row_scales_ptr, row, there,
+                    low_ptr, high_ptr, codebook_ptr, scales_ptr, minima_ptr, block_scales_ptr,
+                    block_minima_ptr, outputs, held, low, high, has_codebook, zero, has_minima,
+                    has_blocks, per_block, inputs, size,
+                )  # fmt: skip
+            else:
+                out = block_product(
+                    integers_ptr, row_scales_ptr, sums_ptr, row, there,
+                    low_ptr, high_ptr, codebook_ptr, scales_ptr, minima_ptr, block_scales_ptr,
+                    block_minima_ptr, outputs, held, low, high, has_codebook, zero, has_minima,
+                    has_blocks, per_block, inputs, size, part_size,
+                )  # fmt: skip
         if has_bias:
             bias_ptr = tl.load(own + 3).to(tl.pointer_type(tl.float32))
             out += tl.load(bias_ptr + outputs, held, 0.0)[None, :]
@@ -144,13 +193,12 @@ def _multiply(
     weighs: bool = False,
 ) -> None:
     """Rounded rows, each of `per_row` pairs, times the maps of their experts: rows of `out` by pair."""
-    low, high = (x.low, x.high) if isinstance(x, RoundedRows) else (x.values, None)
+    integers = (x.low, x.high) if isinstance(x, RoundedRows) else (x.values, None)
     _product_of_tiles[(blocks(weights.outputs, OUTPUTS), num_tiles)](
-        low, high, x.scales, x.sums, weights.addresses, workspace.weights, workspace.tiles, workspace.order,
+        *integers, x.scales, x.sums, weights.addresses, workspace.weights, workspace.tiles, workspace.order,
         out, weights.outputs, out.stride(0), column_stride, COLUMNS,
-        per_row=per_row, has_offsets=weights.has_offsets, has_bias=weights.has_bias, has_factors=weighs,
-        inputs=weights.inputs, size=weights.group_size, bits=weights.bits,
-        rows=ROWS, columns=OUTPUTS, step=INPUTS, **UNFUSED,
+        per_row=per_row, has_bias=weights.has_bias, has_factors=weighs, inputs=weights.inputs,
+        **asdict(weights.form), part_size=BLOCK_INPUT_GROUP, rows=ROWS, columns=OUTPUTS, step=INPUTS, **UNFUSED,
     )  # fmt: skip
 
 

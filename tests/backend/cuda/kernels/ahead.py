@@ -306,20 +306,25 @@ def _experts() -> None:
         more = {"routing": routing, "activation": activation, "counts": addresses}
         more |= {"correction": None if biases is None else torch.empty(16)}
         experts.experts(x, torch.empty(5, 16), x, weights, room, **more, valid=addresses)
-    for size, bits, routing in ((0, 8, softmax), (64, 4, replace(softmax, weighs_inputs=True))):
-        _quantized_experts(x, room, routing, size, bits)
+    for form, routing in (
+        (quantized_experts.Form("rows", True), softmax),
+        (quantized_experts.Form("groups", True, 64, 4), replace(softmax, weighs_inputs=True)),
+        (quantized_experts.Form("blocks", True, 32, 4, 1, has_blocks=True, per_block=4), softmax),
+        (quantized_experts.Form("whole rows", True, 32, 4, has_blocks=True, per_block=4), softmax),
+    ):
+        _quantized_experts(x, room, routing, form)
 
 
 def _quantized_experts(
-    x: Tensor, room: experts.Workspace, routing: ExpertRouting, size: int, bits: int
+    x: Tensor, room: experts.Workspace, routing: ExpertRouting, form: quantized_experts.Form
 ) -> None:
     def rounded(rows: int, inputs: int) -> quantized.RoundedRows | quantized.RoundedGroups:
-        if size == 0:
+        if form.rounds == 0:
             return quantized.RoundedRows.new(rows, inputs, x.device)
-        return quantized.RoundedGroups.new(rows, inputs, size, x.device)
+        return quantized.RoundedGroups.new(rows, inputs, form.rounds, x.device)
 
     addresses = torch.zeros((16, quantized_experts.COLUMNS), dtype=torch.int64)
-    gate = quantized_experts.QuantizedMap(addresses, 128, 256, size, bits, True, True)
+    gate = quantized_experts.QuantizedMap(addresses, 128, 256, form, True)
     down = replace(gate, outputs=256, inputs=128)
     weighed = torch.empty(20, 256) if routing.weighs_inputs else None
     scratch = quantized_experts.Rounded(
