@@ -101,8 +101,12 @@ class Requests:
         return Decoded(len(self._running) * steps / seconds, seconds / steps, sum(gaps) / seconds)
 
 
-def load(model: str, dtype: str, *, max_num_seqs: int, max_model_len: int) -> LoadedWorker:
-    """A model of random weights on the first GPU."""
+def load(
+    model: str, dtype: str, *, max_num_seqs: int, max_model_len: int, batch_invariant: bool
+) -> LoadedWorker:
+    """A model of random weights on the first GPU.
+
+    Raises ConfigError: it does not fit, or its products are no quicker where they may depend on the batch."""
     config = WorkerConfig(
         model=model,
         load_format="dummy",
@@ -113,5 +117,6 @@ def load(model: str, dtype: str, *, max_num_seqs: int, max_model_len: int) -> Lo
         max_num_batched_tokens=CHUNK,
         block_size=BLOCK,
         memory_utilization=0.9,
+        batch_invariant=batch_invariant,
     )
     return load_runner(plan_worker(config), Tracer("worker"))

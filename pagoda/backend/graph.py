@@ -10,7 +10,8 @@ sequences. They are float32 between operations: a product of bfloat16 rounds its
 one of integers to integers; nothing else rounds them, so what layers add to hidden states is summed in float32.
 
 The result for a token must not depend, not in a single bit, on what else is in the batch nor on how its sequence
-was cut into steps: this is what makes an answer repeatable (invariant 10 of the scheduler).
+was cut into steps: this is what makes an answer repeatable (invariant 10 of the scheduler). A graph may do without
+(`Graph.batch_invariant`), where a backend is quicker then.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Graph:
     results: Mapping[str, Value]
     """Results by name: a step says which of them it wants."""
     weights: tuple[object, ...]
+    batch_invariant: bool = True
+    """False if a token's bits may depend on what else is in the batch."""
 
     def needed(self, results: Collection[str], given: Collection[str] = ()) -> list[int]:
         """Indices of the nodes that `results` need, in order, where the step brings the results `given` along."""
@@ -110,9 +113,10 @@ class GraphBuilder:
     Methods raise ValueError where values or weights do not fit each other.
     """
 
-    def __init__(self, group: Collectives) -> None:
-        """`group` has the ranks that results are added up or gathered over."""
+    def __init__(self, group: Collectives, *, batch_invariant: bool = True) -> None:
+        """`group` has the ranks that results are added up or gathered over; see `Graph.batch_invariant`."""
         self._group = group
+        self._batch_invariant = batch_invariant
         self._values: list[Value] = []
         self._nodes: list[Node] = []
         self._inputs: dict[str, Value] = {}
@@ -164,6 +168,7 @@ class GraphBuilder:
             dict(self._metadata),
             dict(self._results),
             tuple(self._weights),
+            self._batch_invariant,
         )
 
     # ---- linear layers

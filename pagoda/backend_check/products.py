@@ -75,7 +75,7 @@ def _eight_bits(outputs: int, inputs: int) -> GroupedWeight:
     return GroupedWeight(codes, scales, None, bits=8, group_size=32)
 
 
-def _blocks(held_as: BlockFormat, outputs: int, inputs: int) -> BlockWeight:
+def block_weight(held_as: BlockFormat, outputs: int, inputs: int) -> BlockWeight:
     """A weight of random codes, scales and minima in blocks of ggml."""
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(
@@ -130,7 +130,7 @@ def _format_check(name: str) -> Callable[[Subject], str]:
 def _block_check(subject: Subject) -> str:
     formats = subject.backend.capabilities.weight_formats
     for name, held_as in BLOCKS.items():
-        weight = _blocks(held_as, 70, 512)
+        weight = block_weight(held_as, 70, 512)
         if not {"int8", "int4"} <= {*formats}:
             _expect_refusal(subject, "int8 and int4", weight)
         try:  # it may have other quantized weights, and not these

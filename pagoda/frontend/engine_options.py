@@ -90,6 +90,9 @@ class EngineOptions:
     backend: str = "auto"
     """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available; others are
     brought by packages."""
+    batch_invariant: bool = True
+    """Give a token the same bits whatever else is in its steps; --no-batch-invariant takes quicker products, which
+    do not, of backends that have some."""
     max_model_len: Count | None = None
     """The longest sequence, prompt and answer together; by default what the model can do."""
     max_num_seqs: Count = 256
@@ -289,7 +292,7 @@ _UNUSED = {
     "ray": ("pin_threads", "devices"),  # Ray chooses the cores of a rank, and counts them only
     "sim": (
         *("dtype", "quantization", "quantization_group_size", "quantization_calibration"),
-        *("kv_cache_dtype", "backend", "lora", "max_lora_rank"),
+        *("kv_cache_dtype", "backend", "batch_invariant", "lora", "max_lora_rank"),
         *("kv_cache_memory_bytes", "memory_utilization", "threads", "pin_threads"),
         *("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "kv_disk_min_touches"),
         *("tensor_parallel_size", "devices"),

@@ -32,6 +32,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     hidden states, so that there are no embeddings."""
     window_multiple: int = 1
     """Attention reads from a multiple of this on, somewhat before the window of a layer begins."""
+    varies_with_batch: bool = False
+    """True if it has quicker products, by which a row's bits depend on other rows, for graphs that allow it."""
     weight_formats: tuple[str, ...] = ("float32",)
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
     lacks_operations: tuple[str, ...] = ()

@@ -76,6 +76,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     backend: str = "auto"
     """`cpu` has native kernels, `reference` is plain PyTorch; `auto` takes `cpu` where it is available."""
+    batch_invariant: bool = True
+    """False lets the backend take quicker products, by which a token's bits depend on the rest of its steps."""
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048

@@ -67,14 +67,16 @@ class Decoder(Generic[LinearT, MetadataT]):
         caches: Sequence[LayerCache],
         *,
         has_adapters: bool = False,
+        batch_invariant: bool = True,
     ) -> None:
         """Loads the weights of the loader's shard; `caches` has one entry for each of its layers.
 
-        With `has_adapters`, tokens of a step may have adapters of `adapters`.
+        With `has_adapters`, tokens of a step may have adapters of `adapters`; see `Graph.batch_invariant`.
         """
         shard, config, tracer = loader.shard, loader.shard.config, loader.tracer
         self._tracer = tracer
         self._shard = shard
+        self._batch_invariant = batch_invariant
         self.backend = backend
         self._layers = [loader.layer(index) for index in shard.layers]
         self._expert_counts = loader.expert_counts
@@ -264,7 +266,8 @@ class Decoder(Generic[LinearT, MetadataT]):
 
     def _record(self) -> Graph:
         """The stage's forward pass; on the last stage with logits and their argmax."""
-        config, ops = self._shard.config, GraphBuilder(self.backend.group)
+        config = self._shard.config
+        ops = GraphBuilder(self.backend.group, batch_invariant=self._batch_invariant)
         multipliers, eps = config.multipliers, config.norm.eps
         x = self._embed(ops)
         tables = {

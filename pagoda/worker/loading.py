@@ -214,6 +214,7 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
     capabilities = backend.capabilities
     shape = load_model_config(config.model, config.load_format)
     check_model(shape, backend)
+    _check_batch_invariant(config, backend)
     dtype_name = _dtype(config.dtype, shape.dtype, capabilities)
     quantization = _quantization(config, shape, capabilities)
     check_quantized_parts(shape, quantization, config.parallel)
@@ -290,6 +291,7 @@ def load_runner(
             backend,
             plan.layer_caches([one_block] * len(shard.layers)),
             has_adapters=config.has_adapters,
+            batch_invariant=config.batch_invariant,
         )
     adapter = None
     if model.adapters is not None:
@@ -321,7 +323,7 @@ def load_runner(
         vocab_size=shard.config.vocab_size,
         summary=_summary(plan, num_blocks),
         gives_logits=shard.config.gives_logits,
-        arithmetic=backend.arithmetic,
+        arithmetic=_arithmetic(backend.arithmetic, config),
         kv_groups=plan.kv_groups,
         planned_memory_bytes=plan.total_bytes(plan.weight_bytes, plan.step_bytes, plan.num_blocks),
         taken_memory_bytes=plan.total_bytes(weight_bytes, step_bytes, num_blocks),
@@ -494,6 +496,19 @@ def _kv_groups(
         windows = (KVKind.WINDOW, KVKind.CHUNK)
         kinds = [(KVKind.FULL if kind in windows else kind, 0) for kind, _ in kinds]
     return layer_groups(kinds, block_size, capabilities.window_multiple)
+
+
+def _check_batch_invariant(config: WorkerConfig, backend: Backend[Any, Any]) -> None:
+    if not (config.batch_invariant or backend.capabilities.varies_with_batch):
+        raise ConfigError(
+            f"--no-batch-invariant has no effect on {backend.arithmetic}, whose products are no quicker for it; "
+            "leave it out."
+        )
+
+
+def _arithmetic(name: str, config: WorkerConfig) -> str:
+    """Name of the arithmetic of a backend: KV that depends on batches is not taken for KV that does not."""
+    return name if config.batch_invariant else f"{name}, not batch-invariant"
 
 
 def _dtype(wanted: str, stored: str, capabilities: Capabilities) -> str:

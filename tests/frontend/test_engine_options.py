@@ -70,6 +70,7 @@ def test_every_flag_reaches_the_engine() -> None:
         "kv_cache_memory_bytes": 1000,
         "memory_utilization": 0.25,
         "pin_threads": True,
+        "batch_invariant": False,
     }
     engine: dict[str, Any] = {
         "max_num_waiting": 9,

@@ -41,6 +41,7 @@ def test_every_flag_is_an_argument(field: str, tmp_path: Path) -> None:
         "kv_disk_bytes": "1MiB",
         "kv_load_failure": "fail",
         "pin_threads": True,
+        "batch_invariant": False,
         "lora": (
             f"a={save_adapter_of(load_model_config('qwen3-0.6b', 'dummy'), tmp_path, rank=1)}",
         ),

@@ -12,6 +12,9 @@ from family_models import make_model
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, save_model
 
+from pagoda.backend.base import UNNAMED, Compiled
+from pagoda.backend.graph import Graph
+from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.devices import DeviceSet
@@ -171,6 +174,11 @@ def _load(directory: Path, **changes: Any) -> None:
             "--kv-cache-dtype must be one of auto, float32, bfloat16, float16, int8 on this backend, "
             "got 'int4'.",
         ),
+        (
+            {"backend": "reference", "batch_invariant": False},
+            "--no-batch-invariant has no effect on reference on cpu, whose products are no quicker for it; "
+            "leave it out.",
+        ),
         ({"load_format": "gguf"}, "--load-format must be auto or dummy, got 'gguf'."),
         ({"max_num_seqs": 10**9}, "--max-num-seqs must be from 1 to 4096, got 1000000000."),
         (
@@ -280,3 +288,27 @@ def test_the_backend_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pagoda.backend.reference.backend.open_backend", open_backend)
     _load(tmp_path, backend="reference")
     assert opened == [DeviceSet("cpu", (0,))]
+
+
+def test_graphs_and_kv_tell_that_bits_may_depend_on_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[Graph] = []
+
+    class Varying(ReferenceBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.capabilities = msgspec.structs.replace(self.capabilities, varies_with_batch=True)
+
+        def compile(self, graph: Graph, names: WeightNames = UNNAMED) -> Compiled[Any]:
+            graphs.append(graph)
+            return super().compile(graph, names)
+
+    monkeypatch.setattr("pagoda.backend.reference.backend.ReferenceBackend", Varying)
+    save_model("qwen3", tmp_path)
+    options = {"model": str(tmp_path), "backend": "reference", "num_threads": 1, "num_blocks": 64}
+    for invariant, name in ((True, ""), (False, ", not batch-invariant")):
+        graphs.clear()
+        _, ready = load_config(WorkerConfig(**options, batch_invariant=invariant))
+        assert ready.arithmetic == f"reference on cpu{name}"
+        assert {graph.batch_invariant for graph in graphs} == {invariant}

@@ -65,6 +65,7 @@ class GpuBackend:
             max_batch_seqs=4096,
             max_model_len=2**20,
             window_multiple=1,
+            varies_with_batch=runtime.has_library,
             weight_formats=(*formats, "int8", "int4"),
             kv_cache_dtypes=(*formats, "int8"),
             lacks_operations=tuple(name for name in OPERATIONS if name not in LOWERED),

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.cuda.kernels import linear, quantized, rows
+from pagoda.backend.cuda.kernels.block_weights import Blocks, block_embedding, block_linear
 from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
 from pagoda.backend.cuda.weights import Dense, DeviceLinear, Grouped, Int8, Segment
 from pagoda.backend.graph import Node
+from pagoda.backend.weights import BLOCK_INPUT_GROUP
 
 _NOWHERE = torch.device("meta")
 """Device of tensors that only have a shape."""
@@ -80,24 +82,44 @@ def _segment(
 ) -> Launch:
     """The map of one segment, to memory of its own width."""
     if isinstance(segment, Dense):
-        values = segment.values
-        return lambda v: linear.linear(v[x], values, v[out], bias=bias)
+        return _dense(lowering, x, out, selected, segment.values, bias)
     if isinstance(segment, Int8):
         return _int8(lowering, x, out, selected, segment, bias)
-    return _grouped(lowering, x, out, selected, segment, bias)
+    if isinstance(segment, Grouped):
+        return _grouped(lowering, x, out, selected, segment, bias)
+    return _blocks(lowering, x, out, selected, segment, bias)
+
+
+def _dense(
+    lowering: Lowering, x: int, out: int, selected: bool, weight: Tensor, bias: Tensor | None
+) -> Launch:
+    """Tiles of one shape, or the vendor's library, whose choice depends on the number of rows.
+
+    Inputs have more range than float16, in which the library would want them."""
+    if lowering.graph.batch_invariant or weight.dtype == torch.float16:
+        return lambda v: linear.linear(v[x], weight, v[out], bias=bias)
+    product, inputs, given = lowering.runtime.library_product, weight.shape[1], x
+    if weight.dtype != torch.float32:
+        key = ("inputs", weight.dtype, inputs, selected)
+        given = lowering.new_scratch(
+            key,
+            lambda shape: shape.tensor(key, weight.dtype, shape.rows_of(selected=selected), inputs),
+        )
+
+    def launch(v: Values) -> None:
+        if given != x:
+            v[given].copy_(v[x])
+        product(v[given], weight, v[out])
+        if bias is not None:
+            v[out].add_(bias)
+
+    return launch
 
 
 def _int8(
     lowering: Lowering, x: int, out: int, selected: bool, weight: Int8, bias: Tensor | None
 ) -> Launch:
-    inputs = weight.values.shape[1]
-    key = ("rounded rows", inputs, selected)
-
-    def new(shape: StepShape) -> quantized.RoundedRows:
-        rows_of = shape.rows_of(selected=selected)
-        return shape.like(key, quantized.RoundedRows.new(rows_of, inputs, _NOWHERE))
-
-    rounded = lowering.new_scratch(key, new)
+    rounded = _rounded_rows(lowering, weight.values.shape[1], selected)
 
     def launch(v: Values) -> None:
         quantized.round_rows(v[x], v[rounded])
@@ -117,13 +139,7 @@ def _grouped(
     lowering: Lowering, x: int, out: int, selected: bool, weight: Grouped, bias: Tensor | None
 ) -> Launch:
     size, groups = weight.group_size, weight.scales.shape[1]
-    key = ("rounded groups", size, groups, selected)
-
-    def new(shape: StepShape) -> quantized.RoundedGroups:
-        rows_of = shape.rows_of(selected=selected)
-        return shape.like(key, quantized.RoundedGroups.new(rows_of, size * groups, size, _NOWHERE))
-
-    rounded = lowering.new_scratch(key, new)
+    rounded = _rounded_groups(lowering, size * groups, size, selected)
 
     def launch(v: Values) -> None:
         quantized.round_groups(v[x], v[rounded], order=weight.order)
@@ -138,6 +154,43 @@ def _grouped(
         )
 
     return launch
+
+
+def _blocks(
+    lowering: Lowering, x: int, out: int, selected: bool, weight: Blocks, bias: Tensor | None
+) -> Launch:
+    whole_rows, inputs = weight.held_as.whole_rows, weight.inputs
+    if whole_rows:
+        rounded = _rounded_rows(lowering, inputs, selected)
+    else:
+        rounded = _rounded_groups(lowering, inputs, BLOCK_INPUT_GROUP, selected)
+    round_inputs = quantized.round_rows if whole_rows else quantized.round_groups
+
+    def launch(v: Values) -> None:
+        round_inputs(v[x], v[rounded])
+        block_linear(v[rounded], weight, v[out], bias=bias)
+
+    return launch
+
+
+def _rounded_rows(lowering: Lowering, inputs: int, selected: bool) -> int:
+    key = ("rounded rows", inputs, selected)
+
+    def new(shape: StepShape) -> quantized.RoundedRows:
+        rows_of = shape.rows_of(selected=selected)
+        return shape.like(key, quantized.RoundedRows.new(rows_of, inputs, _NOWHERE))
+
+    return lowering.new_scratch(key, new)
+
+
+def _rounded_groups(lowering: Lowering, inputs: int, size: int, selected: bool) -> int:
+    key = ("rounded groups", size, inputs, selected)
+
+    def new(shape: StepShape) -> quantized.RoundedGroups:
+        rows_of = shape.rows_of(selected=selected)
+        return shape.like(key, quantized.RoundedGroups.new(rows_of, inputs, size, _NOWHERE))
+
+    return lowering.new_scratch(key, new)
 
 
 def _linear_argmax(lowering: Lowering, node: Node) -> Launch:
@@ -164,7 +217,10 @@ def _embedding(lowering: Lowering, node: Node) -> Launch:
         return lambda v: rows.embedding(v[ids], values, v[out], first_id=first_id)
     if isinstance(segment, Int8):
         return _int8_embedding(ids, out, segment, first_id)
-    return _grouped_embedding(ids, out, segment, first_id)
+    if isinstance(segment, Grouped):
+        return _grouped_embedding(ids, out, segment, first_id)
+    blocks = segment
+    return lambda v: block_embedding(v[ids], blocks, v[out], first_id=first_id)
 
 
 def _int8_embedding(ids: int, out: int, table: Int8, first_id: int) -> Launch:

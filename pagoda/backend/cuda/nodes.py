@@ -13,6 +13,7 @@ from torch import Tensor
 from pagoda.backend.cuda.adapters import AdapterTables
 from pagoda.backend.cuda.kernels.attention import SPLIT, Partials
 from pagoda.backend.cuda.places import Layout
+from pagoda.backend.cuda.runtime import Runtime
 from pagoda.backend.graph import Graph, Node
 
 TemplateT = TypeVar("TemplateT")
@@ -63,14 +64,14 @@ class Lowering:
     def __init__(
         self,
         graph: Graph,
-        device: torch.device,
+        runtime: Runtime,
         products_of: Callable[[Any], torch.dtype],
         adapters: AdapterTables,
     ) -> None:
         """`products_of` says in which number format attention over a cache multiplies."""
         self.adapters = adapters
         self.graph = graph
-        self.device = device
+        self.runtime = runtime
         self.products_of = products_of
         self.valid = len(graph.values)
         """Number of a tensor [1] int64: how many of the step's tokens are no padding."""

@@ -179,9 +179,8 @@ class CompiledGraph:
         key = (tuple(results), tuple(given))
         schedule = self._schedules.get(key)
         if schedule is None:
-            device, products_of = self._runtime.device, self._products_of
             schedule = self._schedules[key] = Schedule(
-                self._graph, *key, device, products_of, self._adapters
+                self._graph, *key, self._runtime, self._products_of, self._adapters
             )
         return schedule
 

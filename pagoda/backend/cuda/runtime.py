@@ -66,6 +66,15 @@ class Runtime(Protocol):
     def pinned(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8 of host memory that the device copies from and to by itself."""
 
+    @property
+    def has_library(self) -> bool:
+        """True if there is `library_product`."""
+
+    def library_product(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Product of x [n, in] and a weight [out, in], both float32 or both bfloat16, by the vendor's library:
+        out [n, out] float32, summed in float32. It is launched on the current stream. Bits may depend on n.
+        """
+
     def capture(self, work: Work) -> Work:
         """Work that replays what `work` launches on the stream of steps, which is not computed now.
 

@@ -71,7 +71,7 @@ class Schedule:
         graph: Graph,
         results: tuple[str, ...],
         given: tuple[str, ...],
-        device: torch.device,
+        runtime: Runtime,
         products_of: Callable[[Any], torch.dtype],
         adapters: AdapterTables,
     ) -> None:
@@ -79,7 +79,7 @@ class Schedule:
         self._graph = graph
         self.inputs = NeededInputs(graph, needed, given)
         self.nodes: list[Node] = fused(graph, needed)
-        self.lowering = Lowering(graph, device, products_of, adapters)
+        self.lowering = Lowering(graph, runtime, products_of, adapters)
         self.launches: list[Launch] = launches_of(self.lowering, self.nodes)
         self.computed = {name: graph.results[name] for name in results if name not in given}
         """Results that are wanted, and not brought along."""

@@ -9,31 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import LatentCache
+from pagoda.backend.base import Experts, LatentCache, UnsupportedError
 from pagoda.backend.cuda.kernels import experts as kernels
 from pagoda.backend.cuda.kernels import kv, linear, low_rank
+from pagoda.backend.cuda.kernels.block_weights import Blocks, constants_of
 from pagoda.backend.cuda.kernels.latents import latent_attention
+from pagoda.backend.cuda.kernels.quantized import RoundedGroups, RoundedRows
+from pagoda.backend.cuda.kernels.quantized_experts import (
+    COLUMNS,
+    Form,
+    QuantizedExperts,
+    QuantizedMap,
+    Rounded,
+    quantized_experts,
+)
 from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values, partials_of
-from pagoda.backend.cuda.weights import DeviceLinear
+from pagoda.backend.cuda.weights import DeviceLinear, Grouped, Int8, Segment
 from pagoda.backend.graph import Node
+from pagoda.checkpoints.expert_routing import ExpertRouting
+
+_NOWHERE = torch.device("meta")
+"""Device of tensors that only have a shape."""
 
 
 def _experts(lowering: Lowering, node: Node) -> Launch:
     (x, logits), (out,), (held,) = node.inputs, node.outputs, lowering.weights(node)
     first: DeviceLinear = held.gate[0]
-    maps = (held.gate, held.up, held.down)
-    gate, up, down = (_addresses(lowering, [m.dense() for m in part]) for part in maps)
-    weights = kernels.ExpertWeights(gate, up, down, first.dense().dtype, held.first, first.outputs)
-    if first.bias is not None:
-        biases = [_addresses(lowering, [m.bias for m in part]) for part in maps]
-        weights = replace(weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2])
     selected, per_token = lowering.selected(x), held.routing.experts_per_token
     key = ("experts", first.inputs, first.outputs, per_token, len(held.gate), selected)
 
     def new(shape: StepShape) -> Any:
         sizes = (first.inputs, first.outputs, per_token, len(held.gate))
-        rows = shape.rows_of(selected=selected)
-        return shape.like(key, kernels.Workspace.new(rows, *sizes, torch.device("meta")))
+        return shape.like(
+            key, kernels.Workspace.new(shape.rows_of(selected=selected), *sizes, _NOWHERE)
+        )
 
     workspace = lowering.new_scratch(key, new)
     options = {
@@ -42,13 +51,105 @@ def _experts(lowering: Lowering, node: Node) -> Launch:
         "counts": held.counts,
         "correction": held.correction,
     }
+    if not first.is_dense:
+        quantized = _quantized_experts(lowering, held)
+        rounded = _rounded_scratch(lowering, quantized, held.routing, selected)
+        return lambda v: quantized_experts(
+            *(v[x], v[logits], v[out], quantized, v[workspace], v[rounded]),
+            valid=v[lowering.valid],
+            **options,
+        )
+    maps = (held.gate, held.up, held.down)
+    gate, up, down = (_addresses(lowering, [m.dense() for m in part]) for part in maps)
+    weights = kernels.ExpertWeights(gate, up, down, first.dense().dtype, held.first, first.outputs)
+    if first.bias is not None:
+        biases = [_addresses(lowering, [m.bias for m in part]) for part in maps]
+        weights = replace(weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2])
+    return lambda v: kernels.experts(
+        v[x], v[logits], v[out], weights, v[workspace], valid=v[lowering.valid], **options
+    )
 
-    def launch(v: Values) -> None:
-        kernels.experts(
-            v[x], v[logits], v[out], weights, v[workspace], valid=v[lowering.valid], **options
+
+def _quantized_experts(lowering: Lowering, held: Experts[DeviceLinear]) -> QuantizedExperts:
+    gate, up, down = (_quantized_map(lowering, part) for part in (held.gate, held.up, held.down))
+    if gate.form.rounds != up.form.rounds:
+        raise UnsupportedError(_ALIKE)
+    return QuantizedExperts(gate, up, down, held.first)
+
+
+def _quantized_map(lowering: Lowering, maps: Sequence[DeviceLinear]) -> QuantizedMap:
+    """Raises UnsupportedError: weights are not all of one format that kernels have."""
+    segments = [each.segments[0] for each in maps]
+    forms = {_form(segment) for segment in segments}
+    form = forms.pop()
+    if form is None or forms or any(len(each.segments) > 1 for each in maps):
+        raise UnsupportedError(_ALIKE)
+    rows = [_tensors(segment, each.bias) for segment, each in zip(segments, maps, strict=True)]
+    columns = [_addresses(lowering, column) for column in zip(*rows, strict=True)]
+    first = maps[0]
+    return QuantizedMap(
+        torch.stack(columns, 1), first.outputs, first.inputs, form, has_bias=first.bias is not None
+    )
+
+
+_ALIKE = (
+    "the GPU backend has experts of weights that are all of one format, and in the order of their inputs; "
+    "choose another --backend."
+)
+
+
+def _form(segment: Segment) -> Form | None:
+    """Constants of a quantized format that experts may have; None of other weights."""
+    if isinstance(segment, Int8):
+        return Form("rows", segment.zero_points is not None)
+    if isinstance(segment, Grouped) and segment.order is None:
+        return Form("groups", segment.offsets is not None, segment.group_size, segment.bits)
+    if isinstance(segment, Blocks):
+        constants = constants_of(segment)
+        del constants["inputs"]
+        return Form("whole rows" if segment.held_as.whole_rows else "blocks", **constants)
+    return None
+
+
+def _tensors(segment: Segment, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Tensors of a quantized map in the order of its addresses."""
+    if isinstance(segment, Blocks):
+        low, high, codebook, scales, minima, block_scales, block_minima = segment.tensors
+        return low, scales, minima, bias, high, codebook, block_scales, block_minima
+    if isinstance(segment, Int8):
+        own = (segment.values, segment.scales, segment.zero_points)
+    elif isinstance(segment, Grouped):
+        own = (segment.codes, segment.scales, segment.offsets)
+    else:
+        raise TypeError("Dense weights have no scales.")
+    return *own, bias, *(None,) * (COLUMNS - 4)
+
+
+def _rounded_scratch(
+    lowering: Lowering, weights: QuantizedExperts, routing: ExpertRouting, selected: bool
+) -> int:
+    gate, down, weighs = weights.gate, weights.down, routing.weighs_inputs
+    sizes = (gate.form.rounds, down.form.rounds)
+    key = ("rounded", gate.inputs, gate.outputs, *sizes, weighs, selected)
+
+    def new(shape: StepShape) -> Rounded:
+        rows = shape.rows_of(selected=selected)
+        pairs = rows * routing.experts_per_token
+
+        def rounded(name: str, weight: QuantizedMap, count: int) -> RoundedRows | RoundedGroups:
+            if weight.form.rounds == 0:
+                return shape.like((*key, name), RoundedRows.new(count, weight.inputs, _NOWHERE))
+            groups = RoundedGroups.new(count, weight.inputs, weight.form.rounds, _NOWHERE)
+            return shape.like((*key, name), groups)
+
+        return Rounded(
+            rounded("inputs", gate, pairs if weighs else rows),
+            rounded("inner", down, pairs),
+            shape.floats((*key, "gate and up"), pairs, 2 * gate.outputs),
+            shape.floats((*key, "weighed"), pairs, gate.inputs) if weighs else None,
         )
 
-    return launch
+    return lowering.new_scratch((*key, routing.experts_per_token), new)
 
 
 def _addresses(lowering: Lowering, tensors: Sequence[Tensor | None]) -> Tensor:
@@ -56,7 +157,7 @@ def _addresses(lowering: Lowering, tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.tensor(
         [0 if tensor is None else tensor.data_ptr() for tensor in tensors],
         dtype=torch.int64,
-        device=lowering.device,
+        device=lowering.runtime.device,
     )
 
 

@@ -76,7 +76,10 @@ class TorchRuntime:
         # What others do to results goes to torch's default stream; streams of copies do not wait for it.
         self.steps = TorchStream(_cuda.default_stream(self.device))
         self.reads, self.writes = (TorchStream(_cuda.Stream(self.device)) for _ in range(2))
+        # Libraries keep memory for each stream that they were ever called on.
+        self._captures = _cuda.Stream(self.device)
         self.memory = TorchMemory(self.device)
+        self.has_library = self._multiplies()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -87,8 +90,24 @@ class TorchRuntime:
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def _multiplies(self) -> bool:
+        """Returns True if torch sums products of bfloat16 to float32: from 2.8 on, for ROCm from later on."""
+        ones = torch.ones(16, 16, dtype=torch.bfloat16, device=self.device)
+        out = self.empty((16, 16), torch.float32)
+        try:
+            self.library_product(ones, ones, out)
+        except (RuntimeError, TypeError):
+            return False
+        return True
+
+    def library_product(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        if x.dtype == out.dtype:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.mm(x, weight.t(), out.dtype, out=out)
+
     def capture(self, work: Work) -> Work:
-        graph, stream = _cuda.CUDAGraph(), _cuda.Stream(self.device)
+        graph, stream = _cuda.CUDAGraph(), self._captures
         stream.wait_stream(_cuda.current_stream(self.device))
         with _cuda.stream(stream):
             graph.capture_begin(

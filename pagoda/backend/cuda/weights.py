@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import UnsupportedError
-from pagoda.backend.reference.quantized import PackedGroups
+from pagoda.backend.cuda.kernels.block_weights import Blocks
+from pagoda.backend.reference.quantized import PackedBlocks, PackedGroups, plane_widths
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
@@ -78,7 +79,7 @@ class Grouped:
         return self.codes.nbytes + self.scales.nbytes
 
 
-Segment = Dense | Int8 | Grouped
+Segment = Dense | Int8 | Grouped | Blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,21 +98,23 @@ class DeviceLinear:
         bias = 0 if self.bias is None else self.bias.nbytes
         return bias + sum(segment.num_bytes for segment in self.segments)
 
+    @property
+    def is_dense(self) -> bool:
+        return len(self.segments) == 1 and isinstance(self.segments[0], Dense)
+
     def dense(self) -> Tensor:
         """The weight [out, in]. Raises UnsupportedError: it is quantized."""
         if len(self.segments) == 1 and isinstance(self.segments[0], Dense):
             return self.segments[0].values
         raise UnsupportedError(
-            "the GPU backend has experts and maps of heads of dense weights only."
+            "the GPU backend has dense maps of heads only, and experts that are all dense or quantized alike."
         )
 
 
 def prepare(
     parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype, upload: Upload
 ) -> DeviceLinear:
-    """Puts weights into the device's memory; dense ones become `dtype`.
-
-    Raises UnsupportedError: there is no kernel for a format."""
+    """Puts weights into the device's memory; dense ones become `dtype`."""
     runs: list[list[LinearWeight]] = []
     for part in parts:
         last = runs[-1][-1] if runs else None
@@ -140,9 +143,7 @@ def _segment(run: Sequence[LinearWeight], dtype: torch.dtype, upload: Upload) ->
             zero_points = _joined(run, "zero_points", upload)
         return Int8(_joined(run, "values", upload), _joined(run, "scales", upload), zero_points)
     if isinstance(first, BlockWeight):
-        raise UnsupportedError(
-            "the GPU backend has no weights in blocks of GGUF; choose another --backend."
-        )
+        return _blocks([part for part in run if isinstance(part, BlockWeight)], upload)
     packed = [PackedGroups.of(part).weight for part in run if isinstance(part, GroupedWeight)]
     offsets = None if first.offsets is None else _joined(packed, "offsets", upload)
     return Grouped(
@@ -152,6 +153,26 @@ def _segment(run: Sequence[LinearWeight], dtype: torch.dtype, upload: Upload) ->
         first.bits,
         first.group_size,
         None if first.act_order is None else upload(first.act_order),
+    )
+
+
+def _blocks(parts: Sequence[BlockWeight], upload: Upload) -> Blocks:
+    held_as, inputs = parts[0].held_as, parts[0].codes.shape[1]
+    packed = [PackedBlocks.of(part) for part in parts]
+    planes = zip(*(part.planes for part in packed), strict=True)
+    of_groups = {
+        field: None if getattr(parts[0], field) is None else _joined(parts, field, upload)
+        for field in ("minima", "block_scales", "block_minima")
+    }
+    codebook = held_as.codebook
+    return Blocks(
+        held_as,
+        inputs,
+        tuple(upload(torch.cat(each)) for each in planes),
+        plane_widths(held_as.bits),
+        None if codebook is None else upload(torch.tensor(codebook, dtype=torch.int8)),
+        _joined(parts, "scales", upload),
+        **of_groups,
     )
 
 

@@ -68,7 +68,7 @@ class PackedBlocks:
     @classmethod
     def of(cls, weight: BlockWeight) -> PackedBlocks:
         planes, taken = [], 0
-        for width in _plane_widths(weight.held_as.bits):
+        for width in plane_widths(weight.held_as.bits):
             parts = (weight.codes >> taken & 2**width - 1).unflatten(1, (-1, 8 // width))
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
             planes.append((parts << shifts).sum(-1, dtype=torch.uint8))
@@ -78,7 +78,7 @@ class PackedBlocks:
     def rows(self, chosen: slice | Tensor) -> BlockWeight:
         """Some outputs of it, unpacked."""
         weight, codes, taken = self.weight, torch.tensor(0, dtype=torch.uint8), 0
-        for width, plane in zip(_plane_widths(weight.held_as.bits), self.planes, strict=True):
+        for width, plane in zip(plane_widths(weight.held_as.bits), self.planes, strict=True):
             shifts = torch.arange(0, 8, width, dtype=torch.uint8)
             parts = plane[chosen][..., None] >> shifts & 2**width - 1
             codes = codes | parts.flatten(1) << taken
@@ -86,8 +86,9 @@ class PackedBlocks:
         return replace(weight.rows(chosen), codes=codes)
 
 
-def _plane_widths(bits: int) -> list[int]:
-    return [width for width in (8, 4, 2, 1) if bits & width]
+def plane_widths(bits: int) -> tuple[int, ...]:
+    """Bits that each of `PackedBlocks.planes` has of a code of `bits`."""
+    return tuple(width for width in (8, 4, 2, 1) if bits & width)
 
 
 Quantized = Int8Weight | PackedGroups | PackedBlocks

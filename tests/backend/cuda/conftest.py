@@ -14,6 +14,8 @@ if HAS_TRITON:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TRITON_INTERPRET", "1")
         importlib.import_module("pagoda.backend.cuda.backend")
+        emulation = importlib.import_module("pagoda.backend.cuda.emulation")
+        emulation.sum_in_float64()
 
 
 @pytest.fixture(autouse=True)

@@ -64,12 +64,14 @@ class Model:
         return list(self.compiled(self.step(batch, token_ids), results or ("last",)))
 
 
-def _graph(backend: Backend[Any, Any], cache: KVCache) -> Graph:
-    ops = GraphBuilder(backend.group)
+def _graph(
+    backend: Backend[Any, Any], cache: KVCache, *, batch_invariant: bool, dtype: torch.dtype
+) -> Graph:
+    ops = GraphBuilder(backend.group, batch_invariant=batch_invariant)
 
     def dense(outputs: int, inputs: int, seed: int) -> Any:
         weight = DenseWeight(random_tensor(outputs, inputs, seed=seed) / 4)
-        return backend.prepare_linear([weight], None, torch.float32)
+        return backend.prepare_linear([weight], None, dtype)
 
     x = ops.embedding(ops.input("token_ids"), dense(VOCAB, WIDTH, 1))
     frequencies = torch.logspace(0, -2, DIM // 2).to(backend.device)
@@ -87,12 +89,28 @@ def _graph(backend: Backend[Any, Any], cache: KVCache) -> Graph:
     return ops.build()
 
 
-def _model(backend: Backend[Any, Any]) -> Model:
+def _model(
+    backend: Backend[Any, Any], *, batch_invariant: bool = True, dtype: torch.dtype = torch.float32
+) -> Model:
     cache = backend.allocate_kv_cache(8, 16, HEADS, DIM, torch.float32)
     if isinstance(backend, ReferenceBackend):
         for tensor in cache.tensors.values():
             tensor.zero_()
-    return Model(backend, cache, backend.compile(_graph(backend, cache)))
+    graph = _graph(backend, cache, batch_invariant=batch_invariant, dtype=dtype)
+    return Model(backend, cache, backend.compile(graph))
+
+
+class LibraryDevice(CountingDevice):
+    """A device that notes the shapes of its library's products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[tuple[int, int, int]] = []
+
+    def library_product(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        assert x.dtype == weight.dtype
+        self.products.append((*x.shape, len(weight)))
+        super().library_product(x, weight, out)
 
 
 def _on_device() -> tuple[Model, CountingDevice]:
@@ -194,3 +212,25 @@ def test_operations_are_those_that_are_measured() -> None:
     assert torch.equal(
         own.cpu(), model.run(batch_of_spans(SPANS), torch.tensor([7, 8, 9]))[0].cpu()
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_by_the_library_where_bits_may_depend_on_the_batch(dtype: torch.dtype) -> None:
+    device = LibraryDevice()
+    model = _model(GpuBackend(device), batch_invariant=False, dtype=dtype)
+    expected = _model(ReferenceBackend(), dtype=dtype)
+    for each in (model, expected):
+        _filled(each)
+    ids = torch.tensor([7, 8, 9])
+    (own,), (wanted,) = (each.run(batch_of_spans(SPANS), ids) for each in (model, expected))
+    assert torch.allclose(own.cpu(), wanted, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    wide = HEADS * DIM
+    assert device.products[:2] == [(21, WIDTH, 3 * wide), (21, wide, WIDTH)]
+
+
+def test_products_are_in_tiles_where_the_library_would_round_inputs_too_far() -> None:
+    device = LibraryDevice()
+    model = _model(GpuBackend(device), batch_invariant=False, dtype=torch.float16)
+    _filled(model)
+    device.steps.synchronize()
+    assert not device.products

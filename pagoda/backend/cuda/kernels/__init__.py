@@ -84,6 +84,17 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
     experts(x, logits, out, weights, workspace, *, routing, activation, counts, correction=None, valid=None)
         `valid` [1] int64, number of rows that are not padding
 
+`block_weights`: weights in blocks of GGUF, and of whole rows:
+
+    Blocks(held_as, inputs, planes, widths, codebook, scales, minima, block_scales, block_minima)
+    block_linear(rounded, weight, out, *, bias=None)     rounded in groups of 16, or as rows for whole rows
+    block_embedding(token_ids, table, out, *, first_id)
+
+`quantized_experts`:
+
+    QuantizedMap(addresses[e, 8] int64, outputs, inputs, form, has_bias)
+    quantized_experts(x, logits, out, weights, workspace, rounded, *, routing, ...)     as `experts`
+
 `sampler` (kernels in `sampling`):
 
     pack_rows(table, slots) -> PackedRows, in host memory; `.to(device)` copies them

@@ -374,6 +374,32 @@ def route(
     )  # fmt: skip
 
 
+def sort_rows(
+    workspace: Workspace, counts: Tensor, *, num_rows: int, per_token: int, first: int, held: int
+) -> int:
+    """Sorts rows by the experts that were chosen, of which `held` from `first` on are here, into tiles.
+
+    Tokens of each expert are added to `counts` [num_experts] int64. Returns the number of tiles that there may be.
+    """
+    pairs, tiles = num_rows * per_token, workspace.tiles
+    num_tiles = blocks(pairs, ROWS) + min(held, pairs)
+    chosen, starts, order = workspace.chosen, workspace.starts, workspace.order
+    _count[(len(counts),)](chosen, counts, starts, pairs, first, held, block=_PAIRS)
+    _first_tiles[(1,)](
+        starts, tiles, held, num_tiles, rows=ROWS, width=power_of_two(2, held), block=_PAIRS
+    )
+    _sort[(held,)](chosen, starts, tiles, order, pairs, first, rows=ROWS, block=_PAIRS)
+    return num_tiles
+
+
+def add_up(workspace: Workspace, out: Tensor, *, per_token: int, first: int, held: int) -> None:
+    """Adds up what the experts of each token give, in the order of their numbers: out [n, hidden]."""
+    _add_up[(blocks(out.numel(), _BLOCK),)](
+        workspace.outputs, workspace.chosen, out, out.numel(), out.shape[1], first, held,
+        per_token=per_token, block=_BLOCK, **UNFUSED,
+    )  # fmt: skip
+
+
 def experts(
     x: Tensor,
     logits: Tensor,
@@ -394,24 +420,12 @@ def experts(
     """
     if not len(x):
         return
-    num_rows, hidden = x.shape
-    per_token, held = routing.experts_per_token, len(weights.gate)
+    hidden, per_token, held = x.shape[1], routing.experts_per_token, len(weights.gate)
     route(logits, workspace, routing=routing, correction=correction, valid=valid)
-    pairs, num_tiles = (
-        num_rows * per_token,
-        blocks(num_rows * per_token, ROWS) + min(held, num_rows * per_token),
+    num_tiles = sort_rows(
+        workspace, counts, num_rows=len(x), per_token=per_token, first=weights.first, held=held
     )
-    chosen, starts, tiles, order = (
-        workspace.chosen,
-        workspace.starts,
-        workspace.tiles,
-        workspace.order,
-    )
-    _count[(routing.num_experts,)](chosen, counts, starts, pairs, weights.first, held, block=_PAIRS)
-    _first_tiles[(1,)](
-        starts, tiles, held, num_tiles, rows=ROWS, width=power_of_two(2, held), block=_PAIRS
-    )
-    _sort[(held,)](chosen, starts, tiles, order, pairs, weights.first, rows=ROWS, block=_PAIRS)
+    tiles, order = workspace.tiles, workspace.order
     biased = weights.gate_bias is not None
     kinds = {
         "biased": biased,
@@ -430,7 +444,4 @@ def experts(
         workspace.inner, weights.down, weights.down_bias, workspace.weights, tiles, order,
         workspace.outputs, hidden, inputs=weights.inner, **kinds,
     )  # fmt: skip
-    _add_up[(blocks(out.numel(), _BLOCK),)](
-        workspace.outputs, chosen, out, out.numel(), hidden, weights.first, held,
-        per_token=per_token, block=_BLOCK, **UNFUSED,
-    )  # fmt: skip
+    add_up(workspace, out, per_token=per_token, first=weights.first, held=held)

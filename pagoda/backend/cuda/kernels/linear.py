@@ -35,6 +35,17 @@ def product(
 
 
 @triton.jit
+def store_tile(
+    out, bias_ptr, out_ptr, row, there, outputs, held, out_stride, has_bias: tl.constexpr
+):
+    """Stores outputs [r, o] of rows, with their bias if there is one."""
+    if has_bias:
+        out += tl.load(bias_ptr + outputs, held, 0.0)[None, :]
+    places = row[:, None] * out_stride + outputs[None, :]
+    tl.store(out_ptr + places, out, there[:, None] & held[None, :])
+
+
+@triton.jit
 def _linear(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outputs,
     has_bias: tl.constexpr, inputs: tl.constexpr, products: tl.constexpr, precision: tl.constexpr,
@@ -55,10 +66,8 @@ def _linear(
         precision,
         step,
     )
-    if has_bias:
-        out += tl.load(bias_ptr + outputs, outputs < num_outputs, 0.0)[None, :]
-    places = row[:, None] * num_outputs + outputs[None, :]
-    tl.store(out_ptr + places, out, there[:, None] & (outputs < num_outputs)[None, :])
+    held = outputs < num_outputs
+    store_tile(out, bias_ptr, out_ptr, row, there, outputs, held, num_outputs, has_bias)
 
 
 @triton.jit

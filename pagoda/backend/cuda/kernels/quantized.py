@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagoda.backend.cuda.kernels.linear import store_tile
 from pagoda.backend.cuda.kernels.numbers import UNFUSED, blocks, is_finite, power_of_two, rounded
 
-_ROWS, _OUTPUTS, _INPUTS = 64, 64, 64
+_ROWS, _OUTPUTS, INPUTS = 64, 64, 64
 _LANES = 32
 _ELEMENTS = 4096
 _BLOCK = 1024
@@ -132,17 +133,14 @@ def _round_groups(
 
 
 @triton.jit
-def _int8_linear(
-    low_ptr, high_ptr, row_scales_ptr, sums_ptr, values_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr,
-    num_rows, num_outputs, out_stride,
-    has_zeros: tl.constexpr, has_bias: tl.constexpr, inputs: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
+def int8_product(
+    low_ptr, high_ptr, row_scales_ptr, sums_ptr, row, there,
+    values_ptr, scales_ptr, zeros_ptr, outputs, held,
+    has_zeros: tl.constexpr, inputs: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
-    outputs = tl.program_id(0) * columns + tl.arange(0, columns)
-    there, held = row < num_rows, outputs < num_outputs
-    of_low = tl.zeros([rows, columns], tl.int32)
-    of_high = tl.zeros([rows, columns], tl.int32)
+    """Rounded rows [r] times outputs [o] of an `Int8Weight`: [r, o] float32."""
+    of_low = tl.zeros([row.shape[0], outputs.shape[0]], tl.int32)
+    of_high = tl.zeros([row.shape[0], outputs.shape[0]], tl.int32)
     for start in range(0, inputs, step):
         places = start + tl.arange(0, step)
         known = places < inputs
@@ -157,15 +155,26 @@ def _int8_linear(
     if has_zeros:
         sums, zeros = tl.load(sums_ptr + row, there, 0), tl.load(zeros_ptr + outputs, held, 0)
         total -= sums[:, None] * zeros[None, :]
-    row_scales, scales = (
-        tl.load(row_scales_ptr + row, there, 0.0),
-        tl.load(scales_ptr + outputs, held, 0.0),
-    )
-    out = total.to(tl.float32) * (row_scales[:, None] * scales[None, :])
-    if has_bias:
-        out += tl.load(bias_ptr + outputs, held, 0.0)[None, :]
-    places = row[:, None] * out_stride + outputs[None, :]
-    tl.store(out_ptr + places, out, there[:, None] & held[None, :])
+    row_scales = tl.load(row_scales_ptr + row, there, 0.0)
+    scales = tl.load(scales_ptr + outputs, held, 0.0)
+    return total.to(tl.float32) * (row_scales[:, None] * scales[None, :])
+
+
+@triton.jit
+def _int8_linear(
+    low_ptr, high_ptr, row_scales_ptr, sums_ptr, values_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr,
+    num_rows, num_outputs, out_stride,
+    has_zeros: tl.constexpr, has_bias: tl.constexpr, inputs: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
+    outputs = tl.program_id(0) * columns + tl.arange(0, columns)
+    there, held = row < num_rows, outputs < num_outputs
+    out = int8_product(
+        low_ptr, high_ptr, row_scales_ptr, sums_ptr, row, there,
+        values_ptr, scales_ptr, zeros_ptr, outputs, held, has_zeros, inputs, step,
+    )  # fmt: skip
+    store_tile(out, bias_ptr, out_ptr, row, there, outputs, held, out_stride, has_bias)
 
 
 @triton.jit
@@ -189,17 +198,14 @@ def _integers_of(codes_ptr, outputs, held, start, inputs, bits: tl.constexpr, si
 
 
 @triton.jit
-def _grouped_linear(
-    values_ptr, row_scales_ptr, sums_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr,
-    num_rows, num_outputs, out_stride,
-    has_offsets: tl.constexpr, has_bias: tl.constexpr, inputs: tl.constexpr, bits: tl.constexpr,
-    size: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+def grouped_product(
+    values_ptr, row_scales_ptr, sums_ptr, row, there,
+    codes_ptr, scales_ptr, offsets_ptr, outputs, held,
+    has_offsets: tl.constexpr, inputs: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
+    """Rounded groups of rows [r] times outputs [o] of a `GroupedWeight`: [r, o] float32."""
     groups: tl.constexpr = inputs // size
-    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
-    outputs = tl.program_id(0) * columns + tl.arange(0, columns)
-    there, held = row < num_rows, outputs < num_outputs
-    total = tl.zeros([rows, columns], tl.float32)
+    total = tl.zeros([row.shape[0], outputs.shape[0]], tl.float32)
     for group in range(0, groups):
         places = group * size + tl.arange(0, size)
         x = tl.load(values_ptr + row[:, None] * inputs + places[None, :], there[:, None], 0)
@@ -213,10 +219,24 @@ def _grouped_linear(
             sums = tl.load(sums_ptr + row * groups + group, there, 0.0)
             offsets = tl.load(offsets_ptr + own, held, 0.0).to(tl.float32)
             total += sums[:, None] * offsets[None, :]
-    if has_bias:
-        total += tl.load(bias_ptr + outputs, held, 0.0)[None, :]
-    places = row[:, None] * out_stride + outputs[None, :]
-    tl.store(out_ptr + places, total, there[:, None] & held[None, :])
+    return total
+
+
+@triton.jit
+def _grouped_linear(
+    values_ptr, row_scales_ptr, sums_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr,
+    num_rows, num_outputs, out_stride,
+    has_offsets: tl.constexpr, has_bias: tl.constexpr, inputs: tl.constexpr, bits: tl.constexpr,
+    size: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
+    outputs = tl.program_id(0) * columns + tl.arange(0, columns)
+    there, held = row < num_rows, outputs < num_outputs
+    total = grouped_product(
+        values_ptr, row_scales_ptr, sums_ptr, row, there,
+        codes_ptr, scales_ptr, offsets_ptr, outputs, held, has_offsets, inputs, bits, size,
+    )  # fmt: skip
+    store_tile(total, bias_ptr, out_ptr, row, there, outputs, held, out_stride, has_bias)
 
 
 @triton.jit
@@ -295,7 +315,7 @@ def int8_linear(
         _int8_linear[(blocks(outputs, _OUTPUTS), blocks(len(out), _ROWS))](
             x.low, x.high, x.scales, x.sums, values, scales, zero_points, bias, out,
             len(out), outputs, out.stride(0), has_zeros=zero_points is not None, has_bias=bias is not None,
-            inputs=inputs, rows=_ROWS, columns=_OUTPUTS, step=_INPUTS, **UNFUSED,
+            inputs=inputs, rows=_ROWS, columns=_OUTPUTS, step=INPUTS, **UNFUSED,
         )  # fmt: skip
 
 

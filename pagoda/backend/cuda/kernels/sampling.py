@@ -109,6 +109,47 @@ def _distances(power, mean):
 
 
 @triton.jit
+def _ranked(
+    logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean,
+    typical: tl.constexpr,
+):  # fmt: skip
+    """Weights of kept tokens, and what orders them: their logits, or how near their powers are to a mean."""
+    weight, order, power, _exact = _kept(
+        logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
+    )
+    if typical:
+        order = _distances(power, mean)
+    return weight, order
+
+
+@triton.jit
+def _near(
+    logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, nearest, nearest_end,
+):  # fmt: skip
+    """Weights of kept tokens whose powers are near to a mean, as far as `nearest`; 0 of others."""
+    weight, near = _ranked(
+        logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, True
+    )
+    return tl.where((near > nearest) | ((near == nearest) & (columns <= nearest_end)), weight, 0)
+
+
+@triton.jit
+def _kept_in_all(
+    logits_ptr, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, block: tl.constexpr
+):
+    """Weight of all kept tokens, and how many have one."""
+    total, positive = kth * 0, kth * 0
+    for start in range(0, vocab, block):
+        columns = start + tl.arange(0, block)
+        weight, _order, _power, _exact = _kept(
+            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
+        )
+        total += tl.sum(weight)
+        positive += tl.sum((weight > 0).to(tl.int64))
+    return total, positive
+
+
+@triton.jit
 def _threshold(
     logits_ptr, vocab, goal, highest, scale, lowest, kth, nucleus, nucleus_end, mean,
     counts: tl.constexpr, typical: tl.constexpr, block: tl.constexpr,
@@ -125,13 +166,11 @@ def _threshold(
         one, two, three = goal * 0, goal * 0, goal * 0
         for start in range(0, vocab, block):
             columns = start + tl.arange(0, block)
-            weight, order, power, _exact = _kept(
-                logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-            )
+            weight, order = _ranked(
+                logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, typical,
+            )  # fmt: skip
             if counts:
                 weight = (columns < vocab).to(tl.int64)
-            if typical:
-                order = _distances(power, mean)
             one += tl.sum(tl.where(order >= first, weight, 0))
             two += tl.sum(tl.where(order >= second, weight, 0))
             three += tl.sum(tl.where(order >= third, weight, 0))
@@ -151,20 +190,16 @@ def _last_kept(
     above = goal * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, _exact = _kept(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-        )
-        if typical:
-            order = _distances(power, mean)
+        weight, order = _ranked(
+            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, typical,
+        )  # fmt: skip
         above += tl.sum(tl.where(order > found, weight, 0))
     last = -1
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order, power, _exact = _kept(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-        )
-        if typical:
-            order = _distances(power, mean)
+        weight, order = _ranked(
+            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, typical,
+        )  # fmt: skip
         equal = tl.where(order == found, weight, 0)
         before = above + tl.cumsum(equal, 0) - equal
         last = tl.maximum(last, tl.max(tl.where((order == found) & (before < goal), columns, -1)))
@@ -191,84 +226,32 @@ def _mean_power(
 
 @triton.jit
 def _drawn(
-    logits_ptr,
-    vocab,
-    highest,
-    scale,
-    lowest,
-    top_k,
-    top_p,
-    typical_p,
-    seed,
-    position,
-    block: tl.constexpr,
-):
+    logits_ptr, vocab, highest, scale, lowest, top_k, top_p, typical_p, seed, position, block: tl.constexpr,
+):  # fmt: skip
     """The token that is drawn of logits whose highest is finite."""
     kth, nucleus, nucleus_end = top_k * 0, top_k * 0 - 1, -1
     mean = highest * 0.0
-    total, positive = top_k * 0, top_k * 0
-    for start in range(0, vocab, block):
-        columns = start + tl.arange(0, block)
-        weight, _order, power, _exact = _kept(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-        )
-        total += tl.sum(weight)
-        positive += tl.sum((weight > 0).to(tl.int64))
+    total, positive = _kept_in_all(
+        logits_ptr, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, block
+    )
     if (top_k > 0) & (top_k < positive):
         kth = _threshold(
-            logits_ptr,
-            vocab,
-            top_k,
-            highest,
-            scale,
-            lowest,
-            kth,
-            nucleus,
-            nucleus_end,
-            mean,
-            True,
-            False,
+            logits_ptr, vocab, top_k, highest, scale, lowest, kth, nucleus, nucleus_end, mean, True, False,
             block,
+        )  # fmt: skip
+        total, _positive = _kept_in_all(
+            logits_ptr, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, block
         )
-        total = top_k * 0
-        for start in range(0, vocab, block):
-            columns = start + tl.arange(0, block)
-            weight, _order, power, _exact = _kept(
-                logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-            )
-            total += tl.sum(weight)
     if top_p < 9007199254740992:
         goal = _goal(total, top_p)
         found = _threshold(
-            logits_ptr,
-            vocab,
-            goal,
-            highest,
-            scale,
-            lowest,
-            kth,
-            nucleus,
-            nucleus_end,
-            mean,
-            False,
-            False,
+            logits_ptr, vocab, goal, highest, scale, lowest, kth, nucleus, nucleus_end, mean, False, False,
             block,
-        )
+        )  # fmt: skip
         nucleus_end = _last_kept(
-            logits_ptr,
-            vocab,
-            goal,
-            found,
-            highest,
-            scale,
-            lowest,
-            kth,
-            nucleus,
-            nucleus_end,
-            mean,
-            False,
+            logits_ptr, vocab, goal, found, highest, scale, lowest, kth, nucleus, nucleus_end, mean, False,
             block,
-        )
+        )  # fmt: skip
         nucleus = found
     nearest, nearest_end = top_k * 0 - 1, -1
     if typical_p < 9007199254740992:
@@ -277,56 +260,29 @@ def _drawn(
         )
         goal = _goal(total, typical_p)
         nearest = _threshold(
-            logits_ptr,
-            vocab,
-            goal,
-            highest,
-            scale,
-            lowest,
-            kth,
-            nucleus,
-            nucleus_end,
-            mean,
-            False,
-            True,
+            logits_ptr, vocab, goal, highest, scale, lowest, kth, nucleus, nucleus_end, mean, False, True,
             block,
-        )
+        )  # fmt: skip
         nearest_end = _last_kept(
-            logits_ptr,
-            vocab,
-            goal,
-            nearest,
-            highest,
-            scale,
-            lowest,
-            kth,
-            nucleus,
-            nucleus_end,
-            mean,
-            True,
+            logits_ptr, vocab, goal, nearest, highest, scale, lowest, kth, nucleus, nucleus_end, mean, True,
             block,
-        )
+        )  # fmt: skip
     total = top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, _order, power, _exact = _kept(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-        )
-        near = _distances(power, mean)
-        total += tl.sum(
-            tl.where((near > nearest) | ((near == nearest) & (columns <= nearest_end)), weight, 0)
-        )
+        weight = _near(
+            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end,
+            mean, nearest, nearest_end,
+        )  # fmt: skip
+        total += tl.sum(weight)
     target, _rest = _part_of(total, _uniform_bits(seed, position))
     token, below = vocab, top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, _order, power, _exact = _kept(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-        )
-        near = _distances(power, mean)
-        weight = tl.where(
-            (near > nearest) | ((near == nearest) & (columns <= nearest_end)), weight, 0
-        )
+        weight = _near(
+            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end,
+            mean, nearest, nearest_end,
+        )  # fmt: skip
         passed = below + tl.cumsum(weight, 0) > target
         token = tl.minimum(token, tl.min(tl.where(passed, columns, vocab)))
         below += tl.sum(weight)

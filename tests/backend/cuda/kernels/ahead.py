@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from pagoda.backend.base import ExpertActivation
 from pagoda.backend.cuda.kernels import (
     attention,
+    block_weights,
     blocks,
     experts,
     kv,
@@ -32,11 +33,17 @@ from pagoda.backend.cuda.kernels import (
     linear,
     low_rank,
     quantized,
+    quantized_experts,
     rows,
     sampler,
 )
+from pagoda.backend.cuda.weights import prepare
+from pagoda.backend.weights import BLOCK_INPUT_GROUP
+from pagoda.backend_check.products import block_weight
 from pagoda.backend_check.sampling import mask, row_of, table_of
 from pagoda.checkpoints.expert_routing import ExpertRouting
+from pagoda.checkpoints.gguf.config import BLOCKS
+from pagoda.checkpoints.weight_formats import BlockFormat
 
 TARGETS = {"H100": GPUTarget("cuda", 90, 32), "MI300": GPUTarget("hip", "gfx942", 64)}
 """GPUs by name."""
@@ -106,8 +113,8 @@ def ahead(compiler: Compiler) -> Iterator[Compiler]:
         JITFunction.run = run  # type: ignore[method-assign]
 
 
-def launches() -> dict[str, Callable[[], None]]:
-    """Launches of all kernels with shapes of real models, by name."""
+def launches(*, all_sizes: bool = True) -> dict[str, Callable[[], None]]:
+    """Launches of all kernels with shapes of real models, by name; or of one size of heads and groups only."""
     made = {
         "rows": _rows,
         "kv": _kv,
@@ -120,14 +127,19 @@ def launches() -> dict[str, Callable[[], None]]:
     }
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn):
         products = torch.bfloat16 if dtype.itemsize == 1 else dtype
-        for dim in (64, 128, 256):
+        for dim in (64, 128, 256) if all_sizes else (128,):
             name = f"attention {str(dtype).removeprefix('torch.')} {dim}"
             made[name] = partial(_attention, dtype, products, dim)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         made[f"linear {str(dtype).removeprefix('torch.')}"] = partial(_linear, dtype)
     made["int8"] = _int8
-    for size in (32, 64, 128):
+    for size in (32, 64, 128) if all_sizes else (64,):
         made[f"groups of {size}"] = partial(_groups, size)
+    for name in ("Q8_0", "Q4_K", "Q6_K", "IQ4_XS"):  # others are like them
+        made[f"blocks {name}"] = partial(_block_weight, BLOCKS[name])
+    for bits, size in ((5, 32), (8, 64)):
+        held_as = BlockFormat(bits, size, 512, True, True, whole_rows=True)
+        made[f"whole rows {bits}"] = partial(_block_weight, held_as)
     return made
 
 
@@ -244,6 +256,21 @@ def _groups(size: int) -> None:
         quantized.grouped_embedding(torch.zeros(5).long(), codes, scales, x, first_id=0, **more)
 
 
+def _block_weight(held_as: BlockFormat) -> None:
+    x, out = torch.empty(5, 512), torch.empty(5, 32)
+    weight = prepare([block_weight(held_as, 32, 512)], None, x.dtype, Tensor.contiguous).segments[0]
+    assert isinstance(weight, block_weights.Blocks)
+    rounded: quantized.RoundedGroups | quantized.RoundedRows
+    if held_as.whole_rows:
+        rounded = quantized.RoundedRows.new(5, 512, x.device)
+        quantized.round_rows(x, rounded)
+    else:
+        rounded = quantized.RoundedGroups.new(5, 512, BLOCK_INPUT_GROUP, x.device)
+        quantized.round_groups(x, rounded)
+    block_weights.block_linear(rounded, weight, out, bias=torch.empty(32))
+    block_weights.block_embedding(torch.zeros(5).long(), weight, x, first_id=0)
+
+
 def _sampler() -> None:
     rules = {"top_p": 0.8, "top_k": 50, "logprobs": 3, "logit_bias": {3: 1.0}}
     row = row_of(5000, allowed=mask([1, 2], 5000), stops=(3,), seen=(1,), counts=(2,), **rules)
@@ -279,21 +306,49 @@ def _experts() -> None:
         more = {"routing": routing, "activation": activation, "counts": addresses}
         more |= {"correction": None if biases is None else torch.empty(16)}
         experts.experts(x, torch.empty(5, 16), x, weights, room, **more, valid=addresses)
+    for form, routing in (
+        (quantized_experts.Form("rows", True), softmax),
+        (quantized_experts.Form("groups", True, 64, 4), replace(softmax, weighs_inputs=True)),
+        (quantized_experts.Form("blocks", True, 32, 4, 1, has_blocks=True, per_block=4), softmax),
+        (quantized_experts.Form("whole rows", True, 32, 4, has_blocks=True, per_block=4), softmax),
+    ):
+        _quantized_experts(x, room, routing, form)
+
+
+def _quantized_experts(
+    x: Tensor, room: experts.Workspace, routing: ExpertRouting, form: quantized_experts.Form
+) -> None:
+    def rounded(rows: int, inputs: int) -> quantized.RoundedRows | quantized.RoundedGroups:
+        if form.rounds == 0:
+            return quantized.RoundedRows.new(rows, inputs, x.device)
+        return quantized.RoundedGroups.new(rows, inputs, form.rounds, x.device)
+
+    addresses = torch.zeros((16, quantized_experts.COLUMNS), dtype=torch.int64)
+    gate = quantized_experts.QuantizedMap(addresses, 128, 256, form, True)
+    down = replace(gate, outputs=256, inputs=128)
+    weighed = torch.empty(20, 256) if routing.weighs_inputs else None
+    scratch = quantized_experts.Rounded(
+        rounded(20, 256), rounded(20, 128), torch.empty(20, 256), weighed
+    )
+    weights = quantized_experts.QuantizedExperts(gate, gate, down, 0)
+    more = {"routing": routing, "activation": ExpertActivation(), "counts": addresses[:, 0]}
+    quantized_experts.quantized_experts(x, torch.empty(5, 16), x, weights, room, scratch, **more)
 
 
 def main(names: list[str]) -> None:
     """Compiles launches of these names, or all, and prints a line for each kernel and target.
 
-    With `translate` as the only name, all of them are translated only.
+    With `translate` as the first name, those of one size are translated only, before others are compiled.
     """
     known = launches()
-    if names == ["translate"]:
+    chosen = names or [*known]
+    if names[:1] == ["translate"]:
         with ahead(Compiler(whole=False)) as compiler:
-            for launch in known.values():
+            for launch in launches(all_sizes=False).values():
                 launch()
         print(f"{len(compiler.compiled)} kernels for {', '.join(TARGETS)}")
-        return
-    for name in names or known:
+        chosen = names[1:]
+    for name in chosen:
         with ahead(Compiler()) as compiler:
             known[name]()
         for key, made in compiler.compiled.items():
