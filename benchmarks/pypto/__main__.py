@@ -7,6 +7,8 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +23,33 @@ from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import server_process
 
 app = App(help=__doc__)
-_MOST_PAGES = 4
-"""Pages that prompts have in common at most."""
+_REFERENCE_PAGES = 256
+"""Pages of KV that the reference has: so many that no request is preempted."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The rounds of a contract."""
+
+    calls: int
+    """The least number of calls in all."""
+    max_tokens: int
+    """Tokens of each answer."""
+    shared_pages: int
+    """Pages that prompts have in common at most."""
+    device: Mapping[str, object]
+    """Settings of the device; see `pagoda_pypto_device.settings`."""
+
+
+_SMALL = _Trial(
+    10_000, 48, 4, {"failure_rate": 0.001, "timeout_rate": 0.001, "memory_bytes": 1 << 30}
+)
+_TRIALS: Mapping[str, _Trial] = {
+    "tiny-fp32": _SMALL,
+    "qwen3-small": _SMALL,
+    # Its steps take seconds: one round, in which the chips fail once.
+    "qwen3-14b-2l": _Trial(1, 6, 2, {"fail_at": [40], "memory_bytes": 1 << 36}),
+}
 
 
 @app.command(name="serve")
@@ -30,37 +57,41 @@ def serve_rounds(
     *,
     shape: Literal["tiny-fp32", "qwen3-small", "qwen3-14b-2l"] = "tiny-fp32",
     requests_of_round: int = 64,
-    max_tokens: int = 48,
-    calls: int = 10_000,
+    max_tokens: int | None = None,
+    calls: int | None = None,
     num_kv_blocks: int = 18,
     max_num_batched_tokens: int = 512,
-    failure_rate: float = 0.001,
     seed: int = 0,
 ) -> int:
     """Serve rounds of requests until the device has had so many calls, and compare tokens with the reference.
 
     Args:
-        shape: The contract: of pagoda-tiny in float32, or of Qwen3-14B with two layers, made small or not.
+        shape: The contract: of pagoda-tiny in float32, or of Qwen3-14B with two layers, made small or not. One
+            call in 500 of the small ones fails or never ends, and one of a round of the other.
         requests_of_round: Requests that come at once.
-        max_tokens: Tokens of each answer.
-        calls: The least number of calls in all.
+        max_tokens: Tokens of each answer, by default 48, or 6 of the shape qwen3-14b-2l.
+        calls: The least number of calls in all, by default 10,000, or one round of the shape qwen3-14b-2l.
         num_kv_blocks: Pages of KV, few of which make requests preempt each other.
         max_num_batched_tokens: Tokens of a step at most.
-        failure_rate: Share of calls at which the chips fail, and as many end by a time-out.
         seed: Of the first round.
     """
+    trial = _TRIALS[shape]
+    trial = replace(
+        trial,
+        calls=trial.calls if calls is None else calls,
+        max_tokens=trial.max_tokens if max_tokens is None else max_tokens,
+    )
     totals: Counter[str] = Counter()
-    while totals["calls"] < calls:
+    while totals["calls"] < trial.calls:
         number = totals["rounds"]
         with tempfile.TemporaryDirectory() as directory:
             found = _round(
                 Path(directory),
                 shape,
+                trial,
                 seed + number,
                 requests_of_round,
-                max_tokens,
-                failure_rate,
-                num_kv_blocks=num_kv_blocks,
+                num_kv_blocks,
                 max_num_batched_tokens=max_num_batched_tokens,
             )
         totals.update(found)
@@ -73,13 +104,13 @@ def serve_rounds(
 def _round(
     directory: Path,
     shape: str,
+    trial: _Trial,
     seed: int,
     count: int,
-    max_tokens: int,
-    failure_rate: float,
+    pages: int,
     **options: Any,
 ) -> Counter[str]:
-    """Figures of one round."""
+    """Figures of one round, in which the device has so many pages of KV."""
     log = directory / "log"
     log.mkdir()
     model = None
@@ -88,12 +119,11 @@ def _round(
     else:
         model = model_directory(directory / "model", shape)
         options |= {"load_format": "dummy", "max_model_len": 1024}
-    asked = requests(count, seed, pages=_MOST_PAGES, max_tokens=max_tokens)
-    rates = {"failure_rate": failure_rate, "timeout_rate": failure_rate}
-    chips = {"memory_bytes": 1 << 36 if shape == "qwen3-14b-2l" else 1 << 30}
-    with installed(contracts=[shape], seed=seed, log=str(log), **rates, **chips):
-        own = asyncio.run(serve(asked, "pypto", model, **options))
-    expected = asyncio.run(serve(asked, "reference", model, **options))
+    asked = requests(count, seed, pages=trial.shared_pages, max_tokens=trial.max_tokens)
+    with installed(contracts=[shape], seed=seed, log=str(log), **trial.device):
+        own = asyncio.run(serve(asked, "pypto", model, num_kv_blocks=pages, **options))
+    roomy = options | {"num_kv_blocks": _REFERENCE_PAGES}
+    expected = asyncio.run(serve(asked, "reference", model, **roomy))
     for line in violations(log)[:5]:
         print(line, file=sys.stderr)
     found = _figures(own, expected)

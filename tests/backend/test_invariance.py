@@ -26,7 +26,7 @@ from pagoda.backend.weights import DenseWeight, LinearWeight, weight_shape
 from pagoda.backend_check.subject import batch_of_spans
 
 BLOCK_SIZE = 16
-DENSE = [(64, 192), (96, 100), (256, 768), (768, 256), (333, 777), (256, 4097)]
+DENSE = [(64, 192), (96, 100), (256, 768), (768, 256), (333, 777), (256, 4097), (4096, 333)]
 WEIGHTS: dict[str, LinearWeight] = {
     **QUANTIZED,
     **{f"{i} x {o}": DenseWeight(random_tensor(o, i, seed=1)) for i, o in DENSE},

@@ -25,6 +25,7 @@ from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.replica import Replica
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs
 from pagoda.messages.load import TierLoad
+from pagoda.messages.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 LEASE_S = 5.0
@@ -95,6 +96,40 @@ async def ask_all(
         for r in asked
     ]
     return list(await asyncio.gather(*(ask(endpoint, request) for request in salted)))
+
+
+def short_requests(prompts: Sequence[list[int]]) -> list[GenerateRequest]:
+    """Requests for eight tokens each, the likeliest and drawn ones in turn."""
+    return [
+        GenerateRequest(
+            request_id=f"r{seed}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(
+                temperature=[0.0, 1.0][seed % 2], seed=seed, max_tokens=8, ignore_eos=True
+            ),
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
+
+
+async def handed_over(
+    prefill: EngineConfig, decode: EngineConfig, asked: Sequence[GenerateRequest]
+) -> list[list[int]]:
+    """Tokens that an engine gives for prompts whose whole blocks come from another; nothing is left behind."""
+    engines = [EngineClient(config).replica for config in (prefill, decode)]
+    try:
+        for engine in engines:
+            await engine.start()
+        async with pod_of(engines) as pod:
+            answers = await ask_all(pod.dispatcher, asked, "handed over")
+        load = await fetched(engines[1])
+        sizes = [len(request.prompt_token_ids) for request in asked]
+        assert load.num_loaded == sum((size - 1) // decode.worker.block_size for size in sizes)
+        assert load.num_failed == 0
+        await until_free(engines)
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+    return [answer.token_ids for answer in answers]
 
 
 # ---- what is left

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from handoff_engines import Answer, ask_all, engine_config, fetched, pod_of, until_free
+from handoff_engines import ask_all, engine_config, handed_over, short_requests
 
 from benchmarks.pypto.device import counted, installed, model_directory, violations
 from benchmarks.pypto.serving import PAGE, requests, serve
@@ -37,14 +37,26 @@ def crossing(count: int) -> list[GenerateRequest]:
     ]
 
 
+CROSSING = [*crossing(10), *requests(6, seed=1, pages=2, max_tokens=16)]
+HANDED = short_requests(
+    [[(7 * at + 31 * seed) % 900 for at in range(420 - 100 * seed)] for seed in range(3)]
+)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Mapping[str, list[int] | str]:
+    """Tokens that the reference gives for each request, by id."""
+    asked = [*CROSSING, *HANDED]
+    served = asyncio.run(serve(asked, "reference", num_kv_blocks=128, **TINY))
+    return dict(zip((each.request_id for each in asked), served.answers, strict=True))
+
+
 async def test_losses_of_the_device_preemption_and_prefix_hits_change_no_token(
-    tmp_path: Path,
+    tmp_path: Path, expected: Mapping[str, list[int]]
 ) -> None:
-    asked = [*crossing(10), *requests(6, seed=1, pages=2, max_tokens=16)]
-    expected = await serve(asked, "reference", num_kv_blocks=64, **TINY)
     with installed(log=str(tmp_path), fail_at=[25, 70]):
-        own = await serve(asked, "pypto", num_kv_blocks=8, **TINY)
-    assert own.answers == expected.answers
+        own = await serve(CROSSING, "pypto", num_kv_blocks=8, **TINY)
+    assert own.answers == [expected[request.request_id] for request in CROSSING]
     assert violations(tmp_path) == []
     assert counted(tmp_path)["failures"] == own.load.num_worker_restarts == 2
     assert own.load.num_preemptions > 0
@@ -86,54 +98,25 @@ def test_scores_of_prompts_are_given_and_embeddings_are_not(tmp_path: Path) -> N
     assert violations(tmp_path) == []
 
 
-PROMPTS = [[(7 * at + 31 * seed) % 900 for at in range(420 - 100 * seed)] for seed in range(3)]
-
-
-def handed(prompts: Sequence[list[int]] = PROMPTS) -> list[GenerateRequest]:
-    return [
-        GenerateRequest(
-            request_id=f"r{seed}",
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(
-                temperature=[0.0, 1.0][seed % 2], seed=seed, max_tokens=8, ignore_eos=True
-            ),
-        )
-        for seed, prompt in enumerate(prompts)
-    ]
-
-
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
-
-
-async def test_prefill_and_decode_on_two_hosts_of_two_chips(tmp_path: Path) -> None:
+async def test_prefill_and_decode_on_two_hosts_of_two_chips(
+    tmp_path: Path, expected: Mapping[str, list[int]]
+) -> None:
     key = tmp_path / "key"
     key.write_bytes(os.urandom(16).hex().encode())
-    few = TINY | {"block_size": PAGE, "num_kv_blocks": 24}
+    few = TINY | {"block_size": PAGE, "num_kv_blocks": 24, "backend": "pypto"}
     with installed(log=str(tmp_path)):
-        configs = [
-            engine_config(key, "prefill", backend="pypto", devices="npu:0+npu:1", **few),
-            engine_config(key, "decode", backend="pypto", devices="npu:2+npu:3", **few),
-            engine_config(key, "decode", backend="reference", **few),
-        ]
-        prefill, decode, alone = engines = [EngineClient(config).replica for config in configs]
-        try:
-            for engine in engines:
-                await engine.start()
-            expected = await ask_all(alone, handed(), "alone")
-            async with pod_of([prefill, decode]) as pod:
-                own = await ask_all(pod.dispatcher, handed(), "handed over")
-            assert tokens(own) == tokens(expected)
-            load = await fetched(decode)
-            assert load.num_loaded == sum((len(prompt) - 1) // PAGE for prompt in PROMPTS)
-            assert load.num_failed == 0
-            await until_free(engines)
-        finally:
-            await asyncio.gather(*(engine.close() for engine in engines))
+        own = await handed_over(
+            engine_config(key, "prefill", devices="npu:0+npu:1", **few),
+            engine_config(key, "decode", devices="npu:2+npu:3", **few),
+            HANDED,
+        )
+    assert own == [expected[request.request_id] for request in HANDED]
     assert violations(tmp_path) == []
 
 
-async def test_kv_comes_back_from_host_memory_and_disk(tmp_path: Path) -> None:
+async def test_kv_comes_back_from_host_memory_and_disk(
+    tmp_path: Path, expected: Mapping[str, list[int]]
+) -> None:
     log, disk = tmp_path / "log", tmp_path / "kv"
     log.mkdir()
     block_bytes = 2 * 4 * 2 * 64 * PAGE * 4
@@ -145,7 +128,6 @@ async def test_kv_comes_back_from_host_memory_and_disk(tmp_path: Path) -> None:
         "kv_disk_min_touches": 1,
     }
     others = [[(11 * at + 17 * seed) % 900 for at in range(300)] for seed in range(4)]
-    expected = await serve(handed(), "reference", **TINY | {"num_kv_blocks": 64})
     key = tmp_path / "key"
     key.write_bytes(os.urandom(16).hex().encode())
     with installed(log=str(log)):
@@ -153,11 +135,11 @@ async def test_kv_comes_back_from_host_memory_and_disk(tmp_path: Path) -> None:
         replica = EngineClient(config).replica
         await replica.start()
         try:
-            for asked in (handed(), handed(others), handed()):
+            for asked in (HANDED, short_requests(others), HANDED):
                 own = await ask_all(replica, asked, "one")
             loaded = {tier.name: tier.num_loaded for tier in (await replica.load()).tiers}
         finally:
             await replica.close()
-    assert tokens(own) == expected.answers
+    assert [each.token_ids for each in own] == [expected[each.request_id] for each in HANDED]
     assert loaded["host"] + loaded["disk"] > 0
     assert violations(log) == []

@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 def shared_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Unwritten memory of the host that workers see which are opened later."""
-    shared: Tensor = torch.empty(tuple(shape), dtype=dtype).share_memory_()  # type: ignore[no-untyped-call]
+    num_bytes = math.prod(shape) * dtype.itemsize
+    # `share_memory_` would take memory twice, and write all of it.
+    storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")  # type: ignore[no-untyped-call]
+    shared: Tensor = torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))  # type: ignore[call-overload]
     return shared
 
 
