@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
@@ -33,6 +33,7 @@ _FOLLOWING = re.compile(
     r"(rotary_emb\.inv_freq|attn_rot_embd\.weight|(self_attn|k_proj|v_proj|attn)\.[qkv]_scale)$"
 )
 """Frequencies that follow from the configuration, and scales of KV caches in the files' own format."""
+_NUMBER = re.compile(r"\.(\d{1,9})(?=\.)")
 _BIASED = {
     MlpSpec: (Role.MLP_IN, Role.MLP_OUT),
     ExpertsSpec: (Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT),
@@ -84,20 +85,36 @@ def missing_tensor(spec: ModelSpec, names: Collection[str]) -> str | None:
 def unread_tensors(spec: ModelSpec, names: Iterable[str]) -> Iterator[str]:
     """Names among `names`, of tensors of the model's layers that it is not computed with.
 
-    Layers behind the model's own predict several tokens at once, and have none."""
-    read = {name for choices in _needed(spec) for name in choices}
-    linears = {name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)}
-    linears |= {name.removesuffix("_blocks") for name in read if name.endswith("_blocks")}
-    layer = re.compile(rf"{re.escape(spec.names.layers)}\.(\d+)\.")
+    Layers behind the model's own predict several tokens at once, and have none. Takes time by the number of names,
+    however many layers and experts the model should have."""
+    layer = re.compile(rf"{re.escape(spec.names.layers)}\.(\d{{1,9}})\.")
+    by_layer: dict[int, list[str]] = {}
     for name in names:
         within = layer.match(name)
-        if within is None or int(within[1]) >= spec.num_layers:
-            continue
-        stem, _, end = name.rpartition(".")
-        is_part = end in _PARTS and stem in linears
-        is_part |= name.endswith("_scales") and name.removesuffix("_scales") in linears
-        if name not in read and not is_part and not _FOLLOWING.search(name):
-            yield name
+        if within is not None and int(within[1]) < spec.num_layers:
+            by_layer.setdefault(int(within[1]), []).append(name)
+    for index, named in by_layer.items():
+        read = {
+            name for choices in _of_layer(spec, index, _experts(spec, named)) for name in choices
+        }
+        linears = {
+            name.removesuffix(end) for end in _WEIGHTS for name in read if name.endswith(end)
+        }
+        linears |= {name.removesuffix("_blocks") for name in read if name.endswith("_blocks")}
+        for name in named:
+            stem, _, end = name.rpartition(".")
+            is_part = end in _PARTS and stem in linears
+            is_part |= name.endswith("_scales") and name.removesuffix("_scales") in linears
+            if name not in read and not is_part and not _FOLLOWING.search(name):
+                yield name
+
+
+def _experts(spec: ModelSpec, names: Iterable[str]) -> list[int]:
+    """Experts that the names of tensors may be of; the first one also stands for tensors of all together."""
+    if spec.experts is None:
+        return []
+    numbers = {int(number) for name in names for number in _NUMBER.findall(name)}
+    return sorted(number for number in numbers | {0} if number < spec.experts.routing.num_experts)
 
 
 def no_place(name: str, where: Path, spec: ModelSpec) -> ConfigError:
@@ -109,31 +126,37 @@ def no_place(name: str, where: Path, spec: ModelSpec) -> ConfigError:
 
 def _needed(spec: ModelSpec) -> Iterator[list[str]]:
     """Names of each tensor of a model, any one of which will do."""
-
-    def weight(linear: LinearSpec) -> list[str]:
-        stored = linear.stored
-        if stored.bare:
-            return [stored.weight, f"{stored.tensor}_blocks"]
-        return [f"{stored.tensor}{end}" for end in _WEIGHTS]
-
     experts = range(spec.experts.routing.num_experts if spec.experts else 0)
     for linear in spec.outer_linears:
-        yield weight(linear)
-    for index, layer in enumerate(spec.layers):
-        linears = [*spec.layer_linears(index, experts)]
-        for linear in linears:
-            yield weight(linear)
-        for name, _ in spec.norm_tensors(index):
-            yield [name]
-        attention = spec.attention_linears(index)
-        biased = [*attention.into] * layer.attention.qkv_bias
-        biased += [attention.out] * layer.attention.output_bias
-        if layer.mlp.bias:
-            biased += [linear for linear in linears if linear.role in _BIASED[type(layer.mlp)]]
-        for linear in biased:
-            yield [linear.stored.bias]
+        yield _weight(linear)
+    for index in range(spec.num_layers):
+        yield from _of_layer(spec, index, experts)
     if spec.classifier is not None and spec.classifier.bias:
         for linear in spec.classifier_linears:
             yield [f"{linear.name}.bias"]
     for name, _ in spec.embedding_norm_tensors + spec.last_norm_tensors:
         yield [name]
+
+
+def _of_layer(spec: ModelSpec, index: int, experts: Sequence[int]) -> Iterator[list[str]]:
+    """Names of each tensor of a layer, with those of some of its experts, any one of which will do."""
+    layer = spec.layers[index]
+    linears = [*spec.layer_linears(index, experts)]
+    for linear in linears:
+        yield _weight(linear)
+    for name, _ in spec.norm_tensors(index):
+        yield [name]
+    attention = spec.attention_linears(index)
+    biased = [*attention.into] * layer.attention.qkv_bias
+    biased += [attention.out] * layer.attention.output_bias
+    if layer.mlp.bias:
+        biased += [linear for linear in linears if linear.role in _BIASED[type(layer.mlp)]]
+    for linear in biased:
+        yield [linear.stored.bias]
+
+
+def _weight(linear: LinearSpec) -> list[str]:
+    stored = linear.stored
+    if stored.bare:
+        return [stored.weight, f"{stored.tensor}_blocks"]
+    return [f"{stored.tensor}{end}" for end in _WEIGHTS]

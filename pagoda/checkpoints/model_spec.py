@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -407,13 +407,18 @@ class ModelSpec:
         spelled = (names.gate, names.up, names.down)
         return self._mlp(layer, spelled, mlp.intermediate_size, (Role.MLP_IN, Role.MLP_OUT))
 
-    def expert_linears(self, layer: int) -> ExpertLinears | None:
-        """Router and experts of a layer; None where the layer is dense, and has `mlp_linears` instead."""
+    def expert_linears(
+        self, layer: int, chosen: Iterable[int] | None = None
+    ) -> ExpertLinears | None:
+        """Router and experts of a layer, by default all; None where the layer is dense, and has `mlp_linears`
+        instead."""
         experts = self.layers[layer].mlp
-        return self.linears_of(layer, experts) if isinstance(experts, ExpertsSpec) else None
+        return self.linears_of(layer, experts, chosen) if isinstance(experts, ExpertsSpec) else None
 
-    def linears_of(self, layer: int, experts: ExpertsSpec) -> ExpertLinears:
-        """Router and experts of a layer that has these."""
+    def linears_of(
+        self, layer: int, experts: ExpertsSpec, chosen: Iterable[int] | None = None
+    ) -> ExpertLinears:
+        """Router and experts of a layer that has these, by default all."""
         names = self.names
         spelled = (names.expert_gate, names.expert_up, names.expert_down)
         router, roles = names.of_layer(layer, names.router), (Role.EXPERT_IN, Role.EXPERT_OUT)
@@ -428,7 +433,10 @@ class ModelSpec:
             shared_router = LinearSpec(name, 1, self.hidden_size, Role.ROUTER)
         return ExpertLinears(
             LinearSpec(router, count, self.hidden_size, Role.ROUTER),
-            tuple(self._mlp(layer, spelled, inner, roles, i, count) for i in range(count)),
+            tuple(
+                self._mlp(layer, spelled, inner, roles, expert, count)
+                for expert in (range(count) if chosen is None else chosen)
+            ),
             shared,
             shared_router,
         )
@@ -527,11 +535,11 @@ class ModelSpec:
             return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return self.head_dim, self.head_dim
 
-    def layer_linears(self, layer: int, experts: range) -> Iterator[LinearSpec]:
-        """All linear layers of a layer; of its experts, if it has any, those in the range."""
+    def layer_linears(self, layer: int, experts: Iterable[int]) -> Iterator[LinearSpec]:
+        """All linear layers of a layer; of its experts, if it has any, those that are named."""
         yield from filter(None, self.attention_linears(layer))
         yield from self.gate_linears(layer)
-        sparse = self.expert_linears(layer)
+        sparse = self.expert_linears(layer, experts)
         if sparse is None:
             yield from self.mlp_linears(layer)
         else:
@@ -539,7 +547,7 @@ class ModelSpec:
             if sparse.shared_router is not None:
                 yield sparse.shared_router
             yield from sparse.shared or ()
-            for mlp in sparse.experts[experts.start : experts.stop]:
+            for mlp in sparse.experts:
                 yield from mlp
 
     def weights_per_token(self, layer: int) -> int:
