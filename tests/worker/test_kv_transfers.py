@@ -69,7 +69,8 @@ class Rig:
         self.directory = open_directory(root, manifest)
         self._ended = threading.Semaphore(0)
         files = ObjectFiles(self.directory, manifest)
-        tiers = KVTiers(self.memory, HostArena(4 * 5056, BLOCK_BYTES), files)
+        self.arena = HostArena(4 * 5056, BLOCK_BYTES)
+        tiers = KVTiers(self.memory, self.arena, files)
         self.jobs = Jobs(self._ended.release)
         self.transfers = TransferWorker(tiers, None, self.jobs)
         self._next_id = 0
@@ -109,6 +110,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     yield rig
     rig.memory.gate.set()
     rig.transfers.close()
+    rig.arena.taking.join()  # it ends by itself
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 

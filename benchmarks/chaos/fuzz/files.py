@@ -310,7 +310,13 @@ def _make_entry(where: Path, line: bytes) -> None:
             case b"x":
                 path.symlink_to("/dev/zero")
             case _:
-                path.write_bytes(line)
+                with open(path, "wb", opener=_open_at_once) as file:
+                    file.write(line)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file. Raises OSError: it is a pipe that nobody reads, for whose reader others would wait."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o600)
 
 
 _JINJA_WORDS = (
