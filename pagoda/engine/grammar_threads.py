@@ -19,7 +19,7 @@ MAX_HUNG_THREADS = 16
 """Threads of both kinds that one tenant may have."""
 MAX_THREADS = 64
 """Threads of both kinds that all tenants may have together."""
-_STACK_BYTES = 256 << 20
+STACK_BYTES = 256 << 20
 """Address space of a thread's stack: a chain of rules is followed by recursion."""
 _IDLE_NICENESS = 19
 _CLOSING_S = 2.0
@@ -125,7 +125,7 @@ class GrammarThreads(Generic[Job]):
                 os.close(self._bell)  # else a thread may ring it still
 
     def _start(self) -> threading.Thread:
-        before = threading.stack_size(_STACK_BYTES)
+        before = threading.stack_size(STACK_BYTES)
         try:
             thread = threading.Thread(target=self._serve, name="grammars", daemon=True)
             thread.start()

@@ -59,10 +59,10 @@ class Findings:
         (self._directory / f"{name}.txt").write_text(f"{kind}\n{text}", encoding="utf-8")
 
 
-def limit_memory() -> None:
-    """Lets this process have `HEADROOM_BYTES` more address space than it has now."""
+def limit_memory(reserved_bytes: int) -> None:
+    """Lets this process have `HEADROOM_BYTES` and what threads reserve more address space than it has now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * os.sysconf("SC_PAGE_SIZE") + HEADROOM_BYTES
+    most = pages * os.sysconf("SC_PAGE_SIZE") + HEADROOM_BYTES + reserved_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
@@ -137,16 +137,19 @@ def _with_coverage(atheris: Any, options: argparse.Namespace) -> None:
     room: Path = options.room
     words = room / "words"
     words.write_text("".join(map(_entry, target.words)), encoding="utf-8")
-    arguments = [
-        *("fuzz", f"-max_total_time={options.seconds}", f"-timeout={INPUT_S}"),
-        *(f"-max_len={MAX_INPUT_BYTES}", "-rss_limit_mb=0", f"-seed={options.seed}"),
-        *(f"-artifact_prefix={room}/findings/", "-print_final_stats=1"),
-        *([f"-dict={words}"] if target.words else []),
-        *(str(room / "inputs"), str(options.corpus / target.name)),
-    ]
     with target.open(room / "files") as feed:
         feed(b"")  # what is made once is made before memory is bounded
-        limit_memory()
+        limit_memory(target.reserved_bytes)
+        most_mb = (
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024 + HEADROOM_BYTES // 2**20
+        )
+        arguments = [
+            *("fuzz", f"-max_total_time={options.seconds}", f"-timeout={INPUT_S}"),
+            *(f"-max_len={MAX_INPUT_BYTES}", f"-rss_limit_mb={most_mb}", f"-seed={options.seed}"),
+            *(f"-artifact_prefix={room}/findings/", "-print_final_stats=1"),
+            *([f"-dict={words}"] if target.words else []),
+            *(str(room / "inputs"), str(options.corpus / target.name)),
+        ]
         fed = guarded(feed, Findings(room / "findings"), room / "last")
         if target.form is None:
             atheris.Setup(arguments, fed)
@@ -164,7 +167,7 @@ def _without_coverage(options: argparse.Namespace) -> None:
     with target.open(options.room / "files") as feed:
         feed(b"")
         if options.kernels is None:
-            limit_memory()
+            limit_memory(target.reserved_bytes)
         feed_one = guarded(feed, Findings(options.room / "findings"), options.room / "last")
         while time.monotonic() < deadline:
             data = mutate(rng.choice(inputs), MAX_INPUT_BYTES, rng.getrandbits(63))

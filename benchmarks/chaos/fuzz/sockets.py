@@ -21,6 +21,7 @@ from benchmarks.simulation.network import SimNetwork
 from pagoda.api.app import ApiServer
 from pagoda.api.service import ApiConfig, Service
 from pagoda.engine.config import EngineConfig, SimConfig
+from pagoda.engine.grammar_threads import MAX_HUNG_THREADS, STACK_BYTES
 from pagoda.engine.main import EngineProcess
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.model_text import synthetic_model_text
@@ -50,6 +51,8 @@ _ANSWER_MS = 10_000
 _PATIENCE_S = 0.02
 _FAILED = b"500"
 """The status that says that the server did not expect this."""
+_OF_GRAMMARS = (MAX_HUNG_THREADS + 1) * (STACK_BYTES + (128 << 20))
+"""Address space that threads which compile grammars of one tenant reserve: stacks, and heaps of the C library."""
 
 
 def fuzzed_config() -> EngineConfig:
@@ -249,7 +252,7 @@ def _open_exporter(room: Path) -> Iterator[Feed]:
 
 
 SOCKETS = (
-    Target("http_bodies", _open_bodies, JSON),
+    Target("http_bodies", _open_bodies, JSON, reserved_bytes=_OF_GRAMMARS),
     Target(
         "http",
         _open_http,
@@ -261,7 +264,8 @@ SOCKETS = (
             "Transfer-Encoding: chunked",
             "\r\n\r\n",
         ),
+        reserved_bytes=_OF_GRAMMARS,
     ),
-    Target("engine_frames", _open_engine, MSGPACK),
+    Target("engine_frames", _open_engine, MSGPACK, reserved_bytes=_OF_GRAMMARS),
     Target("kv_requests", _open_exporter, MSGPACK),
 )

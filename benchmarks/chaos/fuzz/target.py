@@ -33,6 +33,8 @@ class Target:
     """None for bytes without a form."""
     words: tuple[str, ...] = ()
     """Words that inputs are made of: a dictionary for the fuzzer."""
+    reserved_bytes: int = 0
+    """Address space that threads of the reader reserve for their stacks, and do not touch."""
     is_native: bool = False
     """True of a reader that computes with the native kernels; it is fuzzed on those that check every access."""
 
