@@ -65,7 +65,7 @@ def answers(backend: str, questions: Sequence[Question]) -> list[list[int]]:
         SamplingParams(temperature=0.0, max_tokens=question.max_tokens) for question in questions
     ]
     conversations = [question.messages for question in questions]
-    with LLM(backend=backend, dtype="float32", max_num_seqs=8, max_model_len=1024) as llm:
+    with LLM(backend=backend, dtype="float32", max_num_seqs=8, max_model_len=2048) as llm:
         found = llm.chat(conversations, params)
     return [list(each.outputs[0].token_ids) for each in found]
 

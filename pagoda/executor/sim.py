@@ -361,7 +361,7 @@ class SimWorker:
                 )
             if self._check_kv:
                 self._write(plan.step, slot, count)
-            scores = slot.scores(count)
+            scores = slot.scores(count, self._config.vocab_size)
             if scores is not None:
                 prompt_logprobs[slot_id] = scores
             slot.num_computed_tokens += count
@@ -540,12 +540,14 @@ class _Slot:
         self._num_scored = max(1, start.num_scored_tokens)
         self._eos_token_ids = {*start.eos_token_ids, *start.sampling.stop_token_ids}
 
-    def scores(self, count: int) -> PromptLogprobs | None:
-        """Log-probabilities of the prompt tokens behind the next `count` tokens."""
+    def scores(self, count: int, vocab_size: int) -> PromptLogprobs | None:
+        """Log-probabilities of the prompt tokens behind the next `count` tokens, and of as many likeliest ones as
+        are asked for and there are."""
         num_top, first = self.sampling.prompt_logprobs, self.num_computed_tokens + 1
         first, end = max(first, self._num_scored), min(first + count, self.num_prompt_tokens)
         if num_top is None or first >= end:
             return None
+        num_top = min(num_top, vocab_size)
         logprobs, top_ids = array("f"), array("i")
         for position in range(first, end):
             token_id = self.token_ids[position]

@@ -62,6 +62,16 @@ def test_as_many_likeliest_tokens_as_there_are() -> None:
         assert sum(map(math.exp, entry.top_logprobs)) < 1
 
 
+def test_prompts_are_scored_beside_as_many_tokens_as_there_are() -> None:
+    worker = SimWorker(SimConfig(vocab_size=10), check_kv=False)
+    for slot, num_top in enumerate((0, 4, 10**12)):
+        sampling = SamplingParams(seed=3, prompt_logprobs=num_top)
+        new = SlotStart(slot, [1, 2, 3], 3, 0, [[slot]], sampling)
+        scores = worker.execute(StepPlan(slot, [slot], [3], [new]), 1.0).prompt_logprobs[slot]
+        assert (scores.first, scores.num_top) == (1, min(num_top, 10))
+        assert len(scores.entries()) == 2
+
+
 def test_stages_work_one_behind_the_other() -> None:
     clock = VirtualClock()
     executor = SimExecutor(SimConfig(base_s=2.0), clock=clock, num_stages=2)
