@@ -161,7 +161,8 @@ class DiskTier:
             return
         keys: list[bytes] = []
         slots: list[int] = []
-        for index in range(start, len(prefix.keys)):
+        end = min(len(prefix.keys), start + self._host.room_behind(prefix, start))
+        for index in range(start, end):
             key = prefix.keys[index]
             if not self._has(key):
                 break

@@ -157,6 +157,18 @@ class HostTier:
 
     # ---- what a slower tier copies here before it is loaded
 
+    def room_behind(self, prefix: PrefixRequest, index: int) -> int:
+        """Blocks from `prefix.keys[index]` on that find a place without taking that of one right before them.
+
+        What they would put out is wanted before them, and would come back and put them out in turn."""
+        own = 0
+        while own < index and self.pool.find(prefix.keys[index - 1 - own]) is not None:
+            own += 1
+        room = max(0, self.pool.num_available - own)
+        if room < len(prefix.keys) - index:
+            self._refused.add(prefix.request_id)
+        return room
+
     def reserve(self, prefix: PrefixRequest, index: int) -> int | None:
         """Returns a slot for the block of `prefix.keys[index]`.
 

@@ -135,6 +135,19 @@ def test_a_slower_tier_may_fill_a_quarter_of_the_slots_at_a_time() -> None:
     assert host.num_free == 8
 
 
+def test_a_prefix_longer_than_the_arena_puts_none_of_its_own_blocks_out() -> None:
+    host = Host(num_slots=4)
+    host.store(8, 10)
+    assert host.tier.room_behind(PREFIX, 0) == 4, "blocks of others give way"
+    host.store(0, 3)
+    assert [host.tier.room_behind(PREFIX, index) for index in (0, 1, 3)] == [4, 3, 1]
+    host.store(3, 4)
+    assert host.tier.room_behind(PREFIX, 4) == 0
+    host.tier.reserve(PREFIX, 9)
+    host.tier.settle(PREFIX.keys[9], is_good=True)
+    assert PREFIX.request_id in host.tier.poll(), "it is told when there may be more room"
+
+
 def test_no_more_is_on_its_way_than_can_be_read_in_about_a_second() -> None:
     directories = tuple(KVDirectory(f"/{rank}", 300 * 2**20) for rank in range(2))
     tier = Host(64).tier

@@ -22,6 +22,12 @@ def test_seeds(first: int) -> None:
     assert [(verdict.seed, verdict.problem) for verdict in summary.broken] == []
 
 
+@pytest.mark.parametrize("seed", [36852])
+def test_seeds_that_broke_once(seed: int) -> None:
+    """36852: blocks that came to host memory put each other out, and came again, without end."""
+    assert live(draw(seed)).problem == ""
+
+
 def test_the_short_trial_holds() -> None:
     assert SIMULATION.run(True).holds
 
