@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.resolve import load_model_config
@@ -28,10 +28,11 @@ def check_topology(model: str, load_format: str, parallel: ParallelConfig) -> No
 def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> None:
     """Checks the same of a known shape; `model` names it in errors."""
     tp_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    channels = _channels(config, expert_parallel=parallel.expert_parallel)
     nearest = nearest_sizes(
         tp_size,
         config.num_heads,
-        lambda size: can_share(config, size, expert_parallel=parallel.expert_parallel),
+        lambda size: _fits(config, channels, size, expert_parallel=parallel.expert_parallel),
     )
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % tp_size:
@@ -44,7 +45,7 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
             f"--tensor-parallel-size {tp_size} neither divides the {kv_heads} key-value heads of {model} nor is a "
             f"multiple of them; the nearest possible size is {nearest}."
         )
-    for count, what in _channels(config, expert_parallel=parallel.expert_parallel):
+    for count, what in channels:
         if tp_size > count:
             raise ConfigError(
                 f"--tensor-parallel-size {tp_size} is more than the {count} {what} of {model}, and every "
@@ -70,6 +71,13 @@ def check_shares(model: str, config: ModelSpec, parallel: ParallelConfig) -> Non
 def can_share(config: ModelSpec, tp_size: int, *, expert_parallel: bool) -> bool:
     """Tells if `tp_size` tensor-parallel ranks can each have a part of every layer."""
     channels = _channels(config, expert_parallel=expert_parallel)
+    return _fits(config, channels, tp_size, expert_parallel=expert_parallel)
+
+
+def _fits(
+    config: ModelSpec, channels: Sequence[tuple[int, str]], tp_size: int, *, expert_parallel: bool
+) -> bool:
+    """The same, of the `_channels` of the model."""
     return (
         can_share_heads(config.num_heads, config.num_kv_heads, tp_size)
         and all(tp_size <= count for count, _ in channels)

@@ -56,11 +56,9 @@ _OF_GRAMMARS = (MAX_HUNG_THREADS + 1) * (STACK_BYTES + (128 << 20))
 
 
 def fuzzed_config() -> EngineConfig:
-    """A simulated engine without delays."""
-    sim = SimConfig(vocab_size=_VOCABULARY, base_s=0.0)
-    return EngineConfig(
-        worker=WorkerConfig(model="sim", max_model_len=256), executor="sim", sim=sim
-    )
+    """A simulated engine without delays, which ends every answer soon."""
+    sim = SimConfig(vocab_size=_VOCABULARY, base_s=0.0, max_model_len=256)
+    return EngineConfig(worker=WorkerConfig(model="sim"), executor="sim", sim=sim)
 
 
 class _Http:
