@@ -208,6 +208,9 @@ class KVTransferHooks(KVHooks):
             return LoadStart.READY
         found = self.tiers.lookup(prefix, hit.num_blocks)
         if isinstance(found, PendingLookup):
+            if self.tiers.has_waited_enough(request.request_id):
+                request.load_tried = True
+                return LoadStart.READY
             if request.state is not RequestState.AWAITING_KV:
                 if len(self._awaiting) >= self._max_awaiting:
                     return LoadStart.BLOCKED

@@ -130,6 +130,8 @@ class TieredKVConnector:
         """Transfers of these loads by key."""
         self.deadlines: dict[str, float] = {}
         """Time at which a waiting request times out, earliest first."""
+        self._waiting_since: dict[str, float] = {}
+        """Time of the first wait of a request since it was queued, also while it is in line in between."""
         self.ended: dict[str, LoadEnd] = {}
         """Ends to be drained, by request."""
         self.backlog: list[deque[CachedBlock]] = [deque() for _ in connectors]
@@ -149,6 +151,7 @@ class TieredKVConnector:
         if not self._layout.is_chain:
             others = partial(other_blocks, self._layout, prefix, start, self._is_near)
             prefix = msgspec.structs.replace(prefix, other_blocks=others)
+        self._waiting_since.pop(prefix.request_id, None)
         for connector in self.connectors:
             connector.on_queued(prefix, start)
 
@@ -157,6 +160,7 @@ class TieredKVConnector:
         return any(pool.find(key) is not None for pool in (self._pool, *self.near_pools))
 
     def on_dequeued(self, request_id: str) -> None:
+        self._waiting_since.pop(request_id, None)
         for connector in self.connectors:
             connector.on_dequeued(request_id)
 
@@ -248,8 +252,16 @@ class TieredKVConnector:
     # ---- waiting
 
     def wait(self, request_id: str, pending: PendingLookup) -> None:
-        """The request waits for `pending`, at most `LOAD_TIMEOUT_S` from its first wait on."""
+        """The request waits for `pending`, at most `LOAD_TIMEOUT_S` at a time."""
         self._wait_for(request_id, [pending.connector])
+        if request_id in self.deadlines:
+            self._waiting_since.setdefault(request_id, self._clock.now())
+
+    def has_waited_enough(self, request_id: str) -> bool:
+        """True if the first wait of a request was `LOAD_TIMEOUT_S` ago: KV that comes and goes again and again, as
+        others need its room, is not worth more."""
+        since = self._waiting_since.get(request_id)
+        return since is not None and self._clock.now() - since >= LOAD_TIMEOUT_S
 
     def _wait_for(self, request_id: str, connectors: Iterable[KVConnector]) -> None:
         if all(connector.has_own_timeout for connector in connectors):
@@ -392,6 +404,7 @@ class TieredKVConnector:
         self.loads.clear()
         self._loading.clear()
         self.deadlines.clear()
+        self._waiting_since.clear()
         self.ended.clear()
         for backlog in self.backlog:
             backlog.clear()
