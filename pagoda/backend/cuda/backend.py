@@ -41,7 +41,7 @@ from pagoda.backend.operations import OPERATIONS
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.sampling import SampledRows, ScoredRows
 from pagoda.backend.sampling_table import SamplingTable
-from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, Collectives, HostGroup
 
@@ -126,7 +126,15 @@ class GpuBackend:
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> DeviceLinear:
+        for part in parts:
+            if isinstance(part, DenseWeight):
+                self._check_format(part.values.dtype)
         return prepare(parts, bias, dtype, self._runtime.upload)
+
+    def _check_format(self, dtype: torch.dtype) -> None:
+        name = str(dtype).removeprefix("torch.")
+        if name not in self._runtime.number_formats:
+            raise UnsupportedError(f"this GPU backend has no weights of {name}.")
 
     def set_low_rank(
         self, maps: LowRankMaps, adapter: int, parts: Sequence[LowRank | None]
