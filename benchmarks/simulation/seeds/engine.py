@@ -96,8 +96,16 @@ class EngineWorld(msgspec.Struct, frozen=True):
     """Listener for the ends of workers and engines, with the name of the engine."""
 
 
+def _may_stay(other: Request, preempted: Request) -> bool:
+    """True for a request behind the preempted one that fair shares of tenants spare."""
+    if other.order_key[0] != preempted.order_key[0]:
+        return False
+    return other.tenant != preempted.tenant or not other.has_made_up
+
+
 class _Preemptions:
-    """Watches that of all running requests the last one in order is preempted."""
+    """Watches that of all running requests the last one in order is preempted, of several tenants the last one of
+    its tenant among those of the lowest priority, but for such as have not made up for their last preemption."""
 
     def __init__(self, scheduler: Scheduler, note: Callable[[str], None] | None) -> None:
         self._scheduler = scheduler
@@ -109,7 +117,9 @@ class _Preemptions:
         is_preempted = before is RequestState.RUNNING and request.state is RequestState.WAITING
         if is_preempted and not is_lost:
             behind = [it for it in self._scheduler.running if it.order_key > request.order_key]
-            require(not behind, f"{request.request_id} was preempted before others.")
+            has_tenants = self._scheduler.places.has_tenants
+            wrong = [it for it in behind if not (has_tenants and _may_stay(it, request))]
+            require(not wrong, f"{request.request_id} was preempted before others.")
 
     def sampled(self, request: Request) -> None:
         """Says nothing about preemption."""

@@ -91,6 +91,8 @@ class Life:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._is_over = asyncio.Event()
         self._num_deaths = 0
+        self._is_mended = False
+        """Transfers fail no more."""
         self._busy: set[str] = set()
         """Hosts and routers that are being replaced."""
         self.answers: list[Answer] = []
@@ -310,6 +312,8 @@ class Life:
         return delays
 
     def _transfer_fate(self, _: Transfer) -> TransferFate:
+        if self._is_mended:
+            return TransferFate(0.0, ())
         chances, rng = self._plan.chances, self._rng
         delay_s, failed = 0.0, tuple[int, ...]()
         if rng.random() < chances.transfer_late:
@@ -340,6 +344,7 @@ class Life:
 
     async def _check_everybody_serves(self) -> None:
         """All that was broken works again."""
+        self._is_mended = True
         for engine in self._all_engines():
             engine.replace_if_hung()
         await asyncio.sleep(1.0)
