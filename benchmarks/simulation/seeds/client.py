@@ -209,7 +209,7 @@ def _explains(plan: Plan, answer: Answer, num_deaths: int, outages: bool) -> boo
 
 def _check_cached(plan: Plan, answer: Answer, answers: Sequence[Answer]) -> None:
     """Cached tokens were computed by a request with the same salt and adapter."""
-    if not answer.num_cached_tokens or _may_find_its_own(plan):
+    if not answer.num_cached_tokens or _may_find_its_own(plan, answer):
         return
     own, most = answer.ask.request, 0
     for other in answers:
@@ -221,12 +221,16 @@ def _check_cached(plan: Plan, answer: Answer, answers: Sequence[Answer]) -> None
     require(answer.num_cached_tokens <= most, text)
 
 
-def _may_find_its_own(plan: Plan) -> bool:
-    """True where a request may come to an engine that has computed it before, or for it."""
+def _may_find_its_own(plan: Plan, answer: Answer) -> bool:
+    """True where a request may come to an engine that has computed it before, or for it.
+
+    One that was refused may: it gives its place in the queue to a lighter tenant as long as its frontend does not
+    know that the engine has begun it, and the client asks again.
+    """
     poisons = {WORKER_POISON, ENGINE_POISON}
     is_poisoned = any(poisons & {*it.request.prompt_token_ids} for it in plan.asks)
     has_handoff = any(host.role is not Role.NONE for host in plan.hosts)
-    return bool(plan.faults) or is_poisoned or has_handoff
+    return bool(plan.faults or answer.num_refusals) or is_poisoned or has_handoff
 
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
