@@ -194,5 +194,3 @@ LOWERED: Mapping[str, Callable[[Lowering, Node], Launch]] = {
     "all_gather_argmax": _exchange(collectives.all_gather_argmax),
 }
 """Functions that make launches of nodes, by operation; the backend lacks others."""
-EXCHANGES = frozenset({"all_reduce", "all_gather", "all_gather_argmax"})
-"""Operations of several ranks, which are not captured."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagoda.backend.base import NeededInputs, StepInput
 from pagoda.backend.cuda.adapters import AdapterTables
-from pagoda.backend.cuda.lowering import EXCHANGES, fused, launches_of
+from pagoda.backend.cuda.lowering import fused, launches_of
 from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
 from pagoda.backend.cuda.places import Layout, Places, PlacesOnDevice
 from pagoda.backend.cuda.runtime import Runtime
@@ -95,8 +95,7 @@ class Schedule:
             if value.index == node.inputs[0]
         ]
         """Inputs that are ids, and how many there are."""
-        exchanges = any(node.op in EXCHANGES for node in self.nodes)
-        self.can_be_captured = not given and bool(self.inputs.groups) and not exchanges
+        self.can_be_captured = not given and bool(self.inputs.groups)
         self._maybe_absent = [
             node
             for node in self.nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from pagoda.backend.graph import Graph, GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight
 from pagoda.backend_check.subject import batch_of_spans, random_tensor
+from pagoda.backend_check.threads import ThreadGroup, ThreadRank
 from pagoda.telemetry.tracer import Tracer
 
 HEADS, DIM, WIDTH, VOCAB = 2, 16, 32, 40
@@ -86,6 +88,8 @@ def _graph(
     last = ops.rms_norm(total, (1 + random_tensor(WIDTH, seed=4)).to(backend.device), 1e-6)
     ops.result("last", last)
     ops.result("argmax", ops.linear_argmax(last, dense(VOCAB, WIDTH, 5)))
+    if backend.group.size > 1:
+        ops.result("sum", ops.all_reduce(ops.scale(last, 1.0)))
     return ops.build()
 
 
@@ -143,6 +147,32 @@ def test_a_step_is_captured_when_its_shape_comes_again() -> None:
     model.run(batch_of_spans(SPANS[:2]), torch.tensor([1, 2]))
     model.run(batch_of_spans([*SPANS, (5, 1, [4])]), torch.tensor([1, 2, 3, 4]))
     assert device.num_captured == 1
+
+
+def test_exchanges_between_ranks_are_captured() -> None:
+    group = ThreadGroup(2)
+
+    def run(rank: int) -> tuple[int, int, list[Tensor]]:
+        device = CountingDevice()
+        backend = GpuBackend(device)
+        backend.join(ThreadRank(group, rank))
+        model = _model(backend)
+        _filled(model)
+        found = []
+        for number in range(3):  # by launches, by a capture, and by a replay
+            ids = torch.tensor([7, 8, 9]) + number + 10 * rank
+            own = model.run(batch_of_spans(SPANS), ids, "last", "sum")
+            found += [each.cpu() for each in own]
+        return device.num_captured, device.num_replayed, found
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(run, range(2)))
+    assert [rank[:2] for rank in ranks] == [(1, 2), (1, 2)]
+    (*_, first), (*_, second) = ranks
+    for last in range(0, 6, 2):
+        wanted = first[last] + second[last]
+        assert torch.equal(first[last + 1], wanted)
+        assert torch.equal(second[last + 1], wanted)
 
 
 def test_steps_of_a_prompt_are_not_captured() -> None:
