@@ -183,6 +183,8 @@ class Router:
         self.clients: dict[asyncio.Task[None], None] = {}
         """Tasks in the order in which they began: that of a set would differ from process to process."""
         self.is_up = False
+        self.looks_for_hosts = False
+        """True from the beginning of a start, which ends once a host is found."""
 
     async def start(self, hosts: Sequence[HostRecord]) -> None:
         plan = self._around.plan
@@ -200,6 +202,7 @@ class Router:
         identity = Identity(f"{self.name}-{self._num_starts}", "sim", "digest", is_router=True)
         sockets = SimSockets(self._around.hosts, self.process)
         self.registry = Registry(self.members, _Names(self._table), sockets, identity, tracer)
+        self.looks_for_hosts = True
         for host in hosts:
             self.name_host(host.address, host)
         await self.registry.first_host()
@@ -210,7 +213,7 @@ class Router:
         self._table.set(address, host)
 
     async def kill(self) -> None:
-        self.is_up = False
+        self.is_up = self.looks_for_hosts = False
         self.process.kill()
         await cancel_all(list(self.clients))
         await self.close()

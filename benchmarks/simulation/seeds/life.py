@@ -260,7 +260,7 @@ class Life:
         self._busy.add(host.name)
         address = "" if host.record is None else host.record.address
         for router in self._routers:
-            if router.is_up:
+            if router.looks_for_hosts:
                 router.name_host(address, None)
         if kills:
             self._count_death(host.name)
@@ -275,7 +275,7 @@ class Life:
         await asyncio.sleep(after_s)
         await host.start()
         for router in self._routers:
-            if router.is_up:
+            if router.looks_for_hosts:
                 router.name_host(address, host.record)
         self._busy.discard(host.name)
         self.note(f"{host.name} is back")
