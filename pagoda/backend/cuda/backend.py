@@ -25,6 +25,7 @@ from pagoda.backend.base import (
 from pagoda.backend.cuda.adapters import AdapterTables
 from pagoda.backend.cuda.kernels import attention, latents
 from pagoda.backend.cuda.kv_store import DeviceKVStore
+from pagoda.backend.cuda.lost import device_errors
 from pagoda.backend.cuda.lowering import LOWERED
 from pagoda.backend.cuda.places import Places, plan_places
 from pagoda.backend.cuda.program import CompiledGraph
@@ -172,7 +173,8 @@ class GpuBackend:
     def launch_read(self, found: Tensor) -> Underway[Tensor]:
         held = self._runtime.held(found)
         held = self._runtime.upload(found) if held is None else held
-        copied = Copied(self._runtime, self._pool, [held])
+        with device_errors(self._runtime):
+            copied = Copied(self._runtime, self._pool, [held])
         return UnderwayResult(copied, held[:, 0], lambda tensors: tensors[0])
 
     def launch_sample(

@@ -8,6 +8,7 @@ wrong numbers, every time.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -174,6 +175,11 @@ class EmulatedDevice:
             self.steps.synchronize()
             times.append(time.perf_counter_ns() - began)
         return times
+
+    def is_lost(self) -> bool:
+        with contextlib.suppress(Exception):
+            self.steps.synchronize()
+        return self.failed is not None
 
     def shown(self, result: Tensor) -> Tensor:
         shown = result.as_subclass(LateTensor)

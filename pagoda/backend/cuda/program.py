@@ -12,6 +12,7 @@ from torch import Tensor
 from pagoda.backend.base import StepInput
 from pagoda.backend.cuda.adapters import AdapterTables
 from pagoda.backend.cuda.delivery import deliver_step
+from pagoda.backend.cuda.lost import device_errors
 from pagoda.backend.cuda.lowering import FUSED
 from pagoda.backend.cuda.places import MOST_CAPTURED, Places
 from pagoda.backend.cuda.runtime import Runtime, Work
@@ -67,6 +68,11 @@ class CompiledGraph:
         return [self._operation(namer, node) for node in self._schedule(results, ()).nodes]
 
     def __call__(self, step: StepInput[Places], results: Sequence[str]) -> tuple[Tensor, ...]:
+        """Launches a step. Raises DeviceLostError: the device has failed."""
+        with device_errors(self._runtime):
+            return self._computed(step, results)
+
+    def _computed(self, step: StepInput[Places], results: Sequence[str]) -> tuple[Tensor, ...]:
         schedule = self._schedule(results, step.given(self._graph))
         rows = schedule.rows(step)
         if not (schedule.can_be_captured and rows.is_padded):
@@ -90,9 +96,10 @@ class CompiledGraph:
     ) -> tuple[tuple[Tensor, ...], Sequence[int]]:
         schedule = self._schedule(results, step.given(self._graph))
         rows = schedule.rows(step)
-        bound = schedule.bind(rows, step, self._runtime, self._own_memory)
-        self._submit(bound, rows, step, _nothing)
-        times = self._runtime.timed([partial(each, bound.values) for each in schedule.launches])
+        with device_errors(self._runtime):
+            bound = schedule.bind(rows, step, self._runtime, self._own_memory)
+            self._submit(bound, rows, step, _nothing)
+            times = self._runtime.timed([partial(each, bound.values) for each in schedule.launches])
         return self._outcome(schedule, rows, step, results, bound), times
 
     def profile(self, step: StepInput[Places], results: Sequence[str]) -> int:

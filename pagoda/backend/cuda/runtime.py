@@ -84,6 +84,9 @@ class Runtime(Protocol):
     def timed(self, works: Sequence[Work]) -> list[int]:
         """Does work on the stream of steps, and returns how many nanoseconds each took on the device."""
 
+    def is_lost(self) -> bool:
+        """Waits for the device. Returns True if it has failed: whatever it is asked for fails from then on."""
+
     def shown(self, result: Tensor) -> Tensor:
         """A result of the stream of steps as others may use it, who have not waited for it."""
 

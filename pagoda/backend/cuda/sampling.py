@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagoda.backend.cuda.kernels import sampler as kernels
 from pagoda.backend.cuda.kernels.sampling import FIXED
+from pagoda.backend.cuda.lost import device_errors
 from pagoda.backend.cuda.runtime import Runtime
 from pagoda.backend.cuda.staging import Parcel, PinnedPool
 from pagoda.backend.cuda.underway import Copied, UnderwayResult
@@ -25,8 +26,14 @@ class DeviceSampler:
     def launch(
         self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
     ) -> UnderwayResult[SampledRows]:
-        """Launches what `Backend.sample` does."""
+        """Launches what `Backend.sample` does. Raises DeviceLostError: the device has failed."""
         table.check(logits, slots)
+        with device_errors(self._runtime):
+            return self._launched(logits, table, slots)
+
+    def _launched(
+        self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
+    ) -> UnderwayResult[SampledRows]:
         runtime, here = self._runtime, self._on_device(logits)
         packed = kernels.pack_rows(table, slots)
         masks = [] if packed.masks is None else [packed.masks]
@@ -61,13 +68,14 @@ class DeviceSampler:
         )
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
-        """See `Backend.score`."""
+        """See `Backend.score`. Raises DeviceLostError: the device has failed."""
         check_logits(logits, token_ids)
         check_token_ids(token_ids, logits.shape[1])
-        here, ids = self._on_device(logits), self._runtime.upload(token_ids)
-        found = self._new_found(len(ids), min(num_top, logits.shape[1]))
-        self._runtime.steps.run(lambda: kernels.score(here, ids, found))
-        copied = Copied(self._runtime, self._pool, [found.columns])
+        with device_errors(self._runtime):
+            here, ids = self._on_device(logits), self._runtime.upload(token_ids)
+            found = self._new_found(len(ids), min(num_top, logits.shape[1]))
+            self._runtime.steps.run(lambda: kernels.score(here, ids, found))
+            copied = Copied(self._runtime, self._pool, [found.columns])
         return kernels.Found(copied.read()[0], found.most).scored()
 
     def _new_found(self, rows: int, most: int) -> kernels.Found:

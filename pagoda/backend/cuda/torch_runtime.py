@@ -130,6 +130,13 @@ class TorchRuntime:
         marks[-1].synchronize()
         return [int(1e6 * one.elapsed_time(other)) for one, other in pairwise(marks)]
 
+    def is_lost(self) -> bool:
+        try:
+            _cuda.synchronize(self.device)
+        except RuntimeError:  # the driver gives a kernel's error again and again
+            return True
+        return False
+
     def shown(self, result: Tensor) -> Tensor:
         return result
 

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from pagoda.backend.cuda.lost import device_errors
 from pagoda.backend.cuda.runtime import Runtime
 from pagoda.backend.cuda.staging import Parcel, Pinned, PinnedPool
 
@@ -27,12 +28,13 @@ class Copied:
                 target.copy_(source, non_blocking=True)
 
         runtime.steps.run(work)
-        self._done = runtime.steps.record()
+        self._runtime, self._done = runtime, runtime.steps.record()
         self._pinned.used_until(self._done)
 
     def read(self) -> list[Tensor]:
-        """The tensors in host memory, once they are there."""
-        self._done.wait()
+        """The tensors in host memory, once they are there. Raises DeviceLostError: the device has failed."""
+        with device_errors(self._runtime):
+            self._done.wait()
         return [view.clone() for view in self._views]
 
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, KVCache, LateRows, StepInput, TokenBatch
+from pagoda.backend.base import (
+    Backend,
+    DeviceLostError,
+    KVCache,
+    LateRows,
+    StepInput,
+    TokenBatch,
+)
 from pagoda.backend.cuda.backend import GpuBackend
 from pagoda.backend.cuda.emulation import EmulatedDevice
 from pagoda.backend.cuda.runtime import Work
@@ -27,11 +34,17 @@ SPANS = [(4, 1, [3]), (0, 1, [1]), (17, 1, [5, 2])]
 
 
 class CountingDevice(EmulatedDevice):
-    """A device that counts the graphs that it has captured, and their replays."""
+    """A device that counts the graphs that it has captured, and their replays, and may refuse memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_captured = self.num_replayed = 0
+        self.fails = False
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.fails:
+            raise RuntimeError("the launch was refused")
+        return super().empty(shape, dtype)
 
     def capture(self, work: Work) -> Work:
         self.num_captured += 1
@@ -264,3 +277,26 @@ def test_products_are_in_tiles_where_the_library_would_round_inputs_too_far() ->
     _filled(model)
     device.steps.synchronize()
     assert not device.products
+
+
+def _fault() -> None:
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_a_failed_device_is_no_fault_of_the_step_that_meets_it() -> None:
+    model, device = _on_device()
+    assert isinstance(model.backend, GpuBackend)
+    batch, ids = batch_of_spans(SPANS), torch.tensor([7, 8, 9])
+    (last,) = model.run(batch, ids)
+    device.fails = True
+    with pytest.raises(RuntimeError, match="^the launch was refused"):  # by a device that goes on
+        model.run(batch, ids)
+    device.fails = False
+    underway = model.backend.launch_read(model.compiled(StepInput({"last": last}), ["argmax"])[0])
+    device.steps.run(_fault)
+    with pytest.raises(DeviceLostError, match="has failed: an illegal memory access"):
+        model.compiled.traced(model.step(batch, ids), ["last"], Tracer("test"))
+    underway.read()  # what was computed before is there
+    device.fails = True
+    with pytest.raises(DeviceLostError, match="has failed: the launch"):
+        model.run(batch, ids)
