@@ -19,7 +19,7 @@ MOST_CAPTURED = 512
 """Rows of the largest step that is captured."""
 _LEAST_CONTEXT = 1024
 """Tokens of the shortest context that is captured."""
-_FEW_TILES = 32
+FEW_TILES = 32
 """Tiles of a step so small that several programs share the context of one."""
 
 
@@ -29,6 +29,11 @@ def padded_size(rows: int) -> int:
         return 1 << (rows - 1).bit_length()
     step = max(8, 1 << (rows - 1).bit_length() - 4)
     return -(-rows // step) * step
+
+
+def captured_context(longest: int) -> int:
+    """Tokens of the contexts that a captured step has room for, of which the longest has so many."""
+    return max(_LEAST_CONTEXT, 1 << (longest - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,16 @@ class Layout:
     is_padded: bool
     """Each sequence has one token, and the step is filled up."""
 
+    def captured(self, size: int) -> Layout:
+        """The layout of a captured step of `size` sequences, with contexts as long as this one's."""
+        context = captured_context(self.context)
+        blocks = -(-self.blocks * context // self.context)
+        return Layout(size, size, size, blocks, context, is_padded=True)
+
     @property
     def shares_contexts(self) -> bool:
         """Several programs share the context of a tile."""
-        return self.tiles <= _FEW_TILES
+        return self.tiles <= FEW_TILES
 
     @property
     def parcel(self) -> Parcel:
@@ -98,8 +109,7 @@ def plan_places(
     num_sequences, width = table.shape
     longest = int(batch.context_lens.max())
     if num_sequences == num_tokens and num_tokens <= MOST_CAPTURED:
-        size = padded_size(num_tokens)
-        context = max(_LEAST_CONTEXT, 1 << (longest - 1).bit_length())
+        size, context = padded_size(num_tokens), captured_context(longest)
         layout = Layout(size, size, size, -(-context // block_size), context, is_padded=True)
         tiles = torch.ones(num_tokens, 3, dtype=torch.int32)
         tiles[:, 0] = tiles[:, 1] = torch.arange(num_tokens, dtype=torch.int32)

@@ -12,9 +12,10 @@ from torch import Tensor
 from pagoda.backend.base import StepInput
 from pagoda.backend.cuda.adapters import AdapterTables
 from pagoda.backend.cuda.delivery import deliver_step
+from pagoda.backend.cuda.kernels.numbers import power_of_two
 from pagoda.backend.cuda.lost import device_errors
 from pagoda.backend.cuda.lowering import FUSED
-from pagoda.backend.cuda.places import MOST_CAPTURED, Places
+from pagoda.backend.cuda.places import FEW_TILES, MOST_CAPTURED, Places
 from pagoda.backend.cuda.runtime import Runtime, Work
 from pagoda.backend.cuda.schedule import Bound, Rows, Schedule, launch_all
 from pagoda.backend.cuda.staging import PinnedPool
@@ -26,7 +27,10 @@ from pagoda.telemetry.tracer import Tracer
 
 
 class _SharedMemory:
-    """Memory that captured steps use in turn, by key: as much as the largest so far asked for."""
+    """Memory that captured steps use in turn, by key: as much as the largest so far asked for.
+
+    Pieces are of sizes that are powers of two, so that all that graphs captured before keep is less than the last.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -36,8 +40,14 @@ class _SharedMemory:
         held = self._held.get(key)
         if held is None or len(held) < num_bytes:
             # Graphs that were captured before go on using what they had.
-            held = self._held[key] = self._runtime.empty((num_bytes,), torch.uint8)
+            size = power_of_two(num_bytes, 1)
+            held = self._held[key] = self._runtime.empty((size,), torch.uint8)
         return held[:num_bytes]
+
+    @staticmethod
+    def most_bytes(num_bytes: int) -> int:
+        """Bytes that a key of which at most `num_bytes` are asked comes to hold, with what graphs keep."""
+        return 2 * power_of_two(num_bytes, 1)
 
 
 class CompiledGraph:
@@ -103,14 +113,29 @@ class CompiledGraph:
         return self._outcome(schedule, rows, step, results, bound), times
 
     def profile(self, step: StepInput[Places], results: Sequence[str]) -> int:
-        """Bytes of a step's values and scratch memory, and of what captured steps share; computes nothing."""
+        """Bytes of a step's inputs, values and scratch memory, and what captured steps share; computes nothing."""
         schedule = self._schedule(results, step.given(self._graph))
         memory = self._runtime.memory
         before = memory.taken_bytes()
-        bound = schedule.bind(schedule.rows(step), step, self._runtime, self._own_memory)
+        rows = schedule.rows(step)
+        bound = schedule.bind(rows, step, self._runtime, self._own_memory)
         taken = memory.taken_bytes() - before
         del bound
-        return taken + schedule.plan.num_bytes(MOST_CAPTURED, MOST_CAPTURED)
+        if schedule.can_be_captured:
+            taken += self._captured_bytes(schedule, rows, step)
+        return taken
+
+    def _captured_bytes(self, schedule: Schedule, rows: Rows, step: StepInput[Places]) -> int:
+        """Bytes that captured steps share at most, of contexts as long as those of `rows`."""
+        most: dict[Hashable, int] = {}
+
+        def count(key: Hashable, num_bytes: int) -> Tensor:
+            most[key] = max(most.get(key, 0), num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+        for size in (FEW_TILES, MOST_CAPTURED):  # few share contexts, which takes memory of its own
+            schedule.bind(rows.captured(size), step, self._runtime, count)
+        return sum(map(_SharedMemory.most_bytes, most.values()))
 
     # ---- steps
 

@@ -42,6 +42,11 @@ class Rows:
         padded = any(layout.is_padded for layout in self.layouts.values())
         return padded and self.num_selected in (0, self.num_tokens)
 
+    def captured(self, size: int) -> Rows:
+        """The rows of a captured step of `size` sequences, with contexts as long as these."""
+        layouts = {index: layout.captured(size) for index, layout in self.layouts.items()}
+        return Rows(size, size, size, size, layouts)
+
     def of(self, value: Value) -> int:
         return self.selected if value.selected else self.tokens
 
@@ -127,6 +132,7 @@ class Schedule:
     ) -> Bound:
         """Memory for a step of these rows; results that are wanted have some of their own."""
         graph, lowering = self._graph, self.lowering
+        shape = StepShape(rows.tokens, rows.selected, rows.layouts, memory)
         values: Values = [None] * (lowering.valid + 1 + len(lowering.scratch))
         names, specs = [], list[Spec]()
         for name, value in self._named.items():
@@ -139,7 +145,7 @@ class Schedule:
             names.append(name)
             specs.append((shape_of(value, rows.of(value)), dtype_of(value)))
         parcel = Parcel([*specs, ((1,), torch.int64)])
-        packed = runtime.empty((parcel.num_bytes,), torch.uint8)
+        packed = memory("inputs", parcel.num_bytes)
         *inputs, values[lowering.valid] = parcel.views(packed)
         for name, view in zip(names, inputs, strict=True):
             values[self._named[name].index] = view
@@ -147,11 +153,11 @@ class Schedule:
         for group in self.inputs.groups:
             index = graph.metadata[group].index
             layout = rows.layouts[index]
-            places[group] = runtime.empty((layout.parcel.num_bytes,), torch.uint8)
+            places[group] = memory(("places", group), layout.parcel.num_bytes)
             values[index] = PlacesOnDevice.of(layout, places[group])
         for value in self.computed.values():
-            own = runtime.empty(shape_of(value, rows.of(value)), dtype_of(value))
-            values[self.plan.root(value.index)] = own
+            key, sizes = ("result", value.index), shape_of(value, rows.of(value))
+            values[self.plan.root(value.index)] = shape.tensor(key, dtype_of(value), *sizes)
         views = self.plan.views(graph, rows.tokens, rows.selected, memory)
         for index, tensor in views.items():
             values[index] = tensor
@@ -160,7 +166,6 @@ class Schedule:
         for node in self._maybe_absent:
             if values[node.inputs[0]] is None:
                 values[node.outputs[0]] = None
-        shape = StepShape(rows.tokens, rows.selected, rows.layouts, memory)
         values[lowering.valid + 1 :] = [new(shape) for new in lowering.scratch]
         return Bound(values, tuple(names), parcel, packed, places)
 

@@ -45,12 +45,6 @@ class ValuePlan:
     def root(self, value: int) -> int:
         return self.roots.get(value, value)
 
-    def num_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """Bytes of all slots for a step of so many tokens and selected rows."""
-        return sum(
-            slot.row_bytes * (num_rows if slot.selected else num_tokens) for slot in self.slots
-        )
-
     def views(
         self,
         graph: Graph,

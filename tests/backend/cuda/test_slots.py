@@ -72,4 +72,5 @@ def test_no_value_is_overwritten_while_it_is_needed(seed: int, length: int) -> N
             tensors[index].fill_(number)
             marks[index] = number
     sizes = sum(tensor.nbytes for index, tensor in tensors.items() if index in plan.places)
-    assert plan.num_bytes(ROWS, SELECTED) <= max(1, sizes)
+    slots = sum(slot.row_bytes * (SELECTED if slot.selected else ROWS) for slot in plan.slots)
+    assert slots <= max(1, sizes)
