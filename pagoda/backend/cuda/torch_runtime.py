@@ -71,6 +71,8 @@ class TorchRuntime:
     def __init__(self, number: int) -> None:
         self.device = torch.device("cuda", number)
         _cuda.set_device(self.device)
+        # Not TF32, which NVIDIA's containers ask for by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+        torch.set_float32_matmul_precision("highest")
         self.name = _cuda.get_device_name(self.device)
         self.number_formats: tuple[str, ...] = ("float32", "bfloat16", "float16")
         # What others do to results goes to torch's default stream; streams of copies do not wait for it.
