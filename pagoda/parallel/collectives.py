@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+LOOPBACK = "127.0.0.1"
+"""Address of a host whose ranks are all here."""
 _LENGTH_BYTES = 8
 
 
@@ -47,6 +49,11 @@ class ControlGroup(Ranks, Protocol):
 class HostGroup(Collectives, ControlGroup, Protocol):
     """Exchange of messages, and of tensors in host memory."""
 
+    @property
+    def host(self) -> str:
+        """Address of this rank's host at which the other ranks reach it."""
+        ...
+
 
 def check_on_host(x: Tensor) -> None:
     """Raises ValueError: the tensor is not in host memory, where a group over the host exchanges tensors."""
@@ -60,6 +67,7 @@ class Broadcasting:
     """Broadcasts of any length, by one of a length that all ranks know."""
 
     rank: int
+    host = LOOPBACK
 
     def broadcast(self, payload: bytes | None) -> bytes:
         if self.rank > 0:
@@ -79,6 +87,7 @@ class Broadcasting:
 class Alone:
     rank = 0
     size = 1
+    host = LOOPBACK
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

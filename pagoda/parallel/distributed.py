@@ -57,6 +57,7 @@ class DistributedCollectives(Broadcasting):
         """
         self.rank = rank
         self.size = size
+        self.host = host
         store_host, _, port = address.rpartition(":")
         try:
             store = _dist.TCPStore(

@@ -20,12 +20,11 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.curve import start_authenticator
 from pagoda.messages.worker import WorkerHello, WorkerPeers
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.parallel.collectives import HostGroup
+from pagoda.parallel.collectives import LOOPBACK, HostGroup
 from pagoda.parallel.config import RankPlace
 from pagoda.parallel.distributed import DistributedCollectives, GroupStore
 from pagoda.worker.stages import StageInput, StageOutput
 
-_LOOPBACK = "127.0.0.1"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
@@ -61,7 +60,7 @@ class Rendezvous:
         if parallel.tensor_parallel_size > 1 and place.tp == 0:
             self._memory = _shared_memory(parallel.tensor_parallel_size)
             if self._memory is None or config.bind_host:  # empty where all ranks are on this host
-                self._store = GroupStore(config.bind_host or _LOOPBACK)
+                self._store = GroupStore(config.bind_host or LOOPBACK)
 
     def hello(self) -> WorkerHello:
         return WorkerHello(
@@ -120,7 +119,7 @@ def join_group(rank: int, members: Sequence[WorkerHello], bind_host: str) -> Hos
     """
     first, size = members[0], len(members)
     if not first.shared_memory or len({member.host for member in members}) > 1:
-        return DistributedCollectives(first.group_address, rank, size, bind_host or _LOOPBACK)
+        return DistributedCollectives(first.group_address, rank, size, bind_host or LOOPBACK)
     try:
         group = SharedMemoryCollectives(first.shared_memory, rank, size)
     except (BackendUnavailableError, OSError) as error:

@@ -51,6 +51,7 @@ def test_a_step_waits_longer_than_a_connection_may_take() -> None:
             while time.monotonic() < until:
                 time.sleep(0.05)
         large = torch.ones(2**15)
+        assert group.host == HOST
         return [
             *group.all_reduce(torch.ones(1)).tolist(),
             *group.all_reduce(large)[:1].tolist(),

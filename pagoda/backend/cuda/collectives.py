@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import socket
 from typing import Any
 
 import torch
@@ -15,16 +13,15 @@ from pagoda.parallel.distributed import GroupStore
 
 _dist: Any = torch.distributed
 """Type checkers know too little of it."""
-_LOOPBACK = "127.0.0.1"
 
 
 class DeviceGroup:
     """The ranks of a stage. Sums are added up in the order of ranks, so their bits depend on no place or size."""
 
-    def __init__(self, rank: int, size: int, ranks: Any) -> None:
-        """`ranks` is a process group of torch's."""
+    def __init__(self, rank: int, size: int, ranks: Any, serving: GroupStore | None) -> None:
+        """`ranks` is a process group of torch's, whose watchdog asks the store that rank 0 serves now and then."""
         self.rank, self.size = rank, size
-        self._ranks = ranks
+        self._ranks, self._serving = ranks, serving
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum. Of two ranks the library's own: a sum of two has one order. Of more, a library would cut x into
@@ -45,21 +42,14 @@ class DeviceGroup:
 
 
 def open_device_group(group: HostGroup) -> DeviceGroup:
-    """Lets the ranks meet at an address of rank 0's host, which it tells the others."""
-    here = hashlib.sha256(socket.gethostname().encode()).digest()[:8]
-    hosts = group.all_gather(torch.tensor([int.from_bytes(here, "little", signed=True)]))
-    is_one_host = bool((hosts == hosts[0]).all())
-    serving, meeting = None, None
-    if group.rank == 0:
-        serving = GroupStore(
-            _LOOPBACK if is_one_host else socket.gethostbyname(socket.gethostname())
-        )
-        meeting = serving.address.encode()
-    host, _, port = group.broadcast(meeting).decode().rpartition(":")
+    """Lets the ranks meet at the address at which they reach rank 0's host."""
+    serving = GroupStore(group.host) if group.rank == 0 else None
+    meeting = group.broadcast(None if serving is None else serving.address.encode())
+    host, _, port = meeting.decode().rpartition(":")
     store = _dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     ranks = _dist.ProcessGroupNCCL(store, group.rank, group.size)
-    found = DeviceGroup(group.rank, group.size, ranks)
-    # The first exchange connects all ranks, which takes seconds; behind it, nobody needs the store any more.
+    found = DeviceGroup(group.rank, group.size, ranks, serving)
+    # The first exchange connects all ranks, which takes seconds.
     found.all_gather(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
     group.all_gather(torch.zeros(1))
