@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from pagoda.backend.ahead import Underway
@@ -58,7 +59,7 @@ class GpuBackend:
         self.device = runtime.device
         self.memory = runtime.memory
         self.group: Collectives = Alone()
-        self.arithmetic = f"cuda ({runtime.name})"
+        self.arithmetic = f"cuda ({runtime.name}, Triton {triton.__version__})"
         formats = runtime.number_formats
         self.capabilities = Capabilities(
             block_sizes=(16, 32, 64, 128),

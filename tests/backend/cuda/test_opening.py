@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from pagoda.backend.cuda.emulation import EmulatedDevice
 from pagoda.backend.cuda.opening import check_device, open_backend
@@ -27,7 +28,8 @@ def test_the_backend_is_registered() -> None:
 def test_the_interpreter_opens_the_emulated_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     backend = open_backend(ONE)
-    assert backend.arithmetic == "cuda (emulated in Triton's interpreter)"
+    named = f"cuda (emulated in Triton's interpreter, Triton {triton.__version__})"
+    assert backend.arithmetic == named
     assert backend.memory is not None
     assert backend.capabilities.weight_formats[:2] == EmulatedDevice().number_formats
 
