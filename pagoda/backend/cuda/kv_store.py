@@ -116,12 +116,12 @@ class DeviceKVStore:
     ) -> Event:
         check_extents(self, extents, into)
         pinned = self._pool.take(into.nbytes)
+        pinned_memory = pinned.memory
 
         def copy() -> None:
             for inside, outside in self._pieces(extents, pinned_memory):
                 outside.copy_(inside, non_blocking=True)
 
-        pinned_memory = pinned.memory
         done = self._submit(self._runtime.reads, copy, after, pinned)
         return _Read(done, pinned, [into])
 

@@ -92,8 +92,13 @@ def _uniform_bits(seed, position):
 
 
 @triton.jit
-def _kept(logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end):
-    """Weights of tokens [block] that are kept, 0 of others, with their orders, powers and exact weights."""
+def _kept(logits_ptr, columns, vocab, limits):
+    """Weights of tokens [block] that are kept, 0 of others, with their orders, powers and exact weights.
+
+    `limits` are the highest logit, the factor of powers, the lowest power and the lowest order that are kept, and
+    the order and the highest id of the last token of a nucleus.
+    """
+    highest, scale, lowest, kth, nucleus, nucleus_end = limits
     x = tl.load(logits_ptr + columns, columns < vocab, float("-inf"))
     power, exact = _weighed(x, highest, scale)
     order = _ordered(x)
@@ -110,13 +115,11 @@ def _distances(power, mean):
 
 @triton.jit
 def _ranked(
-    logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean,
+    logits_ptr, columns, vocab, limits, mean,
     typical: tl.constexpr,
 ):  # fmt: skip
     """Weights of kept tokens, and what orders them: their logits, or how near their powers are to a mean."""
-    weight, order, power, _exact = _kept(
-        logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-    )
+    weight, order, power, _exact = _kept(logits_ptr, columns, vocab, limits)
     if typical:
         order = _distances(power, mean)
     return weight, order
@@ -124,26 +127,20 @@ def _ranked(
 
 @triton.jit
 def _near(
-    logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, nearest, nearest_end,
+    logits_ptr, columns, vocab, limits, mean, nearest, nearest_end,
 ):  # fmt: skip
     """Weights of kept tokens whose powers are near to a mean, as far as `nearest`; 0 of others."""
-    weight, near = _ranked(
-        logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, True
-    )
+    weight, near = _ranked(logits_ptr, columns, vocab, limits, mean, True)
     return tl.where((near > nearest) | ((near == nearest) & (columns <= nearest_end)), weight, 0)
 
 
 @triton.jit
-def _kept_in_all(
-    logits_ptr, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, block: tl.constexpr
-):
+def _kept_in_all(logits_ptr, vocab, limits, block: tl.constexpr):
     """Weight of all kept tokens, and how many have one."""
-    total, positive = kth * 0, kth * 0
+    total, positive = limits[3] * 0, limits[3] * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, _order, _power, _exact = _kept(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-        )
+        weight, _order, _power, _exact = _kept(logits_ptr, columns, vocab, limits)
         total += tl.sum(weight)
         positive += tl.sum((weight > 0).to(tl.int64))
     return total, positive
@@ -151,7 +148,7 @@ def _kept_in_all(
 
 @triton.jit
 def _threshold(
-    logits_ptr, vocab, goal, highest, scale, lowest, kth, nucleus, nucleus_end, mean,
+    logits_ptr, vocab, goal, limits, mean,
     counts: tl.constexpr, typical: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """The highest order at or above which tokens have a weight of `goal`, or are so many."""
@@ -166,9 +163,7 @@ def _threshold(
         one, two, three = goal * 0, goal * 0, goal * 0
         for start in range(0, vocab, block):
             columns = start + tl.arange(0, block)
-            weight, order = _ranked(
-                logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, typical,
-            )  # fmt: skip
+            weight, order = _ranked(logits_ptr, columns, vocab, limits, mean, typical)
             if counts:
                 weight = (columns < vocab).to(tl.int64)
             one += tl.sum(tl.where(order >= first, weight, 0))
@@ -183,23 +178,19 @@ def _threshold(
 
 @triton.jit
 def _last_kept(
-    logits_ptr, vocab, goal, found, highest, scale, lowest, kth, nucleus, nucleus_end, mean,
+    logits_ptr, vocab, goal, found, limits, mean,
     typical: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """The highest id among tokens of the order `found` in front of which weights do not add up to `goal`."""
     above = goal * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order = _ranked(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, typical,
-        )  # fmt: skip
+        weight, order = _ranked(logits_ptr, columns, vocab, limits, mean, typical)
         above += tl.sum(tl.where(order > found, weight, 0))
     last = -1
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, order = _ranked(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, mean, typical,
-        )  # fmt: skip
+        weight, order = _ranked(logits_ptr, columns, vocab, limits, mean, typical)
         equal = tl.where(order == found, weight, 0)
         before = above + tl.cumsum(equal, 0) - equal
         last = tl.maximum(last, tl.max(tl.where((order == found) & (before < goal), columns, -1)))
@@ -208,16 +199,12 @@ def _last_kept(
 
 
 @triton.jit
-def _mean_power(
-    logits_ptr, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, block: tl.constexpr
-):
+def _mean_power(logits_ptr, vocab, limits, block: tl.constexpr):
     """Mean power of the kept tokens, and their weight."""
-    total, products = kth * 0, kth * 0
+    total, products = limits[3] * 0, limits[3] * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight, _order, power, exact = _kept(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end
-        )
+        weight, _order, power, exact = _kept(logits_ptr, columns, vocab, limits)
         product = -_whole(-(exact * tl.maximum(power, -60.0)))
         products += tl.sum(tl.where(weight > 0, product, 0))
         total += tl.sum(weight)
@@ -231,58 +218,35 @@ def _drawn(
     """The token that is drawn of logits whose highest is finite."""
     kth, nucleus, nucleus_end = top_k * 0, top_k * 0 - 1, -1
     mean = highest * 0.0
-    total, positive = _kept_in_all(
-        logits_ptr, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, block
-    )
+    limits = (highest, scale, lowest, kth, nucleus, nucleus_end)
+    total, positive = _kept_in_all(logits_ptr, vocab, limits, block)
     if (top_k > 0) & (top_k < positive):
-        kth = _threshold(
-            logits_ptr, vocab, top_k, highest, scale, lowest, kth, nucleus, nucleus_end, mean, True, False,
-            block,
-        )  # fmt: skip
-        total, _positive = _kept_in_all(
-            logits_ptr, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, block
-        )
+        kth = _threshold(logits_ptr, vocab, top_k, limits, mean, True, False, block)
+        of_first = (highest, scale, lowest, kth, nucleus, nucleus_end)
+        total, _positive = _kept_in_all(logits_ptr, vocab, of_first, block)
+    limits = (highest, scale, lowest, kth, nucleus, nucleus_end)
     if top_p < 9007199254740992:
         goal = _goal(total, top_p)
-        found = _threshold(
-            logits_ptr, vocab, goal, highest, scale, lowest, kth, nucleus, nucleus_end, mean, False, False,
-            block,
-        )  # fmt: skip
-        nucleus_end = _last_kept(
-            logits_ptr, vocab, goal, found, highest, scale, lowest, kth, nucleus, nucleus_end, mean, False,
-            block,
-        )  # fmt: skip
+        found = _threshold(logits_ptr, vocab, goal, limits, mean, False, False, block)
+        nucleus_end = _last_kept(logits_ptr, vocab, goal, found, limits, mean, False, block)
         nucleus = found
+    limits = (highest, scale, lowest, kth, nucleus, nucleus_end)
     nearest, nearest_end = top_k * 0 - 1, -1
     if typical_p < 9007199254740992:
-        mean, total = _mean_power(
-            logits_ptr, vocab, highest, scale, lowest, kth, nucleus, nucleus_end, block
-        )
+        mean, total = _mean_power(logits_ptr, vocab, limits, block)
         goal = _goal(total, typical_p)
-        nearest = _threshold(
-            logits_ptr, vocab, goal, highest, scale, lowest, kth, nucleus, nucleus_end, mean, False, True,
-            block,
-        )  # fmt: skip
-        nearest_end = _last_kept(
-            logits_ptr, vocab, goal, nearest, highest, scale, lowest, kth, nucleus, nucleus_end, mean, True,
-            block,
-        )  # fmt: skip
+        nearest = _threshold(logits_ptr, vocab, goal, limits, mean, False, True, block)
+        nearest_end = _last_kept(logits_ptr, vocab, goal, nearest, limits, mean, True, block)
     total = top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight = _near(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end,
-            mean, nearest, nearest_end,
-        )  # fmt: skip
+        weight = _near(logits_ptr, columns, vocab, limits, mean, nearest, nearest_end)
         total += tl.sum(weight)
     target, _rest = _part_of(total, _uniform_bits(seed, position))
     token, below = vocab, top_k * 0
     for start in range(0, vocab, block):
         columns = start + tl.arange(0, block)
-        weight = _near(
-            logits_ptr, columns, vocab, highest, scale, lowest, kth, nucleus, nucleus_end,
-            mean, nearest, nearest_end,
-        )  # fmt: skip
+        weight = _near(logits_ptr, columns, vocab, limits, mean, nearest, nearest_end)
         passed = below + tl.cumsum(weight, 0) > target
         token = tl.minimum(token, tl.min(tl.where(passed, columns, vocab)))
         below += tl.sum(weight)
