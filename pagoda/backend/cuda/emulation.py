@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,12 @@ def _dot(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
     return TensorHandle(product.astype(total.data.dtype), total.dtype.scalar)
 
 
+def _in_mode(work: Work, inference: bool) -> None:
+    """Does work as whoever gave it would have done it."""
+    with torch.inference_mode(inference):
+        work()
+
+
 class EmulatedEvent:
     def __init__(self, stream: EmulatedStream, place: int) -> None:
         self._stream, self._place = stream, place
@@ -76,7 +83,7 @@ class EmulatedStream:
         self.num_done = 0
 
     def run(self, work: Work) -> None:
-        self._submit(work)
+        self._submit(partial(_in_mode, work, torch.is_inference_mode_enabled()))
 
     def wait(self, event: Event) -> None:
         self._submit(event)
@@ -91,7 +98,7 @@ class EmulatedStream:
 
     def advance(self, place: int) -> None:
         """Does all up to a place. Raises RuntimeError: some work has failed, and the device with it."""
-        with self._device.lock, torch.inference_mode():
+        with self._device.lock:
             while self.num_done < place:
                 self._device.check()
                 entry = self._left.popleft()

@@ -50,7 +50,10 @@ class PinnedPool:
                     del self._free[place]
                     return Pinned(self, whole, num_bytes, DONE)
         size = 1 << max(10, (num_bytes - 1).bit_length())
-        return Pinned(self, self._runtime.pinned(size), num_bytes, DONE)
+        # Steps are computed in torch's inference mode; what is made there cannot be written to elsewhere.
+        with torch.inference_mode(mode=False):
+            whole = self._runtime.pinned(size)
+        return Pinned(self, whole, num_bytes, DONE)
 
     def give_back(self, whole: Tensor, until: Event) -> None:
         with self._lock:

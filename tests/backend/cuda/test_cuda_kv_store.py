@@ -86,3 +86,15 @@ def test_calls_are_as_large_as_the_bus_likes() -> None:
     _, _, store = _store()
     assert store.batch_blocks * store.block_bytes <= 2**24
     assert store.batch_blocks > 1
+
+
+def test_kv_is_copied_through_memory_that_steps_have_used() -> None:
+    device, pool = EmulatedDevice(), PinnedPool(EmulatedDevice())
+    cache = KVCache(*(device.empty((BLOCKS, 2, 4, 8), torch.float16) for _ in range(2)))
+    store = DeviceKVStore(device, pool, [cache])
+    with torch.inference_mode():
+        pool.take(store.block_bytes)  # and given back at once
+    (into,) = _buffers(store, 1)
+    store.read([2], [into]).wait()
+    store.read_extents([Extent(0, 0, 64)], into[:64]).wait()
+    assert set(into) == {0xFF}
