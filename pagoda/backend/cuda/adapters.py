@@ -22,7 +22,9 @@ class AdapterTable:
 
     def __init__(self, maps: LowRankMaps, device: torch.device) -> None:
         shape = (self.MAX_ADAPTERS, len(maps.outputs), COLUMNS)
-        self.entries = torch.zeros(shape, dtype=torch.int64, device=device)
+        # A step may make the table, in torch's inference mode, and an adapter be set outside it.
+        with torch.inference_mode(mode=False):
+            self.entries = torch.zeros(shape, dtype=torch.int64, device=device)
         """[adapters, parts, `COLUMNS`] int64; see `kernels.low_rank`."""
 
     def set(self, adapter: int, parts: Sequence[LowRankPart | None]) -> None:
