@@ -197,6 +197,8 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return f"takes {self.limits.max_batch} sequences, no multiple of {self.limits.window}"
         if self.sizes["REAL_V"] > self.sizes["V"]:
             return "has more tokens than rows of its vocabulary"
+        if not self.topologies:
+            return "has no topologies, so it runs on no number of chips"
         sizes = self.environment(batch=1, tokens=1, pages=1)
         for name, needed in _NEEDED.items():
             program = self.programs.get(name)

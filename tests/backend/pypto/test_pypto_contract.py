@@ -64,6 +64,10 @@ def _of_three_chips(data: dict[str, Any]) -> None:
     data["contracts"][0]["topologies"][0]["chips"] = 3
 
 
+def _without_topologies(data: dict[str, Any]) -> None:
+    data["contracts"][0]["topologies"] = []
+
+
 def _of_version_2(data: dict[str, Any]) -> None:
     data["schema_version"] = 2
 
@@ -97,6 +101,7 @@ def _without_contracts(data: dict[str, Any]) -> None:
         (_of_a_size, "has decode.wq with the unknown size N"),
         (_of_three_chips, "of which 3 chips have no equal parts"),
         (_without_decode, "has no program decode"),
+        (_without_topologies, "has no topologies, so it runs on no number of chips"),
         (_without_contracts, "pagoda-pypto-device 1.0 has no contracts"),
     ],
 )
