@@ -32,6 +32,8 @@ ROWS = 64
 """Queries of a tile, of some tokens and of the heads that share a key."""
 _LARGEST_TILE = 16384
 """Bytes of a tile of keys: two tiles of keys and two of values fit into the 64 KiB that AMD's GPUs have."""
+_WIDEST_ROW = 512
+"""Bytes of a key above which tiles are not loaded ahead: GPUs as Ada's have 99 KiB of shared memory."""
 _LOG2_E = 1.4426950408889634
 _LOG2E = tl.constexpr(_LOG2_E)
 
@@ -80,6 +82,11 @@ def tokens_per_tile(queries_per_key: int) -> int:
 def keys_per_tile(width: int, itemsize: int) -> int:
     """Cached tokens of a tile, of keys of so many elements; a power of two that divides `SPLIT`."""
     return max(16, min(64, _LARGEST_TILE // (width * itemsize)))
+
+
+def stages_of(width: int, itemsize: int) -> int:
+    """Tiles of keys of so many elements that are loaded ahead, with queries beside them in shared memory."""
+    return 2 if width * itemsize <= _WIDEST_ROW else 1
 
 
 def plan_tiles(query_lens: Tensor, per_tile: int) -> Tensor:
@@ -320,7 +327,8 @@ def attention(
         capped=softcap is not None, causal=causal, quantized=key_scales is not None,
         has_sinks=sinks is not None, partial=partials is not None, products=triton_dtype(products),
         width=width, rows=ROWS, keys=keys_per_tile(width, max(keys.itemsize, products.itemsize)),
-        split=SPLIT, num_warps=4 if dim <= 128 else 8, num_stages=2, **UNFUSED,
+        split=SPLIT, num_warps=4 if dim <= 128 else 8,
+        num_stages=stages_of(width, max(keys.itemsize, products.itemsize)), **UNFUSED,
     )  # fmt: skip
     if partials is not None:
         merge_partials(

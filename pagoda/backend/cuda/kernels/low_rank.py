@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backend.cuda.kernels.linear import OUTPUTS, ROWS, numbers_of, product
+from pagoda.backend.cuda.kernels.linear import INPUTS, OUTPUTS, ROWS, numbers_of, product
 from pagoda.backend.cuda.kernels.numbers import blocks, power_of_two, triton_dtype
 
 DOWN, UP, RANK, SCALE, COLUMNS = range(5)
@@ -56,10 +56,10 @@ def _narrow(
 def _widen(
     out_ptr, adapters_ptr, table_ptr, narrow_ptr, num_rows, slots, parts, part, first, num_outputs, out_width,
     dtype: tl.constexpr, products: tl.constexpr, precision: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, width: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
-    outputs, narrow = tl.program_id(0) * columns + tl.arange(0, columns), tl.arange(0, width)
+    outputs = tl.program_id(0) * columns + tl.arange(0, columns)
     own = tl.load(adapters_ptr + row, row < num_rows, -1)
     for slot in range(0, slots):
         match = own == slot
@@ -68,16 +68,21 @@ def _widen(
         if (rank > 0) & (tl.sum(match.to(tl.int32)) > 0):
             up_ptr = tl.load(entry + 1).to(tl.pointer_type(dtype))
             held = outputs < num_outputs
-            x = tl.load(
-                narrow_ptr + (row * parts + part)[:, None] * width + narrow[None, :],
-                match[:, None],
-                0.0,
-            )
-            weight = tl.load(
-                up_ptr + outputs.to(tl.int64)[None, :] * rank + narrow[:, None],
-                held[None, :] & (narrow < rank)[:, None], 0.0,
-            )  # fmt: skip
-            added = tl.dot(x.to(products), weight.to(products), input_precision=precision)
+            added = tl.zeros([rows, columns], tl.float32)
+            for start in range(0, rank, step):
+                narrow = start + tl.arange(0, step)
+                x = tl.load(
+                    narrow_ptr + (row * parts + part)[:, None] * width + narrow[None, :],
+                    match[:, None],
+                    0.0,
+                )
+                weight = tl.load(
+                    up_ptr + outputs.to(tl.int64)[None, :] * rank + narrow[:, None],
+                    held[None, :] & (narrow < rank)[:, None], 0.0,
+                )  # fmt: skip
+                added = tl.dot(
+                    x.to(products), weight.to(products), added, input_precision=precision
+                )
             places = out_ptr + row[:, None] * out_width + first + outputs[None, :]
             there = match[:, None] & held[None, :]
             tl.store(places, tl.load(places, there, 0.0) + added, there)
@@ -113,7 +118,7 @@ def add_low_rank(
     _narrow[(tiles, parts)](
         x, adapters, table, narrow, len(x), slots, parts, inputs=x.shape[1], **kinds
     )
-    del kinds["step"]
+    kinds["step"] = min(width, INPUTS // 2)
     first = 0
     for part, count in enumerate(outputs):
         _widen[(blocks(count, OUTPUTS), tiles)](

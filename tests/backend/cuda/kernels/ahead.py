@@ -45,9 +45,13 @@ from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.weight_formats import BlockFormat
 
-TARGETS = {"H100": GPUTarget("cuda", 90, 32), "MI300": GPUTarget("hip", "gfx942", 64)}
+TARGETS = {
+    "H100": GPUTarget("cuda", 90, 32),
+    "L4": GPUTarget("cuda", 89, 32),
+    "MI300": GPUTarget("hip", "gfx942", 64),
+}
 """GPUs by name."""
-SHARED_MEMORY = {"H100": 227 * 1024, "MI300": 64 * 1024}
+SHARED_MEMORY = {"H100": 227 * 1024, "L4": 99 * 1024, "MI300": 64 * 1024}
 """Bytes that a program may have."""
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
@@ -56,7 +60,7 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 class Compiler:
     """Compiles each kernel that is launched, once for each kind of arguments."""
 
-    targets: dict[str, GPUTarget] = field(default_factory=lambda: dict(TARGETS))
+    targets: dict[str, GPUTarget]
     compiled: dict[str, Any] = field(default_factory=dict)
     """Results of triton, by kernel, arguments and target."""
     whole: bool = True
@@ -280,9 +284,12 @@ def _sampler() -> None:
 
 
 def _low_rank() -> None:
-    table, narrow = torch.zeros((2, 1, 4), dtype=torch.int64), torch.empty(5, 1, 16)
-    adapters, kinds = torch.zeros(5, dtype=torch.int64), {"outputs": (32,), "dtype": torch.bfloat16}
-    low_rank.add_low_rank(torch.empty(5, 32), torch.empty(5, 256), adapters, table, narrow, **kinds)
+    table, adapters = torch.zeros((2, 1, 4), dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        for width in (16, 256):
+            kinds = {"outputs": (32,), "dtype": dtype}
+            x, out, narrow = torch.empty(5, 256), torch.empty(5, 32), torch.empty(5, 1, width)
+            low_rank.add_low_rank(out, x, adapters, table, narrow, **kinds)
 
 
 def _blocks() -> None:
@@ -338,18 +345,21 @@ def _quantized_experts(
 def main(names: list[str]) -> None:
     """Compiles launches of these names, or all, and prints a line for each kernel and target.
 
-    With `translate` as the first name, those of one size are translated only, before others are compiled.
+    With `translate` as the first name, those of one size are translated only, before others are compiled, and both
+    for one GPU of each vendor.
     """
+    targets = TARGETS
     known = launches()
     chosen = names or [*known]
     if names[:1] == ["translate"]:
-        with ahead(Compiler(whole=False)) as compiler:
+        targets = {name: TARGETS[name] for name in ("H100", "MI300")}
+        with ahead(Compiler(targets, whole=False)) as compiler:
             for launch in launches(all_sizes=False).values():
                 launch()
-        print(f"{len(compiler.compiled)} kernels for {', '.join(TARGETS)}")
+        print(f"{len(compiler.compiled)} kernels for {', '.join(targets)}")
         chosen = names[1:]
     for name in chosen:
-        with ahead(Compiler()) as compiler:
+        with ahead(Compiler(targets)) as compiler:
             known[name]()
         for key, made in compiler.compiled.items():
             kernel, target = key.split()[0], key.split()[-1]

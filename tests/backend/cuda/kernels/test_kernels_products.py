@@ -104,7 +104,7 @@ def test_adapters() -> None:
     numbers = torch.tensor([0, -1, 2, 2, 0, 1, 3, 9, 0])
     maps = LowRankMaps(40, (30, 20), torch.float32)
     table, kept = torch.zeros((4, 2, low_rank.COLUMNS), dtype=torch.int64), []
-    for adapter, rank in ((0, 3), (2, 17)):
+    for adapter, rank in ((0, 3), (2, 70)):
         parts = [
             LowRank(random_tensor(rank, 40), random_tensor(outputs, rank), 0.5 + adapter)
             if (adapter, outputs) != (2, 20)
@@ -118,7 +118,7 @@ def test_adapters() -> None:
                 (bits,) = struct.unpack("i", struct.pack("f", part.scale))
                 row = [part.down.data_ptr(), part.up.data_ptr(), rank, bits]
                 table[adapter, place] = torch.tensor(row)
-    narrow = torch.full((9, 2, low_rank.narrow_width(17)), torch.nan)
+    narrow = torch.full((9, 2, low_rank.narrow_width(70)), torch.nan)
     kinds = {"outputs": (30, 20), "dtype": torch.float32}
     out = before.clone()
     low_rank.add_low_rank(out, x, numbers, table, narrow, **kinds)
