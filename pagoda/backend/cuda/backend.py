@@ -24,7 +24,7 @@ from pagoda.backend.base import (
     new_tensor,
 )
 from pagoda.backend.cuda.adapters import AdapterTables
-from pagoda.backend.cuda.kernels import attention, latents
+from pagoda.backend.cuda.kernels import attention, latents, states
 from pagoda.backend.cuda.kv_store import DeviceKVStore
 from pagoda.backend.cuda.lost import device_errors
 from pagoda.backend.cuda.lowering import LOWERED
@@ -62,7 +62,8 @@ class GpuBackend:
         self.arithmetic = f"cuda ({runtime.name}, Triton {triton.__version__})"
         formats = runtime.number_formats
         self.capabilities = Capabilities(
-            block_sizes=(16, 32, 64, 128),
+            # States of some models are as large as K and V of a thousand tokens.
+            block_sizes=(16, 32, 64, *range(128, 4097, 128)),
             max_batch_tokens=65536,
             max_batch_seqs=4096,
             max_model_len=2**20,
@@ -71,6 +72,7 @@ class GpuBackend:
             weight_formats=(*formats, "int8", "int4"),
             kv_cache_dtypes=(*formats, "int8"),
             lacks_operations=tuple(name for name in OPERATIONS if name not in LOWERED),
+            max_conv_width=states.MAX_CONV_WIDTH,
         )
 
     def join(self, group: HostGroup) -> None:
@@ -151,8 +153,8 @@ class GpuBackend:
     def attention_metadata(
         self, batch: TokenBatch, num_heads: int, cache: LayerMemory, group: int = 0
     ) -> Places:
-        if isinstance(cache, StateCache):
-            raise UnsupportedError("the GPU backend has no layers with a state.")
+        if isinstance(cache, StateCache):  # one program goes through all tokens of a sequence
+            return plan_places(batch, group, cache.block_size, len(batch.positions), self._pool)
         if isinstance(cache, LatentCache):
             block_size, per_tile = cache.latents.shape[2], latents.tokens_per_tile(num_heads)
         else:

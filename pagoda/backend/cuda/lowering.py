@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
-from pagoda.backend.cuda import linear_nodes, sparse_nodes
+from pagoda.backend.cuda import linear_nodes, sparse_nodes, state_nodes
 from pagoda.backend.cuda.kernels import kv, rows
 from pagoda.backend.cuda.kernels.attention import attention
 from pagoda.backend.cuda.nodes import Launch, Lowering, Values, partials_of
@@ -168,6 +168,7 @@ def _exchange(function: Callable[..., Tensor], *names: str) -> Callable[[Lowerin
 LOWERED: Mapping[str, Callable[[Lowering, Node], Launch]] = {
     **linear_nodes.LOWERED,
     **sparse_nodes.LOWERED,
+    **state_nodes.LOWERED,
     "select_rows": _select_rows,
     "add": _rows(rows.add),
     "rms_norm": _rows(rows.rms_norm, "eps"),

@@ -38,6 +38,14 @@ def silu(x):
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + e^x) of float32, by a series where e^x would be lost beside 1."""
+    grown = tl.exp(x)
+    low = grown * (1.0 - grown * (0.5 - grown * (1.0 / 3.0 - grown * (0.25 - grown * 0.2))))
+    return tl.where(x > 20.0, x, tl.where(grown < 0.06, low, tl.log(1.0 + grown)))
+
+
+@triton.jit
 def hyperbolic_tangent(x):
     """tanh(x) of float32, by a series near 0, where the quotient would cancel."""
     decay = tl.exp(-2.0 * tl.abs(x))

@@ -36,6 +36,7 @@ from pagoda.backend.cuda.kernels import (
     quantized_experts,
     rows,
     sampler,
+    states,
 )
 from pagoda.backend.cuda.weights import prepare
 from pagoda.backend.weights import BLOCK_INPUT_GROUP
@@ -126,6 +127,7 @@ def launches(*, all_sizes: bool = True) -> dict[str, Callable[[], None]]:
         "low_rank": _low_rank,
         "blocks": _blocks,
         "experts": _experts,
+        "states": _states,
         "latents": lambda: _latents(torch.bfloat16, torch.bfloat16),
         "latents int8": lambda: _latents(torch.int8, torch.bfloat16),
     }
@@ -297,6 +299,20 @@ def _blocks() -> None:
     memory = torch.empty((2, 2048), dtype=torch.uint8)
     blocks.gather_blocks(cache, ids, memory, offset=0)
     blocks.scatter_blocks(cache, ids, memory, offset=1)
+
+
+def _states() -> None:
+    """Convolutions of LFM2 and Qwen3-Next, of prompts and of single tokens, and the latter's delta rule."""
+    halves, steps = (torch.empty(4, 2**19), torch.empty(4, 2**19)), _steps()
+    for rows_of_step in (5, 3):
+        conv, qkv = torch.empty(rows_of_step, 2048), torch.empty(rows_of_step, 8192)
+        gated, width = {"block_size": 16, "gated": True}, torch.empty(4, 8192)
+        states.short_conv(qkv[:, :6144].contiguous(), width[:3, :2048], halves, steps, conv, **gated)
+        of_delta = {"block_size": 1152, "activated": True, "bias": width[0]}
+        states.short_conv(qkv, width, halves, steps, qkv, **of_delta)
+    gates, heads, sizes = torch.empty(5, 64), torch.empty(32), {"key_heads": 16, "key_dim": 128}
+    out = torch.empty(5, 32 * 128)
+    states.gated_delta(qkv, gates, heads, heads, halves, steps, out, block_size=1152, **sizes)
 
 
 def _experts() -> None:
