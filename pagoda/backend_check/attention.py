@@ -282,12 +282,14 @@ def _caches(subject: Subject) -> str:
     subject.needs("rotate_and_cache", "attention", "rotary_table")
     capabilities = subject.backend.capabilities
     sizes = capabilities.block_sizes
+    by_bits = {size.bit_length(): size for size in sorted(sizes)}
+    several = sorted({sizes[0], *by_bits.values()})
     for kv_dtype in capabilities.kv_cache_dtypes:
-        some = {sizes[0], min(sizes), max(sizes)}
-        for block_size in sizes if kv_dtype == capabilities.kv_cache_dtypes[0] else sorted(some):
+        some = sorted({sizes[0], min(sizes), max(sizes)})
+        for block_size in several if kv_dtype == capabilities.kv_cache_dtypes[0] else some:
             kind = Kind(kv_dtype=kv_dtype, block_size=block_size)
             _check_kind(subject, kind, f"{kv_dtype} in blocks of {block_size}")
-    listed = ", ".join(map(str, sizes))
+    listed = ", ".join(map(str, several))
     return f"{', '.join(capabilities.kv_cache_dtypes)} in blocks of {listed}"
 
 

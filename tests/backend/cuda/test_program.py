@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import CountingDevice
 from torch import Tensor
 
 from pagoda.backend.base import (
@@ -20,7 +21,7 @@ from pagoda.backend.base import (
     TokenBatch,
 )
 from pagoda.backend.cuda.backend import GpuBackend
-from pagoda.backend.cuda.emulation import EmulatedDevice, EmulatedStream
+from pagoda.backend.cuda.emulation import EmulatedStream
 from pagoda.backend.cuda.places import MOST_CAPTURED, padded_size
 from pagoda.backend.cuda.runtime import Work
 from pagoda.backend.graph import Graph, GraphBuilder
@@ -32,29 +33,6 @@ from pagoda.telemetry.tracer import Tracer
 
 HEADS, DIM, WIDTH, VOCAB = 2, 16, 32, 40
 SPANS = [(4, 1, [3]), (0, 1, [1]), (17, 1, [5, 2])]
-
-
-class CountingDevice(EmulatedDevice):
-    """A device that counts the graphs that it has captured, and their replays, and may refuse memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_captured = self.num_replayed = 0
-        self.fails = False
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.fails:
-            raise RuntimeError("the launch was refused")
-        return super().empty(shape, dtype)
-
-    def capture(self, work: Work) -> Work:
-        self.num_captured += 1
-
-        def replay() -> None:
-            self.num_replayed += 1
-            work()
-
-        return replay
 
 
 class IdleStream(EmulatedStream):

@@ -57,6 +57,14 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
     latent_attention(latent_queries, rotary_queries, cache, steps, out, *, rank, scale, scales=None,
                      products=torch.bfloat16, partials=None, split_programs=16)
 
+`states`: halves [num_blocks, floats] float32 of states in blocks; tiles of `steps` are whole sequences:
+
+    short_conv(x, weight[width, channels], halves, steps, out[n, channels], *, block_size, bias=None, gated=False,
+               activated=False)
+        x [n, channels], or [n, 3 channels] where it is gated; width is at most `MAX_CONV_WIDTH`
+    gated_delta(qkv, gates[n, 2 heads], decay[heads], dt_bias[heads], halves, steps, out[n, heads value_dim], *,
+                block_size, key_heads, key_dim)
+
 `linear`: weights [out, in]:
 
     linear(x, weight, out, *, bias=None)     weight of float32, float16 or bfloat16; bfloat16 rounds x

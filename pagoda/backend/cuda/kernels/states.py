@@ -1,9 +1,9 @@
 """Layers that keep one state of all tokens so far: short convolutions, and the gated delta rule.
 
-A state lies in the block of the last token behind which it is kept: behind each token that fills a block, and behind
-the last one of a step. The first half of its units lies where the block's keys would be, the others where its
-values would, each half of as many floats from block to block. Sums are of a token's own terms, or carried on token
-by token, so that bits do not depend on how a sequence is cut or on what else is in the step.
+A block holds the state behind its last computed token: the first half of the units lies where the block's keys
+would be, the others where its values would. States are written behind each token that fills a block, and behind
+the last one of a step. Sums are of a token's own terms, or carried on token by token, so that bits do not depend
+on how a sequence is cut or on what else is in the step.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -26,7 +26,8 @@ from pagoda.backend.cuda.kernels.numbers import (
 )
 
 MAX_CONV_WIDTH = 16
-"""Tokens under a convolution, at most: states of all but the first block of a step are of its own tokens alone."""
+"""Tokens under a convolution, at most: no more than a block has, so that of the states which a step writes, only
+the first has inputs of earlier steps."""
 _TOKENS = 16
 """Tokens of a convolution that a program has at once."""
 _CHANNELS = 128
@@ -62,9 +63,7 @@ def _inputs(
     if gated:
         x = x * tl.load(x_ptr + at + 2 * units, of_step, 0.0)
     of_state = there & (place < 0) & (begin + place >= 0)
-    return tl.where(
-        of_step, x, tl.load(state_ptr + unit * kept + (kept + place), of_state, 0.0)
-    )
+    return tl.where(of_step, x, tl.load(state_ptr + unit * kept + (kept + place), of_state, 0.0))
 
 
 @triton.jit
@@ -141,12 +140,12 @@ def short_conv(
     gated: bool = False,
     activated: bool = False,
 ) -> None:
-    """Causal convolution of each channel of x [n, channels], or [n, 3 channels] where it is gated: `out` [n, channels].
+    """Causal convolution of each channel of x [n, channels], or gated of x [n, 3 channels]: `out` [n, channels].
 
     The weight is [width, channels] float32, of at most `MAX_CONV_WIDTH` tokens, and the bias [channels]; with
-    `activated` the SiLU is taken. `halves` [num_blocks, floats] float32 begin with the states of each half of the
-    channels. Tiles of `steps` are whole sequences. Every token is computed by itself; states are written by a second
-    launch where a sequence has several tokens. See `state_layers.short_conv`.
+    `activated` the SiLU is taken. `halves` [num_blocks, floats] float32, of one stride, begin with the states of
+    each half of the channels; blocks have at least 16 tokens. Tiles of `steps` are whole sequences. Every token is
+    computed by itself; where a sequence has several, a second launch writes states. See `state_layers.short_conv`.
     """
     if not len(x) or not len(steps.tiles):
         return
@@ -247,9 +246,9 @@ def gated_delta(
     """Gated delta rule, token by token, of rows of queries, keys and values: `out` [n, heads value_dim].
 
     Gates are [n, 2 heads]: b of all heads, then a; `decay` and `dt_bias` [heads]. `halves` [num_blocks, floats]
-    float32 begin with the states [key_dim, value_dim] of each half of the heads. Tiles of `steps` are whole
-    sequences: a program carries some columns of a head's state through all tokens of one, which takes time in
-    proportion to their number. See `state_layers.gated_delta`.
+    float32, of one stride, begin with the states [key_dim, value_dim] of each half of the heads. Tiles of `steps`
+    are whole sequences: a program carries some columns of a head's state through all tokens of one, in time that
+    is proportional to their number (Yang et al. 2024, arXiv 2412.06464). See `state_layers.gated_delta`.
     """
     if not len(qkv) or not len(steps.tiles):
         return

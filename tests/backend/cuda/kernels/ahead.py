@@ -302,17 +302,18 @@ def _blocks() -> None:
 
 
 def _states() -> None:
-    """Convolutions of LFM2 and Qwen3-Next, of prompts and of single tokens, and the latter's delta rule."""
-    halves, steps = (torch.empty(4, 2**19), torch.empty(4, 2**19)), _steps()
-    for rows_of_step in (5, 3):
-        conv, qkv = torch.empty(rows_of_step, 2048), torch.empty(rows_of_step, 8192)
-        gated, width = {"block_size": 16, "gated": True}, torch.empty(4, 8192)
-        states.short_conv(qkv[:, :6144].contiguous(), width[:3, :2048], halves, steps, conv, **gated)
-        of_delta = {"block_size": 1152, "activated": True, "bias": width[0]}
-        states.short_conv(qkv, width, halves, steps, qkv, **of_delta)
-    gates, heads, sizes = torch.empty(5, 64), torch.empty(32), {"key_heads": 16, "key_dim": 128}
-    out = torch.empty(5, 32 * 128)
-    states.gated_delta(qkv, gates, heads, heads, halves, steps, out, block_size=1152, **sizes)
+    """Convolutions of LFM2, and those and the delta rule of Qwen3-Next; of prompts, and of single tokens."""
+    halves, steps, weight = (torch.empty(4, 2**19), torch.empty(4, 2**19)), _steps(), torch.empty
+    for count in (5, 3):
+        qkv, out = torch.empty(count, 8192), torch.empty(count, 2048)
+        gated = {"block_size": 16, "gated": True}
+        states.short_conv(torch.empty(count, 6144), weight(3, 2048), halves, steps, out, **gated)
+        more = {"block_size": 1152, "activated": True, "bias": weight(8192)}
+        states.short_conv(qkv, weight(4, 8192), halves, steps, qkv, **more)
+    sizes = {"block_size": 1152, "key_heads": 16, "key_dim": 128}
+    vectors = (torch.empty(32), torch.empty(32))
+    gates, results = torch.empty(3, 64), torch.empty(3, 4096)
+    states.gated_delta(qkv, gates, *vectors, halves, steps, results, **sizes)
 
 
 def _experts() -> None:
