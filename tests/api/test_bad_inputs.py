@@ -217,8 +217,8 @@ def test_whatever_comes_is_a_body_or_an_error_that_names_a_field(
 
 @given(st.binary(max_size=60))
 def test_whatever_bytes_come_are_a_body_or_an_error(body: bytes) -> None:
-    with pytest.raises(InvalidRequestError):
-        parse_body(body, CompletionRequest)
+    with contextlib.suppress(InvalidRequestError):
+        assert isinstance(parse_body(body, CompletionRequest), CompletionRequest)
 
 
 @pytest.mark.parametrize(
