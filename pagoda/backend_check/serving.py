@@ -161,7 +161,7 @@ def _memory(subject: Subject) -> str:
     plan = plan_worker(_config(place, _dense(subject)[0]))
     memory = plan.backend.memory
     free, before = memory.free_bytes(), memory.taken_bytes()
-    load_runner(plan, Tracer("backend check"))
+    runner = load_runner(plan, Tracer("backend check"))
     taken = memory.taken_bytes() - before
     ensure(
         taken >= plan.weight_bytes * 3 // 4,
@@ -171,6 +171,7 @@ def _memory(subject: Subject) -> str:
         memory.free_bytes() <= free - plan.weight_bytes * 3 // 4,
         f"memory.free_bytes() is {memory.free_bytes()} behind a model, and was {free} before",
     )
+    del runner  # the model, which was there until now
     return f"{free >> 20} MiB free, {taken >> 20} taken for weights of {plan.weight_bytes >> 20}"
 
 

@@ -133,6 +133,7 @@ class EmulatedDevice:
         self.number_formats: tuple[str, ...] = ("float32", "float16")
         self.steps, self.reads, self.writes = (EmulatedStream(self) for _ in range(3))
         self.memory = self
+        self._size = available_memory_bytes()
         self._taken = 0
 
     def check(self) -> None:
@@ -142,7 +143,7 @@ class EmulatedDevice:
     # ---- memory
 
     def free_bytes(self) -> int:
-        return available_memory_bytes()
+        return self._size - self._taken
 
     def taken_bytes(self) -> int:
         return self._taken
