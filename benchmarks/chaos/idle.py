@@ -77,23 +77,22 @@ def _tiers(directory: Path) -> list[str]:
     return ["--kv-host-bytes", "64MiB", *disk]
 
 
-def _share(watched: ServerProcess, others: Sequence[ServerProcess], seconds: float) -> float:
-    """CPU seconds per second of all processes of these servers while one of them is watched."""
+def _share(watched: ServerProcess, others: Sequence[ServerProcess], short: bool) -> float:
+    """CPU seconds per second of all processes of these servers while one of them is watched, from when its page
+    has nothing left to show of a request."""
+    settling_s, seconds = (0.0, 1.0) if short else (WINDOW_S, 60.0)
     asyncio.run(ask_once(watched))
     with _watched(watched.base_url):
-        time.sleep(
-            WINDOW_S if seconds > WINDOW_S else 0
-        )  # what the page shows of the request goes by
+        time.sleep(settling_s)
         # One server after the other: all have nothing to do all the time.
         return sum(cpu_share(server.pid, seconds) for server in (watched, *others))
 
 
 def _run(short: bool) -> Outcome:
-    seconds = 1.0 if short else 60.0
     with tempfile.TemporaryDirectory() as directory:
         tiers, key = _tiers(Path(directory)), write_key(Path(directory))
         with server_process(tiers) as server:
-            alone = _share(server, (), seconds)
+            alone = _share(server, (), short)
         join = free_address()
         with (
             server_process(
@@ -103,7 +102,7 @@ def _run(short: bool) -> Outcome:
                 ["--join-listen", join, "--cluster-key-file", str(key)], "route"
             ) as router,
         ):
-            fleet = _share(router, (host,), seconds)
+            fleet = _share(router, (host,), short)
     words = (
         f"{100 * alone:.2f} % of a core, all processes of a server; "
         f"{100 * fleet:.2f} % with a router and a host of two engines instead"

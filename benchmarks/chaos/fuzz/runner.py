@@ -20,7 +20,7 @@ CORPUS = Path(__file__).parents[3] / "tests" / "fuzz" / "corpus"
 MAX_KEPT_BYTES = 40_960
 """Bytes of a target's inputs in the repository."""
 _START_S = 300
-"""Seconds for imports with instruments, on a busy machine; what hangs for longer hangs for good."""
+"""Seconds that a target may take to be imported with instruments, on a busy machine."""
 _RUNS = re.compile(r"Done (\d+) runs|stat::number_of_executed_units: (\d+)")
 _REPORT = re.compile(r"AddressSanitizer: [\w-]+|runtime error: .*|libFuzzer: [\w-]+")
 _EDGES = re.compile(r"cov: (\d+)")
