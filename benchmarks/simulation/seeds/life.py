@@ -293,9 +293,6 @@ class Life:
         while not any(host.is_up for host in self._hosts):
             await asyncio.sleep(0.1)
         await router.start([host.record for host in self._hosts if host.record is not None])
-        for host in self._hosts:  # some may have come and gone meanwhile
-            address = f"tcp://{host.name}:{host.number + 1}"
-            router.name_host(address, host.record)
         self._busy.discard(router.name)
 
     # ---- chances
