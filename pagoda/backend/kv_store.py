@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, LatentCache
-from pagoda.pd.transport.base import Extent, MemoryFile, Region
+from pagoda.pd.transport.base import DirectMemory, Extent, MemoryFile, Region
 
 
 class Event(Protocol):
@@ -129,6 +129,17 @@ class KVStore(Protocol):
 
     def open_pages(self) -> Pages | None:
         """None where memory need not be taken from the system page by page."""
+
+
+@runtime_checkable
+class ReachedByNetworks(Protocol):
+    """Part of a store on a device whose memory networks read and write by themselves, past this process."""
+
+    def direct_memory(self) -> DirectMemory:
+        """Regions of the tensors, each of all of its blocks one after the other.
+
+        Raises TransportError: the memory is such that networks cannot reach it, for the reason that it gives.
+        """
 
 
 @runtime_checkable

@@ -60,6 +60,7 @@ class GroupSampler:
         """`group` carries control messages; `sampler` and `await_masks` are used on its first rank only.
 
         A rank that is alone launches samples of the backend `ahead`, if there is one."""
+        self._device = ahead
         self._ahead = ahead if group.size == 1 else None
         self._sampler = sampler
         self._tracer = tracer
@@ -186,12 +187,14 @@ class GroupSampler:
         return Sampled(token_ids, sampled.logprobs, errors)
 
     def meet(self) -> None:
-        """Returns when all ranks have computed as far as this one.
+        """Returns when all ranks, and their devices, have computed as far as this one.
 
         A step of which no row is wanted ends without a sum over the ranks behind its last layer. Its answer, which
-        one rank gives, tells that the KV of all ranks may be copied.
+        one rank gives, tells that the KV of all ranks may be copied, also by networks, which await no device.
         """
         if self._group.size > 1:
+            if self._device is not None:
+                self._device.launched().wait()
             self._group.all_gather(zeros(1))
 
     def append(self, token_ids: Mapping[int, int]) -> None:

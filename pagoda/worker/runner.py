@@ -330,7 +330,7 @@ class Runner:
     def _collect(self, launched: _Launched) -> StepResult:
         """Reads what a step has drawn, and remembers it of requests that are still there."""
         ready, before, plan = launched.ready, launched.before, launched.ready.plan
-        launched.done.wait()
+        launched.done.wait()  # also where nothing was drawn: networks may read its KV once this is answered
         sampled, expert_tokens = launched.drawing.read(), launched.expert_tokens
         errors = {slot: self.failed[slot] for slot in plan.slots if slot in self.failed}
         for slot in errors.keys() & sampled.token_ids.keys():  # failed while this was computed

@@ -5,10 +5,12 @@ The device of `pagoda_toy.far` copies only what is awaited, and leaves NaN where
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from handoff_engines import BLOCK_SIZE, engine_config, handed_over, short_requests
 
@@ -42,3 +44,31 @@ async def test_answers_are_those_of_the_reference(tmp_path: Path, there: str, he
     alone = few | {"dtype": "float32", "block_size": BLOCK_SIZE}
     expected = await serve(REQUESTS, "reference", **alone)
     assert await handed_over(prefill, decode, REQUESTS) == expected.answers
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("nixl", "triton")),
+    reason="NIXL or Triton is not installed: pip install 'pagoda-llm[nixl,cuda]'",
+)
+async def test_a_network_moves_kv_of_emulated_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of these is the host's, so that NIXL itself moves it; a prompt comes in several steps."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    key = tmp_path / "key"
+    key.write_bytes(os.urandom(16).hex().encode())
+    few: dict[str, Any] = {
+        "num_kv_blocks": 16,
+        "max_model_len": 64,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 16,
+    }
+    (request,) = short_requests([[(7 * at) % 900 for at in range(34)]])
+    request = msgspec.structs.replace(
+        request, sampling=msgspec.structs.replace(request.sampling, max_tokens=2)
+    )
+    prefill = engine_config(key, "prefill", "nixl", backend="cuda", **few)
+    decode = engine_config(key, "decode", "nixl", backend="cuda", **few)
+    alone = few | {"dtype": "float32", "block_size": BLOCK_SIZE}
+    expected = await serve([request], "reference", **alone)
+    assert await handed_over(prefill, decode, [request]) == expected.answers

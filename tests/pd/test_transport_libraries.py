@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from pagoda.pd.transport import mooncake, nixl
-from pagoda.pd.transport.base import Region, Span, TransportError
+from pagoda.pd.transport.base import DirectMemory, Region, Span, TransportError
 from pagoda.pd.transport.mooncake import MooncakeDescriptor, MooncakeLink
 from pagoda.pd.transport.nixl import NixlDescriptor, NixlLink
 from pagoda.pd.transport.remote_memory import BatchedLink
@@ -117,7 +117,8 @@ def test_closing_a_link_of_nixl(ends: bool, monkeypatch: pytest.MonkeyPatch) -> 
     agent, abandoned = Agent(), list[Any]()
     library = SimpleNamespace(nixl_agent_config=lambda **_: None, nixl_agent=lambda *_: agent)
     descriptor = msgspec.msgpack.encode(NixlDescriptor(b"", [REGION]))
-    link = NixlLink(library, [], descriptor, time.monotonic() + FAR, abandoned)
+    memory = DirectMemory((REGION,), "DRAM", 0, lambda: None)
+    link = NixlLink(library, memory, descriptor, time.monotonic() + FAR, abandoned)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(link.read, [Span(0, 0, 8, 0)], time.monotonic() + FAR)
         assert agent.begun.wait(20)
@@ -193,13 +194,23 @@ so only when it ends itself."""
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "chosen"), [("nixl", _EXPORT_ENDS), ("mooncake", "")])
 def test_an_extra_keeps_the_promises_of_all_transports(name: str, chosen: str) -> None:
+    _run("test_transports.py", name, chosen, {"PAGODA_TEST_TRANSPORT": name})
+
+
+@pytest.mark.timeout(240)
+def test_nixl_moves_memory_by_its_kind() -> None:
+    _run("test_nixl_memory.py", "nixl", "", {"PAGODA_TEST_NIXL": "real"})
+
+
+def _run(file: str, name: str, chosen: str, variables: dict[str, str]) -> None:
+    """Runs tests of a file beside this one with a library, in a process of their own."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install 'pagoda-llm[{name}]'")
-    contract = str(Path(__file__).parent / "test_transports.py")
+    tests = str(Path(__file__).parent / file)
     options = ["-v", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen]
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, contract, *options],
-        env=os.environ | {"PAGODA_TEST_TRANSPORT": name},
+        [sys.executable, "-c", _RUN, tests, *options],
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=220,

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from kv_ranks import NUM_BLOCKS as NUM_HANDED
-from kv_ranks import READY, SECRET
+from kv_sides import Side, cache_shape, handoff_plan
 from kv_tiers import small_manifest
 from tier_server import COUNT, Server
 from tiny_models import continuation, save_model
@@ -30,20 +29,16 @@ from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
-    KVPeer,
-    RemoteBlocks,
     Transfer,
     TransferEnd,
     TransferPlace,
 )
-from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
+from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
-from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.jobs import Jobs
 from pagoda.worker.kv.memory import HostArena, slot_bytes
 from pagoda.worker.kv.store import HostKVStore
 from pagoda.worker.kv.transfers import KVTiers, TransferWorker
-from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
 
 TOY = Path(__file__).parent.parent / "toy_backend"
 NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM = 12, 2, 4, 8
@@ -210,45 +205,6 @@ def test_a_block_is_written_behind_the_last_step_that_uses_it(rig: Rig) -> None:
 # ---- handoff
 
 
-def _plan(tmp_path: Path, role: Role, transports: Sequence[str]) -> WorkerPlan:
-    handoff = KVHandoffConfig(
-        role=role, transports=tuple(transports), host="127.0.0.1", secret=SECRET
-    )
-    config = WorkerConfig(
-        model=str(tmp_path),
-        num_blocks=NUM_HANDED,
-        max_num_seqs=2,
-        num_threads=1,
-        max_model_len=64,
-        dtype="float32",
-        kv_handoff=handoff,
-    )
-    return plan_worker(config)
-
-
-class Side:
-    """One engine's worker, with blocks on a device or in host memory."""
-
-    def __init__(self, plan: WorkerPlan, store: KVStore) -> None:
-        assert plan.config.kv_handoff is not None
-        self.store = store
-        loaded: Any = LoadedWorker(None, READY, store, None, None)  # type: ignore[arg-type]
-        self.handoff = KVHandoff(plan.config.kv_handoff, plan, loaded)
-        self.ended = threading.Semaphore(0)
-        self.jobs = Jobs(self.ended.release)
-        self.worker = TransferWorker(KVTiers(store, None, None), self.handoff, self.jobs)
-
-    def block(self, block: int) -> bytes:
-        copy = memoryview(bytearray(self.store.block_bytes))
-        self.store.read([block], [copy], self.store.computed()).wait()
-        return bytes(copy)
-
-    def fill(self) -> None:
-        for block in range(NUM_HANDED):
-            source = memoryview(bytearray(Random(block).randbytes(self.store.block_bytes)))
-            self.store.write([block], [source], self.store.computed()).wait()
-
-
 MakeSide = Callable[[str, Role, Sequence[str]], Side]
 
 
@@ -258,8 +214,8 @@ def make_side(far: ModuleType, tmp_path: Path) -> Iterator[MakeSide]:
     made: list[Side] = []
 
     def make(place: str, role: Role, transports: Sequence[str]) -> Side:
-        plan = _plan(tmp_path, role, transports)
-        shape = (NUM_HANDED, plan.shard.num_kv_heads, plan.block_size, plan.shard.config.head_dim)
+        plan = handoff_plan(tmp_path, role, transports, ParallelConfig())
+        shape = cache_shape(plan)
         device, layers = far.FarDevice(), range(len(plan.shard.layers))
         store: KVStore
         if place == "device":
@@ -286,28 +242,28 @@ def test_a_handoff_goes_through_host_memory(make_side: MakeSide, there: str, her
     )
     assert one.handoff.digest == other.handoff.digest
     one.fill()
-    (rank,) = one.handoff.described(READY).kv_ranks
+    (rank,) = one.peer.ranks
     assert [*rank.descriptors] == ["tcp"], "there is no memory that processes share"
-    assert other.worker.fetcher is not None
-    other.worker.fetcher.add_peers([KVPeer(peer_id="p", ranks=(rank,))])
+    other.add_peer(one.peer)
     other.jobs.step_done(0, other.store.computed())
     sources, targets = [3, 4, 5, 9, 0, 11], [0, 1, 2, 7, 8, 5]
-    other.worker.start([Transfer(0, 0, RemoteBlocks("p", sources), DeviceBlocks(targets), 0)])
-    assert other.ended.acquire(timeout=20)
-    (end,) = other.jobs.poll()
+    other.begin(sources, targets, after_step=0)
+    end = other.end()
     assert (end.failed, end.error) == ([], "")
     assert [other.block(target) for target in targets] == [one.block(source) for source in sources]
     assert other.block(6) not in [one.block(block) for block in range(NUM_HANDED)]
 
 
-def test_transports_that_need_host_memory_are_refused_with_the_reason(make_side: MakeSide) -> None:
+def test_transports_that_do_not_reach_the_device_are_refused_with_the_reason(
+    make_side: MakeSide,
+) -> None:
     with pytest.raises(
         ConfigError, match="no transport of --kv-transports works on this host"
     ) as caught:
         make_side("device", Role.PREFILL, ["shm", "nixl"])
     text = str(caught.value)
     assert "shm: the KV cache lies on a device, and processes can share host memory only" in text
-    assert "nixl: the KV cache lies on a device, and NIXL is given host memory only" in text
+    assert "nixl: the KV cache lies on a device whose memory networks do not reach" in text
 
 
 # ---- whole engines

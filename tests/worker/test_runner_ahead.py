@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from late_backend import LateBackend
 from tiny_models import save_model
 
 from pagoda.backend.ahead import RunsAhead
+from pagoda.backend.cuda.emulation import EmulatedDevice
+from pagoda.backend.kv_store import Event
 from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.backend_check.threads import ThreadGroup, ThreadRank
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker import loading
-from pagoda.worker.group_sampler import BROKE_A_STEP
+from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler, no_masks
 from pagoda.worker.runner import Runner, Ticket
-from pagoda.worker.sampler import NOT_FINITE
+from pagoda.worker.sampler import NOT_FINITE, Sampler
 
 BLOCK = 16
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=100, logprobs=2)
@@ -133,6 +137,42 @@ def test_answers_are_those_of_steps_one_by_one(
     assert (own.errors, expected.num_ahead) == ({}, 0)
     # What a penalty changes is known once the token is: such a step waits for the one before.
     assert own.num_ahead == (0 if kind == "penalised" else 6)
+
+
+def test_the_result_of_a_step_waits_for_the_device_also_without_samples(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Networks may read what it has written from then on, and ask no device."""
+    backend = LateBackend()
+    engine = Engine(_load(directory, backend, monkeypatch))
+    engine.start(0, "long", [20, 21, 22, 23, 24], GREEDY)
+    engine.submit({0: 3})
+    computed = backend.late.steps.record()
+    assert not computed.done
+    engine.finish()
+    assert engine.answers.get("long", []) == []
+    assert computed.done
+
+
+def test_ranks_meet_when_their_devices_have_computed() -> None:
+    """One of them answers for all."""
+    ranks, devices = ThreadGroup(2), [EmulatedDevice() for _ in range(2)]
+    written: list[int] = []
+
+    def compute_and_meet(rank: int) -> Event:
+        backend = LateBackend()
+        backend.late = devices[rank]
+        sampler = Sampler(1, 8, backend.sample)
+        group = ThreadRank(ranks, rank)
+        own = GroupSampler(sampler, group, Tracer("worker"), no_masks, backend)
+        devices[rank].steps.run(lambda: written.append(rank))
+        computed = backend.launched()
+        own.meet()
+        assert sorted(written) == [0, 1]
+        return computed
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(event.done for event in pool.map(compute_and_meet, range(2)))
 
 
 def _with_turnover(engine: Engine) -> Engine:

@@ -29,6 +29,7 @@ from pagoda.backend.cuda.runtime import Work
 from pagoda.backend.kv_store import Event
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.parallel.collectives import Collectives, HostGroup
+from pagoda.pd.transport.base import DirectMemory, Region
 
 POISON = 0xFF
 """Byte of which NaN, and numbers below zero, consist."""
@@ -163,6 +164,11 @@ class EmulatedDevice:
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+    def direct_memory(self, tensors: Sequence[Tensor]) -> DirectMemory:
+        """Host memory, which is what the tensors lie in."""
+        regions = tuple(Region(values.data_ptr(), values.nbytes) for values in tensors)
+        return DirectMemory(regions, "DRAM", 0, lambda: None)
 
     # ---- steps
 

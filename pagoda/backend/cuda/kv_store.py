@@ -18,7 +18,7 @@ from pagoda.backend.cuda.kernels.blocks import gather_blocks, scatter_blocks
 from pagoda.backend.cuda.runtime import Runtime, Stream
 from pagoda.backend.cuda.staging import Pinned, PinnedPool
 from pagoda.backend.kv_store import DONE, Event, check_blocks, check_extents, describe_tensors
-from pagoda.pd.transport.base import Extent
+from pagoda.pd.transport.base import DirectMemory, Extent
 
 _BATCH_BYTES = 2**24
 """Bytes of a call, about: large enough for the bus, small enough for what is urgent to wait for one."""
@@ -55,7 +55,7 @@ class _Read:
 
 
 class DeviceKVStore:
-    """A `KVStore` over memory of the device, which no other process reaches."""
+    """A `KVStore` over memory of the device, which no other process maps, though networks may reach it."""
 
     def __init__(
         self, runtime: Runtime, pool: PinnedPool, caches: Sequence[KVCache | LatentCache]
@@ -141,6 +141,9 @@ class DeviceKVStore:
     def regions(self) -> tuple[()]:
         """Nothing: this process does not address the memory."""
         return ()
+
+    def direct_memory(self) -> DirectMemory:
+        return self._runtime.direct_memory(self._held)
 
     def file(self) -> None:
         return None

@@ -15,6 +15,7 @@ from torch import Tensor
 from pagoda.backend.base import Memory
 from pagoda.backend.kv_store import Event
 from pagoda.parallel.collectives import Collectives, HostGroup
+from pagoda.pd.transport.base import DirectMemory
 
 Work = Callable[[], None]
 """Launches of kernels and copies. It reads nothing back, and may run in another thread than that which gave it."""
@@ -65,6 +66,12 @@ class Runtime(Protocol):
 
     def pinned(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8 of host memory that the device copies from and to by itself."""
+
+    def direct_memory(self, tensors: Sequence[Tensor]) -> DirectMemory:
+        """Places of contiguous tensors of the device for networks, which reach them as long as the tensors live.
+
+        Raises TransportError: networks cannot reach them, for the reason that it gives.
+        """
 
     @property
     def has_library(self) -> bool:

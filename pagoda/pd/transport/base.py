@@ -7,7 +7,7 @@ held when they were read (`pagoda.pd.messages.KVCheck`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from pagoda.errors import PagodaError
 
@@ -60,13 +60,36 @@ class OwnMemory(NamedTuple):
     """None where regions are memory of this process alone."""
 
 
+MemoryKind = Literal["DRAM", "VRAM"]
+"""NIXL's names of memory: of the host, and of a device."""
+
+
+class DirectMemory(NamedTuple):
+    """Regions that a network, or another device, reads and writes by itself, wherever they lie.
+
+    It knows nothing of steps: it may read what steps have written once these are done, and write where no step is
+    left that uses it; steps that are launched when it has written find that.
+    """
+
+    regions: tuple[Region, ...]
+    kind: MemoryKind
+    device: int
+    """Number of the device among those of its kind that this process sees; 0 for the host."""
+    enter: Callable[[], None]
+    """Lets the calling thread use the device, before libraries that move its memory are called from there."""
+
+
 class DeviceMemory(NamedTuple):
-    """Memory of a device that a worker exports; this process cannot address it, so it is sent from copies."""
+    """Memory of a device that a worker exports; this process does not address it, so it is sent from copies, or by
+    a network that reaches it."""
 
     sizes: tuple[int, ...]
     """Bytes of each region."""
     copy: Callable[[Sequence[Extent], memoryview], None]
     """Copies bytes of regions into host memory, one after the other; returns when they are there."""
+    direct: Callable[[], DirectMemory] | None = None
+    """Gives the regions to networks; raises TransportError where these cannot reach them as the device is set up.
+    None where no network reaches this device."""
 
 
 class Access(NamedTuple):
@@ -82,7 +105,7 @@ class Span(NamedTuple):
     offset: int
     num_bytes: int
     target: int
-    """Address in this process."""
+    """Address in this process, or in `DirectMemory` of a device for a link with `own_regions`."""
 
 
 class ExportedMemory(Protocol):
@@ -97,6 +120,10 @@ class ExportedMemory(Protocol):
 
 class MemoryLink(Protocol):
     """A connection to one `ExportedMemory`. Reads may come from several threads."""
+
+    @property
+    def own_regions(self) -> Sequence[Region]:
+        """Regions of this worker, wherever they lie, that targets are in; empty where any host memory will do."""
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
         """Returns when all spans have been read; gives up at `deadline` (`time.monotonic`).

@@ -1,5 +1,9 @@
 """KV over NIXL (`pagoda-llm[nixl]`): by UCX over whatever network there is, InfiniBand among them.
 
+Memory of a device that networks reach is read and written where it lies (GPUDirect); the two sides may have memory
+of different kinds. NIXL knows nothing of streams: whoever announces blocks, or reads into some, has awaited the
+device.
+
 NIXL does not know the cluster's secret: any process with a descriptor can read. Descriptors go from engine to
 engine over authenticated, encrypted connections; the network below must be trusted.
 """
@@ -10,12 +14,19 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from pagoda.pd.transport.base import Access, DeviceMemory, OwnMemory, Region, TransportError
+from pagoda.pd.transport.base import (
+    Access,
+    DeviceMemory,
+    DirectMemory,
+    MemoryKind,
+    OwnMemory,
+    Region,
+    TransportError,
+)
 from pagoda.pd.transport.remote_memory import (
     BatchedLink,
     Piece,
@@ -38,29 +49,38 @@ _FAREWELL_S = 3.0
 class NixlDescriptor(msgspec.Struct, frozen=True):
     metadata: bytes
     regions: list[Region]
+    kind: MemoryKind = "DRAM"
+    device: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of the device among those that the exporter sees."""
 
 
 class NixlTransport:
     def __init__(self, memory: OwnMemory | DeviceMemory, access: Access) -> None:
-        """Raises TransportError if NIXL is not installed or does not work here."""
-        if isinstance(memory, DeviceMemory):
-            raise TransportError(
-                "the KV cache lies on a device, and NIXL is given host memory only"
-            )
+        """Raises TransportError if NIXL is not installed, does not work here, or does not reach the memory."""
         if access.encrypts:
             raise TransportError("NIXL does not encrypt")
-        self._memory = memory
+        self._memory = _direct(memory)
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         self._nixl = load_library("nixl._api", "NIXL", "pip install 'pagoda-llm[nixl]'")
         self._abandoned: list[Any] = []
         """Agents with reads that have not ended: UCX ends the process when they are taken down."""
+        if isinstance(memory, DeviceMemory):
+            # Only now UCX says whether it was built for the device; who only reads would else find out each time.
+            _new_agent(self._nixl, self._memory)
 
     def export(self) -> NixlListener:
-        return NixlListener(self._nixl, self._memory.regions)
+        return NixlListener(self._nixl, self._memory)
 
     def connect(self, descriptor: bytes, deadline: float) -> NixlLink:
-        regions = self._memory.regions
-        return NixlLink(self._nixl, regions, descriptor, deadline, self._abandoned)
+        return NixlLink(self._nixl, self._memory, descriptor, deadline, self._abandoned)
+
+
+def _direct(memory: OwnMemory | DeviceMemory) -> DirectMemory:
+    if isinstance(memory, OwnMemory):
+        return DirectMemory(memory.regions, "DRAM", 0, lambda: None)
+    if memory.direct is None:
+        raise TransportError("the KV cache lies on a device whose memory networks do not reach")
+    return memory.direct()
 
 
 class NixlListener:
@@ -69,10 +89,11 @@ class NixlListener:
     NIXL's own thread would never sleep; ours looks often only while somebody reads, who says so before.
     """
 
-    def __init__(self, nixl: Any, regions: Sequence[Region]) -> None:
-        agent = _new_agent(nixl, regions)
+    def __init__(self, nixl: Any, memory: DirectMemory) -> None:
+        regions, kind, device, self._enter = memory
+        agent = _new_agent(nixl, memory)
         self.descriptor = msgspec.msgpack.encode(
-            NixlDescriptor(agent.get_agent_metadata(), list(regions))
+            NixlDescriptor(agent.get_agent_metadata(), list(regions), kind, device)
         )
         self._is_closed = False
         self._thread = threading.Thread(
@@ -81,6 +102,7 @@ class NixlListener:
         self._thread.start()
 
     def _answer(self, agent: Any) -> None:
+        self._enter()
         awake_until = 0.0
         while not self._is_closed:
             if agent.get_new_notifs():
@@ -101,21 +123,26 @@ class NixlLink(BatchedLink):
     def __init__(
         self,
         nixl: Any,
-        regions: Sequence[Region],
+        memory: DirectMemory,
         descriptor: bytes,
         deadline: float,
         abandoned: list[Any],
     ) -> None:
-        """`regions` are read into; `abandoned` keeps the agent when a read has failed."""
+        """`memory` is read into; `abandoned` keeps the agent when a read has failed."""
         remote = read_descriptor(descriptor, NixlDescriptor)
         super().__init__(remote.regions)
+        self._memory, self._remote = memory, remote
+        self.own_regions = memory.regions
         self._abandoned = abandoned
-        self.agent: Any = _new_agent(nixl, regions)
+        self.agent: Any = _new_agent(nixl, memory)
         try:
             self._peer = self.agent.add_remote_agent(remote.metadata)
             self.agent.make_connection(self._peer)
+            # Memory that is not what it is said to be is found out now, while there may be another transport.
+            for one, other in zip(remote.regions[:1], memory.regions, strict=False):
+                self._prepare([Piece(one.address, other.address, 1)]).release()
         except Exception as error:
-            self.agent = None
+            self.close()
             raise TransportError(f"NIXL does not reach it: {_told(error)}") from error
         try:
             check_time(deadline)
@@ -126,9 +153,8 @@ class NixlLink(BatchedLink):
     def _read(self, pieces: list[Piece], deadline: float) -> None:
         agent = self.agent
         try:
-            here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in pieces], "DRAM")
-            there = agent.get_xfer_descs([(p.source, p.num_bytes, 0) for p in pieces], "DRAM")
-            handle = agent.initialize_xfer("READ", here, there, self._peer)
+            self._memory.enter()
+            handle = self._prepare(pieces)
             agent.send_notif(self._peer, b"reads")
             state = agent.transfer(handle)
             while state == "PROC" and time.monotonic() <= self.shortened(deadline, _FAREWELL_S):
@@ -141,6 +167,15 @@ class NixlLink(BatchedLink):
             raise TransportError(f"NIXL: {_told(error)}") from error
         raise TransportError("it took too long" if state == "PROC" else "NIXL could not read it")
 
+    def _prepare(self, pieces: list[Piece]) -> Any:
+        """A read that can begin. Raises what NIXL raises: pieces are not in memory of that kind and device."""
+        own, remote = self._memory, self._remote
+        targets = [(piece.target, piece.num_bytes, own.device) for piece in pieces]
+        sources = [(piece.source, piece.num_bytes, remote.device) for piece in pieces]
+        here = self.agent.get_xfer_descs(targets, own.kind)
+        there = self.agent.get_xfer_descs(sources, remote.kind)
+        return self.agent.initialize_xfer("READ", here, there, self._peer)
+
     def _release(self) -> None:
         agent, self.agent = self.agent, None
         if self.has_failed:
@@ -149,13 +184,19 @@ class NixlLink(BatchedLink):
             _settle(agent)
 
 
-def _new_agent(nixl: Any, regions: Sequence[Region]) -> Any:
+def _new_agent(nixl: Any, memory: DirectMemory) -> Any:
+    """An agent that may read and write memory. It is used by threads that have entered its device."""
+    regions = [(*region, memory.device, "") for region in memory.regions]
+    problem = "NIXL does not work here"
     try:
+        memory.enter()
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         agent = nixl.nixl_agent(secrets.token_hex(16), config)
-        agent.register_memory([(r.address, r.num_bytes, 0, "") for r in regions], "DRAM")
+        if memory.kind != "DRAM":
+            problem = "NIXL does not take memory of the device, for which its UCX has to be built"
+        agent.register_memory(regions, memory.kind)
     except Exception as error:
-        raise TransportError(f"NIXL does not work here: {_told(error)}") from error
+        raise TransportError(f"{problem}: {_told(error)}") from error
     return agent
 
 

@@ -81,6 +81,7 @@ class BatchedLink(ABC):
 
     most_bytes: int
     most_spans: int = sys.maxsize
+    own_regions: Sequence[Region] = ()
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = regions

@@ -188,6 +188,8 @@ def _copied(memory: DeviceMemory, extents: Sequence[Extent]) -> Iterator[list[me
 class TcpLink:
     """Streams to one exporter. A large read uses several at once, and concurrent reads use others."""
 
+    own_regions = ()
+
     def __init__(self, descriptor: bytes, access: Access, deadline: float) -> None:
         """Raises TransportError if the exporter does not answer before `deadline` or refuses this reader."""
         self._remote = read_descriptor(descriptor, TcpDescriptor)

@@ -8,6 +8,7 @@ from functools import partial
 
 import msgspec
 
+from pagoda.backend.kv_store import ReachedByNetworks
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import Faults
 from pagoda.messages.transfers import KVRank
@@ -26,7 +27,7 @@ from pagoda.pd.transport.base import (
 from pagoda.pd.transport.choose import TRANSPORTS
 from pagoda.worker.kv.fetcher import KVFetcher
 from pagoda.worker.kv.jobs import Jobs
-from pagoda.worker.kv.landing import HostLanding, OpenLanding, StagedLanding
+from pagoda.worker.kv.landing import DeviceLanding, DirectLanding, OpenLanding
 from pagoda.worker.kv.manifest import kv_digest
 from pagoda.worker.kv.plan import own_parts
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
@@ -65,12 +66,13 @@ class KVHandoff:
         if regions:
             memory = OwnMemory(regions, store.file())
             self._open_landing: OpenLanding = partial(
-                HostLanding, [region.address for region in regions]
+                DirectLanding, [region.address for region in regions]
             )
         else:
             sizes = tuple(store.num_blocks * tensor.block_stride for tensor in store.tensors)
-            memory = DeviceMemory(sizes, self._copy)
-            self._open_landing = partial(StagedLanding, store)
+            direct = store.direct_memory if isinstance(store, ReachedByNetworks) else None
+            memory = DeviceMemory(sizes, self._copy, direct)
+            self._open_landing = partial(DeviceLanding, store)
         host = worker.bind_host or config.host  # each host of a replica has its own
         access = Access(host, config.secret, config.encrypts)
         problems = []

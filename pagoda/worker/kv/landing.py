@@ -1,4 +1,4 @@
-"""Ways of KV of other engines to its blocks: straight into host memory, or by a buffer to a device."""
+"""Ways of KV of other engines to its blocks: straight to where they lie, or by a buffer to a device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Landing(Protocol):
 OpenLanding = Callable[[], Landing]
 
 
-class HostLanding:
+class DirectLanding:
     """Links write where tensors lie."""
 
     def __init__(self, addresses: Sequence[int]) -> None:
@@ -46,14 +46,19 @@ class HostLanding:
         link.read(make_spans(wanted.slices, wanted.runs, self._addresses), deadline)
 
 
-class StagedLanding:
-    """Links write to a buffer, which is as large as the largest batch so far, and the store copies from there."""
+class DeviceLanding:
+    """Links that reach the device write where tensors lie. Others write to a buffer, which is as large as the
+    largest batch so far, and the store copies from there."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
         self._buffer = memoryview(b"")
 
     def read(self, link: MemoryLink, wanted: Wanted, deadline: float) -> None:
+        if link.own_regions:
+            addresses = [region.address for region in link.own_regions]
+            DirectLanding(addresses).read(link, wanted, deadline)
+            return
         slices, runs, unused = wanted
         num_bytes = sum(piece.num_bytes for piece in slices) * sum(run.length for run in runs)
         if len(self._buffer) < num_bytes:
