@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
-from pagoda.backend.kv_store import DONE, Event, KVStore, block_extents
+from pagoda.backend.kv_store import DONE, Event, KVStore, ReachedByNetworks, block_extents
 from pagoda.backend_check.attention import DTYPES, Kind, cache_of, fitted, spoil
 from pagoda.backend_check.subject import Check, FailedError, Subject, ensure
-from pagoda.pd.transport.base import Extent
+from pagoda.pd.transport.base import Extent, Region, TransportError
 from pagoda.worker.kv.store import store_of
 
 _BLOCKS = (5, 0, 3)
@@ -32,6 +33,9 @@ def _stores(subject: Subject) -> str:
         _check_batches(store, name)
         _check_extents(store, name)
         _check_order(store, name)
+        if isinstance(store, ReachedByNetworks):
+            with suppress(TransportError):  # networks cannot reach the device as it is set up
+                _check_regions(store, store.direct_memory().regions, name)
     return f"{', '.join(known)}: batches, parts of blocks, copies behind others"
 
 
@@ -115,6 +119,21 @@ def _check_order(store: KVStore, what: str) -> None:
 def _await(event: Event, what: str) -> None:
     event.wait()
     ensure(event.done, f"the event of {what} is not done behind its wait")
+
+
+def _check_regions(store: KVStore, regions: Sequence[Region], what: str) -> None:
+    """Networks find blocks where strides say, and reach nothing else of the device."""
+    found = [region.num_bytes for region in regions]
+    wanted = [store.num_blocks * tensor.block_stride for tensor in store.tensors]
+    ensure(
+        found == wanted,
+        f"networks are given regions of {found} bytes for tensors of {what} that take {wanted}",
+    )
+    ends = [0, *(region.address + region.num_bytes for region in sorted(regions))]
+    ensure(
+        all(at >= end for (at, _), end in zip(sorted(regions), ends, strict=False)),
+        f"networks are given regions of {what} that overlap",
+    )
 
 
 def _random(store: KVStore, count: int, seed: int) -> list[bytes]:

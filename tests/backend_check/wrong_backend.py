@@ -19,6 +19,7 @@ from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.backend import OPERATIONS, ReferenceBackend
 from pagoda.backend.sampling_table import SamplingTable
 from pagoda.devices import DeviceSet
+from pagoda.pd.transport.base import DirectMemory
 from pagoda.worker.kv.store import HostKVStore
 
 Compute = Callable[..., Any]
@@ -129,6 +130,26 @@ class _FirstHead(LateStore):
             for each in extents
         ]
         return self._own.read_extents(firsts, into, after)
+
+
+class _RegionOfBlock(LateStore):
+    """Networks are told of the first block of each tensor alone."""
+
+    def direct_memory(self) -> DirectMemory:
+        tensors = self._own.tensors
+        regions = [
+            region._replace(num_bytes=tensor.block_bytes)
+            for region, tensor in zip(self._own.regions(), tensors, strict=True)
+        ]
+        return DirectMemory(tuple(regions), "VRAM", 0, lambda: None)
+
+
+class _OneRegion(LateStore):
+    """Networks are told the same place for all tensors."""
+
+    def direct_memory(self) -> DirectMemory:
+        (first, *_), count = self._own.regions(), len(self._own.tensors)
+        return DirectMemory((first,) * count, "VRAM", 0, lambda: None)
 
 
 class _Compiled:
@@ -419,6 +440,8 @@ BROKEN: dict[str, tuple[str, Mapping[str, Any]]] = {
     "copies of KV in any order": ("KV store", {"store": _Unordered}),
     "blocks of KV in batches": ("KV store", {"store": _FirstOfBatch}),
     "parts of blocks of KV": ("KV store", {"store": _FirstHead}),
+    "regions for networks": ("KV store", {"store": _RegionOfBlock}),
+    "regions for networks that overlap": ("KV store", {"store": _OneRegion}),
     "weights that do not count": ("memory", {"memory": _TakesNothing()}),
     "memory that is never free": ("memory", {"memory": _Full()}),
     "values between inputs and results": (

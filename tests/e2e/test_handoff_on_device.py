@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from handoff_engines import BLOCK_SIZE, engine_config, handed_over, short_requests
 
 from benchmarks.pypto.serving import serve
+from pagoda.messages.frontend import GenerateRequest
 
 TOY = Path(__file__).parent.parent / "toy_backend"
 REQUESTS = short_requests(
@@ -29,21 +31,31 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TOY), prepend=os.pathsep)
 
 
+async def _check_answers(
+    directory: Path,
+    requests: Sequence[GenerateRequest],
+    there: str,
+    here: str,
+    transports: str,
+    **few: Any,
+) -> None:
+    """Backends `there` and `here` give the tokens of the reference, with KV that goes over `transports`."""
+    key = directory / "key"
+    key.write_bytes(os.urandom(16).hex().encode())
+    prefill = engine_config(key, "prefill", transports, backend=there, **few)
+    decode = engine_config(key, "decode", transports, backend=here, **few)
+    expected = await serve(
+        requests, "reference", **few | {"dtype": "float32", "block_size": BLOCK_SIZE}
+    )
+    assert await handed_over(prefill, decode, requests) == expected.answers
+
+
 @pytest.mark.parametrize(("there", "here"), [("far", "far"), ("toy", "far")])
 async def test_answers_are_those_of_the_reference(tmp_path: Path, there: str, here: str) -> None:
-    key = tmp_path / "key"
-    key.write_bytes(os.urandom(16).hex().encode())
-    few: dict[str, Any] = {
-        "num_kv_blocks": 64,
-        "max_model_len": 256,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-    }
-    prefill = engine_config(key, "prefill", backend=there, **few)
-    decode = engine_config(key, "decode", backend=here, **few)
-    alone = few | {"dtype": "float32", "block_size": BLOCK_SIZE}
-    expected = await serve(REQUESTS, "reference", **alone)
-    assert await handed_over(prefill, decode, REQUESTS) == expected.answers
+    few = {"num_kv_blocks": 64, "max_model_len": 256, "max_num_seqs": 4}
+    await _check_answers(
+        tmp_path, REQUESTS, there, here, "shm,tcp", max_num_batched_tokens=64, **few
+    )
 
 
 @pytest.mark.skipif(
@@ -55,20 +67,10 @@ async def test_a_network_moves_kv_of_emulated_gpus(
 ) -> None:
     """The memory of these is the host's, so that NIXL itself moves it; a prompt comes in several steps."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    key = tmp_path / "key"
-    key.write_bytes(os.urandom(16).hex().encode())
-    few: dict[str, Any] = {
-        "num_kv_blocks": 16,
-        "max_model_len": 64,
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": 16,
-    }
     (request,) = short_requests([[(7 * at) % 900 for at in range(34)]])
-    request = msgspec.structs.replace(
-        request, sampling=msgspec.structs.replace(request.sampling, max_tokens=2)
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=2)
+    request = msgspec.structs.replace(request, sampling=sampling)
+    few = {"num_kv_blocks": 16, "max_model_len": 64, "max_num_seqs": 1}
+    await _check_answers(
+        tmp_path, [request], "cuda", "cuda", "nixl", max_num_batched_tokens=16, **few
     )
-    prefill = engine_config(key, "prefill", "nixl", backend="cuda", **few)
-    decode = engine_config(key, "decode", "nixl", backend="cuda", **few)
-    alone = few | {"dtype": "float32", "block_size": BLOCK_SIZE}
-    expected = await serve([request], "reference", **alone)
-    assert await handed_over(prefill, decode, [request]) == expected.answers

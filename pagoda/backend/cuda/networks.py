@@ -1,7 +1,8 @@
-"""Memory of torch's allocator that networks may be given, which keep hold of where it lies physically."""
+"""Needs of networks: memory of torch's that stays where it is, and threads that have the device's context."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,3 +37,17 @@ def check_reachable(tensors: Sequence[Tensor]) -> None:
             "the KV cache lies in expandable segments, which networks cannot reach: "
             "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
         )
+
+
+class DeviceContext:
+    """The context of a device in the threads of this process, of which each has its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entered = threading.local()
+
+    def enter(self) -> None:
+        """Makes the context that of the calling thread, which has none before it calls the runtime."""
+        if not hasattr(self._entered, "by_call"):
+            _cuda.set_device(self._device)  # which calls nothing where the device is the first
+            self._entered.by_call = torch.zeros(1, device=self._device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.cuda.collectives import open_device_group
-from pagoda.backend.cuda.networks import check_reachable
+from pagoda.backend.cuda.networks import DeviceContext, check_reachable
 from pagoda.backend.cuda.runtime import Work
 from pagoda.backend.kv_store import Event
 from pagoda.parallel.collectives import Collectives, HostGroup
@@ -84,7 +83,7 @@ class TorchRuntime:
         # Libraries keep memory for each stream that they were ever called on.
         self._captures = _cuda.Stream(self.device)
         self.memory = TorchMemory(self.device)
-        self._entered = threading.local()
+        self._context = DeviceContext(self.device)
         self.has_library = self._multiplies()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -99,15 +98,7 @@ class TorchRuntime:
     def direct_memory(self, tensors: Sequence[Tensor]) -> DirectMemory:
         check_reachable(tensors)
         regions = tuple(Region(values.data_ptr(), values.nbytes) for values in tensors)
-        return DirectMemory(regions, "VRAM", self.device.index, self._enter)
-
-    def _enter(self) -> None:
-        """Makes the device's context that of this thread, which has none before it calls the runtime."""
-        if not hasattr(self._entered, "by_zeros"):
-            _cuda.set_device(
-                self.device
-            )  # which leaves the context of the first GPU to the first call behind
-            self._entered.by_zeros = torch.zeros(1, device=self.device)
+        return DirectMemory(regions, "VRAM", self.device.index, self._context.enter)
 
     def _multiplies(self) -> bool:
         """Returns True if torch sums products of bfloat16 to float32: from 2.8 on, for ROCm from later on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from pagoda.backend.base import KVCache
 from pagoda.backend.cuda.emulation import EmulatedDevice
 from pagoda.backend.cuda.kv_store import DeviceKVStore
-from pagoda.backend.cuda.networks import check_reachable
+from pagoda.backend.cuda.networks import DeviceContext, check_reachable
 from pagoda.backend.cuda.staging import PinnedPool
 from pagoda.backend.kv_store import ReachedByNetworks
 from pagoda.pd.transport.base import TransportError
@@ -58,3 +59,24 @@ def test_a_store_tells_where_its_tensors_lie() -> None:
     assert [region.address for region in direct.regions] == [each.data_ptr() for each in tensors]
     sizes = [store.num_blocks * tensor.block_stride for tensor in store.tensors]
     assert [region.num_bytes for region in direct.regions] == sizes
+
+
+def test_each_thread_takes_the_context_of_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has called nothing of the runtime has no context, and libraries find no device there."""
+    entered: list[tuple[threading.Thread, int]] = []
+    device = torch.device("cuda", 3)
+
+    def zeros(*_: Any, device: torch.device) -> torch.Tensor:
+        entered.append((threading.current_thread(), device.index))
+        return torch.empty(1)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    context = DeviceContext(device)
+    threads = [
+        threading.Thread(target=lambda: (context.enter(), context.enter())) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert entered == [(thread, 3) for thread in threads]
