@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
@@ -42,3 +42,8 @@ class RunsAhead(Protocol):
 
     def launch_read(self, found: Tensor) -> Underway[Tensor]:
         """Copies a result `argmax` [rows, 3] int64 to host memory."""
+
+    def launch_drain(self, counts: Tensor) -> Callable[[], Tensor]:
+        """Copies counts [n] int64 of the device, to which steps add, to host memory, and sets them to 0.
+
+        What it returns waits for the copy, and raises RuntimeError: the device has failed."""

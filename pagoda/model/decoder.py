@@ -6,13 +6,14 @@ heads and channels. Hidden states are whole, and the same on all ranks of a stag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.base import (
     Backend,
     KVCache,
@@ -80,6 +81,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         self.backend = backend
         self._layers = [loader.layer(index) for index in shard.layers]
         self._expert_counts = loader.expert_counts
+        self._ahead = backend if isinstance(backend, RunsAhead) else None
         has_norm = shard.is_last and config.encoder is None
         self._norm = loader.norm(config.names.norm) if has_norm else None
         self._embedding = loader.linear([config.embedding]) if shard.is_first else None
@@ -200,18 +202,24 @@ class Decoder(Generic[LinearT, MetadataT]):
         return [_PLAN, *recorded] if recorded else ()
 
     @property
-    def has_experts(self) -> bool:
-        return len(self._expert_counts) > 0
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 for a model that has none."""
+        return len(self._expert_counts)
 
-    def take_expert_tokens(self) -> list[int]:
+    def take_expert_tokens(self) -> Callable[[], list[int]]:
         """Drains the counts of tokens that went to each expert, in all layers of the stage together.
 
-        Experts of other ranks count as well; empty for a model that has none.
+        They are those of all that was launched since the last call; what is returned waits for them. Experts of
+        other ranks count as well.
         """
+        if not self.num_experts:
+            return list
+        if self._ahead is not None:
+            drained = self._ahead.launch_drain(self._expert_counts)
+            return lambda: drained().tolist()
         taken: list[int] = self._expert_counts.tolist()
-        if taken:
-            self._expert_counts.zero_()
-        return taken
+        self._expert_counts.zero_()
+        return lambda: taken
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [m, vocab] float32 of normed hidden states [m, hidden], on all ranks of the last stage."""

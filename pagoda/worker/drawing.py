@@ -26,10 +26,12 @@ class Drawing:
 
     parts: list[Callable[[], Sampled]] = field(default_factory=list)
     on_device: list[_OnDevice] = field(default_factory=list)
+    counts: list[Callable[[], list[int]]] = field(default_factory=list)
+    """Tokens that went to each expert."""
 
     @classmethod
     def of(cls, sampled: Sampled) -> Drawing:
-        """A drawing that is known."""
+        """A drawing that is known, for which nothing was computed."""
         return cls([lambda: sampled])
 
     def add(self, sampled: Sampled) -> None:
@@ -46,6 +48,11 @@ class Drawing:
         """The results, which may have to be waited for. Raises RuntimeError: the device has failed."""
         found = [read() for read in self.parts]
         return found[0] if len(found) == 1 else merged(found)
+
+    def expert_tokens(self, num_experts: int) -> list[int]:
+        """Tokens that went to each expert, which may have to be waited for; raises what `read` does."""
+        found = [read() for read in self.counts] or [[0] * num_experts]
+        return found[0] if len(found) == 1 else list(map(sum, zip(*found, strict=True)))
 
     def late_rows(self, rows: dict[int, int]) -> list[LateRows]:
         """Tokens of a step's slots that only the device knows; `rows` are the first rows of slots."""
@@ -64,4 +71,5 @@ def joined(drawings: Iterable[Drawing]) -> Drawing:
     for drawing in drawings:
         whole.parts += drawing.parts
         whole.on_device += drawing.on_device
+        whole.counts += drawing.counts
     return whole

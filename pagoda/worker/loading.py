@@ -344,16 +344,20 @@ def load_runner(
             await_masks,
             backend if isinstance(backend, RunsAhead) else None,
         )
-        # States move on as they are computed: a part of a step cannot be computed a second time.
         has_states = any(layer.state is not None for layer in shard.config.layers)
-        alone = shard.is_first and group.size == 1 and not has_states
+        alone = shard.is_first and group.size == 1
         classifier = shard.config.classifier
         prompts = PromptReader(
             backend.score,
             leads=group.rank == 0,
             scores_first=classifier is not None and classifier.first_token,
         )
-        runner = Runner(model, batch, sampler, prompts, tracer, alone=alone, faults=faults)
+        runner = Runner(
+            *(model, batch, sampler, prompts, tracer),
+            alone=alone,
+            has_states=has_states,
+            faults=faults,
+        )
     else:
         runner = StageRunner(model, batch, tracer)
     adapters = AdapterLoader(plan, model.adapters)

@@ -35,6 +35,7 @@ from pagoda.worker.engine_link import EngineLink
 from pagoda.worker.pinning import bind, free_threads, set_thread_waiting
 
 if TYPE_CHECKING:
+    from pagoda.backend.kv_store import Event
     from pagoda.worker.kv.populating import KVPopulator
     from pagoda.worker.kv.transfer_link import TransferThread
     from pagoda.worker.loading import LoadedWorker
@@ -196,12 +197,21 @@ class _Steps:
             self._began, self._ready = began, self._tracer.e2e()
         if self._source is not None:
             return
-        done = ticket.launch()
+        done = self._launched(ticket)
         if done is not None:
             self._watcher.watch(done)
             self._num_launched += 1
         while len(self._tickets) > (done is not None):
             self.finish()
+
+    def _launched(self, ticket: Ticket[StepResult] | Ticket[StageState]) -> Event | None:
+        """Launches the newest step. Raises what that raises, behind the results of all steps before."""
+        try:
+            return ticket.launch()
+        except Exception:
+            while len(self._tickets) > 1:
+                self.finish()
+            raise
 
     def finish(self) -> None:
         """Computes the oldest step and hands its result over."""

@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate, compress
 from operator import add
 from typing import Any, Generic, TypeVar
@@ -54,7 +54,6 @@ class _Launched:
     drawing: Drawing
     done: Event
     """The device has computed all of it."""
-    expert_tokens: list[int]
     before: StageState | None
     clock: StepClock
     freed: set[int] = field(default_factory=set)
@@ -172,7 +171,7 @@ class StageRunner:
         self.batch.read(tokens)
         self._clock.ended("prepare")
         computed = self.model.forward(planned, None if before is None else before.hidden).cpu()
-        expert_tokens = self.model.take_expert_tokens()
+        expert_tokens = self.model.take_expert_tokens()()
         self._clock.ended("forward")
         self._steps.end()
         times = self._clock.times.behind(prepared)
@@ -207,10 +206,12 @@ class Runner:
         tracer: Tracer,
         *,
         alone: bool = True,
+        has_states: bool = False,
         faults: Faults | None = None,
     ) -> None:
-        """`alone`: no other rank takes part in a step, so that it can be tried again in parts. `faults` are those
-        of this process."""
+        """`alone`: no other rank takes part in a step, so that it may be launched ahead, and tried again in parts.
+        Layers that keep states (`has_states`) move them on as they compute: their steps are tried once. `faults`
+        are those of this process."""
         point = None if faults is None else faults.point("worker.logits")
         self._spoil = None if point is None else partial(spoil_rows, point)
         self.model = model
@@ -221,6 +222,7 @@ class Runner:
         self._clock = StepClock(tracer)
         self._tracer = tracer
         self._alone = alone
+        self._has_states = has_states
         self._launched: deque[_Launched] = deque()
         """Steps whose results have not been read."""
         self._request_ids: dict[int, str] = {}
@@ -283,7 +285,6 @@ class Runner:
             and self.failed.keys().isdisjoint(plan.slots)
             and self._sampler.may_run_ahead(plan)
             and not self._prompts.has_prompts
-            and not self.model.has_experts
         )
 
     def _result(self, ready: _Ready, before: StageState | None) -> StepResult:
@@ -299,7 +300,8 @@ class Runner:
     @torch.inference_mode()
     def _launch(self, ready: _Ready, before: StageState | None) -> _Launched:
         """Alone, a request that cannot be computed fails alone. One rank of several cannot know how far the others
-        got: there, what goes wrong ends the worker, and the engine finds out whose fault it is."""
+        got, nor can states be moved on twice: there, what goes wrong ends the worker, and the engine finds out
+        whose fault it is."""
         plan, tokens = ready.plan, ready.tokens
         self._clock = StepClock(self._tracer)
         self._clock.start()
@@ -315,7 +317,7 @@ class Runner:
                 hidden = hidden[torch.tensor(chosen).repeat_interleave(torch.tensor(tokens.counts))]
             tokens, planned = tokens.of(chosen), None
         compute = self._compute_isolated if self._alone else self._compute
-        drawing, expert_tokens = compute(tokens, planned, hidden)
+        drawing = compute(tokens, planned, hidden)
         places = dict(zip(tokens.slots, tokens.ends, strict=True))
         samples = self._prompts.samples
         sampling = [slot for slot in compress(tokens.slots, tokens.samples) if samples(slot)]
@@ -324,14 +326,15 @@ class Runner:
             # The next step may begin before these are known; the device puts its tokens in their place.
             self.batch.write([places[slot] for slot in sampling], [0] * len(sampling))
         done = self._sampler.launched()
-        return _Launched(ready, tokens, drawing, done, expert_tokens, before, self._clock)
+        return _Launched(ready, tokens, drawing, done, before, self._clock)
 
     @torch.inference_mode()
     def _collect(self, launched: _Launched) -> StepResult:
         """Reads what a step has drawn, and remembers it of requests that are still there."""
         ready, before, plan = launched.ready, launched.before, launched.ready.plan
         launched.done.wait()  # also where nothing was drawn: networks may read its KV once this is answered
-        sampled, expert_tokens = launched.drawing.read(), launched.expert_tokens
+        sampled = launched.drawing.read()
+        expert_tokens = launched.drawing.expert_tokens(self.model.num_experts)
         errors = {slot: self.failed[slot] for slot in plan.slots if slot in self.failed}
         for slot in errors.keys() & sampled.token_ids.keys():  # failed while this was computed
             del sampled.token_ids[slot]
@@ -383,10 +386,10 @@ class Runner:
 
     def _compute_isolated(
         self, tokens: StepTokens, planned: PlannedBatch[Any] | None, hidden: Tensor | None
-    ) -> tuple[Drawing, list[int]]:
+    ) -> Drawing:
         """Computes all slots together, or one by one if that raises, to find out whose fault it is.
 
-        Raises DeviceLostError: none of theirs.
+        Raises DeviceLostError: none of theirs; of several slots with states, what computing them raises.
         Computing tokens a second time writes the same K and V to the same places and draws the same tokens:
         nothing is remembered until the whole step is done.
         """
@@ -395,26 +398,24 @@ class Runner:
         except DeviceLostError:
             raise
         except Exception:
-            # What the attempt gave to experts before it raised does not count.
-            none = [0] * len(self.model.take_expert_tokens())
+            self.model.take_expert_tokens()  # those of an attempt that raised do not count
             if len(tokens.slots) == 1:
                 (slot,) = tokens.slots
                 _log.exception("computing this request raised", extra=self._log_fields(slot))
-                return Drawing.of(Sampled(errors={slot: BROKE_A_STEP})), none
+                return Drawing.of(Sampled(errors={slot: BROKE_A_STEP}))
+            if self._has_states:
+                raise
             _log.exception("computing %d requests together raised", len(tokens.slots))
         single = [tokens.of([slot == one for slot in tokens.slots]) for one in tokens.slots]
-        parts = [self._compute_isolated(part, None, hidden) for part in single]
-        return joined(drawing for drawing, _ in parts), reduce(
-            _sum, (counts for _, counts in parts)
-        )
+        return joined([self._compute_isolated(part, None, hidden) for part in single])
 
     def _compute(
         self, tokens: StepTokens, planned: PlannedBatch[Any] | None, hidden: Tensor | None
-    ) -> tuple[Drawing, list[int]]:
-        """Computes the slots together; returns their results and the tokens that went to each expert."""
+    ) -> Drawing:
+        """Computes the slots together."""
         if not tokens.slots:
             self._clock.ended("prepare")
-            return Drawing.of(Sampled()), self.model.take_expert_tokens()
+            return Drawing.of(Sampled())
         if planned is None:
             planned = self.model.plan(tokens.batch)
         ends = list(accumulate(tokens.counts))
@@ -446,7 +447,8 @@ class Runner:
             places = {row: place for place, row in enumerate(wanted)}
             prompts = self._prompts.read(self.model, hidden, places, chunks)
             drawing.add(Sampled(prompts=prompts))
-        return drawing, self.model.take_expert_tokens()
+        drawing.counts.append(self.model.take_expert_tokens())
+        return drawing
 
     def _late_rows(self, tokens: StepTokens, ends: Sequence[int]) -> Sequence[LateRows]:
         """Tokens of the step that only the device knows."""

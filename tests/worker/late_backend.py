@@ -43,6 +43,22 @@ class LateBackend:
         self.late.steps.run(lambda: token_ids.copy_(here[:, 0]))
         return _Underway(self.late, token_ids, here.clone)
 
+    def launch_drain(self, counts: Tensor) -> Callable[[], Tensor]:
+        drained = self.late.empty(tuple(counts.shape), counts.dtype)
+
+        def work() -> None:
+            drained.copy_(counts)
+            counts.zero_()
+
+        self.late.steps.run(work)
+        done = self.late.steps.record()
+
+        def read() -> Tensor:
+            done.wait()
+            return drained.clone()
+
+        return read
+
     def launch_sample(
         self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
     ) -> Underway[SampledRows]:
@@ -107,7 +123,8 @@ class LateGraph:
 
         def work() -> None:
             for late in step.late:
-                given["token_ids"][list(late.rows)] = late.token_ids[list(late.places)]
+                chosen = late.token_ids[list(late.places)]
+                given["token_ids"][list(late.rows)] = chosen.clamp(min=0)  # -1 of what failed
             computed = self._own(StepInput(given, step.metadata), results)
             for out, own in zip(outs, computed, strict=True):
                 out.copy_(own)

@@ -48,6 +48,20 @@ def test_a_step_of_a_model_with_states_is_not_computed_again_in_parts(tmp_path: 
         driver.step({0: 3, 3: 1, 1: 4, 2: 2})
 
 
+def test_a_request_with_a_state_that_raises_by_itself_fails_alone(tmp_path: Path) -> None:
+    make_model("lfm2").save_pretrained(tmp_path)
+    driver = Driver(load(tmp_path))
+    driver.start(0, PROMPTS[0])
+    driver.run([0], 2)
+    driver.start(1, [320])  # not in the vocabulary: the embedding raises
+    assert driver.step({1: 1}).errors == {1: BROKE_A_STEP}
+    driver.run([0], 4)
+    alone = Driver(load(tmp_path))
+    alone.start(0, PROMPTS[0])
+    alone.run([0], 4)
+    assert driver.output(0) == alone.output(0)
+
+
 def test_a_request_that_raises_fails_alone(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

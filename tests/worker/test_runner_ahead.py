@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ahead_engine import Engine, load
 from driver import GREEDY
+from family_models import make_model
 from late_backend import LateBackend
 from tiny_models import save_model
 
@@ -20,93 +20,15 @@ from pagoda.backend.kv_store import Event
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend_check.threads import ThreadGroup, ThreadRank
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import NewBlocks, SlotStart, StepPlan, StepResult
-from pagoda.messages.worker_config import WorkerConfig
+from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker import loading
 from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler, no_masks
-from pagoda.worker.runner import Runner, Ticket
 from pagoda.worker.sampler import NOT_FINITE, Sampler
 
-BLOCK = 16
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=100, logprobs=2)
 PENALISED = SamplingParams(temperature=0.7, seed=2, max_tokens=100, repetition_penalty=1.4)
 KINDS = {"greedy": GREEDY, "drawn": DRAWN, "penalised": PENALISED}
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
-
-
-def _load(directory: Path, backend: Any, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    monkeypatch.setattr(loading, "choose_backend", lambda *_: (backend, "test"))
-    config = WorkerConfig(model=str(directory), num_blocks=64, max_num_seqs=8, num_threads=1)
-    runner = loading.load_runner(loading.plan_worker(config), Tracer("worker")).runner
-    assert isinstance(runner, Runner)
-    return runner
-
-
-@dataclass
-class Engine:
-    """Submits and launches each step before it takes the result of the one before."""
-
-    runner: Runner
-    answers: dict[str, list[int]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    logprobs: dict[str, list[float]] = field(default_factory=dict)
-    num_ahead: int = 0
-    """Steps that were launched behind one whose result had not been read."""
-    _names: dict[int, str] = field(default_factory=dict)
-    _computed: dict[int, int] = field(default_factory=dict)
-    _held: dict[int, int] = field(default_factory=dict)
-    _starts: list[SlotStart] = field(default_factory=list)
-    _freed: list[int] = field(default_factory=list)
-    _under_way: deque[tuple[Ticket[StepResult], dict[int, str]]] = field(default_factory=deque)
-    _step: int = 0
-    _next_block: int = 0
-
-    def start(self, slot: int, name: str, prompt: list[int], sampling: SamplingParams) -> None:
-        self._names[slot], self._computed[slot], self._held[slot] = name, 0, 0
-        self._starts.append(
-            SlotStart(slot, prompt, len(prompt), 0, [[]], sampling, request_id=name)
-        )
-
-    def free(self, slot: int) -> None:
-        self._freed.append(slot)
-
-    def submit(self, shares: dict[int, int]) -> None:
-        blocks = []
-        for slot, count in shares.items():
-            self._computed[slot] += count
-            wanted = -(-self._computed[slot] // BLOCK) - self._held[slot]
-            if wanted:
-                blocks.append(
-                    NewBlocks(slot, 0, [*range(self._next_block, self._next_block + wanted)])
-                )
-                self._next_block += wanted
-                self._held[slot] += wanted
-        plan = StepPlan(
-            self._step, [*shares], [*shares.values()], self._starts, blocks, self._freed
-        )
-        self._starts, self._freed = [], []
-        self._step += 1
-        ticket = self.runner.submit(plan)
-        self._under_way.append((ticket, {slot: self._names[slot] for slot in shares}))
-        is_launched = ticket.launch() is not None
-        if len(self._under_way) == 2:
-            self.num_ahead += is_launched
-            self.take()
-
-    def take(self) -> None:
-        ticket, names = self._under_way.popleft()
-        result = ticket.result()
-        for slot, token_ids in zip(result.slots, result.token_ids, strict=True):
-            self.answers.setdefault(names[slot], []).extend(token_ids)
-        for slot, reports in result.logprobs.items():
-            self.logprobs.setdefault(names[slot], []).extend(one.logprob for one in reports)
-        self.errors |= {names[slot]: error for slot, error in result.errors.items()}
-
-    def finish(self) -> Engine:
-        while self._under_way:
-            self.take()
-        return self
 
 
 def _together(engine: Engine, sampling: SamplingParams, steps: int = 6) -> Engine:
@@ -130,13 +52,54 @@ def test_answers_are_those_of_steps_one_by_one(
 ) -> None:
     backend = LateBackend()
     assert isinstance(backend, RunsAhead)
-    own = _together(Engine(_load(directory, backend, monkeypatch)), KINDS[kind])
-    expected = _together(Engine(_load(directory, ReferenceBackend(), monkeypatch)), KINDS[kind])
+    own = _together(Engine(load(directory, backend, monkeypatch)), KINDS[kind])
+    expected = _together(Engine(load(directory, ReferenceBackend(), monkeypatch)), KINDS[kind])
     assert own.answers == expected.answers
     assert own.logprobs == expected.logprobs
     assert (own.errors, expected.num_ahead) == ({}, 0)
     # What a penalty changes is known once the token is: such a step waits for the one before.
-    assert own.num_ahead == (0 if kind == "penalised" else 6)
+    assert own.num_ahead == own.num_at_once == (0 if kind == "penalised" else 6)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "drawn"])
+@pytest.mark.parametrize("family", ["mixtral", "lfm2", "lfm2-moe", "qwen3-next"])
+def test_steps_of_models_with_states_and_experts_are_launched_ahead(
+    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States move on once, and tokens of experts are counted in their own step."""
+    (save_model if family == "mixtral" else _save)(family, tmp_path)
+    own = _together(Engine(load(tmp_path, LateBackend(), monkeypatch)), KINDS[kind])
+    expected = _together(Engine(load(tmp_path, ReferenceBackend(), monkeypatch)), KINDS[kind])
+    assert own.answers == expected.answers
+    assert own.logprobs == expected.logprobs
+    assert own.expert_tokens == expected.expert_tokens
+    assert (sum(own.expert_tokens[0]) > 0) == (family != "lfm2")
+    assert own.num_ahead == own.num_at_once == 6
+
+
+def _save(family: str, directory: Path) -> None:
+    make_model(family).save_pretrained(directory)
+
+
+def test_what_an_attempt_that_raised_gave_to_experts_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("mixtral", tmp_path)
+    expected = _together(Engine(load(tmp_path, ReferenceBackend(), monkeypatch)), GREEDY)
+    runner = load(tmp_path, LateBackend(), monkeypatch)
+    forward = runner.model.forward
+
+    def raise_behind_a_batch(planned: Any, *arguments: Any) -> Any:
+        hidden = forward(planned, *arguments)
+        if len(planned.batch.query_lens) > 1:
+            raise IndexError
+        return hidden
+
+    monkeypatch.setattr(runner.model, "forward", raise_behind_a_batch)
+    own = _together(Engine(runner), GREEDY)
+    assert own.answers == expected.answers
+    assert own.expert_tokens == expected.expert_tokens
+    assert own.num_ahead == 6
 
 
 def test_the_result_of_a_step_waits_for_the_device_also_without_samples(
@@ -144,7 +107,7 @@ def test_the_result_of_a_step_waits_for_the_device_also_without_samples(
 ) -> None:
     """Networks may read what it has written from then on, and ask no device."""
     backend = LateBackend()
-    engine = Engine(_load(directory, backend, monkeypatch))
+    engine = Engine(load(directory, backend, monkeypatch))
     engine.start(0, "long", [20, 21, 22, 23, 24], GREEDY)
     engine.submit({0: 3})
     computed = backend.late.steps.record()
@@ -193,8 +156,8 @@ def _with_turnover(engine: Engine) -> Engine:
 def test_a_slot_goes_to_another_request_while_a_step_uses_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = _with_turnover(Engine(_load(directory, LateBackend(), monkeypatch)))
-    expected = _with_turnover(Engine(_load(directory, ReferenceBackend(), monkeypatch)))
+    own = _with_turnover(Engine(load(directory, LateBackend(), monkeypatch)))
+    expected = _with_turnover(Engine(load(directory, ReferenceBackend(), monkeypatch)))
     assert own.answers == expected.answers
     assert own.logprobs == expected.logprobs
     assert own.num_ahead == 7
@@ -205,8 +168,8 @@ def test_a_request_that_breaks_fails_alone_and_is_left_out(
 ) -> None:
     """The step behind it, which was launched with it, says so too, and the others never notice."""
     backend = LateBackend()
-    runner = _load(directory, backend, monkeypatch)
-    expected = _together(Engine(_load(directory, ReferenceBackend(), monkeypatch)), GREEDY)
+    runner = load(directory, backend, monkeypatch)
+    expected = _together(Engine(load(directory, ReferenceBackend(), monkeypatch)), GREEDY)
     forward, steps = runner.model.forward, [0]
 
     def spoil(*arguments: Any) -> Any:
@@ -228,7 +191,7 @@ def test_a_request_that_breaks_fails_alone_and_is_left_out(
 def test_a_request_that_raises_when_it_is_launched_fails_alone(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = _load(directory, LateBackend(), monkeypatch)
+    runner = load(directory, LateBackend(), monkeypatch)
     forward, asked = runner.model.forward, [0]
 
     def fail(planned: Any, *arguments: Any) -> Any:
@@ -251,7 +214,7 @@ def test_a_request_that_raises_when_it_is_launched_fails_alone(
 def test_steps_are_launched_in_their_order(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = _load(directory, LateBackend(), monkeypatch)
+    runner = load(directory, LateBackend(), monkeypatch)
     start = SlotStart(0, [5, 6, 7, 8], 4, 0, [[1]], GREEDY)
     first = runner.submit(StepPlan(0, [0], [2], [start]))
     second = runner.submit(StepPlan(1, [0], [2]))

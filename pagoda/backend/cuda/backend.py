@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -180,6 +181,12 @@ class GpuBackend:
             copied = Copied(self._runtime, self._pool, [held])
         return UnderwayResult(copied, held[:, 0], lambda tensors: tensors[0])
 
+    def launch_drain(self, counts: Tensor) -> Callable[[], Tensor]:
+        with device_errors(self._runtime):
+            copied = Copied(self._runtime, self._pool, [counts])
+            self._runtime.steps.run(partial(_set_to_zero, counts))
+        return lambda: copied.read()[0]
+
     def launch_sample(
         self, logits: Tensor, table: SamplingTable, slots: Sequence[int]
     ) -> Underway[SampledRows]:
@@ -190,3 +197,7 @@ class GpuBackend:
 
     def score(self, logits: Tensor, token_ids: Tensor, num_top: int) -> ScoredRows:
         return self._sampler.score(logits, token_ids, num_top)
+
+
+def _set_to_zero(counts: Tensor) -> None:
+    counts.zero_()
