@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
+from family_models import make_model
 from tiny_models import continuation, save_model
 
 import pagoda
@@ -154,6 +155,32 @@ def test_a_plan_that_does_not_fit_ends_the_worker_behind_its_last_result(
     log = capfd.readouterr().err
     assert "a step broke this worker" in log
     assert "Slot 7 is not in use" in log
+
+
+def test_a_launch_that_ends_the_worker_comes_behind_the_result_before_it(
+    tmp_path: Path,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """On a device that computes by itself, and with states, which nothing can move on again."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    make_model("lfm2-bias").save_pretrained(tmp_path)
+    worker = start(model=str(tmp_path), backend="cuda", max_num_seqs=4, max_model_len=64)
+    groups = range(len(worker.ready().kv_groups))
+    good, *unknown = (
+        SlotStart(slot, prompt, len(prompt), 0, [[4 * slot + group] for group in groups], SAMPLING)
+        for slot, prompt in enumerate(([1, 2], [320], [320]))
+    )
+    worker.send(StepPlan(0, [0], [2], [good]))
+    worker.send(StepPlan(1, [0, 1, 2], [1, 1, 1], unknown))
+    result = worker.receive()
+    assert isinstance(result, StepResult)
+    assert (result.slots, result.errors) == ([0], {})
+    assert worker.child.describe_end() == "exited with code 1"
+    log = capfd.readouterr().err
+    assert "a step broke this worker" in log
+    assert "IndexError" in log
 
 
 def _run_a_large_step(worker: _Worker) -> None:
