@@ -1,13 +1,16 @@
-"""Checks of a whole model on the backend: pagoda-tiny, through a worker's runner and its tickets."""
+"""Checks of whole models through a worker's runner and its tickets: pagoda-tiny, and small ones."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.base import UnsupportedError
+from pagoda.backend_check.small_models import WITH_EXPERTS, WITH_STATES, model_directory
 from pagoda.backend_check.subject import Check, FailedError, LackingError, Subject, ensure
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.devices import DeviceSet
@@ -38,6 +41,10 @@ class _Answers:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
+    expert_tokens: list[list[int]] = field(default_factory=list, compare=False)
+    """Tokens that went to each expert, step by step."""
+    num_ahead: int = field(default=0, compare=False)
+    """Steps that were launched before the results of those in front of them were read."""
 
     def add(self, result: StepResult) -> None:
         ensure(not result.errors, f"a step fails: {result.errors}")
@@ -45,44 +52,48 @@ class _Answers:
             self.tokens.setdefault(slot, []).extend(tokens)
             reports = result.logprobs[slot]
             self.logprobs.setdefault(slot, []).extend(report.logprob for report in reports)
+        self.expert_tokens.append(result.expert_tokens)
 
 
 class _Engine:
     """Makes plans by hand, and submits each, and launches it, before the results of those before it are taken."""
 
-    def __init__(self, runner: Runner, block_size: int) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._block_size = block_size
+        self._block_sizes = runner.batch.block_sizes
         self._step = 0
         self._next_block = 0
         self._tickets: deque[Ticket[StepResult]] = deque()
         self._computed: dict[int, int] = {}
-        self._held: dict[int, int] = {}
+        self._held: dict[int, list[int]] = {}
+        """Blocks of each KV group, by slot."""
         self._starts: list[SlotStart] = []
         self.answers = _Answers()
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        self._computed[slot] = self._held[slot] = 0
-        start = SlotStart(slot, list(prompt), len(prompt), 0, [[]], sampling)
-        self._starts.append(start)
+        self._computed[slot], self._held[slot] = 0, [0] * len(self._block_sizes)
+        tables: list[list[int]] = [[] for _ in self._block_sizes]
+        self._starts.append(SlotStart(slot, list(prompt), len(prompt), 0, tables, sampling))
 
     def submit(self, shares: dict[int, int]) -> None:
         """Submits a step of so many tokens of slots."""
         new: list[NewBlocks] = []
         for slot, count in shares.items():
             self._computed[slot] += count
-            needed = -(-self._computed[slot] // self._block_size) - self._held[slot]
-            if needed:
-                # From the end of the pool, so that a sequence's blocks are not in order.
-                first = _NUM_BLOCKS - self._next_block - needed
-                new.append(NewBlocks(slot, 0, list(range(first, first + needed))))
-                self._next_block += needed
-                self._held[slot] += needed
+            for group, size in enumerate(self._block_sizes):
+                needed = -(-self._computed[slot] // size) - self._held[slot][group]
+                if needed:
+                    # From the end of the pool, so that a sequence's blocks are not in order.
+                    first = _NUM_BLOCKS - self._next_block - needed
+                    new.append(NewBlocks(slot, group, list(range(first, first + needed))))
+                    self._next_block += needed
+                    self._held[slot][group] += needed
         plan = StepPlan(self._step, [*shares], [*shares.values()], self._starts, new)
         self._starts = []
         self._step += 1
         self._tickets.append(self._runner.submit(plan))
-        self._tickets[-1].launch()
+        is_launched = self._tickets[-1].launch() is not None
+        self.answers.num_ahead += is_launched and len(self._tickets) > 1
         if len(self._tickets) == MAX_STEPS:
             self._take()
 
@@ -101,20 +112,22 @@ class _Place:
 
     backend: str
     devices: tuple[str, ...] = ()
+    directory: str = ""
+    """Directory of a model with dummy weights; empty for the embedded model."""
 
 
-def _load(place: _Place, dtype: str) -> tuple[Runner, int]:
-    """The embedded model; block size."""
+def _load(place: _Place, dtype: str) -> Runner:
     loaded = load_runner(plan_worker(_config(place, dtype)), Tracer("backend check"))
     if not isinstance(loaded.runner, Runner):
         raise TypeError("A worker that is alone has all stages.")
-    return loaded.runner, loaded.ready.block_size
+    return loaded.runner
 
 
 def _config(place: _Place, dtype: str) -> WorkerConfig:
-    """The embedded model on a backend."""
+    """The model of a place."""
     return WorkerConfig(
-        model=resolve_model(EMBEDDED_MODEL).model,
+        model=place.directory or resolve_model(EMBEDDED_MODEL).model,
+        load_format="dummy" if place.directory else "auto",
         backend=place.backend,
         parallel=ParallelConfig(devices=place.devices),
         dtype=dtype,
@@ -126,7 +139,7 @@ def _config(place: _Place, dtype: str) -> WorkerConfig:
 
 def together(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
     """All prompts in one step, then a token of each in every step, with two steps under way."""
-    engine = _Engine(*_load(place, dtype))
+    engine = _Engine(_load(place, dtype))
     for slot, prompt in enumerate(PROMPTS):
         engine.start(slot, prompt, sampling)
     engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
@@ -137,7 +150,7 @@ def together(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
 
 def in_pieces(place: _Place, dtype: str, sampling: SamplingParams) -> _Answers:
     """Each prompt seven tokens at a time, in the company of answers that run already."""
-    engine = _Engine(*_load(place, dtype))
+    engine = _Engine(_load(place, dtype))
     running: dict[int, int] = {}
     for slot, prompt in enumerate(PROMPTS):
         engine.start(slot, prompt, sampling)
@@ -181,11 +194,21 @@ def _dense(subject: Subject) -> list[str]:
 
 
 def _answers(subject: Subject, devices: tuple[str, ...] = ()) -> str:
-    """The model's answers are those of the reference in float32."""
+    """The embedded model's answers are those of the reference in float32."""
+    return _checked_answers(subject, _Place(subject.name, devices))
+
+
+def _small_answers(config: Mapping[str, object], subject: Subject) -> str:
+    """The same of a small model."""
+    with model_directory(config) as directory:
+        return _checked_answers(subject, _Place(subject.name, directory=directory))
+
+
+def _checked_answers(subject: Subject, place: _Place) -> str:
     if "float32" not in _dense(subject):
         raise LackingError("its capabilities have no weights of float32")
-    places = (_Place(subject.name, devices), _Place("reference"))
-    own, expected = (_served(place, "float32") for place in places)
+    places = (place, replace(place, backend="reference", devices=()))
+    own, expected = (_served(each, "float32") for each in places)
     for slot, tokens in expected.tokens.items():
         ensure(
             own.tokens.get(slot) == tokens,
@@ -195,7 +218,17 @@ def _answers(subject: Subject, devices: tuple[str, ...] = ()) -> str:
             abs(a - b) for a, b in zip(own.logprobs[slot], expected.logprobs[slot], strict=True)
         )
         ensure(worst < 1e-3, f"log-probabilities of prompt {slot} differ by {worst:.2g}")
-    return f"{len(expected.tokens)} prompts, {NUM_TOKENS} tokens each, two steps under way"
+    ensure(
+        own.expert_tokens == expected.expert_tokens,
+        f"experts are given {own.expert_tokens} tokens in the steps, not {expected.expert_tokens}",
+    )
+    runs_ahead = isinstance(subject.backend, RunsAhead)
+    ensure(
+        own.num_ahead == (NUM_TOKENS - 1 if runs_ahead else 0),
+        f"{own.num_ahead} of {NUM_TOKENS - 1} steps are launched before the results in front of them are read",
+    )
+    way = "launched ahead" if runs_ahead else "two steps under way"
+    return f"{len(expected.tokens)} prompts, {NUM_TOKENS} tokens each, {way}"
 
 
 def _served(place: _Place, dtype: str) -> _Answers:
@@ -236,6 +269,8 @@ def _two_devices(subject: Subject) -> str:
 
 FURTHER = (
     Check("pagoda-tiny, answers", _answers),
+    Check("a model with states, answers", partial(_small_answers, WITH_STATES)),
+    Check("a model with experts, answers", partial(_small_answers, WITH_EXPERTS)),
     Check("pagoda-tiny, any company", _company),
     Check("pagoda-tiny, memory of the device", _memory),
     Check("pagoda-tiny, two devices of a rank", _two_devices),

@@ -284,6 +284,15 @@ def _keeps_no_snapshot(x: Tensor, metadata: Any, cache: Any, *rest: Any, **optio
     return out
 
 
+def _keeps_no_state(x: Tensor, metadata: Any, cache: Any, *rest: Any, **options: Any) -> Tensor:
+    """Every step begins as the first one does."""
+    out: Tensor = OPERATIONS_BEFORE["short_conv"](x, metadata, cache, *rest, **options)
+    for sequence in metadata.sequences:
+        for half in cache.halves():
+            half[sequence.blocks] = 0
+    return out
+
+
 def _swaps_halves(x: Tensor, metadata: Any, cache: Any, *rest: Any, **options: Any) -> Tensor:
     """The first half of the units lies where the other belongs."""
     memory = KVCache(cache.memory.values, cache.memory.keys)
@@ -400,6 +409,14 @@ BROKEN: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "a snapshot": ("short_conv", {"operations": {"short_conv": _keeps_no_snapshot}}),
     "counts of tokens": ("experts", {"operations": {"experts": _counts_no_tokens}}),
+    "counts of tokens, step by step": (
+        "a model with experts, answers",
+        {"operations": {"experts": _counts_no_tokens}},
+    ),
+    "a state that steps carry on": (
+        "a model with states, answers",
+        {"operations": {"short_conv": _keeps_no_state}},
+    ),
     "places of units": ("short_conv", {"operations": {"short_conv": _swaps_halves}}),
     "maps of heads": ("head_linear", {"operations": {"head_linear": _heads_in_turn}}),
     "norms of latents": (
