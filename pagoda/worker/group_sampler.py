@@ -8,7 +8,7 @@ tokens: so ranks agree by construction, and only the first keeps the state of sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -134,6 +134,15 @@ class GroupSampler:
             and self._sampler.may_run_ahead(plan.slots)
         )
 
+    def grouped(self, slots: Collection[int]) -> Collection[int]:
+        """Slots in the order in which `sample` should have their rows.
+
+        On a device that computes by itself, rows that are sampled in one way lie one behind the other: numbers of
+        rows go there behind its work, and the host would wait for that."""
+        if self._ahead is None:
+            return slots
+        return sorted(slots, key=self._sampler.needing_logits(slots).__contains__)
+
     def sample(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> Drawing:
         """The next token of each slot from its row of hidden states [n, hidden].
 
@@ -235,12 +244,19 @@ class GroupSampler:
 
     def _computed(self, name: str, compute: Callable[[Tensor], T], hidden: Tensor, rows: Rows) -> T:
         began = self._tracer.kernel()
-        wanted = list(rows.values())
-        # Mostly all requests are sampled in one way.
-        computed = compute(hidden if wanted == list(range(len(hidden))) else hidden[wanted])
+        computed = compute(self._chosen(hidden, list(rows.values())))
         if began:
             self._tracer.span(name, began, {"rows": len(rows)})
         return computed
+
+    def _chosen(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """Rows of hidden states; mostly all requests are sampled in one way."""
+        begin, end = rows[0], rows[0] + len(rows)
+        if rows != list(range(begin, end)):
+            return hidden[rows]
+        if len(rows) == len(hidden):
+            return hidden
+        return hidden[rows] if self._ahead is None else hidden[begin:end]
 
 
 def _read_argmax(found: Underway[Tensor], slots: list[int]) -> Sampled:

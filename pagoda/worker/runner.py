@@ -425,6 +425,7 @@ class Runner:
             for slot, end, is_last in zip(tokens.slots, ends, tokens.samples, strict=True)
             if is_last and samples(slot)
         }
+        last = {slot: last[slot] for slot in self._sampler.grouped(last)}
         chunks = []
         if self._prompts.has_prompts:
             parts = zip(tokens.slots, tokens.firsts, tokens.counts, ends, strict=True)

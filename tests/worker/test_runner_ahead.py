@@ -139,7 +139,9 @@ def test_ranks_meet_when_their_devices_have_computed() -> None:
 
 
 def _with_turnover(engine: Engine) -> Engine:
-    """A slot is freed and taken by another request, whose prompt comes in two parts, while a step uses it."""
+    """A slot is freed and taken by another request, whose prompt comes in two parts, while a step uses it.
+
+    Others are greedy, and it is not: steps sample in two ways."""
     for slot, prompt in enumerate(PROMPTS):
         engine.start(slot, f"request {slot}", prompt, GREEDY)
     engine.submit({slot: len(prompt) for slot, prompt in enumerate(PROMPTS)})
@@ -160,7 +162,7 @@ def test_a_slot_goes_to_another_request_while_a_step_uses_it(
     expected = _with_turnover(Engine(load(directory, ReferenceBackend(), monkeypatch)))
     assert own.answers == expected.answers
     assert own.logprobs == expected.logprobs
-    assert own.num_ahead == 7
+    assert own.num_ahead == own.num_at_once == 7
 
 
 def test_a_request_that_breaks_fails_alone_and_is_left_out(

@@ -222,6 +222,9 @@ class LateTensor(Tensor):
     ) -> Any:
         if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
             return False
+        if func == Tensor.__getitem__ and isinstance(args[1], slice):
+            whole: LateTensor = args[0]
+            return whole.source.shown(whole.as_subclass(Tensor)[args[1]])
         if getattr(func, "__name__", "") not in _OF_SHAPE:
             for late in (each for each in args if isinstance(each, LateTensor)):
                 late.source.steps.synchronize()

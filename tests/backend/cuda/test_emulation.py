@@ -40,7 +40,10 @@ def test_results_are_poison_until_somebody_looks_at_them() -> None:
     device.steps.run(lambda: out.copy_(torch.arange(6.0).view(2, 3)))
     shown = device.shown(out)
     assert (shown.shape, len(shown), shown.is_cpu) == ((2, 3), 2, False)
+    part = shown[1:]
+    assert (part.shape, part.is_cpu) == ((1, 3), False)
     assert bool(out.isnan().all())
+    assert part.tolist() == [[3, 4, 5]]
     assert shown[1].tolist() == [3, 4, 5]
     held = device.held(shown)
     assert held is not None
