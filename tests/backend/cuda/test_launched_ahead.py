@@ -23,7 +23,11 @@ from pagoda.worker.runner import Runner, Ticket
 SHARES = [(3, 1), (1, 1), (1, 1), (1, 1), (1, 1)]
 """Tokens of two slots, step by step."""
 PROMPTS = ([5, 6, 7], [8])
-GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=20)
+SAMPLING = (
+    SamplingParams(temperature=0.9, seed=3, max_tokens=20),
+    SamplingParams(temperature=0, seed=0, max_tokens=20),
+)
+"""Steps draw the token of one slot, and take the likeliest of the other."""
 WITH_BOTH: Mapping[str, object] = {
     **WITH_STATES,
     "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -48,8 +52,8 @@ def _run(
     assert isinstance(runner, Runner)
     groups = range(len(runner.batch.block_sizes))
     starts = [
-        SlotStart(slot, prompt, len(prompt), 0, [[2 * group + slot] for group in groups], GREEDY)
-        for slot, prompt in enumerate(PROMPTS)
+        SlotStart(slot, prompt, len(prompt), 0, [[2 * group + slot] for group in groups], sampling)
+        for slot, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True))
     ]
     results, were_computed = [], []
     under_way: deque[tuple[Ticket[StepResult], Event | None]] = deque()
