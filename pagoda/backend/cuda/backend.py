@@ -53,7 +53,7 @@ class GpuBackend:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._pool = PinnedPool(runtime)
-        self._adapters = AdapterTables(runtime.device, runtime.upload)
+        self._adapters = AdapterTables(runtime)
         self._sampler = DeviceSampler(runtime, self._pool)
         self._products: WeakKeyDictionary[KVCache | LatentCache, torch.dtype] = WeakKeyDictionary()
         """Number formats that attention over caches multiplies in."""
