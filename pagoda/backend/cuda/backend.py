@@ -157,7 +157,8 @@ class GpuBackend:
         if isinstance(cache, StateCache):  # one program goes through all tokens of a sequence
             return plan_places(batch, group, cache.block_size, len(batch.positions), self._pool)
         if isinstance(cache, LatentCache):
-            block_size, per_tile = cache.latents.shape[2], latents.tokens_per_tile(num_heads)
+            block_size, products = cache.latents.shape[2], self._products[cache]
+            per_tile = latents.tokens_per_tile(num_heads, products)
         else:
             _, kv_heads, block_size, _ = cache.keys.shape
             per_tile = attention.tokens_per_tile(num_heads // kv_heads)

@@ -4,6 +4,9 @@ A context is cut into splits of `SPLIT` tokens at fixed places. Each has a softm
 to tile of keys (FlashAttention, Dao et al. 2022), and splits are merged in their order, whoever computed them: one
 program goes through all of them, or several write what they found and another launch merges it
 (Flash-Decoding, Dao et al. 2023). So bits do not depend on how a sequence is cut or on what else is in the step.
+
+A tile multiplies what some of its rows do not see by weights of 0, and 0 times NaN is NaN. A split with such
+tokens is computed once more, with care, if its sums are not finite: NaN reaches only rows that see it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -22,6 +25,7 @@ from pagoda.backend.cuda.kernels.numbers import (
     UNFUSED,
     blocks,
     hyperbolic_tangent,
+    is_finite,
     power_of_two,
     triton_dtype,
 )
@@ -131,6 +135,78 @@ def finished(highest, total, out, sinks):
 
 
 @triton.jit
+def not_finite(x):
+    """True if a number of x [r, d] is not finite."""
+    return tl.max(tl.where(is_finite(x), 0, 1)) > 0
+
+
+@triton.jit
+def careful_sums(weights, visible, value, out, keys: tl.constexpr):
+    """Sums out [r, d], and weights [r, k] times values [k, d] of which a row gets what is visible [r, k] to it.
+
+    Where all values are finite, they are what the product has, in every bit.
+    """
+    out = tl.dot(weights, tl.where(is_finite(value), value, 0.0), out, input_precision="ieee")
+    place = tl.arange(0, keys)
+    for key in range(keys):
+        weight = tl.sum(tl.where(place[None, :] == key, weights.to(tl.float32), 0.0), 1)
+        own = tl.sum(tl.where(place[:, None] == key, value.to(tl.float32), 0.0), 0)
+        sees = tl.sum(tl.where((place[None, :] == key) & visible, 1, 0), 1) > 0
+        more = out + weight[:, None] * own[None, :]
+        out = tl.where(sees[:, None] & (is_finite(own) == 0)[None, :], more, out)
+    return out
+
+
+@triton.jit
+def _split(
+    queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head,
+    begin, end, tile_first, tile_last, first, last,
+    key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
+    dim: tl.constexpr, block_size: tl.constexpr, capped: tl.constexpr, quantized: tl.constexpr,
+    products: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, careful: tl.constexpr,
+):  # fmt: skip
+    """Softmax [r] and sums [r, d] of the cached tokens from `begin` to `end`, which are of one split."""
+    columns = tl.arange(0, width)
+    highest = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    out = tl.zeros([rows, width], tl.float32)
+    for key_start in tl.range(begin, end, keys, num_stages=1 if careful else None):
+        at = key_start + tl.arange(0, keys)
+        seen = (at >= tile_first) & (at <= tile_last)
+        cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
+        offset = at % block_size
+        # What is not seen may be anything, and zero times NaN is NaN.
+        key_places = (cache_block * key_block_stride + offset * dim)[None, :] + columns[:, None]
+        key = tl.load(keys_ptr + key_places, seen[None, :] & (columns < dim)[:, None], 0.0)
+        value_places = (cache_block * value_block_stride + offset * dim)[:, None] + columns[None, :]
+        value = tl.load(values_ptr + value_places, seen[:, None] & (columns < dim)[None, :], 0.0)
+        scores = tl.dot(queries, key.to(products), input_precision="ieee")
+        if quantized:
+            scale_places = cache_block * scale_block_stride + kv_head * scale_head_stride + offset
+            scores *= tl.load(key_scales_ptr + scale_places, seen, 0.0)[None, :]
+        if capped:
+            scores = cap * hyperbolic_tangent(scores / cap) * _LOG2E
+        visible = (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(highest - base)
+        highest = new_highest
+        total = total * decay + tl.sum(weights, 1)
+        if quantized:
+            scales = tl.load(value_scales_ptr + scale_places, seen, 0.0)
+            weights = tl.where(visible, weights * scales[None, :], 0.0)
+        weights, value = weights.to(products), value.to(products)
+        out = out * decay[:, None]
+        if careful:
+            out = careful_sums(weights, visible, value, out, keys)
+        else:
+            out = tl.dot(weights, value, out, input_precision="ieee")
+    return highest, total, out
+
+
+@triton.jit
 def _attend(
     queries_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr, out_ptr,
     accumulated_ptr, statistics_ptr, positions_ptr, tiles_ptr, lens_ptr, table_ptr,
@@ -171,50 +247,27 @@ def _attend(
         total = tl.zeros([rows], tl.float32)
         out = tl.zeros([rows, width], tl.float32)
         start = tile_first // split + tl.program_id(2)
+        seen_by_all = tl.min(tl.where(there, last, tile_last))
+        hidden_from_some = tl.max(tl.where(there, first, tile_first))
         for part in range(start, tile_last // split + 1, tl.num_programs(2)):
-            own_highest = tl.full([rows], float("-inf"), tl.float32)
-            own_total = tl.zeros([rows], tl.float32)
-            own_out = tl.zeros([rows, width], tl.float32)
             begin = tl.maximum(part * split, tile_first // keys * keys)
             end = tl.minimum(part * split + split, tile_last + 1)
-            for key_start in range(begin, end, keys):
-                at = key_start + tl.arange(0, keys)
-                seen = (at >= tile_first) & (at <= tile_last)
-                cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
-                offset = at % block_size
-                # What is not seen may be anything, and zero times NaN is NaN.
-                key_places = (cache_block * key_block_stride + offset * dim)[None, :] + columns[
-                    :, None
-                ]
-                key = tl.load(keys_ptr + key_places, seen[None, :] & (columns < dim)[:, None], 0.0)
-                value_places = (cache_block * value_block_stride + offset * dim)[:, None] + columns[
-                    None, :
-                ]
-                value = tl.load(
-                    values_ptr + value_places, seen[:, None] & (columns < dim)[None, :], 0.0
-                )
-                scores = tl.dot(queries, key.to(products), input_precision="ieee")
-                if quantized:
-                    scale_places = (
-                        cache_block * scale_block_stride + kv_head * scale_head_stride + offset
-                    )
-                    scores *= tl.load(key_scales_ptr + scale_places, seen, 0.0)[None, :]
-                if capped:
-                    scores = cap * hyperbolic_tangent(scores / cap) * _LOG2E
-                visible = (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None])
-                scores = tl.where(visible, scores, float("-inf"))
-                new_highest = tl.maximum(own_highest, tl.max(scores, 1))
-                base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                weights = tl.exp2(scores - base[:, None])
-                decay = tl.exp2(own_highest - base)
-                own_highest = new_highest
-                own_total = own_total * decay + tl.sum(weights, 1)
-                if quantized:
-                    weights *= tl.load(value_scales_ptr + scale_places, seen, 0.0)[None, :]
-                own_out = own_out * decay[:, None]
-                own_out = tl.dot(
-                    weights.to(products), value.to(products), own_out, input_precision="ieee"
-                )
+            own_highest, own_total, own_out = _split(
+                queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head,
+                begin, end, tile_first, tile_last, first, last,
+                key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
+                dim, block_size, capped, quantized, products, width, rows, keys, careful=False,
+            )  # fmt: skip
+            hides = (seen_by_all < end - 1) | (hidden_from_some > tl.maximum(begin, tile_first))
+            # Numbers of int8 are finite, and their scales are left out with the weights.
+            if False if quantized else hides:  # noqa: SIM102 - few splits are looked at
+                if not_finite(own_out):
+                    own_highest, own_total, own_out = _split(
+                        queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head,
+                        begin, end, tile_first, tile_last, first, last,
+                        key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
+                        dim, block_size, capped, quantized, products, width, rows, keys, careful=True,
+                    )  # fmt: skip
             if partial:
                 place = (part * num_rows + token) * heads + head
                 tl.store(statistics_ptr + place * 2, own_highest, there)

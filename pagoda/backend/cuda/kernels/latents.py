@@ -17,21 +17,71 @@ from pagoda.backend.cuda.kernels.attention import (
     SPLIT,
     Partials,
     Steps,
+    careful_sums,
     finished,
     keys_per_tile,
     merge_partials,
     merged,
+    not_finite,
 )
 from pagoda.backend.cuda.kernels.numbers import UNFUSED, blocks, power_of_two, triton_dtype
 
-ROWS = 32
-"""Queries of a tile: heads of one token, or of several where they are few."""
+_TILE_BYTES = 64
+"""Bytes of the numbers of one column of a tile's queries: of 512 columns they take 32 KiB of shared memory."""
 _LOG2_E = 1.4426950408889634
 
 
-def tokens_per_tile(heads: int) -> int:
-    """Tokens of one tile at most, of so many heads."""
-    return max(1, ROWS // heads)
+def rows_per_tile(products: torch.dtype) -> int:
+    """Queries of a tile: heads of one token, or of several where they are few."""
+    return _TILE_BYTES // products.itemsize
+
+
+def tokens_per_tile(heads: int, products: torch.dtype) -> int:
+    """Tokens of one tile at most, of so many heads, whose products are of this dtype."""
+    return max(1, rows_per_tile(products) // heads)
+
+
+@triton.jit
+def _split(
+    latent, rotary, cache_ptr, scales_ptr, table_ptr, begin, end, tile_last, last, block_stride, scale_stride,
+    rank: tl.constexpr, rope: tl.constexpr, block_size: tl.constexpr, quantized: tl.constexpr,
+    products: tl.constexpr, width: tl.constexpr, rope_width: tl.constexpr, rows: tl.constexpr,
+    keys: tl.constexpr, careful: tl.constexpr,
+):  # fmt: skip
+    """Softmax [r] and sums [r, rank] of the cached tokens from `begin` to `end`, which are of one split."""
+    columns, turned = tl.arange(0, width), tl.arange(0, rope_width)
+    of_rank, of_rope = columns < rank, turned < rope
+    highest = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    out = tl.zeros([rows, width], tl.float32)
+    for start in tl.range(begin, end, keys, num_stages=1 if careful else None):
+        at = start + tl.arange(0, keys)
+        seen = at <= tile_last
+        cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
+        own = cache_ptr + (cache_block * block_stride + at % block_size * (rank + rope))[:, None]
+        key = tl.load(own + columns[None, :], seen[:, None] & of_rank[None, :], 0.0).to(products)
+        turn = tl.load(own + rank + turned[None, :], seen[:, None] & of_rope[None, :], 0.0)
+        scores = tl.dot(latent, tl.trans(key), input_precision="ieee")
+        scores = tl.dot(rotary, tl.trans(turn.to(products)), scores, input_precision="ieee")
+        if quantized:
+            scales = tl.load(scales_ptr + cache_block * scale_stride + at % block_size, seen, 0.0)
+            scores *= scales[None, :]
+        visible = at[None, :] <= last[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(highest - base)
+        highest = new_highest
+        total = total * decay + tl.sum(weights, 1)
+        if quantized:
+            weights = tl.where(visible, weights * scales[None, :], 0.0)
+        weights, out = weights.to(products), out * decay[:, None]
+        if careful:
+            out = careful_sums(weights, visible, key, out, keys)
+        else:
+            out = tl.dot(weights, key, out, input_precision="ieee")
+    return highest, total, out
 
 
 @triton.jit
@@ -59,48 +109,26 @@ def _attend_latents(
         rotary = (rotary * factor).to(products)
         last = tl.load(positions_ptr + token, there, -1)
         tile_last = tl.max(last)
+        seen_by_all = tl.min(tl.where(there, last, tile_last))
         table_ptr += sequence * table_stride
 
         highest = tl.full([rows], float("-inf"), tl.float32)
         total = tl.zeros([rows], tl.float32)
         out = tl.zeros([rows, width], tl.float32)
         for part in range(tl.program_id(2), tile_last // split + 1, tl.num_programs(2)):
-            own_highest = tl.full([rows], float("-inf"), tl.float32)
-            own_total = tl.zeros([rows], tl.float32)
-            own_out = tl.zeros([rows, width], tl.float32)
-            for start in range(part * split, tl.minimum(part * split + split, tile_last + 1), keys):
-                at = start + tl.arange(0, keys)
-                seen = at <= tile_last
-                cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
-                own = (
-                    cache_ptr
-                    + (cache_block * block_stride + at % block_size * (rank + rope))[:, None]
-                )
-                key = tl.load(own + columns[None, :], seen[:, None] & of_rank[None, :], 0.0).to(
-                    products
-                )
-                turn = tl.load(
-                    own + rank + turned[None, :], seen[:, None] & of_rope[None, :], 0.0
-                ).to(products)
-                scores = tl.dot(latent, tl.trans(key), input_precision="ieee")
-                scores = tl.dot(rotary, tl.trans(turn), scores, input_precision="ieee")
-                if quantized:
-                    scales = tl.load(
-                        scales_ptr + cache_block * scale_stride + at % block_size, seen, 0.0
-                    )
-                    scores *= scales[None, :]
-                scores = tl.where(at[None, :] <= last[:, None], scores, float("-inf"))
-                new_highest = tl.maximum(own_highest, tl.max(scores, 1))
-                base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                weights = tl.exp2(scores - base[:, None])
-                decay = tl.exp2(own_highest - base)
-                own_highest = new_highest
-                own_total = own_total * decay + tl.sum(weights, 1)
-                if quantized:
-                    weights *= scales[None, :]
-                own_out = tl.dot(
-                    weights.to(products), key, own_out * decay[:, None], input_precision="ieee"
-                )
+            begin, end = part * split, tl.minimum(part * split + split, tile_last + 1)
+            own_highest, own_total, own_out = _split(
+                latent, rotary, cache_ptr, scales_ptr, table_ptr, begin, end, tile_last, last,
+                block_stride, scale_stride, rank, rope, block_size, quantized, products,
+                width, rope_width, rows, keys, careful=False,
+            )  # fmt: skip
+            if False if quantized else seen_by_all < end - 1:  # noqa: SIM102 - as in `attention`
+                if not_finite(own_out):
+                    own_highest, own_total, own_out = _split(
+                        latent, rotary, cache_ptr, scales_ptr, table_ptr, begin, end, tile_last, last,
+                        block_stride, scale_stride, rank, rope, block_size, quantized, products,
+                        width, rope_width, rows, keys, careful=True,
+                    )  # fmt: skip
             if partial:
                 place = (part * num_rows + token) * heads + head
                 tl.store(statistics_ptr + place * 2, own_highest, there)
@@ -132,22 +160,22 @@ def latent_attention(
     """Causal attention of queries [n, heads rank] and [n, heads rope_dim] over latents: `out` [n, heads rank].
 
     The cache is [num_blocks, 1, block_size, rank + rope_dim], int8 with scales [num_blocks, 1, block_size]. Tiles
-    are of this module's `tokens_per_tile(heads)`, `partials` of value_dim `rank`. See `attention.attention` and
-    `latent_layers.latent_attention`.
+    are of this module's `tokens_per_tile(heads, products)`, `partials` of value_dim `rank`. See
+    `attention.attention` and `latent_layers.latent_attention`.
     """
     if not len(out) or not len(steps.tiles):
         return
     heads, rope, block_size = out.shape[1] // rank, cache.shape[3] - rank, cache.shape[2]
-    width = power_of_two(16, rank)
+    width, rows = power_of_two(16, rank), rows_per_tile(products)
     scratch = (None, None) if partials is None else (partials.accumulated, partials.statistics)
     programs = 1 if partials is None else min(split_programs, len(partials.statistics))
-    _attend_latents[(len(steps.tiles), blocks(heads, ROWS), programs)](
+    _attend_latents[(len(steps.tiles), blocks(heads, rows), programs)](
         latent_queries, rotary_queries, cache, scales, out, *scratch,
         steps.positions, steps.tiles, steps.block_tables, len(out), steps.block_tables.stride(0),
         cache.stride(0), 0 if scales is None else scales.stride(0), scale * _LOG2_E,
         heads=heads, rank=rank, rope=rope, block_size=block_size, quantized=scales is not None,
         partial=partials is not None, products=triton_dtype(products), width=width,
-        rope_width=power_of_two(16, rope), rows=ROWS,
+        rope_width=power_of_two(16, rope), rows=rows,
         keys=keys_per_tile(width, max(cache.itemsize, products.itemsize)), split=SPLIT,
         num_warps=4 if width <= 128 else 8, num_stages=2, **UNFUSED,
     )  # fmt: skip

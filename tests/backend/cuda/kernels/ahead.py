@@ -130,6 +130,7 @@ def launches(*, all_sizes: bool = True) -> dict[str, Callable[[], None]]:
         "states": _states,
         "latents": lambda: _latents(torch.bfloat16, torch.bfloat16),
         "latents int8": lambda: _latents(torch.int8, torch.bfloat16),
+        "latents float32": lambda: _latents(torch.float32, torch.float32),
     }
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn):
         products = torch.bfloat16 if dtype.itemsize == 1 else dtype

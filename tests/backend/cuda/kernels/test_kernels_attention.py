@@ -148,6 +148,75 @@ def test_a_sequence_of_nan_spoils_no_other() -> None:
     assert beside[2].isnan().all()
 
 
+@dataclass(frozen=True)
+class Spoilt(Kind):
+    """Attention of one sequence with some numbers that are not finite."""
+
+    places: tuple[tuple[int, int, float], ...] = ()
+    """Tokens, elements of their queries, keys and values, and what is there."""
+
+    def qkv(self, sequence: int) -> Tensor:
+        rows = super().qkv(sequence)
+        for token, element, number in self.places:
+            rows[token, element] = number
+        return rows
+
+    def sees(self, row: int, token: int) -> bool:
+        first = max(0, row + 1 - (self.window or row + 1), row - row % (self.chunk or row + 1))
+        return first <= token <= row
+
+
+def comparable(found: Sequence[Tensor]) -> Tensor:
+    """Rows in which NaN equals NaN."""
+    return torch.cat(list(found)).nan_to_num(nan=1e30, posinf=torch.inf, neginf=-torch.inf)
+
+
+PARTS = [[(0, 0, 9)], [(0, 9, 1)], [(0, 10, 20)], [(0, 30, 10)]]
+"""Steps of a sequence of 40 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "number"),
+    [
+        ("grouped queries", "float32", torch.nan),
+        ("grouped queries", "float16", -torch.inf),
+        ("as many keys as queries", "float32", torch.inf),
+        ("not rotated", "int8", torch.nan),
+        ("window", "float32", torch.nan),
+        ("window", "float16", torch.inf),
+        ("chunks", "float16", torch.nan),
+        ("sinks and soft cap in a window", "float32", -torch.inf),
+    ],
+)
+def test_what_is_not_finite_reaches_those_alone_who_see_it(
+    name: str, kv_dtype: str, number: float
+) -> None:
+    changes = {"lengths": (40,), "kv_dtype": kv_dtype, "rotated": 0}
+    kind, tokens = Spoilt(**(vars(KINDS[name]) | changes)), (3, 14)
+    generator = torch.Generator().manual_seed(len(name))
+    own = kind.kv_heads * kind.head_dim
+    # NaN comes to keys and values, and infinity to values alone: keys have no score that is infinite.
+    firsts = [kind.width - (2 - place if number != number else 1) * own for place in range(2)]
+    elements = [first + int(torch.randint(own, (1,), generator=generator)) for first in firsts]
+    places = tuple(zip(tokens, elements, (number, number), strict=True))
+    spoilt = replace(kind, places=places)
+    caches = [cache_of(REFERENCE, kind) for _ in range(4)]
+    for cache in caches:
+        spoil(REFERENCE, cache)
+    (clean,) = own_attention(kind, caches[0], [(0, 0, 40)])
+    (found,) = own_attention(spoilt, caches[1], [(0, 0, 40)])
+    blind = [row for row in range(40) if not any(kind.sees(row, token) for token in tokens)]
+    assert len(blind) >= min(tokens)
+    assert torch.equal(found[blind], clean[blind])
+    assert not found[tokens[0]].isfinite().all()
+    # Tokens by themselves cannot get anything of others.
+    alone = [attend(REFERENCE, spoilt, caches[2], [(0, row, 1)])[0] for row in range(40)]
+    bound = {"atol": TOLERANCE[kv_dtype], "rtol": TOLERANCE[kv_dtype], "equal_nan": True}
+    torch.testing.assert_close(found, torch.cat(alone), **bound)
+    parts = [own_attention(spoilt, caches[3], part, split=n > 0) for n, part in enumerate(PARTS)]
+    assert torch.equal(comparable([part[0] for part in parts]), comparable([found]))
+
+
 def test_what_may_not_be_cached() -> None:
     """A token without a slot writes nothing."""
     kind = Kind(lengths=(3,))
@@ -183,6 +252,8 @@ class Latents:
     rope: int = 8
     block_size: int = 16
     length: int = 40
+    spoilt: tuple[int, float] | None = None
+    """A token of which a number of its latent is this one."""
 
     def cache(self, kv_dtype: torch.dtype) -> LatentCache:
         sizes = (6, self.block_size, self.rank, self.rope)
@@ -197,6 +268,8 @@ class Latents:
         given = [random_tensor(self.length, n, seed=n)[first:end].clone() for n in widths]
         turned, vectors, queries = given
         norm = random_tensor(self.rank)
+        if self.spoilt is not None and first <= self.spoilt[0] < end:
+            vectors[self.spoilt[0] - first, 3] = self.spoilt[1]
         table = rotary_table(batch.positions, torch.logspace(0, -1, self.rope // 2), scale=1.0)
         if how == "reference":
             plan = REFERENCE.attention_metadata(batch, self.heads, cache)
@@ -209,7 +282,7 @@ class Latents:
         own = {"scales": cache.latent_scales}
         more = {"eps": 1e-6, "cosines": table[0], "sines": table[1]} | own
         kv.rotate_and_cache_latents(turned, vectors, slots, cache.latents, norm, rotated, **more)
-        steps = steps_of(batch, latents.tokens_per_tile(self.heads))
+        steps = steps_of(batch, latents.tokens_per_tile(self.heads, torch.float32))
         own |= {"rank": self.rank, "scale": 0.2, "products": torch.float32, "split_programs": 2}
         if how == "split":
             room = (end - first, self.heads, self.rank, self.length, CPU)
@@ -228,3 +301,22 @@ def test_latents(kv_dtype: torch.dtype) -> None:
     steps = ((0, 33, "whole"), (33, 39, "split"), (39, 40, "split"))
     parts = [case.step(caches[2], *step) for step in steps]
     assert torch.equal(torch.cat(parts), found)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "heads"), [(torch.float32, 5), (torch.int8, 5), (torch.float32, 20)]
+)
+def test_latents_that_are_not_finite_reach_those_alone_who_see_them(
+    kv_dtype: torch.dtype, heads: int
+) -> None:
+    case, token = Latents(heads=heads), 17
+    spoilt = replace(case, spoilt=(token, torch.nan))
+    clean, found = (
+        each.step(each.cache(kv_dtype), 0, case.length, "whole") for each in (case, spoilt)
+    )
+    assert torch.equal(found[:token], clean[:token])
+    assert found[token:].isnan().all()
+    cache = case.cache(kv_dtype)
+    steps = ((0, 9, "whole"), (9, 39, "split"), (39, 40, "split"))
+    parts = [spoilt.step(cache, *step) for step in steps]
+    assert torch.equal(comparable(parts), comparable([found]))
