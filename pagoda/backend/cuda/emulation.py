@@ -33,6 +33,8 @@ from pagoda.pd.transport.base import DirectMemory, Region
 
 POISON = 0xFF
 """Byte of which NaN, and numbers below zero, consist."""
+GRAPH_BYTES = 1 << 20
+"""Bytes that the driver takes for a captured graph."""
 _interpreter = threading.Lock()
 """Triton's interpreter runs one kernel of a process at a time."""
 
@@ -136,6 +138,7 @@ class EmulatedDevice:
         self.memory = self
         self._size = available_memory_bytes()
         self._taken = 0
+        self._num_graphs = 0
 
     def check(self) -> None:
         if self.failed is not None:
@@ -144,7 +147,7 @@ class EmulatedDevice:
     # ---- memory
 
     def free_bytes(self) -> int:
-        return self._size - self._taken
+        return self._size - self._taken - self._num_graphs * GRAPH_BYTES
 
     def taken_bytes(self) -> int:
         return self._taken
@@ -178,7 +181,18 @@ class EmulatedDevice:
         torch.mm(x.float(), weight.float().t(), out=out)
 
     def capture(self, work: Work) -> Work:
-        return work
+        def replay() -> None:
+            work()
+
+        self._num_graphs += 1
+        weakref.finalize(replay, self._drop_graph)
+        return replay
+
+    def _drop_graph(self) -> None:
+        self._num_graphs -= 1
+
+    def captured_bytes(self, work: Work) -> int:  # noqa: ARG002 - all graphs take as much
+        return GRAPH_BYTES
 
     def timed(self, works: Sequence[Work]) -> list[int]:
         times = []

@@ -15,6 +15,7 @@ from pagoda.backend.cuda.delivery import deliver_step
 from pagoda.backend.cuda.kernels.numbers import power_of_two
 from pagoda.backend.cuda.lost import device_errors
 from pagoda.backend.cuda.lowering import FUSED
+from pagoda.backend.cuda.nodes import Launch
 from pagoda.backend.cuda.places import FEW_TILES, MOST_CAPTURED, Places
 from pagoda.backend.cuda.runtime import Runtime, Work
 from pagoda.backend.cuda.schedule import Bound, Rows, Schedule, launch_all
@@ -24,6 +25,9 @@ from pagoda.backend.graph import Graph, Node
 from pagoda.backend.operation import Operation, OperationNamer, WeightNames
 from pagoda.backend.operations import OPERATIONS
 from pagoda.telemetry.tracer import Tracer
+
+MOST_GRAPHS = 64
+"""Captured steps that a graph keeps, for each of which the driver has memory of its own."""
 
 
 class _SharedMemory:
@@ -69,6 +73,9 @@ class CompiledGraph:
         self._met: set[Hashable] = set()
         """Shapes of steps that were computed once, so that their kernels are compiled."""
         self._captured: dict[Hashable, tuple[Bound, Work]] = {}
+        """Captured steps by shape, those that were used last behind others."""
+        self._graph_bytes: dict[Schedule, int] = {}
+        """Bytes that the driver takes for a captured step."""
         self._shared = _SharedMemory(runtime)
 
     # ---- what is asked of it
@@ -91,11 +98,13 @@ class CompiledGraph:
         if key not in self._met:
             self._met.add(key)
             return self._launched(schedule, rows, step, results)
-        captured = self._captured.get(key)
+        captured = self._captured.pop(key, None)
         if captured is None:
+            self._make_room()
             bound = schedule.bind(rows, step, self._runtime, self._shared.take)
             work = partial(launch_all, schedule.launches, bound.values)
-            captured = self._captured[key] = bound, self._runtime.capture(work)
+            captured = bound, self._runtime.capture(work)
+        self._captured[key] = captured
         return self._replayed(schedule, rows, step, results, captured)
 
     def traced(
@@ -112,8 +121,15 @@ class CompiledGraph:
             times = self._runtime.timed([partial(each, bound.values) for each in schedule.launches])
         return self._outcome(schedule, rows, step, results, bound), times
 
+    def _make_room(self) -> None:
+        """Drops the captured step that was not used for longest, if there are as many as there may be."""
+        if len(self._captured) >= MOST_GRAPHS:
+            self._runtime.steps.record().wait()  # the device may be at it
+            del self._captured[next(iter(self._captured))]
+
     def profile(self, step: StepInput[Places], results: Sequence[str]) -> int:
-        """Bytes of a step's inputs, values and scratch memory, and what captured steps share; computes nothing."""
+        """Bytes of a step's inputs, values and scratch memory, and what captured steps share and the driver takes
+        for them. To measure that, a step of nothing but padding is computed."""
         schedule = self._schedule(results, step.given(self._graph))
         memory = self._runtime.memory
         before = memory.taken_bytes()
@@ -123,7 +139,18 @@ class CompiledGraph:
         del bound
         if schedule.can_be_captured:
             taken += self._captured_bytes(schedule, rows, step)
+            taken += MOST_GRAPHS * self._driver_bytes(schedule, rows, step)
         return taken
+
+    def _driver_bytes(self, schedule: Schedule, rows: Rows, step: StepInput[Places]) -> int:
+        """Bytes that the driver takes for a captured step, whatever the number of its rows."""
+        if schedule not in self._graph_bytes:
+            padding = rows.captured(FEW_TILES)
+            bound = schedule.bind(padding, step, self._runtime, self._own_memory)
+            work = partial(_compute_padding, schedule.launches, bound)
+            with device_errors(self._runtime):
+                self._graph_bytes[schedule] = self._runtime.captured_bytes(work)
+        return self._graph_bytes[schedule]
 
     def _captured_bytes(self, schedule: Schedule, rows: Rows, step: StepInput[Places]) -> int:
         """Bytes that captured steps share at most, of contexts as long as those of `rows`."""
@@ -223,6 +250,14 @@ class CompiledGraph:
             return Operation(namer.name(kind, weight), kind)
         flops = 0 if node.op == "embedding" else 2 * weight.inputs * weight.outputs
         return Operation(namer.name(kind, weight), kind, weight.num_bytes, flops)
+
+
+def _compute_padding(launches: Sequence[Launch], bound: Bound) -> None:
+    """Computes a step whose inputs are 0 and whose places are all -1, so that it writes to no cache."""
+    bound.packed.zero_()
+    for places in bound.places.values():
+        places.fill_(0xFF)
+    launch_all(launches, bound.values)
 
 
 def _nothing() -> None:

@@ -85,7 +85,14 @@ class Runtime(Protocol):
     def capture(self, work: Work) -> Work:
         """Work that replays what `work` launches on the stream of steps, which is not computed now.
 
-        It reads and writes the same memory each time, which `work` keeps.
+        It reads and writes the same memory each time, which `work` keeps. The driver has memory of its own for it,
+        as long as it is there.
+        """
+
+    def captured_bytes(self, work: Work) -> int:
+        """Bytes of the device's memory that the driver takes for `work` once it is captured.
+
+        Work is done a few times to measure that, by all ranks at once where it has exchanges.
         """
 
     def timed(self, works: Sequence[Work]) -> list[int]:

@@ -18,6 +18,10 @@ from pagoda.pd.transport.base import DirectMemory, Region
 
 _cuda: Any = torch.cuda
 """Type checkers know too little of it."""
+_MEASURED_GRAPHS = 4
+"""Graphs whose memory is measured: the driver takes memory for several at once."""
+_LEAST_GRAPH_BYTES = 1 << 20
+"""Bytes that count for a graph which seems to take less, as it fits into what the driver has already."""
 
 
 class TorchEvent:
@@ -129,6 +133,26 @@ class TorchRuntime:
                 graph.capture_end()
         replay: Work = graph.replay
         return replay
+
+    def captured_bytes(self, work: Work) -> int:
+        self.steps.run(work)  # kernels are compiled and loaded, and libraries get their memory
+        kept = [self._replayed(work)]  # with the first graph comes what all share
+        before = self._driver_bytes()
+        kept += [self._replayed(work) for _ in range(_MEASURED_GRAPHS)]
+        taken = before - self._driver_bytes()
+        return max(_LEAST_GRAPH_BYTES, -(-taken // len(kept[1:])))
+
+    def _replayed(self, work: Work) -> Work:
+        """Captured work that was done once: some memory is taken then only."""
+        replay = self.capture(work)
+        self.steps.run(replay)
+        return replay
+
+    def _driver_bytes(self) -> int:
+        """Bytes that the driver has for whoever asks, once all work is done."""
+        _cuda.synchronize(self.device)
+        free, _ = _cuda.mem_get_info(self.device)
+        return int(free)
 
     def timed(self, works: Sequence[Work]) -> list[int]:
         marks = [_cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]

@@ -25,9 +25,10 @@ class CountingDevice(EmulatedDevice):
 
     def capture(self, work: Work) -> Work:
         self.num_captured += 1
+        captured = super().capture(work)
 
         def replay() -> None:
             self.num_replayed += 1
-            work()
+            captured()
 
         return replay

@@ -21,8 +21,9 @@ from pagoda.backend.base import (
     TokenBatch,
 )
 from pagoda.backend.cuda.backend import GpuBackend
-from pagoda.backend.cuda.emulation import EmulatedStream
+from pagoda.backend.cuda.emulation import GRAPH_BYTES, EmulatedStream
 from pagoda.backend.cuda.places import MOST_CAPTURED, padded_size
+from pagoda.backend.cuda.program import MOST_GRAPHS
 from pagoda.backend.cuda.runtime import Work
 from pagoda.backend.graph import Graph, GraphBuilder
 from pagoda.backend.reference.backend import ReferenceBackend
@@ -291,15 +292,59 @@ def test_a_failed_device_is_no_fault_of_the_step_that_meets_it() -> None:
 def test_captured_steps_of_all_sizes_take_no_more_memory_than_was_profiled() -> None:
     model, device = _on_device()
     device.steps = IdleStream(device)
-    spans = [(0, 1, [place % 8]) for place in range(MOST_CAPTURED)]
-    step = model.step(batch_of_spans([(0, 128, [*range(8)])]), torch.zeros(128).long())
+    length = 1500
+    blocks = [place % 8 for place in range(-(-length // 16))]
+    step = model.step(batch_of_spans([(length - 128, 128, blocks)]), torch.zeros(128).long())
     profiled = model.compiled.profile(step, ["last"])
     del step
-    before = device.taken_bytes()
+    before = device.free_bytes()
     sizes = sorted({padded_size(rows) for rows in range(1, MOST_CAPTURED + 1)})
-    for size in sizes:
-        for _ in range(3):
-            model.run(batch_of_spans(spans[:size]), torch.zeros(size).long())
-            device.steps.synchronize()
-    assert device.num_captured == len(sizes)
-    assert device.taken_bytes() - before <= profiled
+    for context in (1, length):
+        for size in sizes:
+            batch = batch_of_spans([(context - 1, 1, blocks)] * size)
+            for _ in range(3):
+                model.run(batch, torch.zeros(size).long())
+                device.steps.synchronize()
+    assert device.num_captured == 2 * len(sizes) > MOST_GRAPHS
+    assert MOST_GRAPHS * GRAPH_BYTES < before - device.free_bytes() <= profiled
+
+
+def test_the_captured_step_that_was_not_used_for_longest_gives_way() -> None:
+    model, device = _on_device()
+    device.steps = IdleStream(device)
+
+    def run(size: int, context: int) -> None:
+        batch = batch_of_spans([(context - 1, 1, [*range(8)] * 200)] * size)
+        model.run(batch, torch.zeros(size).long())
+
+    shapes = [(size, 1 << power) for power in range(10, 15) for size in range(8, 129, 8)]
+    for shape in shapes[:MOST_GRAPHS]:
+        run(*shape)
+        run(*shape)
+    assert device.num_captured == MOST_GRAPHS
+    run(*shapes[0])  # is used again
+    run(*shapes[MOST_GRAPHS])
+    run(*shapes[MOST_GRAPHS])  # takes the place of the second one
+    device.steps.synchronize()
+    assert device.num_captured == MOST_GRAPHS + 1
+    run(*shapes[0])
+    assert device.num_captured == MOST_GRAPHS + 1
+    run(*shapes[1])
+    assert device.num_captured == MOST_GRAPHS + 2
+
+
+def test_padding_alone_is_computed_to_no_effect() -> None:
+    """What is measured on a device writes to no cache."""
+    model, device = _on_device()
+    _filled(model)
+    device.steps.synchronize()
+    kept = {name: each.clone() for name, each in model.cache.tensors.items()}
+    done = list[Work]()
+    device.captured_bytes = lambda work: done.append(work) or 0  # type: ignore[method-assign, func-returns-value]
+    step = model.step(batch_of_spans([(4, 2, [3])]), torch.zeros(2).long())
+    model.compiled.profile(step, ["last"])
+    (work,) = done
+    device.steps.run(work)
+    device.steps.synchronize()
+    for name, each in model.cache.tensors.items():
+        assert torch.equal(each.nan_to_num(7.0), kept[name].nan_to_num(7.0))
