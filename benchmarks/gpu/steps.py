@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.idle import Clock, busy_seconds, idle_share
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.messages.worker_config import WorkerConfig
@@ -29,20 +29,21 @@ class Decoded:
     tokens_per_s: float
     seconds: float
     """Seconds of a step."""
-    idle: float
-    """Share of the time in which the device had nothing to do between steps."""
+    idle: float | None
+    """Share of the time in which the device had nothing to do; None if steps cannot be launched ahead."""
 
 
 class Requests:
     """Requests of random tokens in the slots of a runner, with blocks for all that they will say."""
 
-    def __init__(self, worker: LoadedWorker) -> None:
+    def __init__(self, worker: LoadedWorker, clock: Clock[Any]) -> None:
         if not isinstance(worker.runner, Runner):
             raise TypeError("A worker that is alone has all stages.")
-        self._runner = worker.runner
+        self._runner, self._clock = worker.runner, clock
         self._vocab_size = worker.ready.vocab_size
         self._step = 0
         self._running: list[int] = []
+        self._under_way: deque[Any] = deque()
 
     def prefill(self, count: int, length: int, room: int) -> float:
         """Computes prompts of `length` tokens, with blocks for `room` further ones; seconds that it takes."""
@@ -77,28 +78,35 @@ class Requests:
 
     def decode(self, steps: int) -> Decoded:
         """A token of every request in each step, the next of which is launched before this one is read."""
-        marks: list[tuple[Any, Any]] = []
-        under_way: deque[Any] = deque()
+        busy = [self._busy_seconds()]
+        ends = []
         began = time.perf_counter()
         for _ in range(steps):
-            count = len(self._running)
-            ticket = self._runner.submit(StepPlan(self._step, self._running, [1] * count))
-            self._step += 1
-            pair = tuple(_cuda.Event(enable_timing=True) for _ in range(2))
-            pair[0].record()
-            ticket.launch()
-            pair[1].record()
-            marks.append((pair[0], pair[1]))
-            under_way.append(ticket)
-            if len(under_way) == 2:
-                under_way.popleft().result()
-        while under_way:
-            under_way.popleft().result()
+            self._launch()
+            ends.append(self._clock.mark())
+            self._read(but=1)
+        self._read()
         seconds = time.perf_counter() - began
-        gaps = [
-            before[1].elapsed_time(behind[0]) / 1e3 for before, behind in itertools.pairwise(marks)
-        ]
-        return Decoded(len(self._running) * steps / seconds, seconds / steps, sum(gaps) / seconds)
+        busy.append(self._busy_seconds())
+        known = [each for each in busy if each is not None]
+        idle = idle_share(self._clock, ends, sum(known) / len(known)) if len(known) == 2 else None
+        return Decoded(len(self._running) * steps / seconds, seconds / steps, idle)
+
+    def _busy_seconds(self) -> float | None:
+        return busy_seconds(self._clock, self._launch, self._read)
+
+    def _launch(self) -> bool:
+        """Launches a token of every request. Returns False if it is computed only when it is read."""
+        count = len(self._running)
+        ticket = self._runner.submit(StepPlan(self._step, self._running, [1] * count))
+        self._step += 1
+        self._under_way.append(ticket)
+        return ticket.launch() is not None
+
+    def _read(self, but: int = 0) -> None:
+        """Reads the results of all steps under way but the last few."""
+        while len(self._under_way) > but:
+            self._under_way.popleft().result()
 
 
 def load(
