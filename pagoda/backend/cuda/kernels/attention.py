@@ -5,8 +5,8 @@ to tile of keys (FlashAttention, Dao et al. 2022), and splits are merged in thei
 program goes through all of them, or several write what they found and another launch merges it
 (Flash-Decoding, Dao et al. 2023). So bits do not depend on how a sequence is cut or on what else is in the step.
 
-A tile multiplies what some of its rows do not see by weights of 0, and 0 times NaN is NaN. A split with such
-tokens is computed once more, with care, if its sums are not finite: NaN reaches only rows that see it.
+A tile multiplies what some of its rows do not see by weights of 0, and 0 times NaN is NaN. A tile with such
+tokens is computed once more, with care, if sums are not finite: NaN reaches only rows that see it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -207,7 +207,7 @@ def _split(
 
 
 @triton.jit
-def _attend(
+def _tile(
     queries_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr, out_ptr,
     accumulated_ptr, statistics_ptr, positions_ptr, tiles_ptr, lens_ptr, table_ptr,
     num_rows, table_stride, key_block_stride, key_head_stride, value_block_stride, value_head_stride,
@@ -215,11 +215,12 @@ def _attend(
     heads: tl.constexpr, per_key: tl.constexpr, dim: tl.constexpr, block_size: tl.constexpr,
     window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr, causal: tl.constexpr,
     quantized: tl.constexpr, has_sinks: tl.constexpr, partial: tl.constexpr, products: tl.constexpr,
-    width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr,
+    width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr, careful: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of queries over one KV head, or what a program finds in some splits of the context."""
+    """Computes a tile. Returns True if it may have numbers that rows got of tokens which they do not see."""
     tile, head_group = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles_ptr + tile * 3).to(tl.int64)
+    spoilt = sequence < -1
     if sequence >= 0:
         groups: tl.constexpr = (per_key + rows - 1) // rows
         in_tile: tl.constexpr = per_key if per_key < rows else rows
@@ -256,18 +257,12 @@ def _attend(
                 queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head,
                 begin, end, tile_first, tile_last, first, last,
                 key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
-                dim, block_size, capped, quantized, products, width, rows, keys, careful=False,
+                dim, block_size, capped, quantized, products, width, rows, keys, careful,
             )  # fmt: skip
-            hides = (seen_by_all < end - 1) | (hidden_from_some > tl.maximum(begin, tile_first))
             # Numbers of int8 are finite, and their scales are left out with the weights.
-            if False if quantized else hides:  # noqa: SIM102 - few splits are looked at
-                if not_finite(own_out):
-                    own_highest, own_total, own_out = _split(
-                        queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head,
-                        begin, end, tile_first, tile_last, first, last,
-                        key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
-                        dim, block_size, capped, quantized, products, width, rows, keys, careful=True,
-                    )  # fmt: skip
+            if not (careful or quantized):  # noqa: SIM102 - the second condition is of the device
+                if (seen_by_all < end - 1) | (hidden_from_some > tl.maximum(begin, tile_first)):
+                    spoilt |= not_finite(own_out)
             if partial:
                 place = (part * num_rows + token) * heads + head
                 tl.store(statistics_ptr + place * 2, own_highest, there)
@@ -280,6 +275,35 @@ def _attend(
             if has_sinks:
                 sinks = tl.load(sinks_ptr + head, there, 0.0) * _LOG2E
             tl.store(out_ptr + places, finished(highest, total, out, sinks), loaded)
+    return spoilt
+
+
+@triton.jit
+def _attend(
+    queries_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr, out_ptr,
+    accumulated_ptr, statistics_ptr, positions_ptr, tiles_ptr, lens_ptr, table_ptr,
+    num_rows, table_stride, key_block_stride, key_head_stride, value_block_stride, value_head_stride,
+    scale_block_stride, scale_head_stride, factor, cap,
+    heads: tl.constexpr, per_key: tl.constexpr, dim: tl.constexpr, block_size: tl.constexpr,
+    window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr, causal: tl.constexpr,
+    quantized: tl.constexpr, has_sinks: tl.constexpr, partial: tl.constexpr, products: tl.constexpr,
+    width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr,
+):  # fmt: skip
+    """Attention of one tile of queries over one KV head, or what a program finds in some splits of the context."""
+    if _tile(
+        queries_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr, out_ptr,
+        accumulated_ptr, statistics_ptr, positions_ptr, tiles_ptr, lens_ptr, table_ptr, num_rows, table_stride,
+        key_block_stride, key_head_stride, value_block_stride, value_head_stride, scale_block_stride,
+        scale_head_stride, factor, cap, heads, per_key, dim, block_size, window, chunk, capped, causal,
+        quantized, has_sinks, partial, products, width, rows, keys, split, careful=False,
+    ):  # fmt: skip
+        _tile(
+            queries_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr, out_ptr,
+            accumulated_ptr, statistics_ptr, positions_ptr, tiles_ptr, lens_ptr, table_ptr, num_rows,
+            table_stride, key_block_stride, key_head_stride, value_block_stride, value_head_stride,
+            scale_block_stride, scale_head_stride, factor, cap, heads, per_key, dim, block_size, window, chunk,
+            capped, causal, quantized, has_sinks, partial, products, width, rows, keys, split, careful=True,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -85,15 +85,18 @@ def _split(
 
 
 @triton.jit
-def _attend_latents(
+def _tile(
     latent_ptr, rotary_ptr, cache_ptr, scales_ptr, out_ptr, accumulated_ptr, statistics_ptr,
     positions_ptr, tiles_ptr, table_ptr, num_rows, table_stride, block_stride, scale_stride, factor,
     heads: tl.constexpr, rank: tl.constexpr, rope: tl.constexpr, block_size: tl.constexpr,
     quantized: tl.constexpr, partial: tl.constexpr, products: tl.constexpr,
     width: tl.constexpr, rope_width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr,
+    careful: tl.constexpr,
 ):  # fmt: skip
+    """Computes a tile, as that of `attention` does."""
     tile = tl.program_id(0)
     sequence = tl.load(tiles_ptr + tile * 3).to(tl.int64)
+    spoilt = sequence < -1
     if sequence >= 0:
         in_tile: tl.constexpr = heads if heads < rows else rows
         row, columns, turned = tl.arange(0, rows), tl.arange(0, width), tl.arange(0, rope_width)
@@ -120,15 +123,11 @@ def _attend_latents(
             own_highest, own_total, own_out = _split(
                 latent, rotary, cache_ptr, scales_ptr, table_ptr, begin, end, tile_last, last,
                 block_stride, scale_stride, rank, rope, block_size, quantized, products,
-                width, rope_width, rows, keys, careful=False,
+                width, rope_width, rows, keys, careful,
             )  # fmt: skip
-            if False if quantized else seen_by_all < end - 1:  # noqa: SIM102 - as in `attention`
-                if not_finite(own_out):
-                    own_highest, own_total, own_out = _split(
-                        latent, rotary, cache_ptr, scales_ptr, table_ptr, begin, end, tile_last, last,
-                        block_stride, scale_stride, rank, rope, block_size, quantized, products,
-                        width, rope_width, rows, keys, careful=True,
-                    )  # fmt: skip
+            if not (careful or quantized):  # noqa: SIM102 - the second condition is of the device
+                if seen_by_all < end - 1:
+                    spoilt |= not_finite(own_out)
             if partial:
                 place = (part * num_rows + token) * heads + head
                 tl.store(statistics_ptr + place * 2, own_highest, there)
@@ -141,6 +140,28 @@ def _attend_latents(
         if not partial:
             nothing = tl.full([rows], float("-inf"), tl.float32)
             tl.store(out_ptr + places, finished(highest, total, out, nothing), loaded)
+    return spoilt
+
+
+@triton.jit
+def _attend_latents(
+    latent_ptr, rotary_ptr, cache_ptr, scales_ptr, out_ptr, accumulated_ptr, statistics_ptr,
+    positions_ptr, tiles_ptr, table_ptr, num_rows, table_stride, block_stride, scale_stride, factor,
+    heads: tl.constexpr, rank: tl.constexpr, rope: tl.constexpr, block_size: tl.constexpr,
+    quantized: tl.constexpr, partial: tl.constexpr, products: tl.constexpr,
+    width: tl.constexpr, rope_width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, split: tl.constexpr,
+):  # fmt: skip
+    if _tile(
+        latent_ptr, rotary_ptr, cache_ptr, scales_ptr, out_ptr, accumulated_ptr, statistics_ptr, positions_ptr,
+        tiles_ptr, table_ptr, num_rows, table_stride, block_stride, scale_stride, factor, heads, rank, rope,
+        block_size, quantized, partial, products, width, rope_width, rows, keys, split, careful=False,
+    ):  # fmt: skip
+        _tile(
+            latent_ptr, rotary_ptr, cache_ptr, scales_ptr, out_ptr, accumulated_ptr, statistics_ptr,
+            positions_ptr, tiles_ptr, table_ptr, num_rows, table_stride, block_stride, scale_stride, factor,
+            heads, rank, rope, block_size, quantized, partial, products, width, rope_width, rows, keys, split,
+            careful=True,
+        )  # fmt: skip
 
 
 def latent_attention(
