@@ -377,7 +377,8 @@ class Backend(Protocol[LinearT_co, MetadataT]):
     ) -> KVCache:
         """The cache of one layer: `dtype` is the model's, `kv_dtype` that of K and V if it is another.
 
-        With int8, a token's K and its V have one scale per head, symmetric about 0.
+        With int8, a token's K and its V have one scale per head, symmetric about 0. With float8_e4m3fn, K and V
+        are as `fp8.to_e4m3` rounds them, without scales.
         """
 
     def allocate_latent_cache(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms, KVCache, LatentCache, TokenBatch
+from pagoda.backend.fp8 import E4M3
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.kv_store import KVOnDevice
 from pagoda.backend_check.subject import (
@@ -31,13 +32,15 @@ LENGTHS = (150, 1, 70)
 LONG = 1100
 """Tokens of a long context, which backends may read in parts."""
 SPARE_BLOCKS = 3
-TOLERANCE = {"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3, "int8": 3e-2}
+TOLERANCE = {"float32": 5e-5, "bfloat16": 3e-2, "float16": 5e-3, "int8": 3e-2, "fp8": 3e-2}
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.int8,
+    "fp8": E4M3,
 }
+"""Dtypes of K and V by the names that capabilities have for them."""
 Share = tuple[int, int, int]
 """Part of a sequence in a step: its number, tokens before, tokens now."""
 WHOLE: tuple[Share, ...] = tuple((i, 0, n) for i, n in enumerate(LENGTHS))
@@ -113,7 +116,7 @@ KINDS = {
 def cache_of(backend: Backend[Any, Any], kind: Kind, new: Any = None) -> KVCache:
     kv_dtype = DTYPES[kind.kv_dtype]
     shape = (kind.num_blocks, kind.block_size, kind.kv_heads, kind.head_dim)
-    dtype = torch.float32 if kv_dtype == torch.int8 else kv_dtype
+    dtype = torch.float32 if kv_dtype.itemsize == 1 else kv_dtype
     return backend.allocate_kv_cache(*shape, dtype, kv_dtype, *(() if new is None else (new,)))
 
 

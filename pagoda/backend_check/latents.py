@@ -88,7 +88,7 @@ _KINDS = {
 def _cache(backend: Backend[Any, Any], kind: LatentKind, new: Any = None) -> LatentCache:
     """Blocks with what ended requests may have left."""
     kv_dtype = DTYPES[kind.kv_dtype]
-    dtype = torch.float32 if kv_dtype == torch.int8 else kv_dtype
+    dtype = torch.float32 if kv_dtype.itemsize == 1 else kv_dtype
     shape = (kind.places.num_blocks, kind.block_size, kind.rank, kind.rope_dim)
     own = () if new is None else (new,)
     cache = backend.allocate_latent_cache(*shape, dtype, kv_dtype, *own)

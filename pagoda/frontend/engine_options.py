@@ -47,7 +47,7 @@ from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport.choose import TRANSPORTS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
 QuantizationName = Literal["none", "int8", "int4"]
 GroupSize = Literal[32, 64, 128]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -86,7 +86,8 @@ class EngineOptions:
     quantization_calibration: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A text by whose inputs weights are rounded: closer to the model, but every start takes a minute or two."""
     kv_cache_dtype: KVDtype = "auto"
-    """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
+    """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head, and fp8,
+    also fp8_e4m3, has none."""
     backend: str = "auto"
     """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available; others are
     brought by packages."""

@@ -36,6 +36,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if it has quicker products, by which a row's bits depend on other rows, for graphs that allow it."""
     weight_formats: tuple[str, ...] = ("float32",)
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
+    """Number formats of K and V; `fp8` is E4M3."""
     lacks_operations: tuple[str, ...] = ()
     """Operations of forward passes that it does not have; models that need one are refused by its name."""
     max_experts: int | None = None

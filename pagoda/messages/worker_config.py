@@ -72,7 +72,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dequantizes: bool = False
     """Quantized weights of the checkpoint become plain numbers in `dtype`, with which no inputs are rounded."""
     kv_cache_dtype: str = "auto"
-    """`auto` takes that of activations; else `float32`, `bfloat16`, `float16`, `int8`."""
+    """`auto` takes that of activations; else `float32`, `bfloat16`, `float16`, `int8`, `fp8`."""
     seed: int = 0
     backend: str = "auto"
     """`cpu` has native kernels, `reference` is plain PyTorch; `auto` takes `cpu` where it is available."""

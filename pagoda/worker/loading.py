@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.base import Backend, KVCache, LatentCache
+from pagoda.backend.fp8 import E4M3
 from pagoda.backend.kv_store import KVStore
 from pagoda.backend.operation import Operation
 from pagoda.backend.weights import DenseWeight, LinearWeight
@@ -456,7 +457,7 @@ def _devices_of(config: WorkerConfig) -> DevicesOf:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
+    dtype: torch.dtype = E4M3 if name == "fp8" else getattr(torch, name)
     return dtype
 
 
@@ -553,6 +554,7 @@ def _quantization(
 
 def _kv_cache_dtype(wanted: str, dtype: str, capabilities: Capabilities) -> str:
     known = capabilities.kv_cache_dtypes
+    wanted = "fp8" if wanted == "fp8_e4m3" else wanted
     _check_choice("--kv-cache-dtype", wanted, ("auto", *known), " on this backend")
     chosen = dtype if wanted == "auto" else wanted
     if chosen not in known:

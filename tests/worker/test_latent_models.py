@@ -79,7 +79,9 @@ def test_maps_of_heads_are_dense_where_others_have_codes(tmp_path: Path) -> None
         assert answer_differences(runner, model).mean() < 0.05
 
 
-@pytest.mark.parametrize(("kv_dtype", "itemsize", "scale"), [("bfloat16", 2, 0), ("int8", 1, 4)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "itemsize", "scale"), [("bfloat16", 2, 0), ("int8", 1, 4), ("fp8", 1, 0)]
+)
 def test_a_token_takes_one_vector_of_each_layer(
     kv_dtype: str, itemsize: int, scale: int, tmp_path: Path
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_token_takes_one_vector_of_each_layer(
                 model=str(tmp_path),
                 dtype="bfloat16",
                 kv_cache_dtype=kv_dtype,
+                backend="reference",
                 num_blocks=64,
                 max_model_len=128,
                 parallel=parallel,

@@ -175,6 +175,11 @@ def _load(directory: Path, **changes: Any) -> None:
             "got 'int4'.",
         ),
         (
+            {"kv_cache_dtype": "fp8_e4m3"},
+            "--kv-cache-dtype must be one of auto, float32, bfloat16, float16, int8 on this backend, "
+            "got 'fp8'.",
+        ),
+        (
             {"backend": "reference", "batch_invariant": False},
             "--no-batch-invariant has no effect on reference on cpu, whose products are no quicker for it; "
             "leave it out.",

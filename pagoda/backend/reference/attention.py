@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.backend.fp8 import E4M3, to_e4m3
 from pagoda.backend.host import position_scale, rotary_table
 from pagoda.backend.reference.rows import rms_norm
 from pagoda.backend.reference.tiles import ROWS
@@ -162,7 +163,7 @@ def write_kv(cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionMetada
         (cache.values, cache.value_scales, values),
     ):
         if scales is None:
-            stored[place] = new.to(stored.dtype)
+            stored[place] = to_e4m3(new) if stored.dtype == E4M3 else new.to(stored.dtype)
         else:
             stored[place], scales[place] = _quantize(new)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -68,6 +69,10 @@ def open_backend(devices: DeviceSet) -> ReferenceBackend:  # noqa: ARG001
 class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
     def __init__(self, group: Collectives | None = None) -> None:
         super().__init__("reference on cpu", group)
+        own = self.capabilities
+        self.capabilities = msgspec.structs.replace(
+            own, kv_cache_dtypes=(*own.kv_cache_dtypes, "fp8")
+        )
 
     def block_shapes(
         self,

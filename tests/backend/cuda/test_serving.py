@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import pagoda
 from pagoda.frontend.llm import LLM
 from pagoda.messages.sampling_params import SamplingParams
@@ -41,8 +43,12 @@ def _answers(
     return list(output.outputs[0].token_ids)
 
 
-def test_answers_are_those_of_the_reference() -> None:
-    expected, found = (_answers(backend, PROMPT, GREEDY) for backend in ("reference", "cuda"))
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_answers_are_those_of_the_reference(kv_cache_dtype: str) -> None:
+    options = {"kv_cache_dtype": kv_cache_dtype}
+    expected, found = (
+        _answers(backend, PROMPT, GREEDY, **options) for backend in ("reference", "cuda")
+    )
     assert len(expected) == 2
     assert found == expected
 

@@ -23,11 +23,13 @@ from torch import Tensor
 
 from pagoda.backend.cuda.kernels.numbers import (
     UNFUSED,
+    as_stored,
     blocks,
     hyperbolic_tangent,
     is_finite,
     power_of_two,
     triton_dtype,
+    widened,
 )
 
 SPLIT = 256
@@ -180,7 +182,7 @@ def _split(
         key = tl.load(keys_ptr + key_places, seen[None, :] & (columns < dim)[:, None], 0.0)
         value_places = (cache_block * value_block_stride + offset * dim)[:, None] + columns[None, :]
         value = tl.load(values_ptr + value_places, seen[:, None] & (columns < dim)[None, :], 0.0)
-        scores = tl.dot(queries, key.to(products), input_precision="ieee")
+        scores = tl.dot(queries, widened(key, products), input_precision="ieee")
         if quantized:
             scale_places = cache_block * scale_block_stride + kv_head * scale_head_stride + offset
             scores *= tl.load(key_scales_ptr + scale_places, seen, 0.0)[None, :]
@@ -197,7 +199,7 @@ def _split(
         if quantized:
             scales = tl.load(value_scales_ptr + scale_places, seen, 0.0)
             weights = tl.where(visible, weights * scales[None, :], 0.0)
-        weights, value = weights.to(products), value.to(products)
+        weights, value = weights.to(products), widened(value, products)
         out = out * decay[:, None]
         if careful:
             out = careful_sums(weights, visible, value, out, keys)
@@ -386,6 +388,7 @@ def attention(
     """
     if not len(queries) or not len(steps.tiles):
         return
+    keys, values = as_stored(keys), as_stored(values)
     _, kv_heads, block_size, dim = keys.shape
     heads = queries.shape[1] // dim
     per_key, width = heads // kv_heads, power_of_two(16, dim)

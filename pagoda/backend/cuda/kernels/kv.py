@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagoda.backend.cuda.kernels.numbers import UNFUSED, blocks, power_of_two, rounded
+from pagoda.backend.cuda.kernels.numbers import (
+    UNFUSED,
+    as_stored,
+    blocks,
+    narrowed,
+    power_of_two,
+    rounded,
+)
 from pagoda.backend.cuda.kernels.rows import sum_of_squares
 
 _ELEMENTS = 4096
@@ -110,9 +117,13 @@ def _rotate_and_cache(
         x = rounded(tl.div_rn(x, tl.broadcast_to(divisors[:, None], x.shape)))
     key_places = key_place[:, None] + columns[None, :]
     value_places = value_place[:, None] + columns[None, :]
-    tl.store(keys_ptr + key_places, x.to(keys_ptr.dtype.element_ty), there & key_there[:, None])
     tl.store(
-        values_ptr + value_places, x.to(values_ptr.dtype.element_ty), there & value_there[:, None]
+        keys_ptr + key_places, narrowed(x, keys_ptr.dtype.element_ty), there & key_there[:, None]
+    )
+    tl.store(
+        values_ptr + value_places,
+        narrowed(x, values_ptr.dtype.element_ty),
+        there & value_there[:, None],
     )
 
 
@@ -165,12 +176,14 @@ def _cache_latents(
     place = (cache_block * cache_block_stride + offset * (rank + rope))[:, None]
     tl.store(
         cache_ptr + place + columns[None, :],
-        x.to(cache_ptr.dtype.element_ty),
+        narrowed(x, cache_ptr.dtype.element_ty),
         there & (slot >= 0)[:, None],
     )
     place += rank + turned[None, :]
     tl.store(
-        cache_ptr + place, key.to(cache_ptr.dtype.element_ty), key_there & (slot >= 0)[:, None]
+        cache_ptr + place,
+        narrowed(key, cache_ptr.dtype.element_ty),
+        key_there & (slot >= 0)[:, None],
     )
 
 
@@ -198,6 +211,7 @@ def rotate_and_cache(
     """
     if not len(qkv):
         return
+    keys, values = as_stored(keys), as_stored(values)
     _, kv_heads, block_size, dim = keys.shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
     if squares is not None:
@@ -236,6 +250,7 @@ def rotate_and_cache_latents(
     """
     if not len(latents):
         return
+    cache = as_stored(cache)
     rank, block_size = len(norm), cache.shape[2]
     rope = latents.shape[1] - rank
     heads = queries.shape[1] // rope

@@ -24,7 +24,14 @@ from pagoda.backend.cuda.kernels.attention import (
     merged,
     not_finite,
 )
-from pagoda.backend.cuda.kernels.numbers import UNFUSED, blocks, power_of_two, triton_dtype
+from pagoda.backend.cuda.kernels.numbers import (
+    UNFUSED,
+    as_stored,
+    blocks,
+    power_of_two,
+    triton_dtype,
+    widened,
+)
 
 _TILE_BYTES = 64
 """Bytes of the numbers of one column of a tile's queries: of 512 columns they take 32 KiB of shared memory."""
@@ -59,10 +66,11 @@ def _split(
         seen = at <= tile_last
         cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
         own = cache_ptr + (cache_block * block_stride + at % block_size * (rank + rope))[:, None]
-        key = tl.load(own + columns[None, :], seen[:, None] & of_rank[None, :], 0.0).to(products)
+        key = tl.load(own + columns[None, :], seen[:, None] & of_rank[None, :], 0.0)
         turn = tl.load(own + rank + turned[None, :], seen[:, None] & of_rope[None, :], 0.0)
+        key, turn = widened(key, products), widened(turn, products)
         scores = tl.dot(latent, tl.trans(key), input_precision="ieee")
-        scores = tl.dot(rotary, tl.trans(turn.to(products)), scores, input_precision="ieee")
+        scores = tl.dot(rotary, tl.trans(turn), scores, input_precision="ieee")
         if quantized:
             scales = tl.load(scales_ptr + cache_block * scale_stride + at % block_size, seen, 0.0)
             scores *= scales[None, :]
@@ -186,6 +194,7 @@ def latent_attention(
     """
     if not len(out) or not len(steps.tiles):
         return
+    cache = as_stored(cache)
     heads, rope, block_size = out.shape[1] // rank, cache.shape[3] - rank, cache.shape[2]
     width, rows = power_of_two(16, rank), rows_per_tile(products)
     scratch = (None, None) if partials is None else (partials.accumulated, partials.statistics)

@@ -8,6 +8,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
+
+from pagoda.backend.fp8 import E4M3
 
 UNFUSED = {"enable_fp_fusion": False}
 """Options of launches whose products must not be joined with sums: the reference rounds both."""
@@ -17,6 +21,48 @@ UNFUSED = {"enable_fp_fusion": False}
 def rounded(x):
     """x float32 rounded half to even; magnitudes are below 2^22."""
     return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def to_e4m3(x):
+    """Codes uint8 of x float32 in E4M3, rounded half to even; see `fp8.to_e4m3`.
+
+    Integers make them: Triton's own conversion is not to be had on all GPUs, and its interpreter rounds otherwise.
+    """
+    sign = tl.where(x.to(tl.int32, bitcast=True) < 0, 128, 0)
+    high = tl.minimum(tl.abs(x), 448.0)
+    bits = high.to(tl.int32, bitcast=True)
+    # Three bits of the mantissa stay, of an exponent whose bias is 7; below 2^-6 numbers are multiples of 2^-9.
+    codes = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 120 * 8
+    codes = tl.where(high < 0.015625, rounded(high * 512.0).to(tl.int32), codes)
+    return (sign | tl.where(x == x, codes, 127)).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3(codes, dtype: tl.constexpr):
+    """Numbers of codes uint8 in E4M3, exact in all of `triton_dtype`: `dtype`."""
+    if cuda_capability_geq(8, 9):
+        return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+    # But for the bias of the exponent, the bits are those of a float16, behind a sign.
+    wide = codes.to(tl.int16)
+    halves = (((wide & 127) << 7) | ((wide & 128) << 8)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((wide & 127) == 127, float("nan"), halves.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def widened(cached, dtype: tl.constexpr):
+    """Numbers of a cache as `dtype`; bytes are E4M3."""
+    if cached.dtype == tl.uint8:
+        return from_e4m3(cached, dtype)
+    return cached.to(dtype)
+
+
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """x float32 as numbers of a cache of `dtype`; bytes are E4M3."""
+    if dtype == tl.uint8:
+        return to_e4m3(x)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -69,6 +115,11 @@ def warps_of(block: int) -> int:
 def blocks(count: int, block: int) -> int:
     """Number of blocks that hold `count` elements."""
     return -(-count // block)
+
+
+def as_stored(cached: Tensor) -> Tensor:
+    """A cache as kernels take it: E4M3 as bytes, whatever of it Triton knows on a GPU."""
+    return cached.view(torch.uint8) if cached.dtype == E4M3 else cached
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction, mangle_type
 
 from pagoda.backend.base import ExpertActivation
@@ -39,6 +41,7 @@ from pagoda.backend.cuda.kernels import (
     states,
 )
 from pagoda.backend.cuda.weights import prepare
+from pagoda.backend.fp8 import E4M3
 from pagoda.backend.weights import BLOCK_INPUT_GROUP
 from pagoda.backend_check.products import block_weight
 from pagoda.backend_check.sampling import mask, row_of, table_of
@@ -86,6 +89,8 @@ class Compiler:
             key = f"{kernel.__name__} {signature} {constants} {options} {name}"
             if key not in self.compiled:
                 source = ASTSource(kernel, signature, constants, attributes)
+                # Kernels ask which GPU they are for.
+                driver.set_active(SimpleNamespace(get_current_target=lambda target=target: target))
                 self.compiled[key] = (
                     triton.compile(source, target=target, options=options)
                     if self.whole
@@ -131,8 +136,9 @@ def launches(*, all_sizes: bool = True) -> dict[str, Callable[[], None]]:
         "latents": lambda: _latents(torch.bfloat16, torch.bfloat16),
         "latents int8": lambda: _latents(torch.int8, torch.bfloat16),
         "latents float32": lambda: _latents(torch.float32, torch.float32),
+        "latents fp8": lambda: _latents(E4M3, torch.bfloat16),
     }
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8, E4M3):
         products = torch.bfloat16 if dtype.itemsize == 1 else dtype
         for dim in (64, 128, 256) if all_sizes else (128,):
             name = f"attention {str(dtype).removeprefix('torch.')} {dim}"
@@ -188,7 +194,7 @@ def _cache(dtype: torch.dtype, heads: int, dim: int) -> tuple[Tensor, Tensor | N
 def _kv() -> None:
     qkv, slots = torch.empty(5, 48 * 128), torch.zeros(5, dtype=torch.int64)
     table, norm, queries = torch.empty(5, 64), torch.empty(128), torch.empty(5, 32 * 128)
-    for dtype in (torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn):
+    for dtype in (torch.bfloat16, torch.float32, torch.int8, E4M3):
         cache, scales = _cache(dtype, 8, 128)
         scaled = {"key_scales": scales, "value_scales": scales}
         kv.rotate_and_cache(qkv, slots, cache, cache, queries, **scaled)
@@ -198,7 +204,7 @@ def _kv() -> None:
     cache, _ = _cache(torch.bfloat16, 8, 128)
     norms = {"query_norm": queries[0], "key_norm": queries[0], "squares": torch.empty(5, 2)}
     kv.rotate_and_cache(qkv, slots, cache, cache, queries, **turned, **norms, eps=1e-6)
-    for dtype in (torch.bfloat16, torch.int8):
+    for dtype in (torch.bfloat16, torch.int8, E4M3):
         cache, scales = _cache(dtype, 1, 576)
         kv.rotate_and_cache_latents(
             torch.empty(5, 1024), torch.empty(5, 576), slots, cache, torch.empty(512),

@@ -13,6 +13,7 @@ from torch import Tensor
 from pagoda.backend.base import KVCache, LatentCache, TokenBatch
 from pagoda.backend.cuda.kernels import attention as kernels
 from pagoda.backend.cuda.kernels import kv, latents
+from pagoda.backend.fp8 import E4M3, to_e4m3
 from pagoda.backend.host import rotary_table
 from pagoda.backend.reference import latents as reference_latents
 from pagoda.backend.reference.backend import ReferenceBackend
@@ -126,9 +127,31 @@ def test_kinds(name: str) -> None:
     check(kind, PIECES if kind.causal else APART)
 
 
-@pytest.mark.parametrize(("kv_dtype", "block_size"), [("float16", 2), ("int8", 16), ("int8", 128)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "block_size"), [("float16", 2), ("int8", 16), ("int8", 128), ("fp8", 16)]
+)
 def test_number_formats_and_block_sizes(kv_dtype: str, block_size: int) -> None:
     check(Kind(lengths=LENGTHS, kv_dtype=kv_dtype, block_size=block_size), PIECES)
+
+
+def test_all_numbers_become_the_8_bit_floats_of_the_reference() -> None:
+    """Those between two neighbours and around them, of any exponent, and what lies beyond all."""
+    known = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    halves = (known[1:] + known[:-1]) / 2
+    above, below = (torch.nextafter(halves, torch.full_like(halves, to)) for to in (1e9, 0.0))
+    beyond = torch.tensor([448.1, 464.0, 1e9, 3e38, torch.inf, torch.nan, 1e-45, 1e-38])
+    drawn = random_tensor(4096) * torch.exp(8 * random_tensor(4096, seed=1))
+    found = torch.cat((known, halves, above, below, beyond, drawn))
+    numbers = torch.nn.functional.pad(torch.cat((found, -found)), (0, -2 * len(found) % 64))
+    rows = numbers.view(-1, 64)
+    cache, out = torch.empty((2, 1, len(rows), 64), dtype=E4M3), torch.empty(len(rows), 64)
+    qkv, slots = torch.cat((rows, rows, rows), 1), torch.arange(len(rows))
+    kv.rotate_and_cache(qkv, slots, cache[:1], cache[1:], out)
+    own, wanted = (each.view(torch.uint8) for each in (cache, to_e4m3(rows)))
+    broken = rows.isnan()
+    for part in own[:, 0]:
+        assert torch.equal(part[~broken], wanted[~broken])
+        assert bool((part[broken] & 127 == 127).all())
 
 
 @pytest.mark.parametrize("window", [None, 200])
@@ -291,7 +314,7 @@ class Latents:
         return out
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8, E4M3])
 def test_latents(kv_dtype: torch.dtype) -> None:
     case = Latents()
     caches = [case.cache(kv_dtype) for _ in range(3)]
