@@ -9,7 +9,7 @@ few become integers of up to 15 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from pagoda.checkpoints.weight_formats import (
     BlockFormat,
     DenseFormat,
+    Fp8Format,
     GroupedFormat,
     Int8Format,
     WeightFormat,
@@ -53,6 +54,33 @@ class Int8Weight:
         """Some outputs of it."""
         zero_points = None if self.zero_points is None else self.zero_points[chosen]
         return Int8Weight(self.values[chosen], self.scales[chosen], zero_points)
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """Weight `[o, i]` is `scales[o, i // group_size] * values[o, i]`; the last group may be cut off.
+
+    Inputs are not rounded to 8 bits, but as they are for a dense weight of the model. Products of a group's inputs
+    and values are added up in float32, multiplied by its scale, and added up in the order of groups.
+    """
+
+    values: Tensor
+    """[out, in] float8_e4m3fn, without NaN."""
+    scales: Tensor
+    """[out, groups] float32."""
+    group_size: int | None
+    """Inputs of a group, a multiple of `weight_formats.FP8_INPUTS`; None where all are one."""
+
+    def rows(self, chosen: slice | Tensor) -> Fp8Weight:
+        """Some outputs of it."""
+        return Fp8Weight(self.values[chosen], self.scales[chosen], self.group_size)
+
+    def groups(self) -> Iterator[tuple[slice, Tensor]]:
+        """Inputs of each group, and its scales [out]."""
+        inputs = self.values.shape[1]
+        size = self.group_size or inputs
+        for group, first in enumerate(range(0, inputs, size)):
+            yield slice(first, min(first + size, inputs)), self.scales[:, group]
 
 
 @dataclass(frozen=True)
@@ -137,7 +165,7 @@ class BlockWeight:
         return of_blocks.float().repeat_interleave(groups, dim=1) * numbers.float()
 
 
-LinearWeight = DenseWeight | Int8Weight | GroupedWeight | BlockWeight
+LinearWeight = DenseWeight | Int8Weight | Fp8Weight | GroupedWeight | BlockWeight
 
 
 def weight_shape(weight: LinearWeight) -> tuple[int, int]:
@@ -151,6 +179,8 @@ def weight_format(weight: LinearWeight) -> WeightFormat:
         return DenseFormat()
     if isinstance(weight, Int8Weight):
         return Int8Format(zero_points=weight.zero_points is not None)
+    if isinstance(weight, Fp8Weight):
+        return Fp8Format(weight.group_size)
     if isinstance(weight, BlockWeight):
         return weight.held_as
     has_offsets, has_order = weight.offsets is not None, weight.act_order is not None
@@ -170,6 +200,10 @@ def dequantize(weight: LinearWeight) -> Tensor:
         return weight.integers() * weight.scales[:, None]
     if isinstance(weight, BlockWeight):
         return _dequantize_blocks(weight)
+    if isinstance(weight, Fp8Weight):
+        size = weight.group_size or weight.values.shape[1]
+        wide = _per_input(weight.scales, size)[:, : weight.values.shape[1]]
+        return weight.values.float() * wide
     spread = weight.group_size
     values: Tensor = (weight.codes.float() - 2 ** (weight.bits - 1)) * _per_input(
         weight.scales, spread

@@ -15,12 +15,14 @@ from pagoda.backend.base import (
     Experts,
     UnsupportedError,
 )
+from pagoda.backend.fp8 import to_e4m3
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.low_rank import LowRank, LowRankMaps, low_rank_dtype
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
+    Fp8Weight,
     GroupedWeight,
     LinearWeight,
     dequantize,
@@ -57,6 +59,10 @@ def weights_of(weight_format: str, outputs: int, inputs: int) -> Iterator[tuple[
     elif weight_format == "int8":
         yield "int8", quantize_int8(values, symmetric=True)
         yield "int8 with zero points", quantize_int8(values, symmetric=False)
+    elif weight_format == "fp8":
+        yield "fp8 with a scale for each output", fp8_weight(outputs, inputs, None)
+        yield "fp8 with scales of groups of 64", fp8_weight(outputs, inputs, 64)
+        yield "fp8 with scales of groups of 32", fp8_weight(outputs, inputs, 32)
     elif weight_format == "int4" and inputs % 64 == 0:
         plain = quantize_int4(values, 32)
         yield "int4 in groups of 32", plain
@@ -73,6 +79,14 @@ def _eight_bits(outputs: int, inputs: int) -> GroupedWeight:
     )
     scales = (random_tensor(outputs, inputs // 32) / 800).half()
     return GroupedWeight(codes, scales, None, bits=8, group_size=32)
+
+
+def fp8_weight(outputs: int, inputs: int, group_size: int | None, seed: int = 4) -> Fp8Weight:
+    """A weight of random 8-bit floats, the highest among them, whose last group may be cut off."""
+    values = to_e4m3(random_tensor(outputs, inputs, seed=seed) * 100)
+    groups = -(-inputs // (group_size or inputs))
+    scales = (1 + random_tensor(outputs, groups, seed=seed).abs()) / 800
+    return Fp8Weight(values, scales, group_size)
 
 
 def block_weight(held_as: BlockFormat, outputs: int, inputs: int) -> BlockWeight:
@@ -107,7 +121,8 @@ def block_weight(held_as: BlockFormat, outputs: int, inputs: int) -> BlockWeight
 
 
 def format_checks() -> list[Check]:
-    checks = [Check(f"weights of {name}", _format_check(name)) for name in (*DENSE, "int8", "int4")]
+    names = (*DENSE, "int8", "int4", "fp8")
+    checks = [Check(f"weights of {name}", _format_check(name)) for name in names]
     return [*checks, Check("weights in blocks of GGUF", _block_check)]
 
 
@@ -119,12 +134,21 @@ def _format_check(name: str) -> Callable[[Subject], str]:
             for words, weight in weights_of(name, num_outputs, inputs):
                 if not has:
                     _expect_refusal(subject, name, weight)
-                dtype = DENSE.get(name, torch.float32)
-                _check_weight(subject, weight, dtype, f"{words}, {num_outputs} of {inputs}")
+                for dtype in _dtypes(subject, name):
+                    what = f"{words}, {num_outputs} of {inputs} beside {dtype}"
+                    _check_weight(subject, weight, dtype, what)
                 counted += 1
         return f"{counted} weights: products, argmax, embedding, several parts, bias"
 
     return run
+
+
+def _dtypes(subject: Subject, name: str) -> list[torch.dtype]:
+    """Dtypes of models that weights of a format are checked in."""
+    if name == "fp8":  # inputs are rounded as for dense weights
+        known = subject.backend.capabilities.weight_formats
+        return [dtype for dense, dtype in DENSE.items() if dense in known]
+    return [DENSE.get(name, torch.float32)]
 
 
 def _block_check(subject: Subject) -> str:
@@ -286,6 +310,7 @@ _ROUTINGS = {
     ),
     "weighed inputs": ExpertRouting(8, 1, False, "sigmoid", weighs_inputs=True),
 }
+_FP8_EXPERTS = "weights of fp8"
 _ACTIVATIONS = (
     ExpertActivation(),
     ExpertActivation("swiglu_oai", 1.702, 7.0),
@@ -296,22 +321,25 @@ def _experts(subject: Subject) -> str:
     subject.needs("experts")
     x, logits = random_tensor(ROWS, 64), random_tensor(ROWS, 8, seed=1)
     correction = random_tensor(8, seed=2)
-    for number, (words, routing) in enumerate(_ROUTINGS.items()):
+    routings = dict(_ROUTINGS)
+    if "fp8" in subject.backend.capabilities.weight_formats:
+        routings[_FP8_EXPERTS] = ExpertRouting(8, 2, renormalize=True)
+    for number, (words, routing) in enumerate(routings.items()):
         activation = _ACTIVATIONS[number % len(_ACTIVATIONS)]
         counts: list[Tensor] = []
+        held_as = _expert_in_fp8 if words == _FP8_EXPERTS else _dense_expert
 
         def for_backend(
             backend: Backend[Any, Any],
             routing: ExpertRouting = routing,
             activation: ExpertActivation = activation,
             counts: list[Tensor] = counts,
+            held_as: Callable[[int, int, int], LinearWeight] = held_as,
         ) -> Record:
             def maps(outputs: int, inputs: int, seed: int) -> tuple[Any, ...]:
                 return tuple(
                     backend.prepare_linear(
-                        [DenseWeight(random_tensor(outputs, inputs, seed=seed + expert) / 8)],
-                        None,
-                        subject.dense,
+                        [held_as(outputs, inputs, seed + expert)], None, subject.dense
                     )
                     for expert in range(2, 7)
                 )
@@ -340,7 +368,15 @@ def _experts(subject: Subject) -> str:
             outputs(backend, for_backend(backend), tensors)
         own, expected = (each.cpu() for each in counts[-2:])
         ensure_same(own, expected, f"experts, {words}: the number of tokens of each expert")
-    return ", ".join(_ROUTINGS)
+    return ", ".join(routings)
+
+
+def _dense_expert(outputs: int, inputs: int, seed: int) -> LinearWeight:
+    return DenseWeight(random_tensor(outputs, inputs, seed=seed) / 8)
+
+
+def _expert_in_fp8(outputs: int, inputs: int, seed: int) -> LinearWeight:
+    return fp8_weight(outputs, inputs, 32, seed)
 
 
 _LINEAR = Check("weights of float32", _format_check("float32"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.weight_formats import FP8_INPUTS, DenseFormat, Fp8Format, WeightFormat
 from pagoda.errors import ConfigError
 
 _LAYOUTS = ("float-quantized", "naive-quantized")
@@ -16,7 +17,7 @@ _BLOCK_RULE = "must be two positive integers, the outputs and inputs of a block"
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """Floats of 8 bits that share scales; they are converted to the activations' dtype as they are loaded."""
+    """Floats of 8 bits that share scales."""
 
     outputs: int | None
     """Outputs that share a scale; None: all of them."""
@@ -34,7 +35,14 @@ class Fp8Scheme:
                 shared = f"groups of {inputs}"
             case outputs, inputs:
                 shared = f"blocks of {outputs} × {inputs}"
-        return f"fp8 weights ({shared}), converted"
+        return f"fp8 weights ({shared})"
+
+    @property
+    def held_as(self) -> WeightFormat:
+        """Format in memory, where the backend has 8-bit floats: each output has scales of its own."""
+        if self.inputs is not None and self.inputs % FP8_INPUTS:
+            return DenseFormat()
+        return Fp8Format(self.inputs)
 
     def scales_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Shape of the scales of a weight [outputs, inputs], whose last blocks may be cut off."""

@@ -8,11 +8,12 @@ from typing import Literal
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import Fp8Scheme, compressed_tensors_scheme, fp8_scheme
-from pagoda.checkpoints.linears import LinearSpec, Role
+from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
     MXFP4,
     BlockFormat,
     DenseFormat,
+    Fp8Format,
     GroupedFormat,
     Int8Format,
     Quantization,
@@ -40,6 +41,7 @@ class GroupScheme:
 
 Scheme = Int8Format | GroupScheme | Fp8Scheme | BlockFormat
 """Int8: a scale for each output, and one for each row of inputs, worked out anew."""
+_DENSE_IN_FP8 = NEVER_ROUNDED | {Role.EMBEDDING, Role.HEAD}
 Layout = Literal["compressed-tensors", "fp8", "awq", "gptq", "gptq_v2", "mxfp4"]
 """`awq` is AutoAWQ's `gemm`. `gptq` stores zero points less one, `gptq_v2` as they are."""
 
@@ -54,10 +56,12 @@ class CheckpointQuantization:
     ignore: tuple[str, ...] = ()
     """Names and patterns of layers that stay dense."""
     dense: frozenset[Role] = frozenset({Role.EMBEDDING, Role.WHOLE})
+    keeps_fp8: bool = False
+    """True if 8-bit floats stay what they are in memory; else they become dense as they are loaded."""
 
     @property
     def summary(self) -> str:
-        kinds = " and ".join(dict.fromkeys(_summary(scheme) for _, scheme in self.targets))
+        kinds = " and ".join(dict.fromkeys(self._summary(scheme) for _, scheme in self.targets))
         return kinds if self.layout == "fp8" else f"{self.layout.removesuffix('_v2')} {kinds}"
 
     def scheme_of(self, linear: LinearSpec) -> Scheme | None:
@@ -73,8 +77,12 @@ class CheckpointQuantization:
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
         scheme = self.scheme_of(linear)
-        if scheme is None or isinstance(scheme, Fp8Scheme) or linear.role is Role.LATENT_HEADS:
+        if scheme is None or linear.role is Role.LATENT_HEADS:
             return DenseFormat()
+        if isinstance(scheme, Fp8Scheme):
+            # Tables, heads and routers are left out of fp8 checkpoints, as a rule, whatever config.json says.
+            is_kept = self.keeps_fp8 and linear.role not in _DENSE_IN_FP8
+            return scheme.held_as if is_kept else DenseFormat()
         if isinstance(scheme, Int8Format | BlockFormat):
             return scheme
         return GroupedFormat(
@@ -84,20 +92,25 @@ class CheckpointQuantization:
             act_order=scheme.act_order,
         )
 
+    def _summary(self, scheme: Scheme) -> str:
+        if not isinstance(scheme, Fp8Scheme):
+            return _summary(scheme)
+        is_kept = self.keeps_fp8 and isinstance(scheme.held_as, Fp8Format)
+        return scheme.summary if is_kept else f"{scheme.summary}, converted"
+
 
 def is_dense_once_loaded(quantization: Quantization | None) -> bool:
     """Returns True if all layers of a checkpoint are dense once they are loaded, and may be quantized anew."""
     return quantization is None or (
         isinstance(quantization, CheckpointQuantization)
+        and not quantization.keeps_fp8
         and all(isinstance(scheme, Fp8Scheme) for _, scheme in quantization.targets)
     )
 
 
-def _summary(scheme: Scheme) -> str:
+def _summary(scheme: Int8Format | GroupScheme | BlockFormat) -> str:
     if isinstance(scheme, Int8Format):
         return "int8 weights"
-    if isinstance(scheme, Fp8Scheme):
-        return scheme.summary
     if isinstance(scheme, BlockFormat):
         return "weights of experts"
     size = scheme.group_size

@@ -63,6 +63,17 @@ class BlockFormat:
         return 0 if self.minima or self.codebook is not None else 1 << (self.bits - 1)
 
 
+@dataclass(frozen=True)
+class Fp8Format:
+    """An `Fp8Weight`."""
+
+    group_size: int | None
+    """Inputs that share a scale of an output, a multiple of `FP8_INPUTS`; None: all of them."""
+
+
+FP8_INPUTS = 32
+"""Inputs of an `Fp8Weight` that kernels take at once, at the least."""
+
 IQ4_CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The numbers that 4-bit codes of ggml's IQ4_NL and IQ4_XS stand for (`kvalues_iq4nl`)."""
 E2M1_CODEBOOK = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -75,7 +86,7 @@ CODEBOOKS = (None, IQ4_CODEBOOK, E2M1_CODEBOOK)
 BLOCK_SIZES = (256, 128, 64, 32)
 """Inputs that may share a float16 in a `BlockWeight`, in memory."""
 
-WeightFormat = DenseFormat | Int8Format | GroupedFormat | BlockFormat
+WeightFormat = DenseFormat | Int8Format | Fp8Format | GroupedFormat | BlockFormat
 
 
 class Quantization(Protocol):
@@ -97,6 +108,8 @@ def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsiz
         return weights * dense_itemsize
     if isinstance(held_as, Int8Format):
         return weights + (8 if held_as.zero_points else 4) * outputs
+    if isinstance(held_as, Fp8Format):
+        return weights + 4 * outputs * -(-inputs // (held_as.group_size or inputs))
     if isinstance(held_as, BlockFormat):
         return weights * held_as.bits // 8 + weights // held_as.block_size * _block_scales(held_as)
     per_group = 4 if held_as.offsets else 2
@@ -117,10 +130,12 @@ def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFo
     """Returns the format of the inputs `part` of a map of `num_inputs` held as `held_as`; None if there is none.
 
     Where groups are cut they become smaller ones of the same scale. Ordered groups, over which a rank's inputs lie
-    scattered, become plain numbers.
+    scattered, become plain numbers, and so do 8-bit floats that are cut inside what kernels take at once.
     """
     if len(part) == num_inputs:
         return held_as
+    if isinstance(held_as, Fp8Format):
+        return _part_of_fp8(held_as, num_inputs, part)
     if isinstance(held_as, BlockFormat):
         return _part_of_blocks(held_as, part)
     if not isinstance(held_as, GroupedFormat):
@@ -132,6 +147,17 @@ def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFo
         if size <= held_as.group_size and part.start % size == part.stop % size == 0:
             return replace(held_as, group_size=size)
     return None
+
+
+def _part_of_fp8(held_as: Fp8Format, num_inputs: int, part: range) -> WeightFormat:
+    whole = held_as.group_size
+    if whole is None:
+        return held_as
+    for size in (whole, *sorted(GROUP_SIZES, reverse=True)):
+        ends = part.stop == num_inputs or part.stop % size == 0
+        if whole % size == 0 and part.start % size == 0 and ends:
+            return Fp8Format(size)
+    return DenseFormat()
 
 
 def _part_of_blocks(held_as: BlockFormat, part: range) -> BlockFormat | None:

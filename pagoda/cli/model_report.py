@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from pagoda.checkpoints.contents import missing_tensor, no_place, tensor_names, unread_tensors
 from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.model_spec import ExpertsSpec, LayerSpec, ModelSpec
-from pagoda.checkpoints.quantization_config import is_dense_once_loaded
+from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.cli.weight_traffic import BYTES_PER_WEIGHT, held_bytes
 from pagoda.errors import ConfigError
@@ -151,6 +152,10 @@ def _weights(spec: ModelSpec, dtype: str) -> Iterator[str]:
     for name in dict.fromkeys((chosen, "bfloat16")):
         if name in BYTES_PER_WEIGHT:
             yield f"{format_bytes(held_bytes(spec, name))} in {name}"
+    if isinstance(spec.quantization, CheckpointQuantization):
+        kept = replace(spec.quantization, keeps_fp8=True)
+        held = format_bytes(held_bytes(replace(spec, quantization=kept), dtype))
+        yield f"{held} as stored ({kept.summary}) where the backend has fp8"
     for name in ("int8", "int4"):
         yield f"about {format_bytes(held_bytes(spec, dtype, name))} with --quantization {name}"
 

@@ -15,7 +15,7 @@ from pagoda.checkpoints.quantization_config import is_dense_once_loaded
 from pagoda.checkpoints.weight_formats import DenseFormat, format_bytes
 
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}
-_QUANTIZED_BYTES = {"int8": 1, "int4": 4.5 / 8}
+_QUANTIZED_BYTES = {"int8": 1, "int4": 4.5 / 8, "fp8": 1}
 """Bytes of a quantized weight, of int4 with its share of the scale that a group of 32 has."""
 
 
@@ -31,8 +31,8 @@ def weight_traffic(spec: ModelSpec, dtype: str, quantization: str = "none") -> W
     """Traffic of one token.
 
     `dtype` `auto` takes the model's own. Weights that are quantized in their files stay as they are; of others,
-    `quantization` is `none`, `int8` or `int4` in groups of 32, with an int8 head. Norms, biases and the scales of
-    int8, less than a hundredth, are left out.
+    `quantization` is `none`, `int8` or `int4` in groups of 32, with an int8 head, or `fp8` with a dense one.
+    Norms, biases and the scales of int8 and fp8, less than a hundredth, are left out.
     """
     chosen = spec.dtype if dtype == "auto" else dtype
     stored = spec.quantization
@@ -49,7 +49,8 @@ def weight_traffic(spec: ModelSpec, dtype: str, quantization: str = "none") -> W
     head = spec.head.outputs * spec.head.inputs
     if quantization == "none":
         return WeightTraffic((layers + head) * BYTES_PER_WEIGHT[chosen], chosen)
-    return WeightTraffic(int(layers * _QUANTIZED_BYTES[quantization]) + head, quantization)
+    tables = head * (BYTES_PER_WEIGHT[chosen] if quantization == "fp8" else 1)
+    return WeightTraffic(int(layers * _QUANTIZED_BYTES[quantization]) + tables, quantization)
 
 
 def held_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
@@ -67,7 +68,8 @@ def held_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
     in_layers, in_tables = (sum(it.outputs * it.inputs for it in of) for of in (linears, tables))
     if quantization == "none":
         return (in_layers + in_tables) * itemsize
-    return int(in_layers * _QUANTIZED_BYTES[quantization]) + in_tables
+    tables_itemsize = itemsize if quantization == "fp8" else 1
+    return int(in_layers * _QUANTIZED_BYTES[quantization]) + in_tables * tables_itemsize
 
 
 def _read_a_step(spec: ModelSpec) -> Iterator[LinearSpec]:

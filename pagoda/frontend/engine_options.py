@@ -48,7 +48,7 @@ from pagoda.pd.transport.choose import TRANSPORTS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
-QuantizationName = Literal["none", "int8", "int4"]
+QuantizationName = Literal["none", "int8", "int4", "fp8"]
 GroupSize = Literal[32, 64, 128]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]

@@ -35,6 +35,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     varies_with_batch: bool = False
     """True if it has quicker products, by which a row's bits depend on other rows, for graphs that allow it."""
     weight_formats: tuple[str, ...] = ("float32",)
+    """Formats of weights. A backend with `fp8` keeps 8-bit floats of checkpoints; for others they become dense."""
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
     """Number formats of K and V; `fp8` is E4M3."""
     lacks_operations: tuple[str, ...] = ()

@@ -64,7 +64,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     """`auto` takes the checkpoint's; else `float32`, `bfloat16`, `float16`."""
     quantization: str = "none"
-    """Format to which dense weights are quantized as they are loaded: `none`, `int8` or `int4`."""
+    """Format to which dense weights are quantized as they are loaded: `none`, `int8`, `int4` or `fp8`."""
     quantization_group_size: int = 32
     """Inputs that share a scale in `int4`: 32, 64 or 128."""
     calibration_windows: list[list[int]] = []

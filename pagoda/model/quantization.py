@@ -3,8 +3,8 @@
 int8 has a scale and a zero point for each output. Heads and embedding tables, from whose rounding a model suffers
 most, have a scale and a minimum for each group of 64 inputs, in integers of 8 bits, where such groups divide the
 inputs. int4 has them for each group of 32 inputs, and codes of 5 bits in heads and tables.
-Larger groups of int4 have a float16 scale and no minimum, and leave heads and tables in int8. Routers of experts,
-small as they are, stay dense.
+Larger groups of int4 have a float16 scale and no minimum, and leave heads and tables in int8. fp8 has a scale for
+each output, and leaves heads and tables dense. Routers of experts, small as they are, stay dense.
 """
 
 from __future__ import annotations
@@ -15,16 +15,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend
 from pagoda.backend.block_rounding import quantize_blocks
-from pagoda.backend.weights import BlockWeight, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.fp8 import E4M3, HIGHEST, to_e4m3
+from pagoda.backend.rounding import divisors, row_slices
+from pagoda.backend.weights import (
+    BlockWeight,
+    DenseWeight,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+)
 from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
     GROUP_SIZES,
     BlockFormat,
     DenseFormat,
+    Fp8Format,
     GroupedFormat,
     Int8Format,
     WeightFormat,
@@ -32,7 +43,7 @@ from pagoda.checkpoints.weight_formats import (
 from pagoda.errors import ConfigError
 from pagoda.model.sharding import Part, format_of_part
 
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 _BLOCK_GROUP_SIZE = 32
 """Groups of int4 that have integer scales and minima."""
 _TABLE_BITS = 5
@@ -43,13 +54,17 @@ _TABLES = (Role.EMBEDDING, Role.HEAD)
 @dataclass(frozen=True)
 class QuantizationOnLoad:
     group_size: int | None
-    """Inputs that share a scale of int4; None for int8."""
+    """Inputs that share a scale of int4; None for int8 and fp8."""
     calibration: str | None = None
     """Digest of the text by which weights are rounded; None where each is rounded to the nearest."""
+    in_fp8: bool = False
+    """True for fp8."""
 
     @property
     def summary(self) -> str:
         by = "" if self.calibration is None else f" rounded by text {self.calibration}"
+        if self.in_fp8:
+            return "fp8 weights (by channel)"
         if self.group_size is None:
             return f"int8 weights{by}"
         return f"int4 weights (groups of {self.group_size}){by}"
@@ -58,6 +73,8 @@ class QuantizationOnLoad:
         if linear.role in NEVER_ROUNDED:
             return DenseFormat()
         is_table = linear.role in _TABLES
+        if self.in_fp8:
+            return DenseFormat() if is_table else Fp8Format(None)
         if self.group_size is None or (is_table and self.group_size != _BLOCK_GROUP_SIZE):
             return _int8_format(linear)
         if linear.inputs % self.group_size:
@@ -90,10 +107,13 @@ class QuantizationOnLoad:
         held_as = format_of_part(linear, self.format_of(linear), part.inputs)
         if isinstance(held_as, DenseFormat):
             return weight
-        quantized: Int8Weight | GroupedWeight | BlockWeight
+        quantized: Int8Weight | Fp8Weight | GroupedWeight | BlockWeight
         if isinstance(held_as, BlockFormat):
             quantized = quantize_blocks(weight.values, held_as, importance)
             scales = quantized.block_scales
+        elif isinstance(held_as, Fp8Format):
+            quantized = quantize_fp8(weight.values)
+            scales = quantized.scales
         elif isinstance(held_as, GroupedFormat):
             quantized = backend.quantize_int4(weight.values, held_as.group_size)
             scales = quantized.scales
@@ -106,6 +126,19 @@ class QuantizationOnLoad:
                 "serve it without --quantization."
             )
         return quantized
+
+
+def quantize_fp8(values: Tensor) -> Fp8Weight:
+    """8-bit floats of a weight [out, in]: each output's highest magnitude becomes 448, and ties go to even.
+
+    Scales are not finite where weights are not.
+    """
+    held, scales = torch.empty(values.shape, dtype=E4M3), torch.empty(len(values), 1)
+    for rows in row_slices(values):
+        block = values[rows].float()
+        scales[rows] = block.abs().amax(dim=1, keepdim=True) / HIGHEST
+        held[rows] = to_e4m3(block / divisors(scales[rows]))
+    return Fp8Weight(held, scales, None)
 
 
 def _int8_format(linear: LinearSpec) -> WeightFormat:
@@ -130,4 +163,4 @@ def quantization_on_load(
     digest = None
     if calibration_windows:
         digest = hashlib.sha256(msgspec.json.encode(calibration_windows)).hexdigest()[:16]
-    return QuantizationOnLoad(group_size if wanted == "int4" else None, digest)
+    return QuantizationOnLoad(group_size if wanted == "int4" else None, digest, wanted == "fp8")

@@ -12,12 +12,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import BlockWeight, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.fp8 import E4M3
+from pagoda.backend.weights import (
+    BlockWeight,
+    DenseWeight,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+)
 from pagoda.checkpoints.fp8_config import Fp8Scheme
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
 from pagoda.checkpoints.tensor_names import StoredRows
-from pagoda.checkpoints.weight_formats import BlockFormat, Int8Format, held_group_size
+from pagoda.checkpoints.weight_formats import BlockFormat, Fp8Format, Int8Format, held_group_size
 from pagoda.errors import ConfigError
 from pagoda.model.fp8_weights import convert_fp8, is_finite
 from pagoda.model.ggml_blocks import mxfp4_scales
@@ -102,6 +110,10 @@ class QuantizedCheckpoint:
         as_stored = stored if stored in flat else shape
         scales = tensors.tensor(scales_name, as_stored, _FP8_SCALES).float().reshape(shape)
         _check_finite(tensors, scales_name, scales, "float32")
+        held_as = self._quantization.format_of(linear)
+        if isinstance(held_as, Fp8Format) and values.dtype == E4M3:
+            of_rows = scales.repeat_interleave(scheme.outputs or linear.outputs, dim=0)
+            return Fp8Weight(values, of_rows[: linear.outputs], held_as.group_size)
         return DenseWeight(convert_fp8(values, scales, scheme, dtype))
 
     def _mxfp4(self, linear: LinearSpec, held_as: BlockFormat) -> BlockWeight:
@@ -145,6 +157,8 @@ def _with_outputs(weight: LinearWeight, choose: Callable[[Tensor], Tensor]) -> L
     if isinstance(weight, DenseWeight):
         return DenseWeight(choose(weight.values))
     scales = choose(weight.scales)
+    if isinstance(weight, Fp8Weight):
+        return Fp8Weight(choose(weight.values), scales, weight.group_size)
     if isinstance(weight, Int8Weight):
         return Int8Weight(choose(weight.values), scales, chosen(weight.zero_points))
     if isinstance(weight, BlockWeight):

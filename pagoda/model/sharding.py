@@ -16,6 +16,7 @@ from torch import Tensor
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
+    Fp8Weight,
     GroupedWeight,
     Int8Weight,
     LinearWeight,
@@ -31,6 +32,7 @@ from pagoda.checkpoints.weight_formats import (
     BLOCK_SIZES,
     BlockFormat,
     DenseFormat,
+    Fp8Format,
     GroupedFormat,
     Quantization,
     WeightFormat,
@@ -425,6 +427,8 @@ def take_part(
         return Int8Weight(_copied(own.values[:, inputs]), _copied(own.scales), zero_points)
     if isinstance(weight, BlockWeight):
         return _part_of_blocks(linear, weight, part)
+    if isinstance(weight, Fp8Weight):
+        return _part_of_fp8(linear, weight, part, dtype)
     return _part_of_groups(linear, weight, part, dtype)
 
 
@@ -455,6 +459,20 @@ def _part_of_blocks(linear: LinearSpec, weight: BlockWeight, part: Part) -> Bloc
         of_blocks(own.block_scales),
         of_blocks(own.block_minima),
     )
+
+
+def _part_of_fp8(
+    linear: LinearSpec, weight: Fp8Weight, part: Part, dtype: torch.dtype
+) -> LinearWeight:
+    own, inputs = weight.rows(_slice(part.outputs)), part.inputs
+    held_as = format_of_part(linear, weight_format(weight), inputs)
+    if not isinstance(held_as, Fp8Format):
+        return DenseWeight(dequantize(own)[:, _slice(inputs)].to(dtype).contiguous())
+    values, scales, size = own.values[:, _slice(inputs)], own.scales, held_as.group_size
+    if size is not None and weight.group_size is not None:
+        smaller = scales.repeat_interleave(weight.group_size // size, dim=1)
+        scales = smaller[:, inputs.start // size : -(-inputs.stop // size)]
+    return Fp8Weight(_copied(values), _copied(scales), size)
 
 
 def _part_of_groups(

@@ -16,16 +16,14 @@ from torch import Tensor
 
 from pagoda.backend.ahead import RunsAhead
 from pagoda.backend.base import Backend, KVCache, LatentCache
-from pagoda.backend.fp8 import E4M3
 from pagoda.backend.kv_store import KVStore
 from pagoda.backend.operation import Operation
-from pagoda.backend.weights import DenseWeight, LinearWeight
+from pagoda.backend.weights import DenseWeight, Fp8Weight, LinearWeight
 from pagoda.checkpoints.adapters import AdapterFiles
-from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.linears import LinearSpec
 from pagoda.checkpoints.model_spec import ModelSpec
-from pagoda.checkpoints.quantization_config import CheckpointQuantization, is_dense_once_loaded
+from pagoda.checkpoints.quantization_config import CheckpointQuantization
 from pagoda.checkpoints.resolve import load_model_config
 from pagoda.checkpoints.weight_formats import DenseFormat, Quantization
 from pagoda.errors import ConfigError
@@ -41,7 +39,7 @@ from pagoda.model.decoder import Decoder, LayerCache
 from pagoda.model.gguf_weights import GgufWeights
 from pagoda.model.gptq import LoadedGrids
 from pagoda.model.loader import WeightLoader
-from pagoda.model.quantization import QUANTIZATIONS, QuantizationOnLoad, quantization_on_load
+from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.sharding import (
     Shard,
@@ -59,6 +57,12 @@ from pagoda.worker.group_sampler import AwaitMasks, GroupSampler, no_masks
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.kv.sizing import allocate_kv, measured_blocks, planned_blocks, share_of
 from pagoda.worker.memory import check_arena, sampling_bytes, tokens_held
+from pagoda.worker.number_formats import (
+    choose_dtype,
+    choose_kv_dtype,
+    choose_quantization,
+    torch_dtype,
+)
 from pagoda.worker.profiling import profile_steps
 from pagoda.worker.progress import loading_weights
 from pagoda.worker.prompt_outputs import ROWS_AT_A_TIME, PromptReader
@@ -101,11 +105,11 @@ class WorkerPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        return _torch_dtype(self.dtype_name)
+        return torch_dtype(self.dtype_name)
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        return _torch_dtype(self.kv_dtype_name)
+        return torch_dtype(self.kv_dtype_name)
 
     @property
     def weight_bytes(self) -> int:
@@ -216,13 +220,13 @@ def plan_worker(config: WorkerConfig, *, keeps_all: bool = False) -> WorkerPlan:
     shape = load_model_config(config.model, config.load_format)
     check_model(shape, backend)
     _check_batch_invariant(config, backend)
-    dtype_name = _dtype(config.dtype, shape.dtype, capabilities)
-    quantization = _quantization(config, shape, capabilities)
+    dtype_name = choose_dtype(config.dtype, shape.dtype, capabilities)
+    quantization = choose_quantization(config, shape, capabilities)
     check_quantized_parts(shape, quantization, config.parallel)
     _check_max_num_seqs(config.max_num_seqs, capabilities)
     max_model_len = _max_model_len(config.max_model_len, shape, capabilities)
     shape = replace(shape, max_position_embeddings=max_model_len)
-    kv_dtype_name = _kv_cache_dtype(config.kv_cache_dtype, dtype_name, capabilities)
+    kv_dtype_name = choose_kv_dtype(config.kv_cache_dtype, dtype_name, capabilities)
     block_size = _block_size(config, shape, kv_dtype_name, capabilities)
     plan = WorkerPlan(
         config=config,
@@ -385,7 +389,7 @@ def _calibrated(
     def round_to_grids(linear: LinearSpec, values: Tensor, importance: Tensor) -> LoadedGrids:
         part, weight = whole_part(linear), DenseWeight(values)
         quantized = on_load.quantize(linear, part, weight, backend, importance)
-        if isinstance(quantized, DenseWeight):
+        if isinstance(quantized, DenseWeight | Fp8Weight):
             raise TypeError(f"{linear.name} is not quantized.")
         return quantized
 
@@ -456,23 +460,12 @@ def _devices_of(config: WorkerConfig) -> DevicesOf:
     return partial(config.parallel.devices_of, config.place)
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = E4M3 if name == "fp8" else getattr(torch, name)
-    return dtype
-
-
-def _check_choice(flag: str, wanted: object, known: Sequence[object], where: str = "") -> None:
-    if wanted not in known:
-        listed = ", ".join(map(str, known))
-        raise ConfigError(f"{flag} must be one of {listed}{where}, got {wanted!r}.")
-
-
 def _block_size(
     config: WorkerConfig, shape: ModelSpec, kv_dtype_name: str, capabilities: Capabilities
 ) -> int:
     """Tokens of a block, whose memory has room for the state of a layer that keeps one."""
     wanted, sizes = config.block_size, capabilities.block_sizes
-    least = least_block_size(shape, _torch_dtype(kv_dtype_name).itemsize)
+    least = least_block_size(shape, torch_dtype(kv_dtype_name).itemsize)
     if wanted is not None:
         if wanted not in sizes:
             *some, last = sorted(sizes)
@@ -516,54 +509,6 @@ def _arithmetic(name: str, config: WorkerConfig) -> str:
     return name if config.batch_invariant else f"{name}, not batch-invariant"
 
 
-def _dtype(wanted: str, stored: str, capabilities: Capabilities) -> str:
-    _check_choice("--dtype", wanted, ("auto", *DTYPES))
-    dtype = stored if wanted == "auto" else wanted
-    if dtype not in capabilities.weight_formats:
-        known = ", ".join(known for known in DTYPES if known in capabilities.weight_formats)
-        raise ConfigError(f"this backend does not compute in {dtype}; --dtype may be {known}.")
-    return dtype
-
-
-def _quantization(
-    config: WorkerConfig, shape: ModelSpec, capabilities: Capabilities
-) -> Quantization | None:
-    """The checkpoint's own, or the one that is asked for."""
-    wanted = config.quantization
-    _check_choice("--quantization", wanted, QUANTIZATIONS)
-    stored = shape.quantization
-    if config.load_format == "dummy" and stored is not None:
-        raise ConfigError(
-            f"{config.model}/config.json: there are no dummy weights for its quantization_config; "
-            "take that out and add --quantization int8 or int4."
-        )
-    is_dense = is_dense_once_loaded(stored)
-    if is_dense or config.dequantizes:
-        if wanted != "none" and wanted not in capabilities.weight_formats:
-            raise ConfigError(f"this backend does not compute with {wanted} weights.")
-        on_load = quantization_on_load(
-            wanted, config.quantization_group_size, config.calibration_windows
-        )
-        return on_load or (stored if is_dense else None)
-    if stored is not None and wanted != "none":
-        raise ConfigError(
-            f"{config.model} is quantized already ({stored.summary}); leave out --quantization."
-        )
-    return stored
-
-
-def _kv_cache_dtype(wanted: str, dtype: str, capabilities: Capabilities) -> str:
-    known = capabilities.kv_cache_dtypes
-    wanted = "fp8" if wanted == "fp8_e4m3" else wanted
-    _check_choice("--kv-cache-dtype", wanted, ("auto", *known), " on this backend")
-    chosen = dtype if wanted == "auto" else wanted
-    if chosen not in known:
-        raise ConfigError(
-            f"this backend has no KV cache of {chosen}; --kv-cache-dtype may be {', '.join(known)}."
-        )
-    return chosen
-
-
 def _max_model_len(wanted: int | None, shape: ModelSpec, capabilities: Capabilities) -> int:
     longest = min(shape.max_position_embeddings, capabilities.max_model_len)
     if wanted is None:
@@ -595,7 +540,9 @@ def _weights(plan: WorkerPlan) -> Iterator[WeightSource]:
         with open_checkpoint(path) as checkpoint:
             checkpoint.refuse_unread(plan.shard.config)
             stored = plan.shard.config.quantization
-            if isinstance(stored, CheckpointQuantization):
+            if isinstance(plan.quantization, CheckpointQuantization):
+                yield QuantizedCheckpoint(checkpoint, plan.quantization)
+            elif isinstance(stored, CheckpointQuantization):
                 yield QuantizedCheckpoint(checkpoint, stored)
             else:
                 yield checkpoint

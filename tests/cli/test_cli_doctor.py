@@ -59,6 +59,14 @@ def test_weight_traffic_of_quantized_weights() -> None:
     assert stored.dtype == "gptq int4 weights (groups of 128)"
 
 
+def test_weights_of_fp8_checkpoints_take_what_the_backend_makes_of_them() -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    said = dict(model_facts(config("qwen3-4b", quantization_config=fp8), "auto"))["weights"]
+    assert said.startswith(
+        "7.49 GiB in bfloat16, 4.21 GiB as stored (fp8 weights (blocks of 128 × 128)) where the backend has fp8, "
+    )
+
+
 def test_windows_give_kv_back() -> None:
     windowed = {
         "architectures": ["Gemma3ForCausalLM"],

@@ -17,6 +17,7 @@ from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
+    Fp8Weight,
     GroupedWeight,
     LinearWeight,
     dequantize,
@@ -209,7 +210,27 @@ def test_groups_that_do_not_divide_the_inputs() -> None:
     )
 
 
+def test_8_bit_floats_have_a_scale_for_each_output() -> None:
+    quantization = quantization_on_load("fp8", 32)
+    assert quantization is not None
+    values = torch.randn(7, 40, generator=torch.Generator().manual_seed(1))
+    values[2] = 0
+    weight = _quantized(quantization, _spec(7, 40), values.bfloat16())
+    assert isinstance(weight, Fp8Weight)
+    highest = weight.values.float().abs().amax(dim=1)
+    assert highest.tolist() == [448.0, 448.0, 0.0, 448.0, 448.0, 448.0, 448.0]
+    errors = (dequantize(weight) - values.bfloat16().float()).abs()
+    assert bool((errors <= values.abs() / 15 + weight.scales * 2**-9).all())
+    for role in (Role.EMBEDDING, Role.HEAD, Role.ROUTER):
+        held = _quantized(quantization, _spec(7, 40, role), values.bfloat16())
+        assert isinstance(held, DenseWeight)
+    values[3, 5] = torch.inf
+    with pytest.raises(ConfigError, match="infinite, NaN or too large"):
+        _quantized(quantization, _spec(7, 40), values)
+
+
 def test_flags() -> None:
+    assert quantization_on_load("fp8", 32) == QuantizationOnLoad(None, in_fp8=True)
     assert quantization_on_load("none", 32) is None
     assert quantization_on_load("int8", 32) == QuantizationOnLoad(None)
     assert quantization_on_load("int4", 128) == QuantizationOnLoad(128)

@@ -19,15 +19,23 @@ from pagoda.backend.weights import (
     GroupedWeight,
     LinearWeight,
     dequantize,
+    weight_bytes,
     weight_format,
 )
+from pagoda.backend_check.products import fp8_weight
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.gguf.config import BLOCKS
 from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import ModelSpec
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.quantization_config import CheckpointQuantization, GroupScheme
-from pagoda.checkpoints.weight_formats import DenseFormat, Quantization, WeightFormat
+from pagoda.checkpoints.weight_formats import (
+    DenseFormat,
+    Fp8Format,
+    Quantization,
+    WeightFormat,
+    part_format,
+)
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.sharding import (
@@ -181,6 +189,8 @@ def _weights() -> dict[str, LinearWeight]:
         "int8": ops.quantize_int8(values, symmetric=True),
         "int4": grouped,
         "offsets": GroupedWeight(grouped.codes, grouped.scales, offsets, 4, 64),
+        "fp8": fp8_weight(48, 256, 64),
+        "fp8 by output": fp8_weight(48, 256, None),
         "ordered": GroupedWeight(grouped.codes, grouped.scales, offsets, 4, 64, order),
         **{kind: make_blocks(BLOCKS[kind], 48, 256, 3) for kind in BLOCK_KINDS},
     }
@@ -201,7 +211,9 @@ def test_parts_of_weights_are_parts_of_their_numbers(kind: str) -> None:
             assert not isinstance(tensor, Tensor) or tensor.is_contiguous()
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "offsets", "ordered", *BLOCK_KINDS])
+@pytest.mark.parametrize(
+    "kind", ["int8", "int4", "offsets", "fp8", "fp8 by output", "ordered", *BLOCK_KINDS]
+)
 def test_parts_do_not_keep_the_memory_of_the_whole(kind: str) -> None:
     for part in (Part(range(16, 32), range(256)), Part(range(48), range(64, 192))):
         held = take_part(LAYER, _weights()[kind], part, torch.float32)
@@ -217,6 +229,27 @@ def test_groups_are_cut_into_smaller_ones_of_the_same_scale(kind: str) -> None:
     assert isinstance(part, GroupedWeight)
     assert part.group_size == 32
     assert torch.equal(dequantize(part), dequantize(weight)[:, 32:160])
+
+
+@pytest.mark.parametrize(
+    ("size", "cut", "held_as"),
+    [
+        (None, range(5, 201), Fp8Format(None)),
+        (128, range(96, 200), Fp8Format(32)),
+        (96, range(96, 192), Fp8Format(96)),
+        (96, range(32, 200), Fp8Format(32)),
+        (64, range(64, 200), Fp8Format(64)),
+        (64, range(16, 200), DenseFormat()),
+    ],
+)
+def test_8_bit_floats_are_cut_anywhere(size: int | None, cut: range, held_as: WeightFormat) -> None:
+    """Groups become smaller ones that kernels take, of which the last may be cut off, or else all become dense."""
+    layer, weight = LinearSpec("a.b", 48, 200, Role.MLP_OUT), fp8_weight(48, 200, size)
+    part = take_part(layer, weight, Part(range(3, 40), cut), torch.float32)
+    assert weight_format(part) == part_format(weight_format(weight), 200, cut) == held_as
+    assert torch.equal(dequantize(part), dequantize(weight)[3:40, cut.start : cut.stop])
+    groups = 0 if isinstance(part, DenseWeight) else part.scales.numel() * 4
+    assert weight_bytes(part, torch.float32) == part.values.nbytes + groups
 
 
 def test_the_smallest_groups_are_not_cut() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ from quantized_models import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.backend.weights import (
+    DenseWeight,
+    Fp8Weight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+    dequantize,
+)
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.fp8_config import Fp8Scheme
 from pagoda.checkpoints.linears import LinearSpec, Role
@@ -92,6 +100,57 @@ def test_weights_and_answers(name: str, tmp_path: Path) -> None:
             rounded = 2**-11 if name == "packed-int4-float32-scales" else 1e-7
             np.testing.assert_allclose(actual, expected, rtol=rounded, atol=0)
     _assert_answers_alike(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("fp8")])
+def test_8_bit_floats_are_kept_exactly(name: str, tmp_path: Path) -> None:
+    """All but E5M2, and blocks that kernels cannot take by 32 inputs, which become dense."""
+    _, meant = save_quantized(tmp_path, FORMATS[name])
+    for module, expected in meant.items():
+        weight = _linear(tmp_path, module, *expected.shape, keeps_fp8=True)
+        is_dense = name.endswith(("e5m2", "block-cut"))
+        assert isinstance(weight, DenseWeight if is_dense else Fp8Weight)
+        np.testing.assert_allclose(dequantize(weight).double().numpy(), expected, rtol=1e-7, atol=0)
+
+
+def test_kept_8_bit_floats_are_reckoned_so(tmp_path: Path) -> None:
+    save_quantized(tmp_path, fp8_format((128, 128)))
+    options = {"dtype": "bfloat16", "num_blocks": 64, "backend": "reference"}
+    plan = plan_worker(WorkerConfig(model=str(tmp_path), **options))
+    shard = plan.shard
+    tables = 2 * shard.config.vocab_size * shard.config.hidden_size
+    in_bfloat16 = shard.weight_bytes(None, 2) - 2 * tables
+    assert in_bfloat16 // 2 < plan.weight_bytes - 2 * tables < in_bfloat16 * 0.55
+    loaded = load_runner(plan, Tracer("worker"))
+    assert "bfloat16, fp8 weights (blocks of 128 × 128), " in loaded.ready.summary
+    assert "converted" not in loaded.ready.summary
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_fp8_asked_for_of_fp8_is_what_is_stored(quantization: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, fp8_format((128, 128)))
+    options = {"backend": "reference", "quantization": quantization, "num_blocks": 64}
+    plan = plan_worker(WorkerConfig(model=str(tmp_path), **options))
+    assert plan.quantization is not None
+    assert plan.quantization.summary == "fp8 weights (blocks of 128 × 128)"
+
+
+def test_8_bit_floats_of_a_dense_checkpoint(tmp_path: Path) -> None:
+    model, _ = save_quantized(tmp_path, fp8_format(None))
+    model.save_pretrained(tmp_path / "dense")
+    runner = load(tmp_path / "dense", backend="reference", quantization="fp8")
+    differences = answer_differences(runner, model)
+    assert 0 < differences.mean() < 0.1
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "dense", backend="cpu", quantization="fp8")
+    assert str(caught.value) == "this backend does not compute with fp8 weights."
+
+
+def test_8_bit_floats_are_not_kept_where_all_is_dequantized(tmp_path: Path) -> None:
+    save_quantized(tmp_path, fp8_format((128, 128)))
+    options = {"dtype": "float32", "num_blocks": 64, "backend": "reference", "dequantizes": True}
+    plan = plan_worker(WorkerConfig(model=str(tmp_path), **options))
+    assert plan.weight_bytes == plan.shard.weight_bytes(None, 4)
 
 
 @pytest.mark.parametrize(
@@ -328,11 +387,13 @@ def test_nothing_is_quantized_twice_or_made_up(tmp_path: Path) -> None:
     )
 
 
-def _linear(directory: Path, name: str, outputs: int, inputs: int) -> LinearWeight:
+def _linear(
+    directory: Path, name: str, outputs: int, inputs: int, *, keeps_fp8: bool = False
+) -> LinearWeight:
     quantization = read_model_config(directory).quantization
     assert quantization is not None
     with open_checkpoint(directory) as tensors:
-        source = QuantizedCheckpoint(tensors, quantization)
+        source = QuantizedCheckpoint(tensors, replace(quantization, keeps_fp8=keeps_fp8))
         return source.linear(LinearSpec(name, outputs, inputs, Role.MLP_IN), torch.float32)
 
 

@@ -9,7 +9,7 @@ import pytest
 from driver import Driver, load
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import save_gguf
-from quantized_models import gptq_format, int8_format, packed_format, save_quantized
+from quantized_models import fp8_format, gptq_format, int8_format, packed_format, save_quantized
 from tiny_models import make_model, save_model
 
 from pagoda.messages.frontend import TokenLogprobs
@@ -112,6 +112,7 @@ CHECKPOINTS = {
     "w8a8": int8_format(),
     "w4a16": packed_format(4, 64, symmetric=False),
     "act-order": gptq_format(4, 64, act_order=True),
+    "fp8": fp8_format((96, 64)),
 }
 
 

@@ -165,6 +165,7 @@ FORMATS: dict[str, Format] = {
     "packed-int4": packed_format(4, 128),
     "int8": int8_format(),
     "fp8": fp8_format((96, 80)),
+    "fp8-kept": fp8_format((96, 64)),
 }
 TYPES = {"gguf-q4-0": Kind.Q4_0, "gguf-q8-0": Kind.Q8_0}
 ON_LOAD = {"int8-on-load": "int8", "int4-on-load": "int4"}

@@ -24,6 +24,7 @@ from pagoda.backend.base import (
     LayerMemory,
     StateCache,
     TokenBatch,
+    UnsupportedError,
 )
 from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.program import CompiledGraph
@@ -49,6 +50,7 @@ from pagoda.backend.sampling_table import SamplingTable
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
+    Fp8Weight,
     GroupedWeight,
     Int8Weight,
     LinearWeight,
@@ -162,7 +164,8 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> PackedLinear:
         """Parts of one format, one after the other, become one map.
-        Raises ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs."""
+        Raises ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs; UnsupportedError: a part is of
+        8-bit floats."""
         segments: list[Segment] = []
         first = 0
         for alike in _runs_of_one_format(parts):
@@ -188,6 +191,8 @@ class CpuBackend(HostBackend[PackedLinear, AttentionMetadata]):
             return Segment(panels, bias, outputs, (number, outputs, inputs))
         if isinstance(first, BlockWeight):
             return self._pack_blocks(first.held_as, parts, bias)
+        if isinstance(first, Fp8Weight):
+            raise UnsupportedError("the cpu backend has no weights of fp8.")
         shapes, scales = self._native.QuantizedShape, _join(parts, "scales")
         if isinstance(first, Int8Weight):
             if inputs > MAX_INT8_INPUTS:

@@ -70,7 +70,7 @@ class GpuBackend:
             max_model_len=2**20,
             window_multiple=1,
             varies_with_batch=runtime.has_library,
-            weight_formats=(*formats, "int8", "int4"),
+            weight_formats=(*formats, "int8", "int4", "fp8"),
             kv_cache_dtypes=(*formats, "int8", "fp8"),
             lacks_operations=tuple(name for name in OPERATIONS if name not in LOWERED),
             max_conv_width=states.MAX_CONV_WIDTH,

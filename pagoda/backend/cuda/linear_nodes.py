@@ -10,7 +10,7 @@ from torch import Tensor
 from pagoda.backend.cuda.kernels import linear, quantized, rows
 from pagoda.backend.cuda.kernels.block_weights import Blocks, block_embedding, block_linear
 from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
-from pagoda.backend.cuda.weights import Dense, DeviceLinear, Grouped, Int8, Segment
+from pagoda.backend.cuda.weights import Dense, DeviceLinear, Fp8, Grouped, Int8, Segment
 from pagoda.backend.graph import Node
 from pagoda.backend.weights import BLOCK_INPUT_GROUP
 
@@ -85,6 +85,8 @@ def _segment(
         return _dense(lowering, x, out, selected, segment.values, bias)
     if isinstance(segment, Int8):
         return _int8(lowering, x, out, selected, segment, bias)
+    if isinstance(segment, Fp8):
+        return _fp8(x, out, segment, bias)
     if isinstance(segment, Grouped):
         return _grouped(lowering, x, out, selected, segment, bias)
     return _blocks(lowering, x, out, selected, segment, bias)
@@ -112,6 +114,21 @@ def _dense(
         product(v[given], weight, v[out])
         if bias is not None:
             v[out].add_(bias)
+
+    return launch
+
+
+def _fp8(x: int, out: int, weight: Fp8, bias: Tensor | None) -> Launch:
+    def launch(v: Values) -> None:
+        linear.fp8_linear(
+            v[x],
+            weight.values,
+            weight.scales,
+            v[out],
+            size=weight.size,
+            dtype=weight.dtype,
+            bias=bias,
+        )
 
     return launch
 
@@ -217,6 +234,8 @@ def _embedding(lowering: Lowering, node: Node) -> Launch:
         return lambda v: rows.embedding(v[ids], values, v[out], first_id=first_id)
     if isinstance(segment, Int8):
         return _int8_embedding(ids, out, segment, first_id)
+    if isinstance(segment, Fp8):
+        return _fp8_embedding(ids, out, segment, first_id)
     if isinstance(segment, Grouped):
         return _grouped_embedding(ids, out, segment, first_id)
     blocks = segment
@@ -232,6 +251,15 @@ def _int8_embedding(ids: int, out: int, table: Int8, first_id: int) -> Launch:
             v[out],
             first_id=first_id,
             zero_points=table.zero_points,
+        )
+
+    return launch
+
+
+def _fp8_embedding(ids: int, out: int, table: Fp8, first_id: int) -> Launch:
+    def launch(v: Values) -> None:
+        linear.fp8_embedding(
+            v[ids], table.values, table.scales, v[out], first_id=first_id, size=table.size
         )
 
     return launch

@@ -24,7 +24,7 @@ from pagoda.backend.cuda.kernels.quantized_experts import (
     quantized_experts,
 )
 from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values, partials_of
-from pagoda.backend.cuda.weights import DeviceLinear, Grouped, Int8, Segment
+from pagoda.backend.cuda.weights import DeviceLinear, Fp8, Grouped, Int8, Segment
 from pagoda.backend.graph import Node
 from pagoda.checkpoints.expert_routing import ExpertRouting
 
@@ -51,7 +51,7 @@ def _experts(lowering: Lowering, node: Node) -> Launch:
         "counts": held.counts,
         "correction": held.correction,
     }
-    if not first.is_dense:
+    if not (first.is_dense or isinstance(first.segments[0], Fp8)):
         quantized = _quantized_experts(lowering, held)
         rounded = _rounded_scratch(lowering, quantized, held.routing, selected)
         return lambda v: quantized_experts(
@@ -59,14 +59,42 @@ def _experts(lowering: Lowering, node: Node) -> Launch:
             valid=v[lowering.valid],
             **options,
         )
-    maps = (held.gate, held.up, held.down)
-    gate, up, down = (_addresses(lowering, [m.dense() for m in part]) for part in maps)
-    weights = kernels.ExpertWeights(gate, up, down, first.dense().dtype, held.first, first.outputs)
+    weights = _float_experts(lowering, held)
     if first.bias is not None:
+        maps = (held.gate, held.up, held.down)
         biases = [_addresses(lowering, [m.bias for m in part]) for part in maps]
         weights = replace(weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2])
     return lambda v: kernels.experts(
         v[x], v[logits], v[out], weights, v[workspace], valid=v[lowering.valid], **options
+    )
+
+
+def _float_experts(lowering: Lowering, held: Experts[DeviceLinear]) -> kernels.ExpertWeights:
+    """Weights of experts that are all dense, or of 8-bit floats.
+
+    Raises UnsupportedError: they are neither, or scales are of other numbers of inputs in gates and beside them.
+    """
+    first, number = held.gate[0], len(held.gate)
+    maps = [[*held.gate], [*held.up], [*held.down]]
+    if first.is_dense:
+        gate, up, down = (_addresses(lowering, [m.dense() for m in part]) for part in maps)
+        return kernels.ExpertWeights(gate, up, down, first.dense().dtype, held.first, first.outputs)
+    floats = [
+        [segment for each in part for segment in each.segments if isinstance(segment, Fp8)]
+        for part in maps
+    ]
+    into, out = ({segment.size for segment in own} for own in (floats[0] + floats[1], floats[2]))
+    is_whole = all(len(own) == number for own in floats)
+    is_single = all(len(each.segments) == 1 for part in maps for each in part)
+    if not (is_whole and is_single) or len(into) > 1 or len(out) > 1:
+        raise UnsupportedError(_ALIKE)
+    gate, up, down = (_addresses(lowering, [it.values for it in own]) for own in floats)
+    gate_scales, up_scales, down_scales = (
+        _addresses(lowering, [it.scales for it in own]) for own in floats
+    )
+    return kernels.ExpertWeights(
+        *(gate, up, down, floats[0][0].dtype, held.first, first.outputs),
+        scales=kernels.ExpertScales((gate_scales, up_scales, down_scales), (into.pop(), out.pop())),
     )
 
 

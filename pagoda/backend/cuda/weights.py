@@ -14,6 +14,7 @@ from pagoda.backend.reference.quantized import PackedBlocks, PackedGroups, plane
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
+    Fp8Weight,
     GroupedWeight,
     Int8Weight,
     LinearWeight,
@@ -24,6 +25,7 @@ from pagoda.backend.weights import (
 
 Upload = Callable[[Tensor], Tensor]
 """`Runtime.upload`."""
+_WHOLE_ROWS = 2**30
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,26 @@ class Int8:
 
 
 @dataclass(frozen=True)
+class Fp8:
+    values: Tensor
+    """[out, in] float8_e4m3fn."""
+    scales: Tensor
+    """[out, groups] float32."""
+    size: int
+    """Inputs that share a scale; more than there are where a row has one."""
+    dtype: torch.dtype
+    """Dtype of dense weights beside it."""
+
+    @property
+    def outputs(self) -> int:
+        return len(self.values)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True)
 class Grouped:
     codes: Tensor
     """[out, in] uint8; of 4 bits [out, in / 2], the code of an odd input in the high half."""
@@ -79,7 +101,7 @@ class Grouped:
         return self.codes.nbytes + self.scales.nbytes
 
 
-Segment = Dense | Int8 | Grouped | Blocks
+Segment = Dense | Int8 | Fp8 | Grouped | Blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +164,9 @@ def _segment(run: Sequence[LinearWeight], dtype: torch.dtype, upload: Upload) ->
         if first.zero_points is not None:
             zero_points = _joined(run, "zero_points", upload)
         return Int8(_joined(run, "values", upload), _joined(run, "scales", upload), zero_points)
+    if isinstance(first, Fp8Weight):
+        size = first.group_size or _WHOLE_ROWS
+        return Fp8(_joined(run, "values", upload), _joined(run, "scales", upload), size, dtype)
     if isinstance(first, BlockWeight):
         return _blocks([part for part in run if isinstance(part, BlockWeight)], upload)
     packed = [PackedGroups.of(part).weight for part in run if isinstance(part, GroupedWeight)]

@@ -71,7 +71,9 @@ class ReferenceBackend(HostBackend[Linear, AttentionMetadata | StateMetadata]):
         super().__init__("reference on cpu", group)
         own = self.capabilities
         self.capabilities = msgspec.structs.replace(
-            own, kv_cache_dtypes=(*own.kv_cache_dtypes, "fp8")
+            own,
+            weight_formats=(*own.weight_formats, "fp8"),
+            kv_cache_dtypes=(*own.kv_cache_dtypes, "fp8"),
         )
 
     def block_shapes(

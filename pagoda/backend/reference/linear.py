@@ -24,6 +24,7 @@ from pagoda.backend.reference.tiles import ROWS
 from pagoda.backend.weights import (
     BlockWeight,
     DenseWeight,
+    Fp8Weight,
     Int8Weight,
     LinearWeight,
     total_outputs,
@@ -45,6 +46,8 @@ class Linear:
     inputs: int
     parts: tuple[Tensor | Quantized, ...]
     """Weights whose outputs follow one another; dense ones are [out, in]."""
+    dtype: torch.dtype
+    """Dtype of dense weights, for which inputs of 8-bit floats are rounded too."""
     bias: Tensor | None
     """[out] float32."""
 
@@ -58,18 +61,14 @@ def prepare_linear(
         held: tuple[Tensor | Quantized, ...] = (joined,)
     else:
         held = tuple(_prepared(part, dtype) for part in parts)
-    return Linear(total_outputs(parts), weight_shape(parts[0])[1], held, wide_bias)
+    return Linear(total_outputs(parts), weight_shape(parts[0])[1], held, dtype, wide_bias)
 
 
 def linear(x: Tensor, weight: Linear) -> Tensor:
     x = x.flatten(1)
     if not len(x):
         return x.new_empty((0, sum(map(num_rows, weight.parts))))
-    products = [
-        _dense_product(x, part) if isinstance(part, Tensor) else quantized_product(x, part)
-        for part in weight.parts
-    ]
-    out = torch.cat(products, dim=1)
+    out = torch.cat([_product(x, part, weight.dtype) for part in weight.parts], dim=1)
     return out if weight.bias is None else out.add_(weight.bias)
 
 
@@ -134,7 +133,28 @@ def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Quantized:
         return part.values.to(dtype, copy=True)
     if isinstance(part, BlockWeight):
         return PackedBlocks.of(part)
+    if isinstance(part, Fp8Weight):  # it may lie in a mapped file
+        return Fp8Weight(part.values.clone(), part.scales.clone(), part.group_size)
     return part if isinstance(part, Int8Weight) else PackedGroups.of(part)
+
+
+def _product(x: Tensor, part: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+    if isinstance(part, Tensor):
+        return _dense_product(x, part)
+    return (
+        _fp8_product(x, part, dtype) if isinstance(part, Fp8Weight) else quantized_product(x, part)
+    )
+
+
+def _fp8_product(x: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """x [n, in] float32 times 8-bit floats, inputs rounded as for a dense weight of `dtype`: [n, out] float32."""
+    if dtype == torch.bfloat16:
+        x = x.to(torch.bfloat16).float()
+    total = x.new_zeros(len(x), len(weight.values))
+    for inputs, scales in weight.groups():
+        # Libraries may take rows of other strides another way.
+        total += _dense_product(x[:, inputs].contiguous(), weight.values[:, inputs]) * scales
+    return total
 
 
 def _dense_product(x: Tensor, matrix: Tensor) -> Tensor:

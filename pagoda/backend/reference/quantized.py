@@ -16,6 +16,7 @@ from pagoda.backend.rounding import divisors, row_slices
 from pagoda.backend.weights import (
     BLOCK_INPUT_GROUP,
     BlockWeight,
+    Fp8Weight,
     GroupedWeight,
     Int8Weight,
     dequantize,
@@ -91,7 +92,7 @@ def plane_widths(bits: int) -> tuple[int, ...]:
     return tuple(width for width in (8, 4, 2, 1) if bits & width)
 
 
-Quantized = Int8Weight | PackedGroups | PackedBlocks
+Quantized = Int8Weight | Fp8Weight | PackedGroups | PackedBlocks
 
 
 def num_rows(weight: Tensor | Quantized) -> int:
@@ -99,7 +100,7 @@ def num_rows(weight: Tensor | Quantized) -> int:
         return len(weight.weight.codes)
     if isinstance(weight, PackedBlocks):
         return len(weight.weight.scales)
-    return len(weight.values if isinstance(weight, Int8Weight) else weight)
+    return len(weight.values if isinstance(weight, Int8Weight | Fp8Weight) else weight)
 
 
 def embedding_rows(ids: Tensor, weight: Quantized) -> Tensor:
@@ -107,7 +108,7 @@ def embedding_rows(ids: Tensor, weight: Quantized) -> Tensor:
     return dequantize(weight.rows(ids))
 
 
-def quantized_product(x: Tensor, weight: Quantized) -> Tensor:
+def quantized_product(x: Tensor, weight: Int8Weight | PackedGroups | PackedBlocks) -> Tensor:
     """x [n, in] times the weight: [n, out] float32."""
     pieces = _pieces(num_rows(weight))
     if isinstance(weight, Int8Weight):

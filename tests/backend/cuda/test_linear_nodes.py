@@ -14,11 +14,12 @@ from pagoda.backend.base import Backend, ExpertActivation, Experts, UnsupportedE
 from pagoda.backend.block_rounding import quantize_blocks
 from pagoda.backend.cuda.backend import GpuBackend
 from pagoda.backend.cuda.emulation import EmulatedDevice
+from pagoda.backend.fp8 import to_e4m3
 from pagoda.backend.graph import GraphBuilder, Value
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.quantized import quantize_int4, quantize_int8
-from pagoda.backend.weights import DenseWeight, LinearWeight
-from pagoda.backend_check.products import block_weight
+from pagoda.backend.weights import DenseWeight, Fp8Weight, LinearWeight
+from pagoda.backend_check.products import block_weight, fp8_weight
 from pagoda.backend_check.subject import outputs, random_tensor
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.gguf.config import BLOCKS
@@ -33,6 +34,8 @@ def _weights(num_outputs: int) -> dict[str, LinearWeight]:
     return {
         "dense": DenseWeight(values),
         "int8": quantize_int8(values, symmetric=False),
+        "fp8": fp8_weight(num_outputs, INPUTS, 32),
+        "fp8 by output": fp8_weight(num_outputs, INPUTS, None),
         "groups": quantize_int4(values, 32),
         "blocks": block_weight(BLOCKS["Q4_1"], num_outputs, INPUTS),
         "whole rows": quantize_blocks(values, WHOLE_ROWS),
@@ -47,11 +50,11 @@ def _both(record: Any, tensors: dict[str, torch.Tensor]) -> Sequence[list[torch.
 
 def test_parts_of_all_formats_follow_one_another() -> None:
     parts = [part for part in _weights(5).values() for _ in range(2)]
-    bias, x = random_tensor(50), random_tensor(3, INPUTS)
+    bias, x = random_tensor(70), random_tensor(3, INPUTS)
 
     def record(backend: Backend[Any, Any]) -> Any:
         held = backend.prepare_linear(parts, bias, torch.float32)
-        assert (held.outputs, held.inputs) == (50, INPUTS)
+        assert (held.outputs, held.inputs) == (70, INPUTS)
 
         def of(ops: GraphBuilder, x: Value) -> list[Value]:
             return [ops.linear(x, held), ops.linear_argmax(x, held, first_id=7)]
@@ -59,8 +62,9 @@ def test_parts_of_all_formats_follow_one_another() -> None:
         return of
 
     (out, found), (wanted, expected) = _both(record, {"x": x})
-    torch.testing.assert_close(out[:, :10], wanted[:, :10], atol=1e-5, rtol=1e-5)
-    assert torch.equal(out[:, 10:], wanted[:, 10:])
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+    exact = [*range(10, 20), *range(40, 70)]  # of integers
+    assert torch.equal(out[:, exact], wanted[:, exact])
     assert torch.equal(found[:, ::2], expected[:, ::2])
 
 
@@ -77,6 +81,11 @@ def test_embeddings(name: str) -> None:
 
 
 def _expert_weight(name: str, values: Tensor) -> LinearWeight:
+    if name.startswith("fp8"):
+        scales = values.abs().amax(1, keepdim=True).expand(-1, 2).contiguous() / 448
+        size = None if name == "fp8 by output" else 32
+        held = to_e4m3(values / scales[:, :1])
+        return Fp8Weight(held, scales if size else scales[:, :1].clone(), size)
     if name == "int8":
         return quantize_int8(values, symmetric=False)
     if name == "groups":
@@ -95,7 +104,7 @@ _ORDER = torch.arange(INPUTS).flip(0)
 
 def _experts(backend: Backend[Any, Any], name: str, routing: ExpertRouting) -> Experts[Any]:
     """Experts 1 to 3, of which each has maps of 64 inputs and outputs."""
-    bias = random_tensor(INPUTS, seed=8) if name == "int8" else None
+    bias = random_tensor(INPUTS, seed=8) if name in ("int8", "fp8") else None
     maps = [
         tuple(
             backend.prepare_linear(
@@ -117,6 +126,7 @@ def _experts(backend: Backend[Any, Any], name: str, routing: ExpertRouting) -> E
     [
         *(("int8", False), ("groups", True), ("offsets", False)),
         *(("Q5_1", False), ("Q8_0", True), ("whole rows", False)),
+        *(("fp8", False), ("fp8 by output", True)),
     ],
 )
 def test_quantized_experts(name: str, weighs_inputs: bool) -> None:

@@ -68,6 +68,8 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
 `linear`: weights [out, in]:
 
     linear(x, weight, out, *, bias=None)     weight of float32, float16 or bfloat16; bfloat16 rounds x
+    fp8_linear(x, values, scales[out, groups], out, *, size, dtype, bias=None)     (`Fp8Weight`), x as for `dtype`
+    fp8_embedding(token_ids, values, scales, out, *, first_id, size)
     head_linear(x[n, heads in], addresses[heads] int64, out[n, heads out], *, dtype)
 
 `low_rank`:
@@ -87,7 +89,7 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
 `experts`:
 
     ExpertWeights(gate, up, down [e] int64 addresses, dtype, first, inner, gate_bias=None, up_bias=None,
-                  down_bias=None)
+                  down_bias=None, scales=None)     scales of weights of 8-bit floats
     Workspace.new(rows, hidden, inner, per_token, held, device)
     experts(x, logits, out, weights, workspace, *, routing, activation, counts, correction=None, valid=None)
         `valid` [1] int64, number of rows that are not padding

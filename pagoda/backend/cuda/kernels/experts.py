@@ -9,6 +9,7 @@ experts give is added up in the order of their numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pagoda.backend.base import ExpertActivation
-from pagoda.backend.cuda.kernels.linear import OUTPUTS, ROWS, numbers_of, product
+from pagoda.backend.cuda.kernels.linear import (
+    OUTPUTS,
+    ROWS,
+    add_product,
+    numbers_of,
+    numbers_of_fp8,
+    product,
+)
 from pagoda.backend.cuda.kernels.numbers import (
     UNFUSED,
     blocks,
@@ -31,6 +39,16 @@ from pagoda.checkpoints.expert_routing import ExpertRouting
 _PAIRS = 1024
 """Pairs of a token and one of its experts that are looked at in one go."""
 _BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class ExpertScales:
+    """Addresses of the scales of 8-bit floats; see `Fp8Weight`."""
+
+    addresses: tuple[Tensor, Tensor, Tensor]
+    """[e] int64 each, of scales float32 of gate, up and down."""
+    sizes: tuple[int, int]
+    """Inputs that share a scale, of gate and up, and of down."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,8 @@ class ExpertWeights:
     """[e] int64, addresses of biases float32; all three are there, or none."""
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    scales: ExpertScales | None = None
+    """Scales of weights of 8-bit floats, which are multiplied as those of `dtype` would be."""
 
 
 @dataclass(frozen=True)
@@ -237,9 +257,9 @@ def _sort(
 
 @triton.jit
 def _gate_and_up(
-    x_ptr, gates_ptr, ups_ptr, gate_biases_ptr, up_biases_ptr, weights_ptr, tiles_ptr, order_ptr, inner_ptr,
-    num_outputs, alpha, limit,
-    per_token: tl.constexpr, inputs: tl.constexpr, biased: tl.constexpr, weighs: tl.constexpr,
+    x_ptr, gates_ptr, ups_ptr, gate_scales_ptr, up_scales_ptr, gate_biases_ptr, up_biases_ptr, weights_ptr,
+    tiles_ptr, order_ptr, inner_ptr, num_outputs, alpha, limit,
+    per_token: tl.constexpr, inputs: tl.constexpr, size: tl.constexpr, biased: tl.constexpr, weighs: tl.constexpr,
     clipped: tl.constexpr, dtype: tl.constexpr, products: tl.constexpr, precision: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
@@ -252,6 +272,10 @@ def _gate_and_up(
         firsts = pair // per_token * inputs
         gate_ptr = tl.load(gates_ptr + expert).to(tl.pointer_type(dtype))
         up_ptr = tl.load(ups_ptr + expert).to(tl.pointer_type(dtype))
+        gate_scales, up_scales = None, None
+        if size > 0:
+            gate_scales = tl.load(gate_scales_ptr + expert).to(tl.pointer_type(tl.float32))
+            up_scales = tl.load(up_scales_ptr + expert).to(tl.pointer_type(tl.float32))
         gate = tl.zeros([rows, columns], tl.float32)
         up = tl.zeros([rows, columns], tl.float32)
         factors = tl.load(weights_ptr + pair, there, 0.0)
@@ -268,12 +292,14 @@ def _gate_and_up(
                 outputs.to(tl.int64)[None, :] * inputs + places[:, None],
                 held[None, :] & known[:, None],
             )
-            gate = tl.dot(
-                x, tl.load(gate_ptr + own, taken, 0.0).to(products), gate, input_precision=precision
-            )
-            up = tl.dot(
-                x, tl.load(up_ptr + own, taken, 0.0).to(products), up, input_precision=precision
-            )
+            gate = add_product(
+                gate, x, tl.load(gate_ptr + own, taken, 0.0), gate_scales, outputs, held, start,
+                inputs, size, products, precision,
+            )  # fmt: skip
+            up = add_product(
+                up, x, tl.load(up_ptr + own, taken, 0.0), up_scales, outputs, held, start,
+                inputs, size, products, precision,
+            )  # fmt: skip
         if biased:
             gate_bias = tl.load(gate_biases_ptr + expert).to(tl.pointer_type(tl.float32))
             up_bias = tl.load(up_biases_ptr + expert).to(tl.pointer_type(tl.float32))
@@ -294,8 +320,8 @@ def _gate_and_up(
 
 @triton.jit
 def _down(
-    inner_ptr, downs_ptr, biases_ptr, weights_ptr, tiles_ptr, order_ptr, outputs_ptr, num_outputs,
-    inputs: tl.constexpr, biased: tl.constexpr, weighs: tl.constexpr,
+    inner_ptr, downs_ptr, scales_ptr, biases_ptr, weights_ptr, tiles_ptr, order_ptr, outputs_ptr, num_outputs,
+    inputs: tl.constexpr, size: tl.constexpr, biased: tl.constexpr, weighs: tl.constexpr,
     dtype: tl.constexpr, products: tl.constexpr, precision: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
@@ -306,14 +332,19 @@ def _down(
         outputs = tl.program_id(0) * columns + tl.arange(0, columns)
         there, held = pair >= 0, outputs < num_outputs
         weight_ptr = tl.load(downs_ptr + expert).to(tl.pointer_type(dtype))
+        scales = None
+        if size > 0:
+            scales = tl.load(scales_ptr + expert).to(tl.pointer_type(tl.float32))
         out = product(
             inner_ptr,
             pair * inputs,
             there,
             weight_ptr,
+            scales,
             outputs,
             num_outputs,
             inputs,
+            size,
             products,
             precision,
             step,
@@ -435,13 +466,18 @@ def experts(
         "columns": OUTPUTS,
         **numbers_of(weights.dtype),
     }
+    scales: Sequence[Tensor | None] = (None, None, None)
+    sizes = (0, 0)
+    if weights.scales is not None:
+        scales, sizes = weights.scales.addresses, weights.scales.sizes
+        kinds |= {"dtype": tl.uint8, **numbers_of_fp8(weights.dtype, sizes)}
     _gate_and_up[(blocks(weights.inner, OUTPUTS), num_tiles)](
-        x, weights.gate, weights.up, weights.gate_bias, weights.up_bias, workspace.weights, tiles, order,
-        workspace.inner, weights.inner, activation.alpha, activation.limit,
-        per_token=per_token, inputs=hidden, clipped=activation.kind == "swiglu_oai", **kinds,
+        x, weights.gate, weights.up, *scales[:2], weights.gate_bias, weights.up_bias, workspace.weights, tiles,
+        order, workspace.inner, weights.inner, activation.alpha, activation.limit,
+        per_token=per_token, inputs=hidden, size=sizes[0], clipped=activation.kind == "swiglu_oai", **kinds,
     )  # fmt: skip
     _down[(blocks(hidden, OUTPUTS), num_tiles)](
-        workspace.inner, weights.down, weights.down_bias, workspace.weights, tiles, order,
-        workspace.outputs, hidden, inputs=weights.inner, **kinds,
+        workspace.inner, weights.down, scales[2], weights.down_bias, workspace.weights, tiles, order,
+        workspace.outputs, hidden, inputs=weights.inner, size=sizes[1], **kinds,
     )  # fmt: skip
     add_up(workspace, out, per_token=per_token, first=weights.first, held=held)

@@ -42,27 +42,33 @@ def to_e4m3(x):
 def from_e4m3(codes, dtype: tl.constexpr):
     """Numbers of codes uint8 in E4M3, exact in all of `triton_dtype`: `dtype`."""
     if cuda_capability_geq(8, 9):
-        return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
-    # But for the bias of the exponent, the bits are those of a float16, behind a sign.
-    wide = codes.to(tl.int16)
-    halves = (((wide & 127) << 7) | ((wide & 128) << 8)).to(tl.float16, bitcast=True) * 256.0
-    return tl.where((wide & 127) == 127, float("nan"), halves.to(tl.float32)).to(dtype)
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        # But for the bias of the exponent, the bits are those of a float16, behind a sign.
+        wide = codes.to(tl.int16)
+        halves = (((wide & 127) << 7) | ((wide & 128) << 8)).to(tl.float16, bitcast=True) * 256.0
+        numbers = tl.where((wide & 127) == 127, float("nan"), halves.to(tl.float32)).to(dtype)
+    return numbers
 
 
 @triton.jit
-def widened(cached, dtype: tl.constexpr):
-    """Numbers of a cache as `dtype`; bytes are E4M3."""
-    if cached.dtype == tl.uint8:
-        return from_e4m3(cached, dtype)
-    return cached.to(dtype)
+def widened(held, dtype: tl.constexpr):
+    """Numbers of a cache or a weight as `dtype`; bytes are E4M3."""
+    if held.dtype == tl.uint8:
+        numbers = from_e4m3(held, dtype)
+    else:
+        numbers = held.to(dtype)
+    return numbers
 
 
 @triton.jit
 def narrowed(x, dtype: tl.constexpr):
     """x float32 as numbers of a cache of `dtype`; bytes are E4M3."""
     if dtype == tl.uint8:
-        return to_e4m3(x)
-    return x.to(dtype)
+        numbers = to_e4m3(x)
+    else:
+        numbers = x.to(dtype)
+    return numbers
 
 
 @triton.jit
@@ -117,9 +123,9 @@ def blocks(count: int, block: int) -> int:
     return -(-count // block)
 
 
-def as_stored(cached: Tensor) -> Tensor:
-    """A cache as kernels take it: E4M3 as bytes, whatever of it Triton knows on a GPU."""
-    return cached.view(torch.uint8) if cached.dtype == E4M3 else cached
+def as_stored(held: Tensor) -> Tensor:
+    """A cache or a weight as kernels take it: E4M3 as bytes, whatever of it Triton knows on a GPU."""
+    return held.view(torch.uint8) if held.dtype == E4M3 else held
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:

@@ -40,6 +40,7 @@ from pagoda.backend.cuda.kernels import (
     sampler,
     states,
 )
+from pagoda.backend.cuda.kernels.numbers import blocks as blocks_of
 from pagoda.backend.cuda.weights import prepare
 from pagoda.backend.fp8 import E4M3
 from pagoda.backend.weights import BLOCK_INPUT_GROUP
@@ -145,6 +146,7 @@ def launches(*, all_sizes: bool = True) -> dict[str, Callable[[], None]]:
             made[name] = partial(_attention, dtype, products, dim)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         made[f"linear {str(dtype).removeprefix('torch.')}"] = partial(_linear, dtype)
+        made[f"fp8 {str(dtype).removeprefix('torch.')}"] = partial(_fp8, dtype)
     made["int8"] = _int8
     for size in (32, 64, 128) if all_sizes else (64,):
         made[f"groups of {size}"] = partial(_groups, size)
@@ -244,6 +246,14 @@ def _linear(dtype: torch.dtype) -> None:
     linear.head_linear(x, torch.zeros(2, dtype=torch.int64), out, dtype=dtype)
 
 
+def _fp8(dtype: torch.dtype) -> None:
+    x, out, values = torch.empty(5, 4096), torch.empty(5, 32), torch.empty((32, 4096), dtype=E4M3)
+    for size in (2**30, 128, 32):
+        scales = torch.empty(32, blocks_of(4096, size))
+        linear.fp8_linear(x, values, scales, out, size=size, dtype=dtype, bias=torch.empty(32))
+        linear.fp8_embedding(torch.zeros(5).long(), values, scales, x, first_id=0, size=size)
+
+
 def _int8() -> None:
     x, out, vector = torch.empty(5, 4096), torch.empty(5, 32), torch.empty(32)
     rounded = quantized.RoundedRows.new(5, 4096, x.device)
@@ -337,6 +347,9 @@ def _experts() -> None:
         more = {"routing": routing, "activation": activation, "counts": addresses}
         more |= {"correction": None if biases is None else torch.empty(16)}
         experts.experts(x, torch.empty(5, 16), x, weights, room, **more, valid=addresses)
+        scales = experts.ExpertScales((addresses, addresses, addresses), (128, 32))
+        in_fp8 = replace(weights, scales=scales)
+        experts.experts(x, torch.empty(5, 16), x, in_fp8, room, **more, valid=addresses)
     for form, routing in (
         (quantized_experts.Form("rows", True), softmax),
         (quantized_experts.Form("groups", True, 64, 4), replace(softmax, weighs_inputs=True)),

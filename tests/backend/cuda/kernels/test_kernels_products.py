@@ -6,6 +6,8 @@ import struct
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.base import ExpertActivation, Experts
@@ -14,8 +16,14 @@ from pagoda.backend.cuda.kernels import linear, low_rank, quantized
 from pagoda.backend.low_rank import LowRank, LowRankMaps
 from pagoda.backend.reference import experts as reference_experts
 from pagoda.backend.reference import linear as reference
-from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
-from pagoda.backend_check.products import weights_of
+from pagoda.backend.weights import (
+    DenseWeight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+    dequantize,
+)
+from pagoda.backend_check.products import fp8_weight, weights_of
 from pagoda.backend_check.subject import random_tensor
 from pagoda.checkpoints.expert_routing import ExpertRouting
 
@@ -97,6 +105,39 @@ def test_integer_weights_have_the_bits_of_the_reference(name: str) -> None:
             assert same(looked_up, wanted), what
         alone, _ = quantized_product(x[3:4].clone(), weight, bias)
         assert torch.equal(alone[0], out[3]), what
+
+
+@settings(max_examples=12)
+@given(
+    rows=st.integers(1, 70),
+    outputs=st.integers(1, 80),
+    inputs=st.integers(1, 200),
+    size=st.sampled_from([None, 32, 64, 96, 128]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def test_8_bit_floats(
+    rows: int, outputs: int, inputs: int, size: int | None, dtype: torch.dtype
+) -> None:
+    """As the reference has them, each row with its own bits, whatever is beside it."""
+    weight, bias = fp8_weight(outputs, inputs, size), random_tensor(outputs)
+    x, out, alone = random_tensor(rows, inputs), torch.empty(rows, outputs), torch.empty(1, outputs)
+    held = reference.prepare_linear([weight], bias, dtype)
+    kinds = {"size": size or 2**30, "dtype": dtype, "bias": bias}
+    linear.fp8_linear(x, weight.values, weight.scales, out, **kinds)
+    torch.testing.assert_close(out, reference.linear(x, held), atol=5e-5, rtol=5e-5)
+    dense = reference.prepare_linear([DenseWeight(dequantize(weight))], bias, torch.float32)
+    torch.testing.assert_close(out, reference.linear(x, dense), atol=5e-5, rtol=5e-5)
+    spoiled = x.clone()
+    spoiled[:-1] = torch.nan
+    for beside in (x[-1:].clone(), spoiled):
+        found = alone if len(beside) == 1 else torch.empty_like(out)
+        linear.fp8_linear(beside, weight.values, weight.scales, found, **kinds)
+        assert torch.equal(found[-1], out[-1])
+    ids, looked_up = torch.tensor([outputs + 2, 3, 2]), torch.empty(3, inputs)
+    options = {"first_id": 3, "size": size or 2**30}
+    linear.fp8_embedding(ids, weight.values, weight.scales, looked_up, **options)
+    wanted = reference.embedding(ids, held, first_id=3, vocab_size=99)
+    assert torch.equal(looked_up, wanted)
 
 
 def test_adapters() -> None:
