@@ -68,9 +68,12 @@ def model_directory(directory: Path, shape: str) -> Path:
 
 
 def counted(log: Path) -> Counter[str]:
-    """Calls by program, and `workers`, `failures` and `violations`, in the directory that the device wrote to."""
+    """Calls by program, and other figures, in the directory that the device wrote to.
+
+    They are `workers`, `failures`, `violations`, and `downloads`: rows of logits and pages copied from chips.
+    """
     found: Counter[str] = Counter()
-    for name in ("calls", "workers", "failures", "violations"):
+    for name in ("calls", "workers", "failures", "violations", "downloads"):
         path = log / name
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         found[name] = len(lines)

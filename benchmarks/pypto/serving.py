@@ -23,6 +23,9 @@ _KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9, top_p=0.95),
     SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.1),
+    # What Qwen3's authors recommend, with thinking and without.
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.8),
 )
 _VOCABULARY = 900
 """Token ids of prompts are below this."""

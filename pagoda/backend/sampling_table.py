@@ -46,6 +46,9 @@ COLUMNS: Mapping[str, str] = MappingProxyType(
 
 `stops`, `bias_ids`, `biases`, `seen` and `counts` are addresses of the row's arrays in host memory."""
 
+_OF_ALL_LOGITS = ("masked", "num_stops", "num_biases", "num_seen")
+"""Columns that are not 0 where logits are changed, any of them, before a token is chosen."""
+
 
 class SamplingTable:
     """One element of each column for every slot; the memory stays where it is."""
@@ -154,6 +157,19 @@ class SamplingTable:
             self.columns["seen"][slot] = _address(row.seen)
             self.columns["counts"][slot] = _address(row.counts)
             self.columns["num_seen"][slot] = len(row.seen)
+
+    def num_candidates(self, slot: int) -> int:
+        """Number of a row's highest logits that decide what the slot says next; 0 if all do.
+
+        It is one more than `top_k`, so that they tell whether there are others that equal the k-th.
+        """
+        columns = self.columns
+        if columns["logprobs"][slot] >= 0 or any(columns[name][slot] for name in _OF_ALL_LOGITS):
+            return 0
+        if columns["greedy"][slot]:
+            return 1
+        top_k = int(columns["top_k"][slot])
+        return top_k + 1 if top_k else 0
 
     def most_reported(self, slots: Sequence[int]) -> int:
         """The most likeliest tokens that any of the slots reports; 0 if none does."""

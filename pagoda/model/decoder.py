@@ -29,6 +29,7 @@ from pagoda.backend.base import (
 from pagoda.backend.graph import Graph, GraphBuilder, RotaryTable, Value
 from pagoda.backend.low_rank import LowRankMaps
 from pagoda.backend.operation import Operation, WeightNames
+from pagoda.backend.row_sampling import SamplesRows
 from pagoda.model.adapters import AdaptedLayer, Adapters
 from pagoda.model.loader import DenseMlp, Layer, Norm, WeightLoader
 from pagoda.model.rotary import rotary_frequencies
@@ -121,7 +122,10 @@ class Decoder(Generic[LinearT, MetadataT]):
         check_operations(
             {node.op for node in graph.nodes}, self.backend.capabilities, self.backend.arithmetic
         )
-        self._compiled = self.backend.compile(graph, self._weight_names())
+        compiled = self.backend.compile(graph, self._weight_names())
+        self._compiled = compiled
+        self.row_sampler = compiled if isinstance(compiled, SamplesRows) else None
+        """The compiled graph, where it samples from hidden states by itself."""
         self._tracer.span("compile", began)
 
     def plan(self, batch: TokenBatch) -> PlannedBatch[MetadataT]:

@@ -17,6 +17,7 @@ from torch import Tensor, zeros
 
 from pagoda.backend.ahead import RunsAhead, Underway
 from pagoda.backend.kv_store import DONE, Event
+from pagoda.backend.row_sampling import SamplesRows
 from pagoda.backend.sampling import SampledRows
 from pagoda.messages.worker import SlotStart, StepPlan, TokenMasks
 from pagoda.model.decoder import Decoder
@@ -150,6 +151,9 @@ class GroupSampler:
         """
         if self._ahead is not None:
             return self._launched(self._ahead, model, hidden, rows)
+        own = model.row_sampler if self._group.size == 1 else None
+        if own is not None:
+            return Drawing.of(self._sampled_by(own, hidden, rows))
         return Drawing.of(self._sampled(model, hidden, rows))
 
     def _launched(
@@ -172,6 +176,16 @@ class GroupSampler:
             read = partial(_read_rows, rows_drawn, sampler, slots)
             drawing.add_late(read, slots, rows_drawn.token_ids)
         return drawing
+
+    def _sampled_by(self, own: SamplesRows, hidden: Tensor, rows: Rows) -> Sampled:
+        """The same by a decoder that reads of the logits what it needs."""
+        parts, unknown = self._known(rows)
+        if unknown:
+            slots = list(unknown)
+            draw = partial(own.sample, table=self._sampler.table, slots=slots)
+            drawn = self._computed("sampler", draw, hidden, unknown)
+            parts.append(self._sampler.outcome(drawn, slots))
+        return merged(parts)
 
     def _sampled(self, model: Decoder[Any, Any], hidden: Tensor, rows: Rows) -> Sampled:
         parts, unknown = self._known(rows)

@@ -14,6 +14,8 @@ from handoff_engines import ask_all, engine_config, handed_over, short_requests
 
 from benchmarks.pypto.device import counted, installed, model_directory, violations
 from benchmarks.pypto.serving import PAGE, requests, serve
+from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.server_process import server_process
 from pagoda.frontend.embeddings import EmbeddingError
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.llm import LLM
@@ -96,6 +98,37 @@ def test_scores_of_prompts_are_given_and_embeddings_are_not(tmp_path: Path) -> N
         with pytest.raises(EmbeddingError, match="gives tokens alone, and no embeddings"):
             llm.embed("17 + 25 =")
     assert violations(tmp_path) == []
+
+
+async def test_a_server_copies_no_row_of_logits_for_qwen3s_own_sampling(tmp_path: Path) -> None:
+    prompts = [f"{number} + 25 = ? " * 10 for number in (17, 4, 230, 61)]
+    kinds = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {"temperature": 0.0}
+
+    async def answers(url: str) -> list[str]:
+        async with OpenAIClient(url) as client:
+            model = await client.first_model()
+            asked = [
+                {
+                    "model": model,
+                    "prompt": prompt,
+                    "max_tokens": 16,
+                    "seed": seed,
+                    **kinds[seed > 2],
+                }
+                for seed, prompt in enumerate(prompts)
+            ]
+            given = await asyncio.gather(*(client.post("/v1/completions", body) for body in asked))
+        return [answer.choices[0].text for answer in given]
+
+    flags = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"]
+    flags += ["--block-size", str(PAGE), "--num-kv-blocks", "32", "--log-level", "warning"]
+    with server_process([*flags, "--backend", "reference"]) as server:
+        expected = await answers(server.base_url)
+    with installed(log=str(tmp_path)), server_process([*flags, "--backend", "pypto"]) as server:
+        assert await answers(server.base_url) == expected
+    found = counted(tmp_path)
+    assert found["topk_select"] > 0
+    assert found["downloads"] == found["violations"] == 0
 
 
 async def test_prefill_and_decode_on_two_hosts_of_two_chips(

@@ -48,6 +48,7 @@ StepMeaning = Literal[
 ]
 """Meanings of what the host writes for each call. `control` is (rows, k) of a selection."""
 ResultMeaning = Literal["logits", "sampled", "next_hidden", "topk_values", "topk_indices"]
+"""`topk_values` of a row are highest first, of equal ones the lowest token's; `topk_indices` are their tokens."""
 Meaning = WeightMeaning | CacheMeaning | StepMeaning | ResultMeaning
 
 WEIGHTS: frozenset[str] = frozenset(get_args(WeightMeaning))

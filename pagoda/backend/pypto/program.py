@@ -2,7 +2,7 @@
 
 Programs give logits and keep hidden states to themselves. So the rows of hidden states that a step gives are
 references, [m, 1] float32: each the number of a token's row in a call whose logits are on the chips. From these,
-`logits` and `argmax` are read. A reference that was made NaN is a row of NaN.
+`logits` and `argmax` are read, and tokens drawn. A reference that was made NaN is a row of NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from pagoda.backend.operation import Operation
 from pagoda.backend.pypto.pool import Pool
 from pagoda.backend.pypto.session import NUM_CALLS, Session
 from pagoda.backend.pypto.steps import StepPlaces
+from pagoda.backend.reference.sampling import as_arrays, sample_candidates, sample_row
+from pagoda.backend.sampling import SampledRow, SampledRows
+from pagoda.backend.sampling_table import SamplingTable
 from pagoda.telemetry.tracer import Tracer
 
 HIDDEN, LOGITS, ARGMAX = "last_hidden", "logits", "argmax"
@@ -70,6 +73,46 @@ class DecoderPrograms:
         )
         self._session.call(number).submitted.wait()
         return 0
+
+    def sample(self, hidden: Tensor, table: SamplingTable, slots: Sequence[int]) -> SampledRows:
+        """The next token of each slot, from candidates that a chip chooses, or from all logits.
+
+        Raises ValueError: there are not as many references [slots, 1] as slots.
+        """
+        if len(hidden) != len(slots):
+            raise ValueError(f"{len(hidden)} rows of hidden states are not of {len(slots)} slots.")
+        drawn = self._from_candidates(hidden, table, slots)
+        others = [at for at in range(len(slots)) if at not in drawn]
+        if others:
+            for at, logits in zip(others, self._logits(hidden[others]), strict=True):
+                drawn[at] = sample_row(logits, table.row(slots[at]))
+        in_order = [drawn[at] for at in range(len(slots))]
+        return as_arrays(in_order, table.most_reported(slots))
+
+    def _from_candidates(
+        self, references: Tensor, table: SamplingTable, slots: Sequence[int]
+    ) -> dict[int, SampledRow]:
+        """Tokens by place in `slots`, where candidates decide them: as many as the slot would have alone."""
+        number, rows, known = self._split(references)
+        call, sizes = self._session.call(number), self._session.contract.sizes
+        most = min(self._session.contract.limits.topk, sizes["REAL_V"])
+        counts = {
+            at: count
+            for at, slot in enumerate(slots)
+            if known[at] and rows[at] in call.places.last_rows
+            if 0 < (count := table.num_candidates(slot)) <= most
+        }
+        if not counts:
+            return {}
+        values, tokens = self._session.highest(call, max(counts.values()))
+        found = {}
+        for at, count in counts.items():
+            own = call.places.last_rows[rows[at]]
+            row = table.row(slots[at])
+            drawn = sample_candidates(values[own, :count], tokens[own, :count], row)
+            if drawn is not None:
+                found[at] = drawn
+        return found
 
     def _begin(self, step: StepInput[StepPlaces]) -> Tensor:
         token_ids, rows = step.tensors["token_ids"], step.tensors["rows"]
@@ -126,7 +169,7 @@ class DecoderPrograms:
             finite = logits.isfinite().all(dim=1)
         else:
             of_rows = torch.tensor([call.places.last_rows.get(row, 0) for row in rows])
-            values, tokens = (part[of_rows] for part in self._session.likeliest(call))
+            values, tokens = (part[of_rows, 0] for part in self._session.highest(call, 1))
             finite = values.isfinite() & torch.tensor(known)
         bits = values.contiguous().view(torch.int32).long()
         return torch.stack((tokens.long(), bits, finite.long()), dim=1)

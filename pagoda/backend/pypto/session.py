@@ -159,27 +159,28 @@ class Session:
             row.copy_(self._row)
         return out
 
-    def likeliest(self, call: Call) -> tuple[Tensor, Tensor]:
-        """The highest logits [sequences] float32 of a call, and their tokens [sequences] int32: a chip chooses."""
+    def highest(self, call: Call, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` highest logits of each sequence of a call, highest first, which a chip chooses.
+
+        Values [sequences, k] float32, and their tokens [sequences, k] int32.
+        """
         window, active = self.contract.limits.window, len(call.places.query_lens)
-        values = torch.empty(active)
-        tokens = torch.empty(active, dtype=torch.int32)
+        values = torch.empty(active, k)
+        tokens = torch.empty((active, k), dtype=torch.int32)
         for first in range(0, active, window):
             rows = slice(first, min(first + window, active))
-            best, chosen = self._select(call, first, rows.stop - first)
-            values[rows], tokens[rows] = (
-                best[: rows.stop - first, 0],
-                chosen[: rows.stop - first, 0],
-            )
+            count = rows.stop - first
+            best, chosen = self._select(call, first, count, k)
+            values[rows], tokens[rows] = best[:count, :k], chosen[:count, :k]
         return values, tokens
 
-    def _select(self, call: Call, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The likeliest candidate of each of some rows of a call's logits, chosen behind it."""
+    def _select(self, call: Call, first: int, rows: int, k: int) -> tuple[Tensor, Tensor]:
+        """The candidates of some rows of a call's logits, chosen behind it."""
         name: ProgramName = "topk_select"
         buffers = call.buffers
         window = self.contract.limits.window
         sizes: Mapping[str, int] = self.contract.environment(batch=window, tokens=1, pages=1)
-        buffers.host(name, "control", sizes).copy_(torch.tensor([rows, 1]))
+        buffers.host(name, "control", sizes).copy_(torch.tensor([rows, k]))
         args = buffers.arguments(
             name, sizes, {}, lambda tensor, count: view_of(tensor, first, count)
         )

@@ -60,12 +60,17 @@ def sample_rows(logits: Tensor, table: SamplingTable, slots: Sequence[int]) -> S
     """The next token of each slot from logits [slots, vocab] float32, which stay as they are."""
     table.check(logits, slots)
     rows = [sample_row(own, table.row(slot)) for own, slot in zip(logits, slots, strict=True)]
+    return as_arrays(rows, table.most_reported(slots))
+
+
+def as_arrays(rows: Sequence[SampledRow], num_top: int) -> SampledRows:
+    """Results of the rows of a step together; none reports more than `num_top` likeliest tokens."""
     found = SampledRows(
         outcomes=torch.tensor([row.outcome for row in rows], dtype=torch.int64),
         token_ids=torch.tensor([row.token_id for row in rows], dtype=torch.int64),
         ranks=torch.zeros(len(rows), dtype=torch.int64),
-        top_token_ids=torch.zeros(len(rows), table.most_reported(slots), dtype=torch.int64),
-        logprobs=torch.zeros(len(rows), 1 + table.most_reported(slots)),
+        top_token_ids=torch.zeros(len(rows), num_top, dtype=torch.int64),
+        logprobs=torch.zeros(len(rows), 1 + num_top),
     )
     for i, row in enumerate(rows):
         if row.logprobs is not None:
@@ -94,6 +99,24 @@ def sample_row(logits: Tensor, row: SamplingRow) -> SampledRow:
     num_top = row.rules.sampling.logprobs
     reported = None if num_top is None else token_logprobs(logits, token_id, num_top)
     return SampledRow(Outcome.DRAWN, token_id, reported)
+
+
+def sample_candidates(values: Tensor, token_ids: Tensor, row: SamplingRow) -> SampledRow | None:
+    """The next token from the highest logits of a row, as `sample_row` gives it from all.
+
+    `values` [n] float32 are highest first and `token_ids` [n] are theirs, n as `SamplingTable.num_candidates`
+    says. None if other tokens may be drawn as well: `top_k` keeps all that equal the k-th. What is not finite
+    among lower logits is not found.
+    """
+    if not bool(values.isfinite().all()):
+        return SampledRow(Outcome.NOT_FINITE)
+    sampling = row.rules.sampling
+    if sampling.greedy:
+        return SampledRow(Outcome.DRAWN, int(token_ids[0]))
+    if float(values[sampling.top_k]) == float(values[sampling.top_k - 1]):
+        return None
+    order = token_ids.argsort()
+    return SampledRow(Outcome.DRAWN, int(token_ids[order[_draw(values[order], row)]]))
 
 
 def apply_rules(logits: Tensor, row: SamplingRow) -> Tensor:

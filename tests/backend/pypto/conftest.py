@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pypto_rig import Rig, load_rig
+
+from pagoda.telemetry.tracer import Tracer
 
 PACKAGE = Path(__file__).parents[2] / "pypto_device"
 
@@ -23,3 +26,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE), prepend=os.pathsep)
     install_with()
     return install_with
+
+
+@pytest.fixture
+def rig(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
+    """Loads pagoda-tiny on the device with some settings."""
+
+    def load(tracer: Tracer | None = None, **settings: object) -> Rig:
+        return load_rig(install, monkeypatch, tracer or Tracer("test"), **settings)
+
+    return load

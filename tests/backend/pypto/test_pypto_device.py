@@ -5,77 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from pypto_rig import GREEDY, PROMPTS, Rig
 
 from pagoda.backend.base import DeviceLostError
-from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
-from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker import SlotStart, StepPlan, StepResult
-from pagoda.messages.worker_config import WorkerConfig
+from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
-from pagoda.worker.loading import load_runner, plan_worker
-from pagoda.worker.runner import Runner
-
-GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=24)
-PROMPTS = [[(7 * at + 31 * seed) % 900 for at in range(130 + seed)] for seed in range(3)]
-
-
-class Rig(NamedTuple):
-    """A loaded model, the worker that it drives, and the last call of each program."""
-
-    runner: Runner
-    worker: Any
-    calls: dict[str, tuple[Any, list[Any]]]
-
-    def prefill(self) -> StepResult:
-        starts = [
-            SlotStart(slot, prompt, len(prompt), 0, [[2 * slot, 2 * slot + 1]], GREEDY)
-            for slot, prompt in enumerate(PROMPTS)
-        ]
-        lens = [len(prompt) for prompt in PROMPTS]
-        return self.runner.submit(StepPlan(0, [0, 1, 2], lens, starts)).result()
-
-    def decode(self, step: int = 1) -> StepResult:
-        return self.runner.submit(StepPlan(step, [0, 1, 2], [1, 1, 1])).result()
-
-
-@pytest.fixture
-def rig(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
-    """Loads pagoda-tiny on the device with some settings."""
-
-    def load(tracer: Tracer = Tracer("test"), **settings: object) -> Rig:  # noqa: B008
-        install(**{"late_rate": 1.0} | settings)
-        from pagoda_pypto_device import worker as module
-
-        opened: list[Any] = []
-        calls: dict[str, tuple[Any, list[Any]]] = {}
-
-        class Recording(module.DistributedWorker):
-            def __init__(self, *args: Any) -> None:
-                super().__init__(*args)
-                opened.append(self)
-
-            def submit(self, program: Any, *args: Any) -> Any:
-                calls[program.name] = program, list(args)
-                return super().submit(program, *args)
-
-        monkeypatch.setattr("pagoda_pypto_device.library.DistributedWorker", Recording)
-        config = WorkerConfig(
-            model=resolve_model(EMBEDDED_MODEL).model,
-            backend="pypto",
-            dtype="float32",
-            num_blocks=8,
-            max_num_seqs=4,
-            max_model_len=256,
-        )
-        loaded = load_runner(plan_worker(config), tracer)
-        assert isinstance(loaded.runner, Runner)
-        return Rig(loaded.runner, opened[-1], calls)
-
-    return load
 
 
 def test_results_are_poison_until_they_are_awaited(rig: Callable[..., Rig]) -> None:

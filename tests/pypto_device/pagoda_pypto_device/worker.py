@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Log:
-    """A line for each call and for each wrong argument, in files that all workers append to."""
+    """A line for each call, copy to the host and wrong argument, in files that all workers append to."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory) if directory else None
@@ -132,6 +132,7 @@ class DistributedWorker:
             self._settle()
             source = self._chip(worker_id).bytes_at(src, nbytes, "a copy from a chip")
             self._shared.bytes_at(dst, nbytes, "a copy's target").copy_(source)
+            self._log.write("downloads", str(nbytes))
 
     def device_memory_info(self, worker_id: int = 0) -> tuple[int, int]:
         """Free and all bytes; the driver does not see rings."""
