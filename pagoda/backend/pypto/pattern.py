@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
 
 from pagoda.backend.base import KVCache, UnsupportedError
-from pagoda.backend.graph import Graph, Node
+from pagoda.backend.graph import Graph
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.pypto.contract import Contract
 from pagoda.backend.pypto.weights import HostLinear
@@ -83,6 +83,8 @@ class _Nodes:
         self._graph = graph
         self._names = names
         self._next = 0
+        self._of_layers: dict[str, str] = {}
+        """Properties of the first layer's nodes by role; see `alike`."""
 
     @property
     def following(self) -> str:
@@ -100,39 +102,64 @@ class _Nodes:
         if self._next == len(self._graph.nodes):
             raise UnsupportedError(f"the PyPTO programs compute {op} where this model has ended.")
         node = self._graph.nodes[self._next]
-        weights = [self._graph.weights[index] for index in node.weights]
+        self._next += 1
         if node.op != op or list(node.inputs) != list(inputs):
-            self.refuse(node, f"where the PyPTO programs compute {op}")
+            self.refuse(f"where the PyPTO programs compute {op}")
         for name, wanted in attributes.items():
             if node.attributes[name] != wanted:
-                self.refuse(node, f"with {name} {node.attributes[name]}, not {wanted}")
-        self._next += 1
-        return node.outputs, weights
+                self.refuse(f"with {name} {node.attributes[name]}, not {wanted}")
+        return node.outputs, [self._graph.weights[index] for index in node.weights]
 
     def attribute(self, name: str) -> float:
         """A number of the next node, 0 if it has none of that name."""
         value = self._graph.nodes[self._next].attributes.get(name) if self.following else None
         return float(value) if isinstance(value, int | float) else 0.0
 
-    def refuse(self, node: Node, why: str) -> None:
-        """Raises UnsupportedError about a node."""
+    def refuse(self, why: str) -> NoReturn:
+        """Raises UnsupportedError about the node that was taken last."""
+        place = self._next - 1
+        node = self._graph.nodes[place]
         known = (self._names.get(id(self._graph.weights[index])) for index in node.weights)
         name = next((name for name in known if name), "")
-        place = f" of {name}" if name else ""
+        of_name = f" of {name}" if name else ""
         raise UnsupportedError(
-            f"this model computes {node.op}{place} (node {self._graph.nodes.index(node)}) {why}; "
-            "choose another --backend."
+            f"this model computes {node.op}{of_name} (node {place}) {why}; choose another --backend."
         )
 
-    def linear(self, value: int) -> tuple[int, HostLinear]:
-        """Output and weight of the next node, a linear map of a value."""
+    def alike(self, role: str, found: str) -> None:
+        """Checks what the node that was taken last has, whose role comes in each layer.
+
+        Raises UnsupportedError: the first layer has another.
+        """
+        first = self._of_layers.setdefault(role, found)
+        if found != first:
+            self.refuse(f"with {found}, where its first layer has {first}")
+
+    def linear(self, value: int, role: str = "") -> tuple[int, HostLinear]:
+        """Output and weight of the next node, a linear map of a value, whose sizes are those of its role."""
         (out,), (weight,) = self.take("linear", [value])
-        return out, _as(HostLinear, weight)
+        linear = _as(HostLinear, weight)
+        if role:
+            self.alike(role, f"{linear.inputs} inputs and {linear.outputs} outputs")
+        return out, linear
 
     def end(self) -> None:
         """Raises UnsupportedError: there are further nodes."""
         if self.following:
-            self.refuse(self._graph.nodes[self._next], "behind all that the PyPTO programs compute")
+            self._next += 1
+            self.refuse("behind all that the PyPTO programs compute")
+
+
+class _Given(NamedTuple):
+    """Inputs and sizes of all layers; inputs are numbers of values."""
+
+    metadata: int
+    cosines: int
+    sines: int
+    rows: int
+    head_dim: int
+    eps: float
+    """Number under the root of all norms."""
 
 
 def find_decoder(graph: Graph, names: WeightNames) -> FoundDecoder:
@@ -149,62 +176,25 @@ def find_decoder(graph: Graph, names: WeightNames) -> FoundDecoder:
     embedding = _as(HostLinear, table)
     rotary_scale = nodes.attribute("scale")
     (cosines, sines), (frequencies,) = nodes.take("rotary_table", [inputs["positions"]])
-    eps, layers = nodes.attribute("eps"), list[DecoderLayer]()
-    head_dim, scale, is_last = 2 * len(_as(Tensor, frequencies)), 0.0, False
+    eps, head_dim = nodes.attribute("eps"), 2 * len(_as(Tensor, frequencies))
+    given = _Given(metadata, cosines, sines, inputs["rows"], head_dim, eps)
+    layers, scale, is_last = list[DecoderLayer](), 0.0, False
     while not is_last:
-        (h,), (attention_norm,) = nodes.take("rms_norm", [x], eps=eps)
-        h, qkv = nodes.linear(h)
-        norm_eps = nodes.attribute("eps")
-        (queries,), (cache, *norms) = nodes.take(
-            "rotate_and_cache",
-            [h, metadata, cosines, sines],
-            head_dim=head_dim,
-            norms_all_heads=False,
-        )
-        if len(norms) != 2 or norm_eps != eps:
-            raise UnsupportedError(
-                "the PyPTO programs norm the queries and keys of each head, this model does not."
-            )
-        scale = nodes.attribute("scale")
-        plain = {"window": None, "softcap": None, "chunk": None, "causal": True}
-        (h,), held = nodes.take("attention", [queries, metadata], head_dim=head_dim, **plain)
-        if len(held) > 1:
-            raise UnsupportedError("the PyPTO programs have no attention sinks, this model has.")
-        is_last = nodes.following == "select_rows"
-        if is_last:
-            (h,), _ = nodes.take("select_rows", [h, inputs["rows"]])
-            (x,), _ = nodes.take("select_rows", [x, inputs["rows"]])
-        h, out = nodes.linear(h)
-        (x,), _ = nodes.take("add", [x, h])
-        (h,), (mlp_norm,) = nodes.take("rms_norm", [x], eps=eps)
-        h, gate_up = nodes.linear(h)
-        (h,), _ = nodes.take("silu_and_mul", [h])
-        h, down = nodes.linear(h)
-        (x,), _ = nodes.take("add", [x, h])
-        q_norm, k_norm = (_as(Tensor, norm) for norm in norms)
-        layers.append(
-            DecoderLayer(
-                _as(Tensor, attention_norm),
-                qkv,
-                q_norm,
-                k_norm,
-                out,
-                _as(Tensor, mlp_norm),
-                gate_up,
-                down,
-                _as(KVCache, cache),
-            )
-        )
+        x, layer, scale, is_last = _find_layer(nodes, x, given)
+        layers.append(layer)
     (h,), (final_norm,) = nodes.take("rms_norm", [x], eps=eps)
     _, head = nodes.linear(h)
-    nodes.take("linear_argmax", [h], first_id=0)
+    if head.outputs != embedding.outputs:
+        nodes.refuse(f"with {head.outputs} outputs, where its embedding has {embedding.outputs}")
+    _, (chosen,) = nodes.take("linear_argmax", [h], first_id=0)
+    if chosen is not head:
+        nodes.refuse("of another map than its logits")
     nodes.end()
-    kv_heads = layers[0].cache.keys.shape[1]
     sizes = {
         "L": len(layers),
         "H": embedding.inputs,
         "QH": layers[0].out.inputs // head_dim,
-        "KVH": kv_heads,
+        "KVH": layers[0].cache.keys.shape[1],
         "D": head_dim,
         "I": layers[0].down.inputs,
         "REAL_V": head.outputs,
@@ -220,6 +210,63 @@ def find_decoder(graph: Graph, names: WeightNames) -> FoundDecoder:
         eps,
         scale,
     )
+
+
+def _find_layer(nodes: _Nodes, x: int, given: _Given) -> tuple[int, DecoderLayer, float, bool]:
+    """A layer of hidden states `x`: what it makes of them, its weights, its scale, and True if it is the last.
+
+    Raises UnsupportedError: a node is another, or other than in the first layer.
+    """
+    eps, head_dim = given.eps, given.head_dim
+    (h,), (attention_norm,) = nodes.take("rms_norm", [x], eps=eps)
+    h, qkv = nodes.linear(h, "qkv")
+    norm_eps = nodes.attribute("eps")
+    (queries,), (held, *norms) = nodes.take(
+        "rotate_and_cache",
+        [h, given.metadata, given.cosines, given.sines],
+        head_dim=head_dim,
+        norms_all_heads=False,
+    )
+    if len(norms) != 2:
+        nodes.refuse("without norms of the queries and keys of each head")
+    if norm_eps != eps:
+        nodes.refuse(f"with eps {norm_eps}, not {eps}")
+    cache = _as(KVCache, held)
+    nodes.alike("cache", f"KV of {list(cache.keys.shape)} in {cache.keys.dtype}")
+    scale = nodes.attribute("scale")
+    plain = {"window": None, "softcap": None, "chunk": None, "causal": True}
+    (h,), (attended, *sinks) = nodes.take(
+        "attention", [queries, given.metadata], head_dim=head_dim, **plain
+    )
+    if sinks:
+        nodes.refuse("with attention sinks")
+    if attended is not cache:
+        nodes.refuse("over the KV of another layer")
+    nodes.alike("attention", f"scale {scale}")
+    is_last = nodes.following == "select_rows"
+    if is_last:
+        (h,), _ = nodes.take("select_rows", [h, given.rows])
+        (x,), _ = nodes.take("select_rows", [x, given.rows])
+    h, out = nodes.linear(h, "out")
+    (x,), _ = nodes.take("add", [x, h])
+    (h,), (mlp_norm,) = nodes.take("rms_norm", [x], eps=eps)
+    h, gate_up = nodes.linear(h, "gate_up")
+    (h,), _ = nodes.take("silu_and_mul", [h])
+    h, down = nodes.linear(h, "down")
+    (x,), _ = nodes.take("add", [x, h])
+    q_norm, k_norm = (_as(Tensor, norm) for norm in norms)
+    layer = DecoderLayer(
+        _as(Tensor, attention_norm),
+        qkv,
+        q_norm,
+        k_norm,
+        out,
+        _as(Tensor, mlp_norm),
+        gate_up,
+        down,
+        cache,
+    )
+    return x, layer, scale, is_last
 
 
 def _as(kind: type[KindT], value: object) -> KindT:

@@ -7,71 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from pypto_graphs import EPS, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, VOCAB, Recorder
 
-from pagoda.backend.base import HeadNorms, KVCache, UnsupportedError
-from pagoda.backend.graph import Graph, GraphBuilder
+from pagoda.backend.base import HeadNorms, UnsupportedError
+from pagoda.backend.graph import Graph
 from pagoda.backend.pypto.contract import read_manifest
 from pagoda.backend.pypto.pattern import choose_contract, find_decoder
-from pagoda.backend.pypto.pool import stand_in
-from pagoda.backend.pypto.weights import HostLinear
-from pagoda.parallel.collectives import Alone
-
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 256, 4, 2, 64, 768, 960
-EPS = 1e-6
-
-
-def _map(outputs: int, inputs: int) -> HostLinear:
-    return HostLinear(torch.zeros(outputs, inputs))
-
-
-class Recorder:
-    """Records a decoder of pagoda-tiny's shape; `others` replace what it is made of."""
-
-    def __init__(self, **others: Any) -> None:
-        self.layers = 4
-        self.eps = EPS
-        self.attention: dict[str, Any] = {"scale": HEAD_DIM**-0.5, "window": None}
-        self.norms: HeadNorms | None = HeadNorms(torch.ones(HEAD_DIM), torch.ones(HEAD_DIM), EPS)
-        self.scale_embedding = False
-        self.activation = "silu_and_mul"
-        for name, value in others.items():
-            setattr(self, name, value)
-
-    def graph(self) -> Graph:
-        ops = GraphBuilder(Alone())
-        ones, embedding = torch.ones(HIDDEN), _map(VOCAB, HIDDEN)
-        x = ops.embedding(ops.input("token_ids"), embedding)
-        if self.scale_embedding:
-            x = ops.scale(x, 16.0)
-        table = ops.rotary_table(ops.input("positions"), torch.ones(HEAD_DIM // 2), 1.0)
-        shape = (3, KV_HEADS, 128, HEAD_DIM)
-        for layer in range(self.layers):
-            cache = KVCache(stand_in(shape, torch.float32), stand_in(shape, torch.float32))
-            qkv = _map((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN)
-            h = ops.linear(ops.rms_norm(x, ones, self.eps), qkv)
-            queries = ops.rotate_and_cache(
-                h,
-                ops.metadata(),
-                table,
-                cache,
-                self.norms,
-                num_heads=HEADS,
-                head_dim=HEAD_DIM,
-            )
-            h = ops.attention(queries, ops.metadata(), cache, head_dim=HEAD_DIM, **self.attention)
-            if layer == self.layers - 1:
-                rows = ops.input("rows")
-                h, x = ops.select_rows(h, rows), ops.select_rows(x, rows)
-            x = ops.add(x, ops.linear(h, _map(HIDDEN, HEADS * HEAD_DIM)))
-            h = ops.linear(ops.rms_norm(x, ones, self.eps), _map(2 * INNER, HIDDEN))
-            h = getattr(ops, self.activation)(h)
-            x = ops.add(x, ops.linear(h, _map(HIDDEN, INNER)))
-        h = ops.rms_norm(x, ones, self.eps)
-        ops.result("last_hidden", h)
-        head = _map(VOCAB, HIDDEN)
-        ops.result("logits", ops.linear(h, head))
-        ops.result("argmax", ops.linear_argmax(h, head))
-        return ops.build()
 
 
 def contract_of(graph: Graph) -> str:
@@ -105,7 +46,10 @@ def test_a_decoder_of_a_contracts_shape_is_found(install: Callable[..., None]) -
     [
         ({"scale_embedding": True}, "this model computes scale (node 1) where"),
         ({"activation": "gelu_and_mul"}, "this model computes gelu_and_mul (node 10) where"),
-        ({"norms": None}, "norm the queries and keys of each head"),
+        (
+            {"norms": None},
+            "this model computes rotate_and_cache (node 4) without norms of the queries and keys of each head",
+        ),
         (
             {"attention": {"scale": HEAD_DIM**-0.5, "window": 64}},
             "this model computes attention (node 5) with window 64, not None",
@@ -116,13 +60,16 @@ def test_a_decoder_of_a_contracts_shape_is_found(install: Callable[..., None]) -
         ),
         (
             {"attention": {"scale": HEAD_DIM**-0.5, "window": None, "sinks": torch.zeros(HEADS)}},
-            "have no attention sinks",
+            "this model computes attention (node 5) with attention sinks",
         ),
         (
             {"layers": 3},
             "qwen3-14b-2l: L is 2, the model has 3; tiny-fp32: L is 4, the model has 3",
         ),
-        ({"eps": 1e-5}, "norm the queries and keys of each head"),
+        (
+            {"eps": 1e-5},
+            "this model computes rotate_and_cache (node 4) with eps 1e-06, not 1e-05",
+        ),
         (
             {"attention": {"scale": 1.0, "window": None}},
             "scores are divided by the root of a head's elements, the model scales by 1.0",
@@ -136,6 +83,59 @@ def test_any_other_is_refused_by_what_differs(
     with pytest.raises(UnsupportedError) as caught:
         contract_of(Recorder(**others).graph())
     assert message in str(caught.value)
+
+
+HEAD_NORMS = HeadNorms(torch.ones(HEAD_DIM), torch.ones(HEAD_DIM), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("third", "message"),
+    [
+        ({"eps": 1e-5}, "rms_norm (node 24) with eps 1e-05, not 1e-06"),
+        (
+            {"heads": 3},
+            "linear (node 25) with 256 inputs and 448 outputs, where its first layer has 256 inputs and 512",
+        ),
+        (
+            {"heads": 6, "kv_heads": 1},
+            "rotate_and_cache (node 26) with KV of [3, 1, 128, 64] in torch.float32, where its first layer has "
+            "KV of [3, 2, 128, 64] in torch.float32",
+        ),
+        ({"kept": torch.bfloat16}, "(node 26) with KV of [3, 2, 128, 64] in torch.bfloat16, where"),
+        ({"norms": HEAD_NORMS}, "rotate_and_cache (node 26) with eps 1e-05, not 1e-06"),
+        ({"norms": None}, "rotate_and_cache (node 26) without norms of the queries and keys"),
+        (
+            {"attention": {"scale": 1.0}},
+            "attention (node 27) with scale 1.0, where its first layer has scale 0.125",
+        ),
+        ({"attention": {"window": 64}}, "attention (node 27) with window 64, not None"),
+        ({"cache": 1}, "attention (node 27) over the KV of another layer"),
+        (
+            {"heads": 6, "kv_heads": 1, "cached_heads": 2},
+            "linear (node 28) with 384 inputs and 256 outputs, where its first layer has 256 inputs",
+        ),
+        ({"mlp_eps": 1e-5}, "rms_norm (node 30) with eps 1e-05, not 1e-06"),
+        (
+            {"inner": 512},
+            "linear (node 31) with 256 inputs and 1024 outputs, where its first layer has 256 inputs and 1536",
+        ),
+    ],
+)
+def test_a_later_layer_that_differs_is_refused_by_its_first_node(
+    third: dict[str, Any], message: str
+) -> None:
+    found = find_problem(Recorder(third=third).graph(), {})
+    assert found.startswith("this model computes ")
+    assert message in found
+
+
+def test_a_head_of_another_size_than_the_embedding_is_refused() -> None:
+    assert "linear (node 49) with 900 outputs, where its embedding has 960" in find_problem(
+        Recorder(outputs=900).graph(), {}
+    )
+    assert "linear_argmax (node 50) of another map than its logits" in find_problem(
+        Recorder(one_head=False).graph(), {}
+    )
 
 
 def test_a_node_is_named_after_its_weight() -> None:
