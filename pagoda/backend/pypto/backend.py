@@ -120,15 +120,17 @@ class PyptoBackend:
         raise UnsupportedError("the PyPTO programs have no latent attention.")
 
     def open_kv_store(self, caches: Sequence[KVCache | LatentCache]) -> KVStore:
-        """The store of the caches of all layers, in order, whose pool is taken now.
+        """The store of the caches of all layers, in order, whose pool is taken now, in place of the one before.
 
-        Raises DeviceLostError: the chips have too little memory.
+        Before there is a decoder, the pool has a worker for itself, which ends with it. Raises DeviceLostError:
+        the chips have too little memory.
         """
         pages, heads, page, head_dim = next(iter(caches[0].tensors.values())).shape
         if self._session is not None:
             pool = self._session.open_pool(pages)
         else:
             dtype = next(iter(caches[0].tensors.values())).dtype
+            self._close_worker()
             buffers = PageBuffers((page, heads, head_dim), dtype, len(self._chips))
             device = self.memory.device = Device(self._library, [], self._chips)
             pool = Pool(device, buffers, layers=len(caches), pages=pages)
@@ -191,15 +193,20 @@ class PyptoBackend:
         caches = tuple(layer.cache for layer in found.layers)
         session = self._session
         if session is None or session.linears != found.linears:
-            if session is not None:
-                session.device.close()
+            self._close_worker()
             session = self._session = Session(self._library, contract, self._chips, found)
             self.memory.device = session.device
-            self._pools = []
         for known, pool in self._pools:
             if all(map(lambda one, other: one is other, known, caches)):
                 return DecoderPrograms(session, pool)
         return DecoderPrograms(session, session.open_pool(len(caches[0].keys)))
+
+    def _close_worker(self) -> None:
+        """Ends the worker that is open, if there is one, and all that lies on its chips."""
+        device, self.memory.device = self.memory.device, None
+        self._session, self._pools = None, []
+        if device is not None:
+            device.close()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from pagoda.backend.base import DeviceLostError
 from pagoda.backend.pypto.contract import Contract, ProgramName
 from pagoda.backend.pypto.device import Device, Submitted, shared_tensor, view_of
 from pagoda.backend.pypto.library import KernelLibrary
@@ -57,17 +59,14 @@ class Session:
         self._row = shared_tensor((sizes["REAL_V"],), torch.float32)
         self.device = Device(library, list(programs.values()), chips)
         self._programs = programs
-        self._weights = {
-            meaning: self.device.stacked(
-                [
-                    self.device.allocate(part.shape, part.dtype, chip, init=part)
-                    for chip, part in enumerate(parts)
-                ]
-            )
-            for meaning, parts in staged.items()
-        }
-        for buffers in (*self._turns, self._scoring):
-            buffers.allocate(self.device)
+        try:
+            self._weights = _uploaded(self.device, staged)
+            for buffers in (*self._turns, self._scoring):
+                buffers.allocate(self.device)
+        except DeviceLostError:
+            with suppress(DeviceLostError):  # what went wrong first is said
+                self.device.close()
+            raise
         self._pool: Pool | None = None
         self._calls: list[Call | None] = [None] * NUM_CALLS
         self._next = 0
@@ -189,3 +188,16 @@ class Session:
         selected.wait()
         values = buffers.host(name, "topk_values", sizes)
         return values, buffers.host(name, "topk_indices", sizes)
+
+
+def _uploaded(device: Device, staged: Mapping[str, Sequence[Tensor]]) -> dict[str, object]:
+    """Weights on the chips by meaning, from memory that each chip's part lies in."""
+    return {
+        meaning: device.stacked(
+            [
+                device.allocate(part.shape, part.dtype, chip, init=part)
+                for chip, part in enumerate(parts)
+            ]
+        )
+        for meaning, parts in staged.items()
+    }

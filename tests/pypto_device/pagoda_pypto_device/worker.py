@@ -145,6 +145,7 @@ class DistributedWorker:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            self._log.write("closed", str(os.getpid()))
 
     def _chip(self, worker_id: int) -> ChipMemory:
         if self._closed:
