@@ -96,9 +96,13 @@ class Session:
         if before is not None:
             before.submitted.wait()
         buffers = self._turns[turn]
-        if not warm_up:
-            pool.clear(places.fresh)
-        self._calls[turn] = self._submit(buffers, pool, places, token_ids, warm_up=warm_up)
+        try:
+            if not warm_up:
+                pool.clear(places.fresh)
+            self._calls[turn] = self._submit(buffers, pool, places, token_ids, warm_up=warm_up)
+        except DeviceLostError:
+            self._wait_for_all()  # what went wrong first is said
+            raise
         return turn
 
     @property
@@ -183,8 +187,10 @@ class Session:
         args = buffers.arguments(
             name, sizes, {}, lambda tensor, count: view_of(tensor, first, count)
         )
-        selected = self.device.submit(self._programs[name], args)
-        call.submitted.wait()  # what goes wrong first is said first
+        try:
+            selected = self.device.submit(self._programs[name], args)
+        finally:
+            call.submitted.wait()  # what goes wrong first is said first
         selected.wait()
         values = buffers.host(name, "topk_values", sizes)
         return values, buffers.host(name, "topk_indices", sizes)

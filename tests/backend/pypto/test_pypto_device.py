@@ -132,15 +132,29 @@ def test_kv_that_nobody_wrote_is_found(rig: Callable[..., Rig]) -> None:
         ({"timeout_rate": 1.0}, "TENSOR_WAIT_TIMEOUT"),
     ],
 )
+@pytest.mark.parametrize("late_rate", [0.0, 1.0])
 def test_a_device_that_fails_is_lost_and_blames_no_request(
-    rig: Callable[..., Rig], settings: dict[str, float], message: str
+    rig: Callable[..., Rig], settings: dict[str, float], message: str, late_rate: float
 ) -> None:
     from pagoda_pypto_device.settings import Settings
 
     found = rig()
-    found.worker.settings = Settings(late_rate=1.0, **settings)  # type: ignore[arg-type]
+    found.worker.settings = Settings(late_rate=late_rate, **settings)  # type: ignore[arg-type]
     with pytest.raises(DeviceLostError, match=message):
         found.prefill()
+
+
+def test_a_step_behind_one_that_failed_unawaited_says_why_that_failed(
+    rig: Callable[..., Rig],
+) -> None:
+    found = rig(late_rate=0.0)
+    start = SlotStart(0, PROMPTS[0], len(PROMPTS[0]), 0, [[0, 1]], GREEDY)
+    from pagoda_pypto_device.settings import Settings
+
+    found.worker.settings = Settings(late_rate=0.0, failure_rate=1.0)
+    found.runner.submit(StepPlan(0, [0], [60], [start])).result()
+    with pytest.raises(DeviceLostError, match="AICore exception"):
+        found.runner.submit(StepPlan(1, [0], [60])).result()
 
 
 def test_steps_that_want_no_row_are_not_awaited(rig: Callable[..., Rig]) -> None:
