@@ -160,51 +160,93 @@ def careful_sums(weights, visible, value, out, keys: tl.constexpr):
 
 
 @triton.jit
+def _add_keys(
+    highest, total, out, key_start, queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr,
+    kv_head, tile_first, tile_last, first, last,
+    key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
+    dim: tl.constexpr, block_size: tl.constexpr, capped: tl.constexpr, quantized: tl.constexpr,
+    products: tl.constexpr, width: tl.constexpr, keys: tl.constexpr, hides: tl.constexpr, careful: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile of keys to a softmax [r] and sums [r, d]; unless it `hides` some, each row sees all of them."""
+    columns = tl.arange(0, width)
+    at = key_start + tl.arange(0, keys)
+    key_there = (columns < dim)[:, None]
+    value_there = (columns < dim)[None, :]
+    if hides:
+        # What is not seen may be anything, and zero times NaN is NaN.
+        seen = (at >= tile_first) & (at <= tile_last)
+        cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
+        key_there &= seen[None, :]
+        value_there &= seen[:, None]
+    else:
+        cache_block = tl.load(table_ptr + at // block_size).to(tl.int64)
+    offset = at % block_size
+    key_places = (cache_block * key_block_stride + offset * dim)[None, :] + columns[:, None]
+    value_places = (cache_block * value_block_stride + offset * dim)[:, None] + columns[None, :]
+    if hides or dim != width:
+        key = tl.load(keys_ptr + key_places, key_there, 0.0)
+        value = tl.load(values_ptr + value_places, value_there, 0.0)
+    else:
+        key = tl.load(keys_ptr + key_places)
+        value = tl.load(values_ptr + value_places)
+    scores = tl.dot(queries, widened(key, products), input_precision="ieee")
+    if quantized:
+        scale_places = cache_block * scale_block_stride + kv_head * scale_head_stride + offset
+        scales = tl.load(value_scales_ptr + scale_places, at <= tile_last, 0.0)
+        scores *= tl.load(key_scales_ptr + scale_places, at <= tile_last, 0.0)[None, :]
+    if capped:
+        scores = cap * hyperbolic_tangent(scores / cap) * _LOG2E
+    visible = (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None])
+    if hides:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(highest - base)
+    total = total * decay + tl.sum(weights, 1)
+    if quantized:
+        weights *= scales[None, :]
+        if hides:
+            weights = tl.where(visible, weights, 0.0)
+    weights, value = weights.to(products), widened(value, products)
+    out = out * decay[:, None]
+    if careful:
+        out = careful_sums(weights, visible, value, out, keys)
+    else:
+        out = tl.dot(weights, value, out, input_precision="ieee")
+    return new_highest, total, out
+
+
+@triton.jit
 def _split(
     queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head,
-    begin, end, tile_first, tile_last, first, last,
+    begin, clear, end, tile_first, tile_last, first, last,
     key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
     dim: tl.constexpr, block_size: tl.constexpr, capped: tl.constexpr, quantized: tl.constexpr,
     products: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, careful: tl.constexpr,
 ):  # fmt: skip
-    """Softmax [r] and sums [r, d] of the cached tokens from `begin` to `end`, which are of one split."""
-    columns = tl.arange(0, width)
+    """Softmax [r] and sums [r, d] of the cached tokens from `begin` to `end`, which are of one split.
+
+    All rows see those in front of `clear`.
+    """
     highest = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
     out = tl.zeros([rows, width], tl.float32)
-    for key_start in tl.range(begin, end, keys, num_stages=1 if careful else None):
-        at = key_start + tl.arange(0, keys)
-        seen = (at >= tile_first) & (at <= tile_last)
-        cache_block = tl.load(table_ptr + at // block_size, seen, 0).to(tl.int64)
-        offset = at % block_size
-        # What is not seen may be anything, and zero times NaN is NaN.
-        key_places = (cache_block * key_block_stride + offset * dim)[None, :] + columns[:, None]
-        key = tl.load(keys_ptr + key_places, seen[None, :] & (columns < dim)[:, None], 0.0)
-        value_places = (cache_block * value_block_stride + offset * dim)[:, None] + columns[None, :]
-        value = tl.load(values_ptr + value_places, seen[:, None] & (columns < dim)[None, :], 0.0)
-        scores = tl.dot(queries, widened(key, products), input_precision="ieee")
-        if quantized:
-            scale_places = cache_block * scale_block_stride + kv_head * scale_head_stride + offset
-            scores *= tl.load(key_scales_ptr + scale_places, seen, 0.0)[None, :]
-        if capped:
-            scores = cap * hyperbolic_tangent(scores / cap) * _LOG2E
-        visible = (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(highest - base)
-        highest = new_highest
-        total = total * decay + tl.sum(weights, 1)
-        if quantized:
-            scales = tl.load(value_scales_ptr + scale_places, seen, 0.0)
-            weights = tl.where(visible, weights * scales[None, :], 0.0)
-        weights, value = weights.to(products), widened(value, products)
-        out = out * decay[:, None]
-        if careful:
-            out = careful_sums(weights, visible, value, out, keys)
-        else:
-            out = tl.dot(weights, value, out, input_precision="ieee")
+    if not careful:
+        for start in range(begin, clear, keys):
+            highest, total, out = _add_keys(
+                highest, total, out, start, queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+                table_ptr, kv_head, tile_first, tile_last, first, last,
+                key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
+                dim, block_size, capped, quantized, products, width, keys, hides=False, careful=False,
+            )  # fmt: skip
+    for start in tl.range(clear, end, keys, num_stages=1 if careful else None):
+        highest, total, out = _add_keys(
+            highest, total, out, start, queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr,
+            kv_head, tile_first, tile_last, first, last,
+            key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
+            dim, block_size, capped, quantized, products, width, keys, hides=True, careful=careful,
+        )  # fmt: skip
     return highest, total, out
 
 
@@ -255,9 +297,12 @@ def _tile(
         for part in range(start, tile_last // split + 1, tl.num_programs(2)):
             begin = tl.maximum(part * split, tile_first // keys * keys)
             end = tl.minimum(part * split + split, tile_last + 1)
+            clear = begin
+            if not (careful or window > 0 or chunk > 0):
+                clear = tl.maximum(begin, tl.minimum(end, (seen_by_all + 1) // keys * keys))
             own_highest, own_total, own_out = _split(
                 queries, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, kv_head,
-                begin, end, tile_first, tile_last, first, last,
+                begin, clear, end, tile_first, tile_last, first, last,
                 key_block_stride, value_block_stride, scale_block_stride, scale_head_stride, cap,
                 dim, block_size, capped, quantized, products, width, rows, keys, careful,
             )  # fmt: skip
