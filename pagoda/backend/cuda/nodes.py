@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -67,9 +67,12 @@ class Lowering:
         runtime: Runtime,
         products_of: Callable[[Any], torch.dtype],
         adapters: AdapterTables,
+        rounded: Collection[int] = (),
     ) -> None:
-        """`products_of` says in which number format attention over a cache multiplies."""
+        """`products_of` says in which number format attention over a cache multiplies; values that are `rounded`
+        are bfloat16."""
         self.adapters = adapters
+        self.rounded = rounded
         self.graph = graph
         self.runtime = runtime
         self.products_of = products_of

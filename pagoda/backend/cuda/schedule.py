@@ -14,6 +14,7 @@ from pagoda.backend.cuda.adapters import AdapterTables
 from pagoda.backend.cuda.lowering import fused, launches_of
 from pagoda.backend.cuda.nodes import Launch, Lowering, StepShape, Values
 from pagoda.backend.cuda.places import Layout, Places, PlacesOnDevice
+from pagoda.backend.cuda.rounded import rounded_values
 from pagoda.backend.cuda.runtime import Runtime
 from pagoda.backend.cuda.slots import ValuePlan, dtype_of, plan_values, shape_of
 from pagoda.backend.cuda.staging import Parcel, Spec
@@ -84,14 +85,15 @@ class Schedule:
         self._graph = graph
         self.inputs = NeededInputs(graph, needed, given)
         self.nodes: list[Node] = fused(graph, needed)
-        self.lowering = Lowering(graph, runtime, products_of, adapters)
-        self.launches: list[Launch] = launches_of(self.lowering, self.nodes)
         self.computed = {name: graph.results[name] for name in results if name not in given}
         """Results that are wanted, and not brought along."""
         brought = (*graph.inputs.values(), *(graph.results[name] for name in given))
         self._named = {**graph.inputs, **{name: graph.results[name] for name in given}}
         apart = {value.index for value in (*brought, *self.computed.values())}
-        self.plan: ValuePlan = plan_values(graph, self.nodes, apart)
+        rounded = rounded_values(graph, self.nodes, apart)
+        self.plan: ValuePlan = plan_values(graph, self.nodes, apart, rounded)
+        self.lowering = Lowering(graph, runtime, products_of, adapters, rounded)
+        self.launches: list[Launch] = launches_of(self.lowering, self.nodes)
         self.vocabularies = [
             (name, int(str(node.attributes["vocab_size"])))
             for node in self.nodes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,9 @@ def shape_of(value: Value, rows: int) -> tuple[int, ...]:
     return (rows,) if value.dtype == "int64" and value.width == 1 else (rows, value.width)
 
 
-def dtype_of(value: Value) -> torch.dtype:
-    return _DTYPES[value.dtype]
+def dtype_of(value: Value, rounded: Collection[int] = ()) -> torch.dtype:
+    """Number format of a value; those that are `rounded` are bfloat16."""
+    return torch.bfloat16 if value.index in rounded else _DTYPES[value.dtype]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class ValuePlan:
     places: dict[int, int]
     """Slots of values that nobody gives and nobody wants."""
     slots: tuple[_Slot, ...]
+    rounded: Collection[int]
+    """Values that are bfloat16."""
 
     def root(self, value: int) -> int:
         return self.roots.get(value, value)
@@ -58,23 +61,27 @@ class ValuePlan:
             memory(place, slot.row_bytes * rows[slot.selected])
             for place, slot in enumerate(self.slots)
         ]
-        known: dict[tuple[int, int, str], Tensor] = {}
+        known: dict[tuple[int, int, torch.dtype], Tensor] = {}
         found = {}
         for index, place in self.places.items():
             value = graph.values[index]
-            key = (place, value.width, value.dtype)
+            dtype = dtype_of(value, self.rounded)
+            key = (place, value.width, dtype)
             if key not in known:
-                shape, dtype = shape_of(value, rows[value.selected]), dtype_of(value)
+                shape = shape_of(value, rows[value.selected])
                 num_bytes = torch.Size(shape).numel() * dtype.itemsize
                 known[key] = memories[place][:num_bytes].view(dtype).view(shape)
             found[index] = known[key]
         return found
 
 
-def plan_values(graph: Graph, nodes: Sequence[Node], apart: set[int]) -> ValuePlan:
+def plan_values(
+    graph: Graph, nodes: Sequence[Node], apart: set[int], rounded: Collection[int] = ()
+) -> ValuePlan:
     """Gives memory to the values that nodes compute, in their order, but to those `apart`, which have their own.
 
-    A value is never computed in the memory of one that its node reads, unless the operation does so."""
+    Those that are `rounded` are bfloat16. A value is never computed in the memory of one that its node reads,
+    unless the operation does so."""
     roots: dict[int, int] = {}
     for node in nodes:
         if node.op in IN_PLACE:
@@ -93,7 +100,7 @@ def plan_values(graph: Graph, nodes: Sequence[Node], apart: set[int]) -> ValuePl
             if roots.get(value, value) != value or value in own_memory:
                 continue
             wanted = graph.values[value]
-            row_bytes = wanted.width * dtype_of(wanted).itemsize
+            row_bytes = wanted.width * dtype_of(wanted, rounded).itemsize
             chosen = _best(slots, free, wanted.selected, row_bytes)
             if chosen is None:
                 chosen = len(slots)
@@ -104,7 +111,7 @@ def plan_values(graph: Graph, nodes: Sequence[Node], apart: set[int]) -> ValuePl
             places[value] = chosen
         ends = {roots.get(value, value) for value in (*node.inputs, *node.outputs)}
         free += [places[value] for value in ends if last[value] == place and value in places]
-    return ValuePlan(roots, places, tuple(slots))
+    return ValuePlan(roots, places, tuple(slots), rounded)
 
 
 def _best(
