@@ -14,7 +14,7 @@ import time
 from benchmarks.figure import Figure
 from benchmarks.gpu.idle import GpuClock
 from benchmarks.gpu.limits import Limits, measure_limits
-from benchmarks.gpu.steps import Requests, load
+from benchmarks.gpu.steps import Requests, attention_flops, load
 from pagoda.backend.cuda.opening import check_device
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions
@@ -66,6 +66,7 @@ def _start_up(model: str) -> Figure:
 
 def _steps(model: str, limits: Limits, *, batch_invariant: bool) -> list[Figure]:
     """Raises ConfigError: this torch has no products that depend on the batch."""
+    in_attention = attention_flops(model, "bfloat16", _LONG_PROMPT)
     worker = load(
         model,
         "bfloat16",
@@ -93,6 +94,7 @@ def _steps(model: str, limits: Limits, *, batch_invariant: bool) -> list[Figure]
     requests.prefill(1, _LONG_PROMPT, _ANSWER)
     seconds = requests.prefill(1, _LONG_PROMPT, _ANSWER)
     flops = float(str(worker.description["model"]["flops_per_token"])) * _LONG_PROMPT
+    flops += in_attention
     figures.append(
         _figure(
             f"prompt of {_LONG_PROMPT} tokens{flag}",

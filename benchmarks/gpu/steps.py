@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.gpu.idle import Clock, busy_seconds, idle_share
@@ -115,16 +116,29 @@ def load(
     """A model of random weights on the first GPU.
 
     Raises ConfigError: it does not fit, or its products are no quicker where they may depend on the batch."""
-    config = WorkerConfig(
+    config = _config(model, dtype)
+    config = msgspec.structs.replace(
+        config,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=CHUNK,
+        batch_invariant=batch_invariant,
+    )
+    return load_runner(plan_worker(config), Tracer("worker"))
+
+
+def attention_flops(model: str, dtype: str, length: int) -> int:
+    """Operations of attention over a prompt of `length` tokens, each of which sees all before it."""
+    spec = plan_worker(_config(model, dtype)).shard.config
+    return 2 * length**2 * spec.num_heads * spec.head_dim * len(spec.layers)
+
+
+def _config(model: str, dtype: str) -> WorkerConfig:
+    return WorkerConfig(
         model=model,
         load_format="dummy",
         backend="cuda",
         dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=CHUNK,
         block_size=BLOCK,
         memory_utilization=0.9,
-        batch_invariant=batch_invariant,
     )
-    return load_runner(plan_worker(config), Tracer("worker"))

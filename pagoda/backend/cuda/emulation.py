@@ -175,6 +175,7 @@ class EmulatedDevice:
 
     # ---- steps
 
+    is_hopper = False
     has_library = True
 
     def library_product(self, x: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -99,9 +99,10 @@ def _dense(
 
     Inputs have more range than float16, in which the library would want them."""
     if lowering.graph.batch_invariant or weight.dtype == torch.float16:
-        return lambda v: linear.linear(v[x], weight, v[out], bias=bias)
+        on_hopper = lowering.runtime.is_hopper
+        return lambda v: linear.linear(v[x], weight, v[out], bias=bias, on_hopper=on_hopper)
     product, inputs, given = lowering.runtime.library_product, weight.shape[1], x
-    if weight.dtype != torch.float32:
+    if weight.dtype != torch.float32 and x not in lowering.rounded:
         key = ("inputs", weight.dtype, inputs, selected)
         given = lowering.new_scratch(
             key,

@@ -74,6 +74,10 @@ class Runtime(Protocol):
         """
 
     @property
+    def is_hopper(self) -> bool:
+        """True for NVIDIA's GPUs of compute capability 9.0, for which there are kernels of their own."""
+
+    @property
     def has_library(self) -> bool:
         """True if there is `library_product`."""
 

@@ -88,6 +88,8 @@ class TorchRuntime:
         self._captures = _cuda.Stream(self.device)
         self.memory = TorchMemory(self.device)
         self._context = DeviceContext(self.device)
+        capability = _cuda.get_device_capability(self.device)
+        self.is_hopper = torch.version.hip is None and capability == (9, 0)
         self.has_library = self._multiplies()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -67,7 +67,8 @@ A row's bits depend on the row alone: tiles and places where sums are cut are fi
 
 `linear`: weights [out, in]:
 
-    linear(x, weight, out, *, bias=None)     weight of float32, float16 or bfloat16; bfloat16 rounds x
+    linear(x, weight, out, *, bias=None, on_hopper=False)     weight of float32, float16 or bfloat16; bfloat16
+        rounds x, which may be bfloat16 already
     fp8_linear(x, values, scales[out, groups], out, *, size, dtype, bias=None)     (`Fp8Weight`), x as for `dtype`
     fp8_embedding(token_ids, values, scales, out, *, first_id, size)
     head_linear(x[n, heads in], addresses[heads] int64, out[n, heads out], *, dtype)

@@ -1,6 +1,8 @@
-"""Products with dense weights and 8-bit floats, in tiles of one shape.
+"""Products with dense weights and 8-bit floats.
 
-A row's bits do not depend on how many rows there are.
+A row's bits do not depend on how many rows there are: tiles have one shape, or their shapes are among those that
+add the same products in the same order. On NVIDIA's Hopper these are all tiles with a side of 64 or more, as one
+instruction multiplies them (`wgmma`), 16 inputs after another.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -9,18 +11,52 @@ A row's bits do not depend on how many rows there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagoda.backend.cuda.kernels.numbers import UNFUSED, as_stored, blocks, triton_dtype, widened
+from pagoda.backend.cuda.kernels.numbers import (
+    UNFUSED,
+    as_stored,
+    blocks,
+    power_of_two,
+    triton_dtype,
+    widened,
+)
 
 ROWS, OUTPUTS, INPUTS = 64, 64, 64
 """Sizes of a tile of a product, and inputs that are added up at once."""
 _BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of products on Hopper; sizes were chosen by measurement, on an H100."""
+
+    rows: int
+    columns: int
+    step: int
+    """Inputs that are added up at once."""
+    warps: int
+    stages: int
+    """Tiles of inputs and weights that are loaded ahead, and the one that is multiplied."""
+
+
+_INPUTS_MULTIPLE = 128
+"""Inputs of which Hopper's tiles want a multiple: then none has to be left out."""
+_FEW_ROWS = 64
+"""Rows up to which weights are the longer side of all tiles, so that there may be few of the others."""
+_SOME_ROWS = 512
+"""Rows beyond which tiles are large, and the GPU's unit for copies (TMA) loads them."""
+_FEW_COLUMNS = 64
+"""Outputs of tiles of few rows."""
+_NEIGHBOURS = 8
+"""Tiles of rows that are computed side by side, so that they find a tile of weights in the cache."""
 
 
 @triton.jit
@@ -105,6 +141,80 @@ def _linear(
 
 
 @triton.jit
+def _few_rows(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outputs, has_bias: tl.constexpr,
+    inputs: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
+    """Products whose tiles lie on their side, as outputs [o, r]; `inputs` are a multiple of `step`."""
+    outputs = tl.program_id(0).to(tl.int64) * columns + tl.arange(0, columns)
+    row = tl.program_id(1).to(tl.int64) * rows + tl.arange(0, rows)
+    held, there = outputs < num_outputs, row < num_rows
+    total = tl.zeros([columns, rows], tl.float32)
+    for start in range(0, inputs, step):
+        places = start + tl.arange(0, step)
+        own = outputs[:, None] * inputs + places[None, :]
+        weight = tl.load(weight_ptr + own, held[:, None], 0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + row[None, :] * inputs + places[:, None], there[None, :], 0.0)
+        total = tl.dot(weight, x.to(weight.dtype), total, input_precision="ieee")
+    if has_bias:
+        total += tl.load(bias_ptr + outputs, held, 0.0)[:, None]
+    places = row[None, :] * num_outputs + outputs[:, None]
+    tl.store(out_ptr + places, total, held[:, None] & there[None, :])
+
+
+@triton.jit
+def _place_of_tile(
+    num_rows, num_outputs, rows: tl.constexpr, columns: tl.constexpr, neighbours: tl.constexpr
+):
+    """Row and output where this program's tile begins; neighbours share weights."""
+    across, down = tl.cdiv(num_outputs, columns), tl.cdiv(num_rows, rows)
+    band = tl.program_id(0) // (neighbours * across) * neighbours
+    place, height = tl.program_id(0) % (neighbours * across), tl.minimum(down - band, neighbours)
+    return (band + place % height) * rows, (place // height) * columns
+
+
+@triton.jit
+def _many_rows(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outputs, has_bias: tl.constexpr,
+    inputs: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, neighbours: tl.constexpr,
+):  # fmt: skip
+    """Products of `inputs`, a multiple of `step`."""
+    first_row, first_output = _place_of_tile(num_rows, num_outputs, rows, columns, neighbours)
+    row, outputs = (
+        first_row.to(tl.int64) + tl.arange(0, rows),
+        first_output.to(tl.int64) + tl.arange(0, columns),
+    )
+    held, there = outputs < num_outputs, row < num_rows
+    total = tl.zeros([rows, columns], tl.float32)
+    for start in range(0, inputs, step):
+        places = start + tl.arange(0, step)
+        x = tl.load(x_ptr + row[:, None] * inputs + places[None, :], there[:, None], 0.0)
+        own = outputs[None, :] * inputs + places[:, None]
+        weight = tl.load(weight_ptr + own, held[None, :], 0.0)
+        total = tl.dot(x.to(weight.dtype), weight, total, input_precision="ieee")
+    store_tile(total, bias_ptr, out_ptr, row, there, outputs, held, num_outputs, has_bias)
+
+
+@triton.jit
+def _copied_rows(
+    x, weight, bias_ptr, out_ptr, num_rows, num_outputs, has_bias: tl.constexpr,
+    inputs: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, neighbours: tl.constexpr,
+):  # fmt: skip
+    """The same of described tensors, whose tiles the GPU copies by itself; what lies outside is 0."""
+    first_row, first_output = _place_of_tile(num_rows, num_outputs, rows, columns, neighbours)
+    total = tl.zeros([rows, columns], tl.float32)
+    for start in range(0, inputs, step):
+        own, others = x.load([first_row, start]), weight.load([first_output, start])
+        total = tl.dot(own, others.T, total, input_precision="ieee")
+    row, outputs = (
+        first_row.to(tl.int64) + tl.arange(0, rows),
+        first_output.to(tl.int64) + tl.arange(0, columns),
+    )
+    held, there = outputs < num_outputs, row < num_rows
+    store_tile(total, bias_ptr, out_ptr, row, there, outputs, held, num_outputs, has_bias)
+
+
+@triton.jit
 def _fp8_embedding(
     ids_ptr, values_ptr, scales_ptr, out_ptr, count, first_id, outputs, width,
     size: tl.constexpr, groups: tl.constexpr, block: tl.constexpr,
@@ -154,13 +264,65 @@ def numbers_of_fp8(dtype: torch.dtype, sizes: Sequence[int]) -> dict[str, Any]:
     return {**numbers, "step": min(numbers["step"], *steps), **UNFUSED}
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
+def linear(
+    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, on_hopper: bool = False
+) -> None:
     """x [n, in] times a weight [out, in] of float32, float16 or bfloat16, plus a bias [out] float32: [n, out].
 
-    Inputs are rounded to bfloat16 for a weight of it.
+    Inputs are float32, or bfloat16 for a weight of it, to which they are rounded. `on_hopper` allows for tiles
+    that are quicker on GPUs of compute capability 9.0, and have the same bits there.
     """
-    if len(x):
+    if not len(x):
+        return
+    if on_hopper and weight.dtype == torch.bfloat16 and weight.shape[1] % _INPUTS_MULTIPLE == 0:
+        hopper_linear(x, weight, out, bias=bias)
+    else:
         _launch(x, weight, None, bias, out, size=0, **numbers_of(weight.dtype))
+
+
+def hopper_linear(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
+    """`linear` in tiles for GPUs of compute capability 9.0, with a multiple of `_INPUTS_MULTIPLE` inputs."""
+    outputs, inputs = weight.shape
+    tile = _hopper_tile(x, outputs)
+    across, down = blocks(outputs, tile.columns), blocks(len(x), tile.rows)
+    arguments = (x, weight, bias, out, len(x), outputs)
+    options = {
+        "has_bias": bias is not None,
+        "inputs": inputs,
+        "rows": tile.rows,
+        "columns": tile.columns,
+        "step": tile.step,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    if tile.columns == _FEW_COLUMNS:
+        _few_rows[(across, down)](*arguments, **options)
+    elif len(x) > _SOME_ROWS and x.dtype == weight.dtype:
+        described = (
+            TensorDescriptor.from_tensor(x, [tile.rows, tile.step]),
+            TensorDescriptor.from_tensor(weight, [tile.columns, tile.step]),
+        )
+        _copied_rows[(across * down,)](
+            *described, *arguments[2:], neighbours=_NEIGHBOURS, **options
+        )
+    else:
+        _many_rows[(across * down,)](*arguments, neighbours=_NEIGHBOURS, **options)
+
+
+def _hopper_tile(x: Tensor, outputs: int) -> _Tile:
+    """The tile of x [n, in]. Inputs in float32 take twice the memory, and have to be rounded on the way."""
+    count, is_rounded = len(x), x.dtype == torch.bfloat16
+    if count <= _FEW_ROWS:
+        rows = power_of_two(16, count)
+        return _Tile(rows, _FEW_COLUMNS, 128, 4, 6 if is_rounded or rows == 16 else 4)
+    if not is_rounded:
+        return _Tile(128, 128, 64, 8, 3)
+    if count > _SOME_ROWS:
+        return _Tile(128, 256, 64, 8, 3)
+    fits = outputs <= (
+        8192 if count <= 128 else 4096
+    )  # few tiles of 128 outputs would leave most of the GPU idle
+    return _Tile(128, _FEW_COLUMNS, 128, 4, 4) if fits else _Tile(128, 128, 64, 8, 4)
 
 
 def fp8_linear(

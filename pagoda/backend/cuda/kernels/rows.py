@@ -410,7 +410,15 @@ def argmax(logits: Tensor, out: Tensor, *, first_id: int) -> None:
     """
     num_rows, width = logits.shape
     if num_rows:
-        block = min(4096, power_of_two(64, width))
-        rows = 4096 // block
-        grid = (blocks(num_rows, rows),)
-        _argmax[grid](logits, out, num_rows, width, first_id, rows=rows, block=block)
+        block = min(16384, power_of_two(64, width))
+        rows = max(1, 4096 // block)
+        _argmax[(blocks(num_rows, rows),)](
+            logits,
+            out,
+            num_rows,
+            width,
+            first_id,
+            rows=rows,
+            block=block,
+            num_warps=warps_of(block),
+        )

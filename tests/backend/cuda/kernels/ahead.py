@@ -128,6 +128,7 @@ def launches(*, all_sizes: bool = True) -> dict[str, Callable[[], None]]:
     """Launches of all kernels with shapes of real models, by name; or of one size of heads and groups only."""
     made = {
         "rows": _rows,
+        "linear hopper": _hopper_linear,
         "kv": _kv,
         "sampler": _sampler,
         "low_rank": _low_rank,
@@ -244,6 +245,14 @@ def _linear(dtype: torch.dtype) -> None:
     x, out, weight = torch.empty(5, 256), torch.empty(5, 32), torch.empty((32, 256), dtype=dtype)
     linear.linear(x, weight, out, bias=torch.empty(32))
     linear.head_linear(x, torch.zeros(2, dtype=torch.int64), out, dtype=dtype)
+
+
+def _hopper_linear() -> None:
+    weight, bias = torch.empty((512, 4096), dtype=torch.bfloat16), torch.empty(512)
+    for count in (1, 64, 256, 1024):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, out = torch.empty((count, 4096), dtype=dtype), torch.empty(count, 512)
+            linear.hopper_linear(x, weight, out, bias=bias)
 
 
 def _fp8(dtype: torch.dtype) -> None:

@@ -59,6 +59,22 @@ def test_dense_weights(dtype: torch.dtype) -> None:
     assert out[3].isnan().all()
 
 
+@pytest.mark.parametrize("count", [1, 20, 64, 100, 200, 600])
+def test_tiles_for_hopper(count: int) -> None:
+    """They take other number formats, too, where bfloat16 is not right."""
+    x, weight, bias = random_tensor(count, 256), random_tensor(70, 256) / 8, random_tensor(70)
+    out = torch.full((count, 70), torch.nan)
+    linear.hopper_linear(x, weight, out, bias=bias)
+    wanted = reference.linear(
+        x, reference.prepare_linear([DenseWeight(weight)], bias, torch.float32)
+    )
+    torch.testing.assert_close(out, wanted, atol=5e-5, rtol=5e-5)
+    x[count // 2] = torch.nan
+    spoiled = torch.empty_like(out)
+    linear.hopper_linear(x, weight, spoiled, bias=bias)
+    assert spoiled.isnan().any(1).sum() == spoiled.isnan().all(1).sum() == 1
+
+
 def test_linear_maps_of_heads() -> None:
     x, weights = random_tensor(3, 60), [random_tensor(17, 20, seed=i) for i in range(3)]
     out = torch.empty(3, 51)
