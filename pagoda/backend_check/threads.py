@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagoda.parallel.collectives import LOOPBACK
+from pagoda.parallel.collectives import LOOPBACK, sum_in_order
 
 
 class ThreadGroup:
@@ -41,10 +41,7 @@ class ThreadRank:
         self.host = LOOPBACK
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for part in self.all_gather(x):
-            total += part
-        return total.to(x.dtype)
+        return sum_in_order(self.all_gather(x))
 
     def all_gather(self, x: Tensor) -> Tensor:
         if not x.is_cpu:

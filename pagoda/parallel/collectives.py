@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 LOOPBACK = "127.0.0.1"
@@ -61,6 +62,14 @@ def check_on_host(x: Tensor) -> None:
         raise ValueError(
             f"Ranks on {x.device} cannot exchange tensors over the host; their backend brings its own collectives."
         )
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """Sum of parts [ranks, ...], in order of rank, in float32."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)
 
 
 class Broadcasting:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from pagoda.parallel.collectives import Broadcasting, check_on_host
+from pagoda.parallel.collectives import Broadcasting, check_on_host, sum_in_order
 
 _dist: Any = torch.distributed
 """Type checkers know too little of it."""
@@ -78,12 +78,12 @@ class DistributedCollectives(Broadcasting):
         check_on_host(x)
         x = x.contiguous()
         if x.nbytes <= _AT_ONCE_BYTES:
-            return _sum(self.all_gather(x))
+            return sum_in_order(self.all_gather(x))
         # Each rank adds up one part of all, and sends it to all.
         flat = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % self.size))
         parts = torch.empty_like(flat)
         self._group.alltoall_base(_as_bytes(parts), _as_bytes(flat), [], []).wait()
-        total = self.all_gather(_sum(parts.view(self.size, -1)))
+        total = self.all_gather(sum_in_order(parts.view(self.size, -1)))
         return total.flatten()[: x.numel()].view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -101,14 +101,6 @@ class DistributedCollectives(Broadcasting):
 def _as_bytes(x: Tensor) -> Tensor:
     """Returns `x` as bytes, for libraries that do not know all dtypes."""
     return x.flatten().view(torch.uint8)
-
-
-def _sum(parts: Tensor) -> Tensor:
-    """Sum of parts [ranks, ...], in order."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(parts.dtype)
 
 
 def _process_group(store: Any, rank: int, size: int, host: str) -> Any:

@@ -1,9 +1,9 @@
 """A device of CPU tensors, for tests: kernels run in Triton's interpreter, and all comes as late as it may.
 
-Work is done when somebody waits for its event, or looks at a result, and only in the order of its stream and of
-the events that it waits for. Until then, and for ever if it was not awaited, memory is full of bytes that are NaN.
-So a missing event, host memory that is changed before it was copied, and memory that is used again too early give
-wrong numbers, every time.
+Work is done when somebody waits for its event, or looks at a result, or when another rank's device waits for
+what this one gives it, and only in the order of its stream and of the events that it waits for. Until then, and
+for ever if it was not awaited, memory is full of bytes that are NaN. So a missing event, host memory that is
+changed before it was copied, and memory that is used again too early give wrong numbers, every time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from triton.runtime.interpreter import (  # type: ignore[import-untyped]
     TensorHandle,
 )
 
+from pagoda.backend.cuda.mesh import Mesh
 from pagoda.backend.cuda.runtime import Work
 from pagoda.backend.kv_store import Event
 from pagoda.ipc.machine import available_memory_bytes
-from pagoda.parallel.collectives import Collectives, HostGroup
+from pagoda.parallel.collectives import Collectives, HostGroup, sum_in_order
 from pagoda.pd.transport.base import DirectMemory, Region
 
 POISON = 0xFF
@@ -95,6 +96,7 @@ class EmulatedStream:
         with self._device.lock:
             self._left.append(entry)
             self._num_submitted += 1
+            self._device.submitted.notify_all()
 
     def record(self) -> Event:
         return EmulatedEvent(self, self._num_submitted)
@@ -116,6 +118,13 @@ class EmulatedStream:
                     raise
                 self.num_done += 1
 
+    def advance_until(self, reached: Callable[[], bool]) -> None:
+        """Does work, also such as is submitted meanwhile, until something is true. Raises what `advance` does."""
+        with self._device.lock:
+            while not reached():
+                self._device.submitted.wait_for(lambda: self._left)
+                self.advance(self.num_done + 1)
+
     def synchronize(self) -> None:
         self.advance(self._num_submitted)
 
@@ -128,6 +137,7 @@ class EmulatedDevice:
     def __init__(self) -> None:
         sum_in_float64()
         self.lock = threading.RLock()
+        self.submitted = threading.Condition(self.lock)
         self.failed: Exception | None = None
         """Error that broke the device, as an illegal access does."""
         self.name = "emulated in Triton's interpreter"
@@ -219,7 +229,7 @@ class EmulatedDevice:
         return values.as_subclass(Tensor) if isinstance(values, LateTensor) else None
 
     def open_group(self, group: HostGroup) -> Collectives:
-        return EmulatedGroup(group)
+        return EmulatedGroup(group, self.steps)
 
 
 class LateTensor(Tensor):
@@ -240,11 +250,14 @@ class LateTensor(Tensor):
         if func == Tensor.__getitem__ and isinstance(args[1], slice):
             whole: LateTensor = args[0]
             return whole.source.shown(whole.as_subclass(Tensor)[args[1]])
-        if getattr(func, "__name__", "") not in _OF_SHAPE:
+        name = getattr(func, "__name__", "")
+        if name not in _OF_SHAPE:
             for late in (each for each in args if isinstance(each, LateTensor)):
                 late.source.steps.synchronize()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+        is_view = name == "__get__" and isinstance(found, Tensor)
+        return args[0].source.shown(found) if is_view else found
 
 
 _OF_SHAPE = frozenset(
@@ -254,22 +267,22 @@ _OF_SHAPE = frozenset(
 
 
 class EmulatedGroup:
-    """Ranks whose devices are emulated, and exchange tensors over the host."""
+    """Ranks whose devices are emulated, and exchange what they have in work without their hosts."""
 
-    def __init__(self, group: HostGroup) -> None:
-        self._group = group
+    def __init__(self, group: HostGroup, steps: EmulatedStream) -> None:
         self.rank, self.size = group.rank, group.size
+        self._mesh = Mesh(group, steps.advance_until)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self._exchanged(self._group.all_reduce, x)
+        return sum_in_order(self.all_gather(x))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return self._exchanged(self._group.all_gather, x)
-
-    def _exchanged(self, exchange: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Exchanges tensors, while other ranks of this process may use the interpreter."""
+        own = x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         _interpreter.release()
         try:
-            return exchange(x)
+            parts = self._mesh.all_give(own)
         finally:
             _interpreter.acquire()
+        whole = bytearray().join(parts)
+        return torch.frombuffer(whole, dtype=x.dtype).view(self.size, *x.shape)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from pagoda.backend.cuda.emulation import EmulatedDevice, EmulatedGroup
-from pagoda.parallel.collectives import Alone
+from pagoda.backend.cuda.emulation import EmulatedDevice
+from pagoda.backend_check.threads import ThreadGroup, ThreadRank
+from pagoda.parallel.collectives import HostGroup
 
 
 def test_work_is_done_when_it_is_awaited_and_in_its_order() -> None:
@@ -42,7 +46,10 @@ def test_results_are_poison_until_somebody_looks_at_them() -> None:
     assert (shown.shape, len(shown), shown.is_cpu) == ((2, 3), 2, False)
     part = shown[1:]
     assert (part.shape, part.is_cpu) == ((1, 3), False)
+    turned = shown.T
+    assert (turned.shape, turned.is_cpu) == ((3, 2), False)
     assert bool(out.isnan().all())
+    assert turned.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert part.tolist() == [[3, 4, 5]]
     assert shown[1].tolist() == [3, 4, 5]
     held = device.held(shown)
@@ -79,8 +86,41 @@ def test_work_is_measured_one_after_the_other() -> None:
     assert (done, len(times), min(times) >= 0) == ([0, 1, 2], 3, True)
 
 
-def test_ranks_exchange_in_work() -> None:
-    device, group = EmulatedDevice(), EmulatedGroup(Alone())
-    out = device.empty((1, 2), torch.float32)
-    device.steps.run(lambda: out.copy_(group.all_gather(group.all_reduce(torch.ones(2)))))
-    assert device.shown(out).tolist() == [[1, 1]]
+def _on_ranks(size: int, run: Callable[[HostGroup], None]) -> None:
+    group = ThreadGroup(size)
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda rank: run(ThreadRank(group, rank)), range(size)))
+
+
+def test_a_device_gives_others_what_they_wait_for_and_does_no_more() -> None:
+    def run(host: HostGroup) -> None:
+        device = EmulatedDevice()
+        group, out = device.open_group(host), device.empty((3, 2), torch.float32)
+        own = torch.full((2,), host.rank + 1.0)
+        device.steps.run(lambda: out.copy_(group.all_gather(group.all_reduce(own) * own)))
+        given = device.steps.record()
+        device.steps.run(lambda: None)
+        if host.rank == 0:
+            given.wait()
+        host.all_gather(torch.zeros(1))  # where the hosts of other ranks are all the time
+        given.wait()
+        assert out.tolist() == [[6, 6], [12, 12], [18, 18]]
+        assert not device.steps.record().done
+
+    _on_ranks(3, run)
+
+
+def test_a_device_that_fails_fails_those_that_wait_for_it() -> None:
+    def run(host: HostGroup) -> None:
+        device = EmulatedDevice()
+        group = device.open_group(host)
+        failing = torch.zeros(3 - host.rank)
+        device.steps.run(lambda: group.all_gather(torch.zeros(3).copy_(failing)).zero_())
+        if host.rank == 0:
+            with pytest.raises(ConnectionError, match="Rank 1 of the group is gone, or its device"):
+                device.steps.synchronize()
+        host.all_gather(torch.zeros(1))
+        with pytest.raises(RuntimeError, match="has failed before"):
+            device.steps.synchronize()
+
+    _on_ranks(2, run)
