@@ -191,6 +191,8 @@ class GroupSampler:
         parts, unknown = self._known(rows)
         modes = self._modes(unknown, has_argmax=model.has_argmax)
         likeliest, whole = self._of_first(modes, _MODES)
+        if not (likeliest or whole):
+            self.meet()
         if likeliest:
             found = self._computed("argmax", model.argmax, hidden, likeliest)
             if self._leads:
@@ -212,8 +214,9 @@ class GroupSampler:
     def meet(self) -> None:
         """Returns when all ranks, and their devices, have computed as far as this one.
 
-        A step of which no row is wanted ends without a sum over the ranks behind its last layer. Its answer, which
-        one rank gives, tells that the KV of all ranks may be copied, also by networks, which await no device.
+        A step of which no row is wanted, or all tokens are known before, ends without a sum over the ranks behind
+        its last layer. Its answer, which one rank gives, tells that the KV of all ranks may be copied, also by
+        networks, which await no device.
         """
         if self._group.size > 1:
             if self._device is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from pagoda.backend_check.threads import ThreadGroup, ThreadRank
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler, no_masks
+from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler
 from pagoda.worker.sampler import NOT_FINITE, Sampler
 
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=100, logprobs=2)
@@ -117,8 +118,13 @@ def test_the_result_of_a_step_waits_for_the_device_also_without_samples(
     assert computed.done
 
 
-def test_ranks_meet_when_their_devices_have_computed() -> None:
+@pytest.mark.parametrize(
+    "is_known", [False, True], ids=["nothing is drawn", "a grammar forces the token"]
+)
+def test_ranks_meet_when_their_devices_have_computed(is_known: bool) -> None:
     """One of them answers for all."""
+    masks = SimpleNamespace(masks={}, tokens={0: 7})
+    model: Any = SimpleNamespace(has_argmax=True, row_sampler=None)
     ranks, devices = ThreadGroup(2), [EmulatedDevice() for _ in range(2)]
     written: list[int] = []
 
@@ -127,10 +133,15 @@ def test_ranks_meet_when_their_devices_have_computed() -> None:
         backend.late = devices[rank]
         sampler = Sampler(1, 8, backend.sample)
         group = ThreadRank(ranks, rank)
-        own = GroupSampler(sampler, group, Tracer("worker"), no_masks, backend)
+        own = GroupSampler(sampler, group, Tracer("worker"), lambda _step: masks, backend)
+        own.begin(StepPlan(0, [0], [1], masked_slots=[0]))
         devices[rank].steps.run(lambda: written.append(rank))
         computed = backend.launched()
-        own.meet()
+        if is_known:
+            drawing = own.sample(model, torch.zeros(1, 4), {0: 0} if rank == 0 else {})
+            assert drawing.read().token_ids == {0: 7}
+        else:
+            own.meet()
         assert sorted(written) == [0, 1]
         return computed
 
