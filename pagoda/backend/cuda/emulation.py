@@ -115,6 +115,7 @@ class EmulatedStream:
                         entry.wait()
                 except Exception as error:
                     self._device.failed = error
+                    self._device.submitted.notify_all()
                     raise
                 self.num_done += 1
 
@@ -122,7 +123,8 @@ class EmulatedStream:
         """Does work, also such as is submitted meanwhile, until something is true. Raises what `advance` does."""
         with self._device.lock:
             while not reached():
-                self._device.submitted.wait_for(lambda: self._left)
+                self._device.submitted.wait_for(lambda: self._left or self._device.failed)
+                self._device.check()
                 self.advance(self.num_done + 1)
 
     def synchronize(self) -> None:

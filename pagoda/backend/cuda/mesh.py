@@ -99,7 +99,10 @@ def _receive(link: socket.socket, parts: _Queue[bytes], asked: _Queue[int]) -> N
             length = stream.read(_LENGTH_BYTES)
             if len(length) < _LENGTH_BYTES:
                 break
-            parts.put(stream.read(int.from_bytes(length, "little")))
+            part = stream.read(num_bytes := int.from_bytes(length, "little"))
+            if len(part) < num_bytes:
+                break
+            parts.put(part)
             asked.put(number)
     parts.put(None)
 

@@ -110,12 +110,17 @@ def test_a_device_gives_others_what_they_wait_for_and_does_no_more() -> None:
     _on_ranks(3, run)
 
 
-def test_a_device_that_fails_fails_those_that_wait_for_it() -> None:
+@pytest.mark.parametrize("is_asked_first", [True, False])
+def test_a_device_that_fails_fails_those_that_wait_for_it(is_asked_first: bool) -> None:
     def run(host: HostGroup) -> None:
         device = EmulatedDevice()
         group = device.open_group(host)
         failing = torch.zeros(3 - host.rank)
         device.steps.run(lambda: group.all_gather(torch.zeros(3).copy_(failing)).zero_())
+        if host.rank == 1 and not is_asked_first:
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                device.steps.synchronize()
+        host.all_gather(torch.zeros(1))
         if host.rank == 0:
             with pytest.raises(ConnectionError, match="Rank 1 of the group is gone, or its device"):
                 device.steps.synchronize()
