@@ -5,7 +5,7 @@ Floats of 8 bits are those of Micikevicius et al. 2022; scales of blocks are tho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.weight_formats import FP8_INPUTS, DenseFormat, Fp8Format, WeightFormat
@@ -23,6 +23,8 @@ class Fp8Scheme:
     """Outputs that share a scale; None: all of them."""
     inputs: int | None
     """Inputs that share a scale; None: all of them."""
+    is_e4m3: bool = True
+    """False if config.json says E5M2, which no backend keeps. compressed-tensors does not say it."""
 
     @property
     def summary(self) -> str:
@@ -40,7 +42,7 @@ class Fp8Scheme:
     @property
     def held_as(self) -> WeightFormat:
         """Format in memory, where the backend has 8-bit floats: each output has scales of its own."""
-        if self.inputs is not None and self.inputs % FP8_INPUTS:
+        if not self.is_e4m3 or (self.inputs is not None and self.inputs % FP8_INPUTS):
             return DenseFormat()
         return Fp8Format(self.inputs)
 
@@ -75,14 +77,12 @@ def compressed_tensors_scheme(weights: Fields, layout: str) -> Fp8Scheme:
 
 def fp8_scheme(fields: Fields) -> Fp8Scheme:
     """Scheme of `quant_method` `fp8`, with one scale for a weight or, as `weight_block_size` says, for a block."""
-    if fields.text("fmt", "e4m3").removeprefix("float8_").removesuffix("fn") not in (
-        "e4m3",
-        "e5m2",
-    ):
+    numbers = fields.text("fmt", "e4m3").removeprefix("float8_").removesuffix("fn")
+    if numbers not in ("e4m3", "e5m2"):
         fields.refuse("fmt", "must be 'e4m3' or 'e5m2'")
-    if fields.values.get("weight_block_size") is None:
-        return Fp8Scheme(None, None)
-    return _blocks(fields, "weight_block_size")
+    has_blocks = fields.values.get("weight_block_size") is not None
+    scheme = _blocks(fields, "weight_block_size") if has_blocks else Fp8Scheme(None, None)
+    return replace(scheme, is_e4m3=numbers == "e4m3")
 
 
 def _blocks(fields: Fields, name: str) -> Fp8Scheme:

@@ -92,11 +92,19 @@ class CheckpointQuantization:
             act_order=scheme.act_order,
         )
 
+    @property
+    def is_held_in_fp8(self) -> bool:
+        """True if all layers that are quantized are 8-bit floats in memory."""
+        return all(self._keeps(scheme) for _, scheme in self.targets)
+
+    def _keeps(self, scheme: Scheme) -> bool:
+        is_fp8 = isinstance(scheme, Fp8Scheme) and isinstance(scheme.held_as, Fp8Format)
+        return self.keeps_fp8 and is_fp8
+
     def _summary(self, scheme: Scheme) -> str:
         if not isinstance(scheme, Fp8Scheme):
             return _summary(scheme)
-        is_kept = self.keeps_fp8 and isinstance(scheme.held_as, Fp8Format)
-        return scheme.summary if is_kept else f"{scheme.summary}, converted"
+        return scheme.summary if self._keeps(scheme) else f"{scheme.summary}, converted"
 
 
 def is_dense_once_loaded(quantization: Quantization | None) -> bool:

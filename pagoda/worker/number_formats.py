@@ -54,7 +54,7 @@ def choose_quantization(
         if wanted != "none" and wanted not in capabilities.weight_formats:
             raise ConfigError(f"this backend does not compute with {wanted} weights.")
         kept = _kept(config, stored, capabilities) if is_dense else None
-        if wanted == "fp8" and isinstance(kept, CheckpointQuantization) and kept.keeps_fp8:
+        if wanted == "fp8" and isinstance(kept, CheckpointQuantization) and kept.is_held_in_fp8:
             return kept
         on_load = quantization_on_load(
             wanted, config.quantization_group_size, config.calibration_windows

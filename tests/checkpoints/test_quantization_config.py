@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,16 @@ def test_gptq() -> None:
     assert parsed.summary == "gptq int8 weights (one group)"
     assert _parse(GPTQ | {"lm_head": True}).scheme_of(_linear("lm_head")) is not None
     assert _parse(GPTQ | {"lm_head": True}).scheme_of(_linear("model.embed_tokens")) is None
+
+
+@pytest.mark.parametrize("more", [{"fmt": "e5m2"}, {"weight_block_size": [48, 48]}])
+def test_fp8_that_no_backend_holds(more: dict[str, Any]) -> None:
+    """E5M2, and blocks that kernels cannot take by 32 inputs, become dense also where there are 8-bit floats."""
+    parsed = replace(_parse(FP8 | more), keeps_fp8=True)
+    assert not parsed.is_held_in_fp8
+    assert parsed.format_of(_linear(LAYER)) == DenseFormat()
+    assert parsed.summary.endswith(", converted")
+    assert replace(_parse(FP8), keeps_fp8=True).is_held_in_fp8
 
 
 def test_fp8() -> None:

@@ -40,6 +40,7 @@ from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.fp8_weights import convert_fp8, is_finite
+from pagoda.model.quantization import QuantizationOnLoad
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.weights import open_checkpoint
 from pagoda.telemetry.tracer import Tracer
@@ -133,6 +134,13 @@ def test_fp8_asked_for_of_fp8_is_what_is_stored(quantization: str, tmp_path: Pat
     plan = plan_worker(WorkerConfig(model=str(tmp_path), **options))
     assert plan.quantization is not None
     assert plan.quantization.summary == "fp8 weights (blocks of 128 × 128)"
+
+
+def test_fp8_asked_for_of_blocks_that_no_backend_holds_is_made_anew(tmp_path: Path) -> None:
+    save_quantized(tmp_path, fp8_format((48, 48)))
+    options = {"backend": "reference", "quantization": "fp8", "num_blocks": 64}
+    plan = plan_worker(WorkerConfig(model=str(tmp_path), **options))
+    assert plan.quantization == QuantizationOnLoad(None, in_fp8=True)
 
 
 def test_8_bit_floats_of_a_dense_checkpoint(tmp_path: Path) -> None:
