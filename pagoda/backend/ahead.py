@@ -22,7 +22,7 @@ class Underway(Protocol[OutcomeT_co]):
         """[rows] int64 on the device, the token of each row; -1, or any, where there is none."""
 
     def read(self) -> OutcomeT_co:
-        """Waits for it. Raises RuntimeError: the device has failed."""
+        """Waits for it. Raises DeviceLostError: the device has failed."""
 
 
 @runtime_checkable
@@ -46,4 +46,4 @@ class RunsAhead(Protocol):
     def launch_drain(self, counts: Tensor) -> Callable[[], Tensor]:
         """Copies counts [n] int64 of the device, to which steps add, to host memory, and sets them to 0.
 
-        What it returns waits for the copy, and raises RuntimeError: the device has failed."""
+        What it returns waits for the copy, and raises DeviceLostError: the device has failed."""

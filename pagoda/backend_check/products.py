@@ -49,6 +49,8 @@ DENSE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 _SHAPES = ((1, 64), (33, 96), (200, 320))
 """Outputs and inputs of linear layers."""
+_NUMBERS_OF_ROWS = (1, 17, 64, 65, 129, 520)
+"""Rows of steps from a single token to a long prompt, at which backends are likely to change tiles."""
 
 
 def weights_of(weight_format: str, outputs: int, inputs: int) -> Iterator[tuple[str, LinearWeight]]:
@@ -387,4 +389,33 @@ EXPLICIT = {
 }
 """Checks of operations with weights; those of linear layers are made for every format."""
 
+
+def _any_number_of_rows(subject: Subject) -> str:
+    """Backends choose tiles by the number of rows: a row's bits are the same in all of them."""
+    subject.needs("linear", "rms_norm")
+    formats = [name for name in DENSE if name in subject.backend.capabilities.weight_formats]
+    x = random_tensor(max(_NUMBERS_OF_ROWS), 256, seed=3)
+    norm, bias = 1 + random_tensor(256, seed=4) / 8, random_tensor(70, seed=5)
+    for name in formats:
+        weight = DenseWeight((random_tensor(70, 256, seed=6) / 8).to(DENSE[name]))
+        device = subject.backend.device
+        held = subject.backend.prepare_linear([weight], bias.to(device), DENSE[name])
+        of_norm = norm.to(device)
+
+        def record(
+            ops: GraphBuilder, x: Value, held: Any = held, norm: Any = of_norm
+        ) -> list[Value]:
+            return [ops.linear(x, held), ops.linear(ops.rms_norm(x, norm, 1e-6), held)]
+
+        whole = outputs(subject.backend, record, {"x": x})
+        for count in _NUMBERS_OF_ROWS:
+            some = outputs(subject.backend, record, {"x": x[:count]})
+            for kind, own, all_rows in zip(("", " behind a norm"), some, whole, strict=True):
+                what = f"linear of {name}{kind}, {count} of {len(x)} rows,"
+                ensure_same(own, all_rows[:count], what)
+    counts = ", ".join(map(str, _NUMBERS_OF_ROWS))
+    return f"{', '.join(formats)}: {counts} rows, also behind a norm"
+
+
+ANY_ROWS = Check("linear, any number of rows", _any_number_of_rows)
 QUANTIZE = Check("quantize_int8, quantize_int4", _quantize)

@@ -76,6 +76,7 @@ def checks() -> list[Check]:
         Check("capabilities", _capabilities),
         *of_operations,
         *products.format_checks(),
+        products.ANY_ROWS,
         products.QUANTIZE,
         *attention.FURTHER,
         *latents.FURTHER,

@@ -45,7 +45,7 @@ class Drawing:
         self.on_device.append(_OnDevice({slot: at for at, slot in enumerate(slots)}, token_ids))
 
     def read(self) -> Sampled:
-        """The results, which may have to be waited for. Raises RuntimeError: the device has failed."""
+        """The results, which may have to be waited for. Raises DeviceLostError: the device has failed."""
         found = [read() for read in self.parts]
         return found[0] if len(found) == 1 else merged(found)
 
