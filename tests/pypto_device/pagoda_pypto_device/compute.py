@@ -59,7 +59,7 @@ def read_weights(contract: Contract, staged: Mapping[str, Sequence[Tensor]]) -> 
             rows = len(whole[meaning]) // sizes["L"]
             parts.append(whole[meaning][layer * rows : (layer + 1) * rows].t())
         joined = torch.cat(parts).contiguous()
-        return Linear(*joined.shape, (joined,), None)
+        return Linear(*joined.shape, (joined,), joined.dtype, None)
 
     layers = tuple(
         Layer(
@@ -75,7 +75,7 @@ def read_weights(contract: Contract, staged: Mapping[str, Sequence[Tensor]]) -> 
         for layer in range(sizes["L"])
     )
     tables = (whole[name][: sizes["REAL_V"]] for name in ("embedding", "head"))
-    embedding_map, head = (Linear(*table.shape, (table,), None) for table in tables)
+    embedding_map, head = (Linear(*table.shape, (table,), table.dtype, None) for table in tables)
     half = sizes["D"] // 2
     return Weights(
         layers,
