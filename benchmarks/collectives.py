@@ -25,7 +25,7 @@ from torch import Tensor
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
 from pagoda.cli import output
 from pagoda.parallel.distributed import GroupStore
-from pagoda.worker.pinning import set_thread_waiting
+from pagoda.worker.pinning import set_library_options
 
 _RANKS = (2, 4)
 _SIZES = {"2 KB": 2**11, "8 KB": 2**13, "8 MB": 2**23}
@@ -51,7 +51,7 @@ def main() -> None:
 def _table(ranks: int) -> list[tuple[str, ...]]:
     memory, store = SharedMemory(ranks), GroupStore("127.0.0.1")
     environment = dict(os.environ)
-    set_thread_waiting(environment)
+    set_library_options(environment)
     with contextlib.ExitStack() as stack:
         stack.callback(memory.close)
         processes = []

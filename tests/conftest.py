@@ -17,8 +17,10 @@ from pagoda.telemetry.logging import LOG_FORMAT_ENV, LOG_LEVEL_ENV
 settings.register_profile("pagoda", deadline=None)
 settings.load_profile("pagoda")
 
-# Read when torch is loaded: its threads sleep when they wait, as in a worker, so tests stay fast on busy machines.
+# Read when torch is loaded: its threads sleep when they wait, as in a worker, so tests stay fast on busy machines;
+# products have the same bits with any number of threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

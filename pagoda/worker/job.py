@@ -15,7 +15,7 @@ from pagoda.errors import PagodaError
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.messages.jobs import JobFailed, JobProgress
 from pagoda.telemetry.logging import configure_logging
-from pagoda.worker.pinning import set_thread_waiting
+from pagoda.worker.pinning import set_library_options
 
 C = TypeVar("C", bound=msgspec.Struct)
 OnProgress = Callable[[int, int], None]
@@ -34,7 +34,7 @@ def run(kind: type[C], work: Callable[[C, OnProgress], msgspec.Struct]) -> NoRet
     messages = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     configure_logging()
-    set_thread_waiting(os.environ)
+    set_library_options(os.environ)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=kind)
 

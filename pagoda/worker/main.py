@@ -32,7 +32,7 @@ from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.trace_ending import EXIT_S, TraceEnding
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.engine_link import EngineLink
-from pagoda.worker.pinning import bind, free_threads, set_thread_waiting
+from pagoda.worker.pinning import bind, free_threads, set_library_options
 
 if TYPE_CHECKING:
     from pagoda.backend.kv_store import Event
@@ -68,7 +68,7 @@ def main() -> NoReturn:
     (address,) = sys.argv[1:]
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
     configure_logging(place=str(config.place) if config.parallel.num_ranks > 1 else None)
-    set_thread_waiting(os.environ)
+    set_library_options(os.environ)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     faults = Faults(config.faults, config.place.role)
     engine = EngineLink(context, address, config, faults)

@@ -22,12 +22,14 @@ SPIN_COUNT = "2000"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def set_thread_waiting(environ: MutableMapping[str, str]) -> None:
-    """Sets how OpenMP threads wait for each other, unless the operator did; OpenMP reads it when torch loads it.
+def set_library_options(environ: MutableMapping[str, str]) -> None:
+    """Sets options of the libraries that torch brings along, unless the operator did; they read them when loaded.
 
-    Between two operations of a step a wait is shorter than falling asleep and waking up. Spinning on for longer
-    would take the cores from engine and frontend.
+    OpenMP threads wait for each other awake for a while: between two operations of a step a wait is shorter than
+    falling asleep and waking up. Spinning on for longer would take the cores from engine and frontend. MKL adds up
+    in an order that the number of threads does not change, as it does on some Xeons else.
     """
+    environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
