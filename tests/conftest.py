@@ -12,6 +12,7 @@ from trace_writers import TraceWriters
 
 from benchmarks.chaos.fuzz.kernels import load_kernels
 from pagoda.telemetry.logging import LOG_FORMAT_ENV, LOG_LEVEL_ENV
+from pagoda.worker.pinning import set_order_of_sums
 
 # How long an example takes says more about what else the machine does than about what is tested.
 settings.register_profile("pagoda", deadline=None)
@@ -20,7 +21,7 @@ settings.load_profile("pagoda")
 # Read when torch is loaded: its threads sleep when they wait, as in a worker, so tests stay fast on busy machines;
 # products have the same bits with any number of threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+set_order_of_sums(os.environ)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,18 +20,29 @@ from pagoda.messages.worker_config import WorkerConfig
 SPIN_COUNT = "2000"
 """Some fifty microseconds: the threads of one step wait for each other awake, those of an idle worker sleep."""
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def set_library_options(environ: MutableMapping[str, str]) -> None:
     """Sets options of the libraries that torch brings along, unless the operator did; they read them when loaded.
 
     OpenMP threads wait for each other awake for a while: between two operations of a step a wait is shorter than
-    falling asleep and waking up. Spinning on for longer would take the cores from engine and frontend. MKL adds up
-    in an order that the number of threads does not change, as it does on some Xeons else.
+    falling asleep and waking up. Spinning on for longer would take the cores from engine and frontend.
     """
-    environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    set_order_of_sums(environ)
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def set_order_of_sums(environ: MutableMapping[str, str]) -> None:
+    """Sets one order of MKL's sums for any number of threads, which changes it on Xeons with AMX.
+
+    See "Conditional numerical reproducibility" in Intel's guide. On processors of others it does so already, and
+    might take this for a wish for its slowest code.
+    """
+    with contextlib.suppress(OSError):
+        if "GenuineIntel" in _CPUINFO.read_text(encoding="ascii", errors="replace"):
+            environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def bind(config: WorkerConfig) -> tuple[WorkerConfig, set[int]]:
