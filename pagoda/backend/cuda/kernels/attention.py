@@ -264,7 +264,7 @@ def _tile(
     """Computes a tile. Returns True if it may have numbers that rows got of tokens which they do not see."""
     tile, head_group = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles_ptr + tile * 3).to(tl.int64)
-    spoilt = sequence < -1
+    spoilt = sequence < -1  # false: -1 is the number of padding
     if sequence >= 0:
         groups: tl.constexpr = (per_key + rows - 1) // rows
         in_tile: tl.constexpr = per_key if per_key < rows else rows

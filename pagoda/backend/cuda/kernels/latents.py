@@ -104,7 +104,7 @@ def _tile(
     """Computes a tile, as that of `attention` does."""
     tile = tl.program_id(0)
     sequence = tl.load(tiles_ptr + tile * 3).to(tl.int64)
-    spoilt = sequence < -1
+    spoilt = sequence < -1  # false: -1 is the number of padding
     if sequence >= 0:
         in_tile: tl.constexpr = heads if heads < rows else rows
         row, columns, turned = tl.arange(0, rows), tl.arange(0, width), tl.arange(0, rope_width)

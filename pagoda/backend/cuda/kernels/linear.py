@@ -38,6 +38,7 @@ _BLOCK = 1024
 class _Tile:
     """A tile of products on Hopper; sizes were chosen by measurement, on an H100."""
 
+    kernel: Any
     rows: int
     columns: int
     step: int
@@ -53,8 +54,6 @@ _FEW_ROWS = 64
 """Rows up to which weights are the longer side of all tiles, so that there may be few of the others."""
 _SOME_ROWS = 512
 """Rows beyond which tiles are large, and the GPU's unit for copies (TMA) loads them."""
-_FEW_COLUMNS = 64
-"""Outputs of tiles of few rows."""
 _NEIGHBOURS = 8
 """Tiles of rows that are computed side by side, so that they find a tile of weights in the cache."""
 
@@ -283,46 +282,39 @@ def linear(
 def hopper_linear(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
     """`linear` in tiles for GPUs of compute capability 9.0, with a multiple of `_INPUTS_MULTIPLE` inputs."""
     outputs, inputs = weight.shape
-    tile = _hopper_tile(x, outputs)
+    tile = _hopper_tile(x, weight)
     across, down = blocks(outputs, tile.columns), blocks(len(x), tile.rows)
-    arguments = (x, weight, bias, out, len(x), outputs)
-    options = {
-        "has_bias": bias is not None,
-        "inputs": inputs,
-        "rows": tile.rows,
-        "columns": tile.columns,
-        "step": tile.step,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-    if tile.columns == _FEW_COLUMNS:
-        _few_rows[(across, down)](*arguments, **options)
-    elif len(x) > _SOME_ROWS and x.dtype == weight.dtype:
-        described = (
+    read = (x, weight)
+    if tile.kernel is _copied_rows:
+        read = (
             TensorDescriptor.from_tensor(x, [tile.rows, tile.step]),
             TensorDescriptor.from_tensor(weight, [tile.columns, tile.step]),
         )
-        _copied_rows[(across * down,)](
-            *described, *arguments[2:], neighbours=_NEIGHBOURS, **options
-        )
-    else:
-        _many_rows[(across * down,)](*arguments, neighbours=_NEIGHBOURS, **options)
+    on_their_side = tile.kernel is _few_rows
+    tile.kernel[(across, down) if on_their_side else (across * down,)](
+        *read, bias, out, len(x), outputs, has_bias=bias is not None, inputs=inputs, rows=tile.rows,
+        columns=tile.columns, step=tile.step, num_warps=tile.warps, num_stages=tile.stages,
+        **({} if on_their_side else {"neighbours": _NEIGHBOURS}),
+    )  # fmt: skip
 
 
-def _hopper_tile(x: Tensor, outputs: int) -> _Tile:
-    """The tile of x [n, in]. Inputs in float32 take twice the memory, and have to be rounded on the way."""
-    count, is_rounded = len(x), x.dtype == torch.bfloat16
+def _hopper_tile(x: Tensor, weight: Tensor) -> _Tile:
+    """The tile of x [n, in] times a weight [out, in].
+
+    Inputs that are not rounded yet take twice the memory, and go over registers. Few tiles would leave most of the
+    GPU idle, so where weights are small they are narrow.
+    """
+    count, is_rounded = len(x), x.dtype == weight.dtype
     if count <= _FEW_ROWS:
         rows = power_of_two(16, count)
-        return _Tile(rows, _FEW_COLUMNS, 128, 4, 6 if is_rounded or rows == 16 else 4)
+        return _Tile(_few_rows, rows, 64, 128, 4, 6 if is_rounded or rows == 16 else 4)
     if not is_rounded:
-        return _Tile(128, 128, 64, 8, 3)
+        return _Tile(_many_rows, 128, 128, 64, 8, 3)
     if count > _SOME_ROWS:
-        return _Tile(128, 256, 64, 8, 3)
-    fits = outputs <= (
-        8192 if count <= 128 else 4096
-    )  # few tiles of 128 outputs would leave most of the GPU idle
-    return _Tile(128, _FEW_COLUMNS, 128, 4, 4) if fits else _Tile(128, 128, 64, 8, 4)
+        return _Tile(_copied_rows, 128, 256, 64, 8, 3)
+    if len(weight) <= (8192 if count <= 128 else 4096):
+        return _Tile(_few_rows, 128, 64, 128, 4, 4)
+    return _Tile(_many_rows, 128, 128, 64, 8, 4)
 
 
 def fp8_linear(
