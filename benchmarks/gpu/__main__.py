@@ -66,7 +66,6 @@ def _start_up(model: str) -> Figure:
 
 def _steps(model: str, limits: Limits, *, batch_invariant: bool) -> list[Figure]:
     """Raises ConfigError: this torch has no products that depend on the batch."""
-    in_attention = attention_flops(model, "bfloat16", _LONG_PROMPT)
     worker = load(
         model,
         "bfloat16",
@@ -94,7 +93,7 @@ def _steps(model: str, limits: Limits, *, batch_invariant: bool) -> list[Figure]
     requests.prefill(1, _LONG_PROMPT, _ANSWER)
     seconds = requests.prefill(1, _LONG_PROMPT, _ANSWER)
     flops = float(str(worker.description["model"]["flops_per_token"])) * _LONG_PROMPT
-    flops += in_attention
+    flops += attention_flops(model, _LONG_PROMPT)
     figures.append(
         _figure(
             f"prompt of {_LONG_PROMPT} tokens{flag}",

@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from benchmarks.gpu.idle import Clock, busy_seconds, idle_share
+from pagoda.checkpoints.resolve import load_model_config
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.messages.worker_config import WorkerConfig
@@ -18,7 +18,6 @@ from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import LoadedWorker, load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
-_cuda: Any = torch.cuda
 _SAMPLING = SamplingParams(temperature=0.0, seed=0, max_tokens=100_000, ignore_eos=True)
 BLOCK = 16
 CHUNK = 8192
@@ -116,29 +115,22 @@ def load(
     """A model of random weights on the first GPU.
 
     Raises ConfigError: it does not fit, or its products are no quicker where they may depend on the batch."""
-    config = _config(model, dtype)
-    config = msgspec.structs.replace(
-        config,
+    config = WorkerConfig(
+        model=model,
+        load_format="dummy",
+        backend="cuda",
+        dtype=dtype,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=CHUNK,
+        block_size=BLOCK,
+        memory_utilization=0.9,
         batch_invariant=batch_invariant,
     )
     return load_runner(plan_worker(config), Tracer("worker"))
 
 
-def attention_flops(model: str, dtype: str, length: int) -> int:
+def attention_flops(model: str, length: int) -> int:
     """Operations of attention over a prompt of `length` tokens, each of which sees all before it."""
-    spec = plan_worker(_config(model, dtype)).shard.config
+    spec = load_model_config(model, "dummy")
     return 2 * length**2 * spec.num_heads * spec.head_dim * len(spec.layers)
-
-
-def _config(model: str, dtype: str) -> WorkerConfig:
-    return WorkerConfig(
-        model=model,
-        load_format="dummy",
-        backend="cuda",
-        dtype=dtype,
-        block_size=BLOCK,
-        memory_utilization=0.9,
-    )
