@@ -261,19 +261,16 @@ class GroupSampler:
 
     def _computed(self, name: str, compute: Callable[[Tensor], T], hidden: Tensor, rows: Rows) -> T:
         began = self._tracer.kernel()
-        computed = compute(self._chosen(hidden, list(rows.values())))
+        computed = compute(_chosen(hidden, list(rows.values())))
         if began:
             self._tracer.span(name, began, {"rows": len(rows)})
         return computed
 
-    def _chosen(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """Rows of hidden states; mostly all requests are sampled in one way."""
-        begin, end = rows[0], rows[0] + len(rows)
-        if rows != list(range(begin, end)):
-            return hidden[rows]
-        if len(rows) == len(hidden):
-            return hidden
-        return hidden[rows] if self._ahead is None else hidden[begin:end]
+
+def _chosen(hidden: Tensor, rows: list[int]) -> Tensor:
+    """Rows of hidden states, without a copy where they lie one behind the other."""
+    begin, end = rows[0], rows[0] + len(rows)
+    return hidden[begin:end] if rows == list(range(begin, end)) else hidden[rows]
 
 
 def _read_argmax(found: Underway[Tensor], slots: list[int]) -> Sampled:

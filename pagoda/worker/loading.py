@@ -539,10 +539,9 @@ def _weights(plan: WorkerPlan) -> Iterator[WeightSource]:
     else:
         with open_checkpoint(path) as checkpoint:
             checkpoint.refuse_unread(plan.shard.config)
-            stored = plan.shard.config.quantization
-            if isinstance(plan.quantization, CheckpointQuantization):
-                yield QuantizedCheckpoint(checkpoint, plan.quantization)
-            elif isinstance(stored, CheckpointQuantization):
-                yield QuantizedCheckpoint(checkpoint, stored)
+            planned, stored = plan.quantization, plan.shard.config.quantization
+            read_by = planned if isinstance(planned, CheckpointQuantization) else stored
+            if isinstance(read_by, CheckpointQuantization):
+                yield QuantizedCheckpoint(checkpoint, read_by)
             else:
                 yield checkpoint
