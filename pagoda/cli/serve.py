@@ -113,6 +113,9 @@ class ServerOptions:
     """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
     request_timeout: Timeout | None = None
     """Seconds after which a request ends whose client gives it no timeout of its own; by default never."""
+    hold_while_loading: Seconds = 50.0
+    """Seconds for which requests wait for the model while it loads, so that clients may start with the server;
+    then, and with 0 at once, they get 503."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
     cors_origins: Annotated[
@@ -208,6 +211,7 @@ class ServerOptions:
             tokens_as_ids=self.return_tokens_as_token_ids,
             vllm_metrics=self.vllm_metrics,
             response_store_bytes=_memory_of("--response-store-bytes", self.response_store_bytes),
+            hold_while_loading_s=self.hold_while_loading,
             request_timeout_s=self.request_timeout,
             max_connections=max_connections(),
         )
