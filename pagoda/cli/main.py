@@ -31,6 +31,7 @@ _COMMANDS = {
     "generate": "Answer prompts, or the lines of an OpenAI batch file.",
     "chat": "Talk with a model in the terminal.",
     "quantize": "Write a quantized model that Pagoda and others can read.",
+    "models": "List the models that can be served here by name, with their sizes.",
     "doctor": "Show what this machine has, and what Pagoda will use.",
     "backend": "Backends, as serve --backend takes them.",
     "backend check": "Check that a backend computes what it should, operation by operation.",
