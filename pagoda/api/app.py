@@ -156,9 +156,12 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
     check_scope(context, methods[method])
     check_content_type(context, methods[method])
     if not methods[method].is_queued:
+        if methods[method].needs_model:
+            await context.service.hold_while_loading(None)
         return await methods[method].handler(context)
-    context.client_request.timeout_s = _timeout_s(context)
+    timeout_s = context.client_request.timeout_s = _timeout_s(context)
     with context.service.key_limits.admit(context.key or ANYBODY):
+        await context.service.hold_while_loading(timeout_s)
         context.service.check_room(context.client_request)
         return await methods[method].handler(context)
 

@@ -47,6 +47,8 @@ class Route:
     is_queued: bool = False
     """True if answers wait for an engine: a full queue refuses them before the body is read, and they count
     against the limits of their API key."""
+    needs_model: bool = False
+    """True if, as with answers that wait for an engine, a client that comes while the model loads waits for it."""
     needs_body: bool = True
     """False if the JSON body may be left out."""
     takes_form: bool = False

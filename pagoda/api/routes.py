@@ -35,7 +35,9 @@ PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 _page = Route(info.page, "A file of the page.", OPEN, content_type="text/html", statuses=(404,))
 _ready = Route(info.health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
-_models = Route(info.models, "The models that are served.", ANY_KEY, answer=ModelList)
+_models = Route(
+    info.models, "The models that are served.", ANY_KEY, answer=ModelList, needs_model=True
+)
 _bootstrap_room = Route(
     info.bootstrap_room, "The place of KV, for decode servers.", ANSWER, statuses=(404,)
 )
@@ -59,7 +61,7 @@ _llama_chat = Route(
     is_queued=True,
 )
 _count_chat_tokens = Route(
-    count_chat_tokens, "Counts the tokens of a conversation.", ANSWER, ChatRequest
+    count_chat_tokens, "Counts the tokens of a conversation.", ANSWER, ChatRequest, needs_model=True
 )
 _start_profile = Route(
     start_profile, "Begins a trace.", OPERATE, StartBody, needs_body=False, statuses=(409,)
@@ -71,6 +73,7 @@ _load_adapter = Route(
     LoadLoraAdapter,
     content_type="text/plain",
     statuses=(403, 404),
+    needs_model=True,
 )
 _unload_adapter = Route(
     unload_lora_adapter,
@@ -79,6 +82,7 @@ _unload_adapter = Route(
     UnloadLoraAdapter,
     content_type="text/plain",
     statuses=(403, 404),
+    needs_model=True,
 )
 _stop_profile = Route(stop_profile, "Ends the trace.", OPERATE, statuses=(409,))
 
@@ -94,7 +98,9 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/get_server_info": {"GET": _server_info},
     "/v1/models": {"GET": _models},
     "/v1/models/*": {
-        "GET": Route(info.model, "One model.", ANY_KEY, answer=Model, statuses=(404,))
+        "GET": Route(
+            info.model, "One model.", ANY_KEY, answer=Model, statuses=(404,), needs_model=True
+        )
     },
     "/v1/load": {"GET": Route(info.load, "The load of the server and of each replica.", LOOK)},
     "/v1/live": {
@@ -140,8 +146,12 @@ ROUTES: dict[str, dict[str, Route]] = {
     **CONVERSATION_ROUTES,
     "/profile/start": {"POST": _start_profile},
     "/profile/stop": {"POST": _stop_profile},
-    "/tokenize": {"POST": Route(tokenize, "Token ids of a text.", ANSWER, TokenizeRequest)},
-    "/detokenize": {"POST": Route(detokenize, "Text of token ids.", ANSWER, DetokenizeRequest)},
+    "/tokenize": {
+        "POST": Route(tokenize, "Token ids of a text.", ANSWER, TokenizeRequest, needs_model=True)
+    },
+    "/detokenize": {
+        "POST": Route(detokenize, "Text of token ids.", ANSWER, DetokenizeRequest, needs_model=True)
+    },
     "/openapi.json": {
         "GET": Route(document(lambda: ROUTES), "This description of the routes.", OPEN)
     },

@@ -125,6 +125,7 @@ async def serve(
             return
         telling.cancel()
         service.generator = loading.result()
+        service.has_settled.set()
         if service.batches is not None:
             service.batches.start()
         on_ready(url, dispatcher.limits)
@@ -143,6 +144,7 @@ async def serve(
             await dispatcher.drain(0.0)
     finally:
         service.draining = True
+        service.has_settled.set()
         service.live_stats.close()
         await _close_batches(service)
         await service.responses.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import time
 from collections.abc import Sequence
@@ -64,12 +65,18 @@ class ApiConfig:
     response_store_bytes: int = 256 * 2**20
     """Bytes of responses that are kept for `previous_response_id` and for retrieval, and as many of conversations;
     0 keeps none."""
+    hold_while_loading_s: float = 0.0
+    """Seconds for which requests that need the model wait for it while it loads, before their bodies are read."""
     request_timeout_s: float | None = None
     """Seconds after which a request ends whose client gives it no time of its own; None for none."""
     stall_timeout_s: float = 60.0
     """Seconds after which a client that reads nothing of an answer is cut off."""
     max_connections: int = UNLIMITED
     """Open connections; at the limit those that wait longest for a request are closed."""
+
+
+_MAX_HELD = 1024
+"""Requests that wait for the model at once: of each, what the socket's buffers take of its body is in memory."""
 
 
 @dataclass
@@ -92,6 +99,10 @@ class Service:
     batches: BatchRunner | None = None
     conversations: ConversationStore = field(init=False)
     rooms: Rooms = field(default_factory=Rooms)
+    has_settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the model is loaded, or will not be."""
+    num_held: int = 0
+    """Requests that wait for the model."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -112,6 +123,22 @@ class Service:
         if self.generator is None:
             raise unavailable("The model is loading.")
         return self.generator
+
+    async def hold_while_loading(self, timeout_s: float | None) -> None:
+        """Returns when the model is loaded or will not be, or when it has taken too long for the server or for the
+        client, which gives its request `timeout_s` in all; then whoever needs the model finds that it is loading.
+        """
+        limit_s = self.config.hold_while_loading_s
+        if self.generator is not None or self.draining or self.num_held >= _MAX_HELD or not limit_s:
+            return
+        self.num_held += 1
+        try:
+            async with asyncio.timeout(limit_s if timeout_s is None else min(limit_s, timeout_s)):
+                await self.has_settled.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.num_held -= 1
 
     def require_registry(self) -> Registry:
         """Raises ApiError: 404, this is no router; 503, it is starting."""
@@ -142,13 +169,14 @@ class Service:
             self.fleet.dispatcher.check_room(client_request.key_name, client_request.weight)
 
     def check_model(self, model: str | None) -> None:
-        """Raises ApiError: 404, the model is not served here."""
+        """Raises ApiError: 404, the model is not served here; 503, the name may be an adapter's of a model that is
+        loading."""
         served = self.config.served_model_name
         if model is None or model == served or model in self.config.model_aliases:
             return
         if self.config.any_model_name:
             return
-        if self.generator is None or self.generator.adapters.find(model) is None:
+        if self.ready_generator().adapters.find(model) is None:
             raise ApiError(
                 404,
                 f"The model {model[:200]!r} is not served here; it is {served!r}.",

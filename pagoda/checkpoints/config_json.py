@@ -46,6 +46,8 @@ _REFUSED = {
 """Architectures near those of families, with what they compute otherwise."""
 _MAX_LAYERS = 4096
 """Layers of a model: each is an object, of which a wrong number must not fill memory."""
+_FOLLOWING = ("head_dim", "num_key_value_heads")
+"""Sizes that follow from others where they are null; a family has its own where they are absent."""
 _MAX_HEADS = _MAX_HEAD_DIM = 65_536
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -116,7 +118,11 @@ def _gives_score(values: Mapping[str, object]) -> bool:
 def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelSpec:
     """Checks the content of a config.json; `source` names the file in errors."""
     fields, family, is_bare = _text_part(Fields(values, source))
-    silent = {key for key in family.defaults if fields.values.get(key) is None}
+    silent = {
+        key
+        for key in family.defaults
+        if key not in fields or (fields.values[key] is None and key not in _FOLLOWING)
+    }
     if rope_table(fields) is not None:
         silent.discard("rope_parameters")
     fields = fields.updated({key: family.defaults[key] for key in silent})
@@ -178,7 +184,9 @@ def _text_part(fields: Fields) -> tuple[Fields, Family, bool]:
     if kind not in by_kind:
         near = nearest(kind, {it: it for it in by_kind})
         text.refuse("model_type", f"must be one of {', '.join(sorted(by_kind))}{near}")
-    return Fields({**text.values, **common}, fields.source, "text_config."), by_kind[kind], False
+    family = by_kind[kind]
+    values = {**family.model_types[kind], **text.values, **common}
+    return Fields(values, fields.source, "text_config."), family, False
 
 
 def _family(fields: Fields) -> tuple[Family, bool]:

@@ -10,11 +10,11 @@ from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.checkpoints.linears import LinearSpec, Role
 from pagoda.checkpoints.model_spec import ExpertsSpec, MlpSpec, ModelSpec
 from pagoda.checkpoints.safetensors_header import read_header
+from pagoda.checkpoints.tensor_names import TEXT_PARTS
 from pagoda.errors import ConfigError
 
 _DECODER = "model."
 _HEAD = "lm_head."
-_TEXT_PART = "language_model."
 _ENCODERS = ("bert.", "roberta.")
 """Beginnings of names in files of an encoder that has a head."""
 _OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -44,8 +44,8 @@ _BIASED = {
 def full_names(stored: Collection[str]) -> dict[str, str]:
     """Names in a file by the names that a decoder with its head has.
 
-    Files of a decoder alone (`Qwen3Model`) have them without `model.`, those of models that see or hear have
-    `language_model.` in front or within.
+    Files of a decoder alone (`Qwen3Model`) have them without `model.`, those of models that see or hear have one
+    of `TEXT_PARTS` in front or within.
     """
     is_bare = _BARE_EMBEDDING in stored
     return {_full_name(name, is_bare): name for name in stored}
@@ -60,9 +60,12 @@ def _full_name(stored: str, is_bare: bool) -> str:
             return stored
     if is_bare and not stored.startswith((_HEAD, _DECODER)):
         return f"{_DECODER}{stored}"
-    if stored.startswith(f"{_DECODER}{_TEXT_PART}"):
-        return f"{_DECODER}{stored.removeprefix(_DECODER + _TEXT_PART)}"
-    return stored.removeprefix(_TEXT_PART)
+    for part in TEXT_PARTS:
+        if stored.startswith(f"{_DECODER}{part}"):
+            return f"{_DECODER}{stored.removeprefix(_DECODER + part)}"
+        if stored.startswith(part):
+            return stored.removeprefix(part)
+    return stored
 
 
 def tensor_names(directory: Path) -> Collection[str]:

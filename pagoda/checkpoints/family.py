@@ -52,8 +52,9 @@ class Family:
     """Activation of MLPs, the same in all models of the family."""
     partial_rotary: float | None = None
     """Part of a head that is rotated where config.json is silent; None where all of it is in every model."""
-    model_types: frozenset[str] = frozenset()
-    """Values of `model_type` in the `text_config` of models that see or hear, of which this is the text part."""
+    model_types: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Values of `model_type` in the `text_config` of models that see or hear, of which this is the text part, with
+    the values where it is silent: transformers leaves those of its classes out there."""
     aliases: frozenset[str] = frozenset()
     """Other names in `architectures`, of models with the same text part and no `text_config`."""
     joins_experts: bool = False

@@ -9,6 +9,7 @@ from typing import Literal
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.fp8_config import Fp8Scheme, compressed_tensors_scheme, fp8_scheme
 from pagoda.checkpoints.linears import NEVER_ROUNDED, LinearSpec, Role
+from pagoda.checkpoints.tensor_names import TEXT_PARTS
 from pagoda.checkpoints.weight_formats import (
     MXFP4,
     BlockFormat,
@@ -128,7 +129,9 @@ def _summary(scheme: Int8Format | GroupScheme | BlockFormat) -> str:
 def _matches(target: str, name: str) -> bool:
     """Tells if a target names a layer, also as part of a model that sees or hears."""
     inner = name.removeprefix("model.")
-    names = (name, f"language_model.{name}", f"model.language_model.{inner}")
+    names = {name}
+    for part in TEXT_PARTS:
+        names |= {f"{part}{name}", f"model.{part}{inner}"}
     if target.startswith("re:"):
         return any(re.match(target[3:], known) for known in names)
     return target in names
@@ -229,6 +232,8 @@ def _group_scheme(group: Fields, layout: str) -> Scheme:
 
 def _check_inputs(inputs: Fields) -> None:
     """Raises ConfigError unless each token's inputs are quantized by themselves."""
+    if inputs.values.get("dynamic") is not True:
+        inputs.refuse("dynamic", "must be true: static scales of inputs are not supported")
     for name, wanted, rule in (
         ("type", "int", "must be 'int'"),
         ("num_bits", 8, "must be 8"),
@@ -237,8 +242,6 @@ def _check_inputs(inputs: Fields) -> None:
     ):
         if inputs.values.get(name) not in (None, wanted):
             inputs.refuse(name, rule)
-    if inputs.values.get("dynamic") is not True:
-        inputs.refuse("dynamic", "must be true: static scales of inputs are not supported")
 
 
 def _int8_scheme(weights: Fields, inputs: Fields | None) -> Int8Format:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 from pagoda.checkpoints.config_json import parse_model_config, read_model_config
 from pagoda.checkpoints.gguf.config import gguf_model_config
@@ -47,6 +48,8 @@ PACKAGED_MODELS = {
     )
 }
 """Models that are found by name in an installed package."""
+
+SEE_MODELS = "`pagoda models` lists what can be served by name"
 
 _EMBEDDED_DIRECTORY = Path(__file__).parent / "pagoda_tiny"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -94,7 +97,8 @@ def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
     if not _looks_like_hub_id(name):
         raise ConfigError(
             f"there is no model directory {name!r}; give a directory with a config.json, "
-            f"a GGUF file, {', '.join(PACKAGED_MODELS)}, or a hub id such as Qwen/Qwen3-0.6B."
+            f"a GGUF file, {', '.join(PACKAGED_MODELS)}, or a hub id such as Qwen/Qwen3-0.6B; "
+            f"{SEE_MODELS}."
         )
     return _local(_from_hub(name), served_name=name)
 
@@ -160,7 +164,7 @@ def _from_hub(name: str) -> Path:
     except ImportError:
         raise ConfigError(
             f"there is no directory {name!r}, and fetching it from the hub needs an extra: "
-            "pip install 'pagoda-llm[hub]'."
+            f"pip install 'pagoda-llm[hub]'; {SEE_MODELS}."
         ) from None
     try:
         return Path(hub.snapshot_download(name, allow_patterns=_HUB_FILES))
@@ -170,13 +174,21 @@ def _from_hub(name: str) -> Path:
                 f"{name!r} is neither a directory nor in the local hub cache, and HF_HUB_OFFLINE is set."
             ) from error
         raise ConfigError(
-            f"{name!r} is not a directory, and the hub did not give it: {_first_line(error)}"
+            f"there is no directory {name!r}, and {_reason(hub, name, error)}; {SEE_MODELS}."
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+def _reason(hub: ModuleType, name: str, error: Exception) -> str:
+    """Why the hub did not give a model."""
+    if isinstance(error, hub.errors.GatedRepoError):
+        return f"the hub gives {name} to those alone whom its makers let in: set HF_TOKEN to a token of theirs"
+    if isinstance(error, hub.errors.RepositoryNotFoundError):
+        return "the hub has no such model, or it is private and HF_TOKEN is not set to a token that may read it"
+    answer = error.__cause__ if isinstance(error.__cause__, hub.errors.HfHubHTTPError) else error
+    if isinstance(answer, hub.errors.LocalEntryNotFoundError):
+        return "the hub, which might have it, cannot be reached from here"
+    text = str(answer).strip() or type(answer).__name__
+    return f"the hub did not give it: {text.splitlines()[0].rstrip('.')}"
 
 
 def load_model_config(model: str, load_format: str) -> ModelSpec:

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+TEXT_PARTS = ("language_model.", "text_model.")
+"""What stands before the names of a decoder that is part of a model that sees or hears, or behind `model.`."""
+
 
 @dataclass(frozen=True)
 class StoredRows:

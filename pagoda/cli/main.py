@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
+from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Group, Parameter
 from cyclopts.config import Dict, Env
 
 from pagoda.errors import ConfigError, EngineDeadError, PagodaError
@@ -31,6 +31,7 @@ _COMMANDS = {
     "generate": "Answer prompts, or the lines of an OpenAI batch file.",
     "chat": "Talk with a model in the terminal.",
     "quantize": "Write a quantized model that Pagoda and others can read.",
+    "models": "List the models that can be served here by name, with their sizes.",
     "doctor": "Show what this machine has, and what Pagoda will use.",
     "backend": "Backends, as serve --backend takes them.",
     "backend check": "Check that a backend computes what it should, operation by operation.",
@@ -124,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = build_app()(tokens, exit_on_error=False, print_error=False)
         return code if isinstance(code, int) else 0
+    except CoercionError as error:
+        return _complain(str(error) + _hint(error), EXIT_USAGE)
     except CycloptsError as error:
         return _complain(str(error), EXIT_USAGE)
     except EngineDeadError as error:
@@ -136,6 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The interpreter flushes standard output once more at exit; that must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+def _hint(error: CoercionError) -> str:
+    """The flag that a value of another one was probably meant for."""
+    from pagoda.frontend.flag_hints import hint
+
+    if error.argument is None or error.token is None:
+        return ""
+    return hint(error.argument.name, error.token.value)
 
 
 def _complain(sentence: str, code: int) -> int:

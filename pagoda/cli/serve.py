@@ -19,6 +19,7 @@ from cyclopts.validators import Number
 
 from pagoda.api.allowed_hosts import hosts_for
 from pagoda.api.answer_log import log_answer
+from pagoda.api.batches.files import DEFAULT_MAX_BYTES
 from pagoda.api.body import UnknownFields
 from pagoda.api.connections import max_connections, raise_descriptor_limit
 from pagoda.api.cors import CorsOrigins
@@ -53,8 +54,9 @@ from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.heap import settle_heap
 from pagoda.ipc.lifeline import hold_lifeline
-from pagoda.ipc.machine import format_bytes
+from pagoda.ipc.machine import available_memory_bytes, format_bytes
 from pagoda.ipc.tls import ServerTls, TlsFiles, client_context
+from pagoda.kv.disk_policy import check_quota
 from pagoda.messages.adapters import Adapter
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -111,6 +113,9 @@ class ServerOptions:
     """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
     request_timeout: Timeout | None = None
     """Seconds after which a request ends whose client gives it no timeout of its own; by default never."""
+    hold_while_loading: Seconds = 50.0
+    """Seconds for which requests wait for the model while it loads, so that clients may start with the server;
+    then, and with 0 at once, they get 503."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
     cors_origins: Annotated[
@@ -186,6 +191,9 @@ class ServerOptions:
             raise ConfigError(f"--root-path must begin with /, got {self.root_path!r}.")
         keys, watched = self._keys()
         tls = self._tls()
+        files_max_bytes = _bytes_of("--files-max-bytes", self.files_max_bytes)
+        if self.files_dir is not None and files_max_bytes != DEFAULT_MAX_BYTES:
+            check_quota(self.files_dir, files_max_bytes, "--files-max-bytes")
         if tls is not None:
             watched.append(WatchedFiles(tls.paths, tls.reload))
         api = ApiConfig(
@@ -202,7 +210,8 @@ class ServerOptions:
             always_usage=self.enable_force_include_usage,
             tokens_as_ids=self.return_tokens_as_token_ids,
             vllm_metrics=self.vllm_metrics,
-            response_store_bytes=_bytes_of("--response-store-bytes", self.response_store_bytes),
+            response_store_bytes=_memory_of("--response-store-bytes", self.response_store_bytes),
+            hold_while_loading_s=self.hold_while_loading,
             request_timeout_s=self.request_timeout,
             max_connections=max_connections(),
         )
@@ -211,7 +220,7 @@ class ServerOptions:
             self.host,
             self.port,
             self.files_dir,
-            _bytes_of("--files-max-bytes", self.files_max_bytes),
+            files_max_bytes,
             self.drain_timeout,
             watched,
             tls,
@@ -245,6 +254,17 @@ def _bytes_of(flag: str, given: int | str) -> int:
         return parse_bytes(str(given))
     except ValueError as error:
         raise ConfigError(f"{flag} {error}, got {given!r}.") from None
+
+
+def _memory_of(flag: str, given: int | str) -> int:
+    """Raises ConfigError: the amount is none, or more than the memory that is free."""
+    amount, free = _bytes_of(flag, given), available_memory_bytes()
+    if amount > free:
+        raise ConfigError(
+            f"{flag} {format_bytes(amount)} is more than the {format_bytes(free)} of memory that are free; "
+            "lower it."
+        )
+    return amount
 
 
 @Parameter(name="*", group=Group("Routers above", sort_key=25))

@@ -32,15 +32,14 @@ from pagoda.engine.config import (
 from pagoda.errors import ConfigError
 from pagoda.faults.injector import plan_of
 from pagoda.frontend.adapters import parse_adapters
+from pagoda.frontend.flag_hints import hint
 from pagoda.frontend.fleet import read_cluster_secret
+from pagoda.frontend.kv_directory import check_kv_directory
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_files import calibration_windows
-from pagoda.ipc.bounded import within
 from pagoda.ipc.clock import MAX_TIMEOUT_S
 from pagoda.ipc.curve import keys_of
 from pagoda.ipc.machine import available_memory_bytes
-from pagoda.kv.disk_policy import check_quota
-from pagoda.kv.objects import OPEN_TIMEOUT_S
 from pagoda.messages.sampling_params import ALL_LOGPROBS, DEFAULT_MAX_LOGPROBS
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
@@ -484,39 +483,6 @@ def _on_this_host(worker: WorkerConfig) -> WorkerConfig:
     )
 
 
-def check_kv_directory(path: str, quota_bytes: int, model: str) -> str:
-    """The absolute path of `path`, which need not exist yet; `model` is that of a `WorkerConfig`.
-
-    Raises ConfigError if `path` cannot hold KV blocks, or its disk does not answer.
-    """
-    if not path or "\0" in path:
-        raise ConfigError(f"--kv-disk-path must be a directory, got {path!r}.")
-    try:
-        return within(OPEN_TIMEOUT_S, lambda: _existing_directory(path, quota_bytes, model))
-    except TimeoutError:
-        raise ConfigError(
-            f"--kv-disk-path {path!r} cannot be used: its disk has not answered for {OPEN_TIMEOUT_S:g} s."
-        ) from None
-
-
-def _existing_directory(path: str, quota_bytes: int, model: str) -> str:
-    directory = os.path.realpath(os.path.expanduser(path))
-    model_directory = os.path.realpath(model)
-    if os.path.isdir(model_directory) and Path(directory).is_relative_to(model_directory):
-        raise ConfigError(f"--kv-disk-path {path!r} lies in the model's directory; name another.")
-    existing = directory
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
-    if not os.path.isdir(existing):
-        raise ConfigError(f"--kv-disk-path {path!r} must be a directory, but {existing} is a file.")
-    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        raise ConfigError(
-            f"--kv-disk-path {path!r} cannot be used: this user may not read and write {existing}."
-        )
-    check_quota(Path(directory), quota_bytes)
-    return directory
-
-
 # ---- fields of options
 
 
@@ -536,7 +502,8 @@ def _checked(options: T) -> T:
         rule = rule.removeprefix("Expected ").partition(", got ")[0].replace(" | null", "")
         if rule.startswith("Invalid enum value"):
             rule = f"one of {', '.join(_choices(get_type_hints(kind)[place]))}"
-        raise ConfigError(f"{_flag(place)} must be {rule}, got {given[place]!r}.") from None
+        said = f"{_flag(place)} must be {rule}, got {given[place]!r}."
+        raise ConfigError(said + hint(_flag(place), given[place])) from None
 
 
 def _choices(hint: object) -> list[str]:

@@ -13,7 +13,7 @@ import msgspec
 
 from pagoda.checkpoints.config_json import read_model_config
 from pagoda.checkpoints.gguf.reader import read_gguf
-from pagoda.checkpoints.resolve import ModelFiles
+from pagoda.checkpoints.resolve import ModelFiles, load_model_config
 from pagoda.errors import ConfigError, InvalidRequestError, refuse
 from pagoda.frontend.answer_formats import AnswerFormats, ParserChoice
 from pagoda.frontend.chat_template import ChatTemplate, read_template
@@ -50,6 +50,8 @@ class ModelText:
     """Values that the model's authors prefer, for fields that a request leaves open."""
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     parsers: ParserChoice = field(default_factory=ParserChoice)
+    longest: int = 0
+    """Tokens of the longest sequence that the model can take, whatever the server does; 0 if it is not known."""
 
     @cached_property
     def formats(self) -> AnswerFormats:
@@ -88,6 +90,7 @@ def load_text(
     template's switches that requests leave out.
     Raises ConfigError: a file is missing, cannot be read, or does not hold what it should; a switch is wrong."""
     text = _load_text(files, simulated=simulated, chat_template=chat_template)
+    text = replace(text, longest=0 if simulated else _longest(files))
     if switches and text.chat_template is not None:
         try:
             text = replace(text, chat_template=text.chat_template.with_defaults(switches))
@@ -95,6 +98,15 @@ def load_text(
             flag = str(error).replace("chat_template_kwargs", "--default-chat-template-kwargs")
             raise ConfigError(flag) from None
     return text if parsers is None else replace(text, parsers=parsers)
+
+
+def _longest(files: ModelFiles) -> int:
+    has_files = files.gguf is not None or files.directory is not None
+    try:
+        config = load_model_config(files.model, "auto" if has_files else "dummy")
+    except ConfigError:  # the worker cannot load it either, and says why
+        return 0
+    return config.max_position_embeddings
 
 
 def _load_text(files: ModelFiles, *, simulated: bool, chat_template: Path | None) -> ModelText:

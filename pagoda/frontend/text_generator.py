@@ -182,11 +182,21 @@ class TextGenerator:
         if len(text) > most:
             raise PromptTooLongError(
                 f"{param} has {len(text)} characters and is longer than the model's context length allows: "
-                f"This model's maximum context length is {context} tokens, which hold {most} at most.",
+                f"This model's maximum context length is {context} tokens, which hold {most} at most"
+                f"{self._more_context()}.",
                 param=param,
                 num_tokens=-(-len(text) // longest_token),
                 context=context,
             )
+
+    def _more_context(self) -> str:
+        """What to raise, where the server takes shorter sequences than the model can; empty where it does not."""
+        longest = self.text.longest
+        if longest <= self.endpoint.limits.max_model_len:
+            return ""
+        return (
+            f" (the model can take {longest} tokens; --max-model-len of this server allows fewer)"
+        )
 
     async def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; `options` are those of `render_conversation`.
@@ -273,8 +283,10 @@ class TextGenerator:
                 prompt, add_special_tokens=add_special_tokens, param=param
             )
         token_ids = cast(list[int], token_ids)
-        _check_prompt(token_ids, limits, param, has_answer=sampling.max_tokens != 0)
-        resolved = _resolve(sampling, len(token_ids), limits.max_model_len, clamp=clamp_max_tokens)
+        more = self._more_context()
+        _check_prompt(token_ids, limits, param, more, has_answer=sampling.max_tokens != 0)
+        context = limits.max_model_len
+        resolved = _resolve(sampling, len(token_ids), context, more, clamp=clamp_max_tokens)
         stops = self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
         return [
@@ -405,7 +417,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def _check_prompt(
-    token_ids: Sequence[int], limits: EngineReady, param: str, *, has_answer: bool
+    token_ids: Sequence[int], limits: EngineReady, param: str, more: str, *, has_answer: bool
 ) -> None:
     vocab_size, context = limits.vocab_size, limits.max_model_len
     if not token_ids:
@@ -414,7 +426,7 @@ def _check_prompt(
         rest = ", and at least one must be left for the answer" if has_answer else ""
         raise PromptTooLongError(
             f"{param} has {len(token_ids)} tokens and is longer than the model's context length allows: "
-            f"This model's maximum context length is {context} tokens{rest}.",
+            f"This model's maximum context length is {context} tokens{rest}{more}.",
             param=param,
             num_tokens=len(token_ids),
             context=context,
@@ -428,7 +440,7 @@ def _check_prompt(
 
 
 def _resolve(
-    sampling: SamplingParams, num_prompt_tokens: int, max_model_len: int, *, clamp: bool
+    sampling: SamplingParams, num_prompt_tokens: int, max_model_len: int, more: str, *, clamp: bool
 ) -> SamplingParams:
     """The parameters for the engine: a definite `max_tokens`, and nothing that the frontend serves."""
     room = max_model_len - num_prompt_tokens
@@ -440,7 +452,7 @@ def _resolve(
             "Requested token count exceeds the model's maximum context length: "
             f"This model's maximum context length is {max_model_len} tokens, of which the prompt takes "
             f"{num_prompt_tokens}; max_tokens is {max_tokens}, but only {room} are left: max_tokens or "
-            "max_completion_tokens is too large.",
+            f"max_completion_tokens is too large{more}.",
             param="max_tokens",
             num_tokens=num_prompt_tokens,
             context=max_model_len,

@@ -208,8 +208,8 @@ class Evictor:
         return self._index.num_bytes + len(self.storing) * self._index.object_bytes(OWN)
 
 
-def check_quota(path: Path, quota: int) -> None:
-    """Makes sure that the file system on which `path` lies, or will lie, is as large as `quota` bytes.
+def check_quota(path: Path, quota: int, flag: str) -> None:
+    """Makes sure that the file system on which `path` lies, or will lie, is as large as the `quota` of a flag.
 
     Raises ConfigError if the file system is smaller or its size cannot be read.
     """
@@ -223,6 +223,6 @@ def check_quota(path: Path, quota: int) -> None:
     size = file_system.f_frsize * file_system.f_blocks
     if quota > size:
         raise ConfigError(
-            f"--kv-disk-bytes {quota / 2**30:.1f} GiB is more than the {size / 2**30:.1f} GiB of the file "
+            f"{flag} {quota / 2**30:.1f} GiB is more than the {size / 2**30:.1f} GiB of the file "
             f"system of {path}; lower it."
         )

@@ -466,23 +466,30 @@ def _block_size(
     """Tokens of a block, whose memory has room for the state of a layer that keeps one."""
     wanted, sizes = config.block_size, capabilities.block_sizes
     least = least_block_size(shape, torch_dtype(kv_dtype_name).itemsize)
-    if wanted is not None:
-        if wanted not in sizes:
-            *some, last = sorted(sizes)
-            listed = ", ".join(map(str, some[:9])) + (" ... " if len(some) > 9 else ", ")
-            raise ConfigError(f"--block-size must be one of {listed}{last}, got {wanted}.")
-        if wanted < least:
-            raise ConfigError(
-                f"--block-size must be at least {least} for {config.model}, so that a block has room for the "
-                f"state of a layer, got {wanted}."
-            )
-        return wanted
     fitting = [size for size in sizes if size >= least]
     if not fitting:
         raise ConfigError(
             f"{config.model} keeps states as large as {least} tokens of KV, but blocks have at most {max(sizes)}."
         )
-    return fitting[0]
+    if wanted is None:
+        return fitting[0]
+    if wanted in sizes and wanted not in fitting:
+        raise ConfigError(
+            f"--block-size must be at least {min(fitting)} for {config.model}, so that a block has room for the "
+            f"state of a layer, got {wanted}."
+        )
+    if wanted not in fitting:
+        *some, last = sorted(fitting)
+        listed = "".join(f"{size}, " for size in some[:9])
+        listed = (
+            f"one of {listed.removesuffix(', ')} ... "
+            if len(some) > 9
+            else f"one of {listed}"
+            if some
+            else ""
+        )
+        raise ConfigError(f"--block-size must be {listed}{last}, got {wanted}.")
+    return wanted
 
 
 def _kv_groups(

@@ -111,10 +111,10 @@ def choose_num_blocks(
     max_model_len: int,
     available_bytes: int,
 ) -> int:
-    """Blocks of the KV cache: as many as memory has room for, but no more than requests could ever fill.
+    """Blocks of the KV cache.
 
-    The number comes from `num_blocks`, else from `kv_cache_memory_bytes`, else from the share
-    `memory_utilization` of `available_bytes`.
+    The number comes from `num_blocks`, else from `kv_cache_memory_bytes`, which both hold as they are, else from
+    the share `memory_utilization` of `available_bytes`: then it is no more than requests could ever fill.
 
     Raises ConfigError if the cache could not hold one sequence of `max_model_len` tokens or does not fit into
     `available_bytes`.
@@ -124,11 +124,12 @@ def choose_num_blocks(
     if config.num_blocks is not None:
         num_blocks, flag = config.num_blocks, "--num-kv-blocks"
     else:
-        budget = config.kv_cache_memory_bytes
-        if budget is None:
-            budget = int(available_bytes * config.memory_utilization)
-        num_blocks = min(budget // bytes_per_block, config.max_num_seqs * most)
         flag = "--kv-cache-memory-bytes"
+        if config.kv_cache_memory_bytes is not None:
+            num_blocks = config.kv_cache_memory_bytes // bytes_per_block
+        else:
+            budget = int(available_bytes * config.memory_utilization)
+            num_blocks = min(budget // bytes_per_block, config.max_num_seqs * most)
     num_tokens = tokens_held(groups, num_blocks)
     size, available = format_bytes(num_blocks * bytes_per_block), format_bytes(available_bytes)
     if num_blocks < blocks_per_sequence:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operations import assert_linear
+from scripted_endpoint import TEXT
 
 from pagoda.api.body import parse_body
 from pagoda.api.openai.bodies import ChatRequest, CompletionRequest
@@ -178,6 +180,15 @@ async def test_the_context_error_says_both_lengths(api) -> None:
     assert "300 tokens" in error["message"]
     assert "This model's maximum context length is 256 tokens" in error["message"]
     assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("longest", [0, 256, 1024])
+async def test_the_context_error_names_the_flag_where_one_helps(serve_api, longest: int) -> None:
+    api = await serve_api(text=replace(TEXT, longest=longest))
+    for body in ({"prompt": "x" * 300}, {"prompt": "x" * 10**6}, {"max_tokens": 300}):
+        message = (await api.complete(**body)).error()["message"]
+        hint = "the model can take 1024 tokens; --max-model-len of this server allows fewer"
+        assert (hint in message) is (longest == 1024)
 
 
 @pytest.mark.parametrize("seed", [-1, 0, 2**63, 2**64 - 1, -(2**63)])

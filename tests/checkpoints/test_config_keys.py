@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import huggingface_hub.errors
 import pytest
 import transformers
 
@@ -53,6 +54,8 @@ ELSEWHERE = {
     "intermediate_size_mlp": "where not all layers have experts",
 }
 """Keys that mean something only beside others."""
+WITHOUT_USE = {"Gemma3ForCausalLM": {"attn_logit_softcapping"}}
+"""Keys that transformers' classes have, and no use of: `test_families.py` compares answers."""
 
 
 def _parse(values: dict[str, Any]) -> ModelSpec:
@@ -84,7 +87,7 @@ def test_no_key_is_dropped_silently(name: str) -> None:
     expected = _parse(base)
     dropped = set()
     for key, usual in own.items():
-        if key in general | HARMLESS | ELSEWHERE.keys():
+        if key in general | HARMLESS | ELSEWHERE.keys() | WITHOUT_USE.get(name, set()):
             continue
         if key == "tie_word_embeddings" and expected.encoder is not None:
             continue  # encoders have no head for words
@@ -100,14 +103,77 @@ def test_no_key_is_dropped_silently(name: str) -> None:
     assert not dropped
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_absent_keys_have_the_values_of_transformers(name: str) -> None:
+def _base(name: str) -> dict[str, Any]:
     base = dict(BASE)
     if name.startswith("GraniteMoeHybrid"):
         base |= {"layer_types": ["attention"] * 4, "num_local_experts": 0}
         base |= {"shared_intermediate_size": 96}
     if name.startswith(("Bert", "XLM")):
         base |= {"hidden_act": "gelu", "num_labels": 1}
-    config = getattr(transformers, name).config_class(**base)
-    filled = config.to_dict() | {"architectures": [name]}
+    return base
+
+
+def _config(name: str, values: dict[str, Any]) -> transformers.PreTrainedConfig:
+    return getattr(transformers, name).config_class(**values)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_absent_keys_have_the_values_of_transformers(name: str) -> None:
+    base = _base(name)
+    filled = _config(name, base).to_dict() | {"architectures": [name]}
     assert _parse(base | {"architectures": [name]}) == _parse(filled)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_absent_sizes_are_those_of_transformers(name: str) -> None:
+    """Each size alone, and those that follow from others together; a size that must be there is named."""
+    base = _base(name) | {"hidden_size": 8192, "num_attention_heads": 128}
+    refused: dict[str, set[str]] = {}
+    for absent in ({key} for key in BASE):
+        if name.startswith("GraniteMoeHybrid") and absent == {"num_hidden_layers"}:
+            continue  # there must be a kind for each
+        for others in ({"head_dim", "num_key_value_heads"}, set[str]()):
+            values = {key: size for key, size in base.items() if key not in absent | others}
+            config = _config(name, values)
+            try:
+                spec = _parse(values | {"architectures": [name]})
+            except ConfigError as error:
+                refused[str(error)] = absent
+                continue
+            if spec.latent is None:
+                head_dim = getattr(config, "head_dim", None) or 8192 // config.num_attention_heads
+                kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+                assert (spec.head_dim, spec.num_kv_heads) == (head_dim, kv_heads)
+                assert spec == _parse(config.to_dict() | {"architectures": [name]})
+    assert all(f"lacks {key}," in said for said, absent in refused.items() for key in absent)
+
+
+def _text_configs() -> dict[str, type[transformers.PreTrainedConfig]]:
+    names = [it for it in dir(transformers) if it.endswith("Config")]
+    classes = [getattr(transformers, it) for it in names]
+    kinds = {it.model_type: it for it in classes if getattr(it, "model_type", "")}
+    return {
+        kind: kinds[kind]
+        for family in FAMILIES.values()
+        for kind in family.model_types & kinds.keys()
+    }
+
+
+def test_a_text_part_that_is_silent_has_the_sizes_of_transformers() -> None:
+    """Published files leave out what is the default of the text part's class (LLaVA 1.5, Idefics2)."""
+    compared = _text_configs()
+    assert {"llama", "mistral", "qwen2", "gemma3_text", "qwen3_vl_text"} <= compared.keys()
+    for kind, config_class in compared.items():
+        silent, filled = {"model_type": kind}, config_class().to_dict() | {"model_type": kind}
+        assert _parse({"text_config": silent}) == _parse({"text_config": filled}), kind
+
+
+def test_a_size_that_is_null_follows_from_others() -> None:
+    """As transformers computes where a class takes null."""
+    for name in FAMILIES:
+        for key in ("head_dim", "num_key_value_heads"):
+            values = _base(name) | {"hidden_size": 4096, "num_attention_heads": 128, key: None}
+            with contextlib.suppress(huggingface_hub.errors.StrictDataclassError):
+                filled = _config(name, values).to_dict() | {"architectures": [name]}
+                spec, expected = _parse(values | {"architectures": [name]}), _parse(filled)
+                assert spec.latent is not None or spec == expected, (name, key)

@@ -255,7 +255,7 @@ def test_what_is_not_supported_is_one_sentence(values: dict[str, Any], message: 
             ".input_activations.type must be 'int', got 'float'.",
         ),
         (
-            {"input_activations": TOKEN_INT8 | {"dynamic": False}},
+            {"input_activations": TOKEN_INT8 | {"dynamic": False, "strategy": "tensor"}},
             ".input_activations.dynamic must be true: static scales of inputs are not supported, got False.",
         ),
         (

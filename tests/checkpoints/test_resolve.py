@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import re
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,56 @@ def test_a_hub_id_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         resolve_model("someone/some-model")
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Answers as the hub does to those who may not read a model."""
+
+    def do_GET(self) -> None:
+        status, code = (403, "GatedRepo") if "gated" in self.path else (404, "RepoNotFound")
+        if "broken" in self.path:
+            status, code = 418, ""
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("someone/no-such-model", "the hub has no such model, or it is private and HF_TOKEN is"),
+        (
+            "someone/gated-model",
+            "the hub gives someone/gated-model to those alone whom .* HF_TOKEN",
+        ),
+        ("someone/broken-model", "the hub did not give it: .*418"),
+        ("someone/far-away", "the hub, which might have it, cannot be reached from here"),
+    ],
+)
+def test_a_hub_id_that_the_hub_does_not_give(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with HTTPServer(("127.0.0.1", 0), _Hub) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            if "far" in name:
+                url = "http://no-such-host.invalid"
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+            with pytest.raises(ConfigError) as caught:
+                resolve_model(name)
+        finally:
+            server.shutdown()
+            thread.join()
+    wanted = rf"^there is no directory '{name}', and {reason}.*; `pagoda models` lists what .*\.$"
+    assert re.fullmatch(wanted, str(caught.value))
 
 
 def test_a_hub_id_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,3 +168,13 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_longest_sequence_of_the_model_is_known() -> None:
+    def longest(name: str | None, load_format: str = "auto", **options: Any) -> int:
+        files = resolve_model(name, load_format=load_format)
+        return load_text(files, **{"simulated": False, "chat_template": None, **options}).longest
+
+    assert longest(None) == 2048
+    assert longest("llama-3.1-8b", "dummy") == 131_072
+    assert longest(None, simulated=True) == 0

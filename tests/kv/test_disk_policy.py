@@ -150,8 +150,8 @@ def test_pauses_grow_while_stores_fail_and_nothing_is_told_again() -> None:
 def test_a_quota_may_be_as_large_as_the_file_system(tmp_path: Path) -> None:
     file_system = os.statvfs(tmp_path)
     size = file_system.f_frsize * file_system.f_blocks
-    check_quota(tmp_path, size)
-    check_quota(tmp_path / "not" / "there" / "yet", size)
+    check_quota(tmp_path, size, "--kv-disk-bytes")
+    check_quota(tmp_path / "not" / "there" / "yet", size, "--kv-disk-bytes")
     sentence = rf"^--kv-disk-bytes \d+\.\d GiB is more than the \d+\.\d GiB of the file system of {tmp_path}/a; "
     with pytest.raises(ConfigError, match=sentence):
-        check_quota(tmp_path / "a", size + 1)
+        check_quota(tmp_path / "a", size + 1, "--kv-disk-bytes")

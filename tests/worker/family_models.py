@@ -213,6 +213,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3ForCausalLM",
         {
             **_GEMMA,
+            **_CAPS,
             "query_pre_attn_scalar": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": _ROPE_BY_KIND,
@@ -373,6 +374,9 @@ TEXT_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3.5-moe-vl": ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", _QWEN3_5_MOE),
     "kimi-k2.5": ("Kimi_K25", "DeepseekV3Config", _KIMI_K2),
     "qwen3-vl": ("Qwen3VL", "Qwen3VLTextConfig", {"head_dim": 32}),
+    "smolvlm": ("SmolVLM", "LlamaConfig", {}),
+    "idefics3": ("Idefics3", "LlamaConfig", {"num_key_value_heads": 4}),
+    "idefics2": ("Idefics2", "MistralConfig", {"sliding_window": 24}),
 }
 """Models that see: class in transformers without its end, class of the text part's configuration, values."""
 

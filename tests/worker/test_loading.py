@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_the_cache_takes_its_share_of_free_memory() -> None:
     assert choose_num_blocks(_replace(memory_utilization=0.1), **SIZES) == 10
     assert choose_num_blocks(_replace(memory_utilization=0.9), **SIZES) == 4 * 7  # never more
     assert choose_num_blocks(_replace(kv_cache_memory_bytes=9 * 1024 + 5), **SIZES) == 9
+    assert choose_num_blocks(_replace(kv_cache_memory_bytes=90 * 1024), **SIZES) == 90  # as asked
     assert choose_num_blocks(_replace(num_blocks=7), **SIZES) == 7
     assert choose_num_blocks(_replace(num_blocks=100), **SIZES) == 100
 
@@ -69,9 +71,9 @@ def test_too_small_a_cache_names_numbers_and_flags(changes: dict[str, Any], flag
     [
         ({"num_blocks": 9_000_000_000}, "--num-kv-blocks", "8583 GiB for 144000000000 tokens"),
         (
-            {"kv_cache_memory_bytes": 2**40, "max_num_seqs": 100},
+            {"kv_cache_memory_bytes": 10 * 2**40},  # more than requests could ever fill, too
             "--kv-cache-memory-bytes",
-            "700 KiB for 11200 tokens",
+            "10240 GiB for 171798691840 tokens",
         ),
     ],
 )
@@ -251,6 +253,26 @@ def test_blocks_have_as_many_tokens_whatever_the_number_of_ranks(tmp_path: Path)
         plan = plan_worker(msgspec.structs.replace(config, parallel=parallel))
         sizes.add(plan.block_size)
     assert len(sizes) == 1
+
+
+def test_the_block_size_that_an_error_names_is_accepted(tmp_path: Path) -> None:
+    """A state needs larger blocks than the smallest, of which only some sizes are there."""
+    make_model("lfm2", conv_L_cache=12, num_attention_heads=16).save_pretrained(tmp_path)
+    config = WorkerConfig(model=str(tmp_path), dtype="bfloat16", num_blocks=64, max_model_len=64)
+
+    def block_size(wanted: int) -> int:
+        return plan_worker(msgspec.structs.replace(config, block_size=wanted)).block_size
+
+    with pytest.raises(ConfigError, match=r"--block-size must be at least (\d+) for ") as caught:
+        block_size(1)
+    said = re.search(r"at least (\d+) ", str(caught.value))
+    assert said is not None
+    least = int(said[1])
+    assert block_size(least) == least > 1
+    with pytest.raises(
+        ConfigError, match=rf"--block-size must be one of {least}, .*, got {least - 1}"
+    ):
+        block_size(least - 1)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ ROUTES: dict[str, dict[str, Route]] = {
             ANSWER,
             CountTokensRequest,
             dialect=ANTHROPIC,
+            needs_model=True,
         )
     },
 }

@@ -40,15 +40,24 @@ ROUTES: dict[str, dict[str, Route]] = {
     },
     "/apply-template": {
         "POST": Route(
-            apply_template, "The prompt of a conversation.", ANSWER, TemplateBody, dialect=LLAMACPP
+            apply_template,
+            "The prompt of a conversation.",
+            ANSWER,
+            TemplateBody,
+            dialect=LLAMACPP,
+            needs_model=True,
         )
     },
     "/props": {
-        "GET": Route(props, "Properties of the server.", ANSWER, dialect=LLAMACPP),
+        "GET": Route(
+            props, "Properties of the server.", ANSWER, dialect=LLAMACPP, needs_model=True
+        ),
     },
     "/slots": {"GET": Route(slots, "Sequences that run.", ANSWER, dialect=LLAMACPP)},
     "/slots/*": {"POST": refused("all requests share one cache of prompts.", LLAMACPP)},
     "/lora-adapters": {
-        "GET": Route(adapters, "The adapters that are loaded.", ANSWER, dialect=LLAMACPP),
+        "GET": Route(
+            adapters, "The adapters that are loaded.", ANSWER, dialect=LLAMACPP, needs_model=True
+        ),
     },
 }

@@ -49,10 +49,14 @@ ROUTES: dict[str, dict[str, Route]] = {
             is_queued=True,
         )
     },
-    "/api/tags": {"GET": Route(tags, "The models.", ANY_KEY, dialect=OLLAMA)},
-    "/api/ps": {"GET": Route(running, "The models in memory.", ANY_KEY, dialect=OLLAMA)},
+    "/api/tags": {"GET": Route(tags, "The models.", ANY_KEY, dialect=OLLAMA, needs_model=True)},
+    "/api/ps": {
+        "GET": Route(running, "The models in memory.", ANY_KEY, dialect=OLLAMA, needs_model=True)
+    },
     "/api/show": {
-        "POST": Route(show, "One model.", ANSWER, ShowBody, dialect=OLLAMA, statuses=(404,))
+        "POST": Route(
+            show, "One model.", ANSWER, ShowBody, dialect=OLLAMA, statuses=(404,), needs_model=True
+        )
     },
     "/api/version": {"GET": Route(version, "The version.", ANY_KEY, dialect=OLLAMA)},
     "/api/pull": {"POST": _operators},

@@ -29,7 +29,7 @@ async def model_info(context: RequestContext) -> web.StreamResponse:
     )
 
 
-_model_info = Route(model_info, "The model, in SGLang's words.", ANSWER)
+_model_info = Route(model_info, "The model, in SGLang's words.", ANSWER, needs_model=True)
 _health = Route(health_ready, "Whether the model makes progress.", OPEN, statuses=(503,))
 _stays = refused("weights stay as they were loaded.")
 _cached = refused("cache_salt keeps requests apart.")

@@ -15,7 +15,7 @@ _stays = refused("the model stays loaded as long as the server runs.")
 ROUTES: dict[str, dict[str, Route]] = {
     "/ping": {"GET": _ping, "POST": _ping},
     "/load": {"GET": Route(server_load, "The number of requests under way.", LOOK)},
-    "/tokenizer_info": {"GET": Route(tokenizer_info, "The tokenizer.", ANSWER)},
+    "/tokenizer_info": {"GET": Route(tokenizer_info, "The tokenizer.", ANSWER, needs_model=True)},
     "/invocations": {
         "POST": Route(
             invocations, "Answers a chat or a completion.", ANSWER, streams=True, is_queued=True
@@ -32,10 +32,14 @@ ROUTES: dict[str, dict[str, Route]] = {
         )
     },
     "/v1/completions/render": {
-        "POST": Route(render_completion, "The tokens of prompts.", ANSWER, CompletionRequest)
+        "POST": Route(
+            render_completion, "The tokens of prompts.", ANSWER, CompletionRequest, needs_model=True
+        )
     },
     "/v1/chat/completions/render": {
-        "POST": Route(render_chat, "The tokens of a conversation.", ANSWER, ChatRequest)
+        "POST": Route(
+            render_chat, "The tokens of a conversation.", ANSWER, ChatRequest, needs_model=True
+        )
     },
     "/v1/chat/completions/batch": {
         "POST": Route(chat_batch, "Answers conversations.", ANSWER, is_queued=True)

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.checkpoints.families.latents import GGUF, gguf_latents, with_latents
-from pagoda.checkpoints.families.shared import layers_behind_dense, sigmoid_experts, with_experts
+from pagoda.checkpoints.families.shared import (
+    layers_behind_dense,
+    sigmoid_experts,
+    text_sizes,
+    with_experts,
+)
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -44,7 +49,10 @@ DEEPSEEK_V3 = Family(
     ),
     renamed={"qk_rope_head_dim": "head_dim"},
     defaults={"qk_rope_head_dim": 64},
-    model_types=frozenset({"deepseek_v3", "kimi_k2"}),
+    model_types={
+        "deepseek_v3": text_sizes(129_280, 7168, 18_432, 61, 128, 128, 4096),
+        "kimi_k2": {},
+    },
     own_keys=frozenset(
         {"first_k_dense_replace", "kv_lora_rank", "n_group", "n_routed_experts"}
         | {"n_shared_experts", "q_lora_rank", "rope_interleave", "routed_scaling_factor"}

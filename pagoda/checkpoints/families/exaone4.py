@@ -43,5 +43,5 @@ EXAONE4 = Family(
         values=_gguf_values,
         read=frozenset({WINDOW_PATTERN}),
     ),
-    defaults={"rms_norm_eps": 1e-5},
+    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
 )

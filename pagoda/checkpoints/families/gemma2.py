@@ -33,12 +33,15 @@ def adapt(
     caps: tuple[float | None, float | None],
     qk_norm: str | None = None,
 ) -> ModelSpec:
-    """The part that Gemma 2 and 3 share; `caps` are those of scores and of logits where the file is silent."""
+    """The part that Gemma 2 and 3 share; `caps` are those of scores and of logits where the file is silent.
+
+    Without a cap of scores the file's is ignored: transformers' class of Gemma 3 has the field, and no use of it.
+    """
     spec = with_attention(
         spec.with_layers(lambda _, layer: replace(layer, post_norm=True)),
         every_nth_full(fields, spec.num_layers, every),
         scale=fields.number("query_pre_attn_scalar") ** -0.5,
-        softcap=_cap(fields, "attn_logit_softcapping", caps[0]),
+        softcap=None if caps[0] is None else _cap(fields, "attn_logit_softcapping", caps[0]),
         qk_norm=qk_norm,
     )
     multipliers = Multipliers(

@@ -13,7 +13,7 @@ from pagoda.checkpoints.families.gemma2 import (
     adapt,
     gguf_values,
 )
-from pagoda.checkpoints.families.shared import with_local_rotary
+from pagoda.checkpoints.families.shared import text_sizes, with_local_rotary
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -44,6 +44,6 @@ GEMMA3 = Family(
         "rope_theta": 1e6,
     },
     activation="gelu_tanh",
-    model_types=frozenset({"gemma3_text"}),
+    model_types={"gemma3_text": text_sizes(262_208, 2304, 9216, 26, 8, 4, 131_072)},
     own_keys=KNOWN,
 )

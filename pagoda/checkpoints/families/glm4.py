@@ -33,7 +33,7 @@ GLM = Family(
         rotates_neighbours=True,
     ),
     gguf=GgufFormat("chatglm", names=GGUF_NEIGHBOURS),
-    defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
     partial_rotary=0.5,
 )
 GLM4 = replace(

@@ -56,7 +56,7 @@ GLM4_MOE = Family(
         values=_gguf_values,
         read=frozenset({NEXT_LAYERS}),
     ),
-    defaults={"rms_norm_eps": 1e-5},
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     partial_rotary=0.5,
     own_keys=frozenset(
         {"first_k_dense_replace", "n_group", "n_routed_experts", "n_shared_experts"}

@@ -42,5 +42,5 @@ GLM4_MOE_LITE = replace(
         "qk_nope_head_dim": 192,
         "v_head_dim": 256,
     },
-    model_types=frozenset(),
+    model_types={},
 )

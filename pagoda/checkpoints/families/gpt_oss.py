@@ -65,6 +65,7 @@ GPT_OSS = Family(
         read=frozenset({WINDOW_PATTERN}),
     ),
     defaults={
+        "num_key_value_heads": 8,
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150_000.0,

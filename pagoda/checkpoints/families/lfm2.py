@@ -81,7 +81,12 @@ NAMES = TensorNames(
     down="feed_forward.w2",
 )
 RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
-DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
 LFM2 = Family(
     "Lfm2ForCausalLM",
     "LFM2 350M, 700M, 1.2B and 2.6B",

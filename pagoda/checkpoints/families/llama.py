@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pagoda.checkpoints.families.shared import text_sizes
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import MlpSpec, ModelSpec
@@ -17,9 +18,9 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 LLAMA = Family(
     "LlamaForCausalLM",
-    "Llama 2 and 3, SmolLM2, TinyLlama, Yi, Falcon 3, DeepSeek-R1 distillations",
+    "Llama 2 and 3, SmolLM2, TinyLlama, Yi, Falcon 3, DeepSeek-R1 distillations; text of SmolVLM, Idefics3",
     _adapt,
     gguf=GgufFormat("llama", names=GGUF_NEIGHBOURS),
-    model_types=frozenset({"llama"}),
+    model_types={"llama": text_sizes(32_000, 4096, 11_008, 32, 32, None, 2048)},
     own_keys=frozenset({"mlp_bias"}),
 )

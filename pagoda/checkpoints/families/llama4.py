@@ -9,6 +9,7 @@ from typing import Literal
 from pagoda.checkpoints.expert_routing import ExpertRouting
 from pagoda.checkpoints.families.shared import (
     expert_counts,
+    text_sizes,
     unrotated_layers,
     with_experts,
     without_rotation,
@@ -113,8 +114,13 @@ LLAMA4 = Family(
         },
         values=_gguf_values,
     ),
-    defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
-    model_types=frozenset({"llama4_text"}),
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+    },
+    model_types={"llama4_text": text_sizes(202_048, 5120, 8192, 48, 40, 8, 131_072)},
     own_keys=frozenset(
         {"attention_chunk_size", "attn_temperature_tuning", "no_rope_layer_interval"}
         | {"no_rope_layers", "num_local_experts", "use_qk_norm"}

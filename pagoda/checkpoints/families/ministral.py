@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda.checkpoints.families.shared import typed_windows, with_attention
+from pagoda.checkpoints.families.shared import text_sizes, typed_windows, with_attention
 from pagoda.checkpoints.family import Family
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -16,5 +16,9 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 
 MINISTRAL = Family(
-    "MinistralForCausalLM", "Ministral 8B", _adapt, model_types=frozenset({"ministral"})
+    "MinistralForCausalLM",
+    "Ministral 8B",
+    _adapt,
+    defaults={"num_key_value_heads": 8},
+    model_types={"ministral": text_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072)},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pagoda.checkpoints.families.shared import with_attention
+from pagoda.checkpoints.families.shared import text_sizes, with_attention
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec, TemperatureSpec
@@ -57,7 +57,12 @@ MINISTRAL3 = Family(
         values=_gguf_values,
         scales_yarn=True,
     ),
-    defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _ROPE},
-    model_types=frozenset({"ministral3"}),
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _ROPE,
+    },
+    model_types={"ministral3": text_sizes(131_072, 4096, 14_336, 34, 32, 8, 262_144)},
     own_keys=frozenset({"llama_4_scaling_beta"}),
 )

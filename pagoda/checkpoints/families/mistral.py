@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda.checkpoints.families.shared import with_attention
+from pagoda.checkpoints.families.shared import text_sizes, with_attention
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -20,7 +20,7 @@ def _adapt(spec: ModelSpec, fields: Fields) -> ModelSpec:
 _WINDOW = "attention.sliding_window"
 MISTRAL = Family(
     "MistralForCausalLM",
-    "Mistral 7B, Nemo, Small 3",
+    "Mistral 7B, Nemo, Small 3; text of Idefics2",
     _adapt,
     gguf=GgufFormat(
         "llama",
@@ -28,5 +28,6 @@ MISTRAL = Family(
         required=frozenset({_WINDOW}),
         names=GGUF_NEIGHBOURS,
     ),
-    model_types=frozenset({"mistral"}),
+    model_types={"mistral": text_sizes(32_000, 4096, 14_336, 32, 32, 8, 131_072)},
+    defaults={"num_key_value_heads": 8},
 )

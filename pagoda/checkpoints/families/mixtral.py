@@ -30,7 +30,7 @@ MIXTRAL = Family(
         expert_up="block_sparse_moe.experts.{expert}.w3",
         expert_down="block_sparse_moe.experts.{expert}.w2",
     ),
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     own_keys=frozenset({"num_local_experts"}),
     gguf=GgufFormat(
         "llama",

@@ -75,4 +75,5 @@ QWEN2_MOE = Family(
         values=lambda _: {"norm_topk_prob": False},
     ),
     own_keys=frozenset({"num_experts", "qkv_bias", "shared_expert_intermediate_size"}),
+    defaults={"num_key_value_heads": 16},
 )

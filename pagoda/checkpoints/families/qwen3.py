@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagoda.checkpoints.families.shared import layer_windows, with_attention
+from pagoda.checkpoints.families.shared import layer_windows, text_sizes, with_attention
 from pagoda.checkpoints.family import Family, GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -18,7 +18,13 @@ QWEN3 = Family(
     "Qwen3, text of Qwen3-VL",
     _adapt,
     gguf=GgufFormat("qwen3"),
-    defaults={"head_dim": 128},
-    model_types=frozenset({"qwen3", "qwen3_vl_text"}),
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
+    model_types={
+        "qwen3": text_sizes(151_936, 4096, 22_016, 32, 32, 32, 32_768),
+        "qwen3_vl_text": {
+            **text_sizes(151_936, 4096, 22_016, 32, 32, 32, 128_000),
+            "rope_theta": 500_000.0,
+        },
+    },
     own_keys=frozenset({"use_qk_norm"}),
 )

@@ -13,6 +13,7 @@ from pagoda.checkpoints.families.shared import (
     conv_width,
     gguf_layers,
     layer_kinds,
+    text_sizes,
     with_attention,
     with_state,
 )
@@ -110,7 +111,7 @@ QWEN3_5 = Family(
         values=gguf_values,
         read=GGUF_READ,
     ),
-    defaults={"head_dim": 256},
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
     partial_rotary=0.25,
-    model_types=frozenset({"qwen3_5_text"}),
+    model_types={"qwen3_5_text": text_sizes(248_320, 4096, 12_288, 32, 16, 4, 32_768)},
 )

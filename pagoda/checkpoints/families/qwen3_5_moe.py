@@ -17,6 +17,7 @@ from pagoda.checkpoints.families.qwen3_5 import (
     adapt_delta,
     gguf_values,
 )
+from pagoda.checkpoints.families.shared import text_sizes
 from pagoda.checkpoints.family import GgufFormat
 from pagoda.checkpoints.fields import Fields
 from pagoda.checkpoints.model_spec import ModelSpec
@@ -43,8 +44,13 @@ QWEN3_5_MOE = replace(
         read=GGUF_READ,
     ),
     # No layer is dense, and files do not say how large one would be.
-    defaults={**QWEN3_5.defaults, "intermediate_size": 512, "norm_topk_prob": True},
-    model_types=frozenset({"qwen3_5_moe_text"}),
+    defaults={
+        **QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    model_types={"qwen3_5_moe_text": text_sizes(248_320, 2048, 512, 40, 16, 2, 32_768)},
     own_keys=frozenset({"num_experts", "shared_expert_intermediate_size"}),
     joins_experts=True,
 )

@@ -43,6 +43,6 @@ QWEN3_MOE = Family(
         # Files do not say so: llama.cpp renormalizes in all models of this architecture.
         values=lambda _: {"norm_topk_prob": True},
     ),
-    defaults={"head_dim": 128},
     own_keys=frozenset({"num_experts", "num_local_experts", "use_qk_norm"}),
+    defaults={"num_key_value_heads": 4},
 )

@@ -40,7 +40,7 @@ QWEN3_NEXT = Family(
         values=gguf_values,
         read=GGUF_READ,
     ),
-    defaults={"head_dim": 256},
+    defaults={"num_key_value_heads": 2, "head_dim": 256},
     partial_rotary=0.25,
     own_keys=frozenset({"num_experts", "shared_expert_intermediate_size"}),
 )

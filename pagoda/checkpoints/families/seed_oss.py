@@ -26,6 +26,6 @@ SEED_OSS = Family(
     "Seed-OSS",
     _adapt,
     gguf=GgufFormat("seed_oss", names=replace(GGUF_NAMES, mlp_norm="post_attention_norm")),
-    defaults={"head_dim": 128},
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
     own_keys=frozenset({"mlp_bias", "attention_out_bias"}),
 )

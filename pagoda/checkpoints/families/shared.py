@@ -23,6 +23,27 @@ _MAX_EXPERTS = 65_536
 _KINDS = ("full_attention", "sliding_attention")
 
 
+def text_sizes(
+    vocab: int,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None,
+    longest: int,
+) -> Mapping[str, object]:
+    """Sizes of a text part whose `text_config` is silent, as transformers' class of its kind has them."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": longest,
+    }
+
+
 def with_attention(
     spec: ModelSpec, windows: Sequence[int | None] | None = None, **changes: Any
 ) -> ModelSpec:

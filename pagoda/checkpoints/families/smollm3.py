@@ -24,6 +24,6 @@ SMOLLM3 = Family(
     "SmolLM3",
     _adapt,
     gguf=GgufFormat("smollm3", names=GGUF_NEIGHBOURS),
-    defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+    defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
     own_keys=frozenset({"mlp_bias", "no_rope_layers", "no_rope_layer_interval"}),
 )

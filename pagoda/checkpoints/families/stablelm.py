@@ -25,4 +25,5 @@ STABLELM = Family(
     ),
     partial_rotary=0.25,
     own_keys=frozenset({"use_qkv_bias"}),
+    defaults={"num_key_value_heads": 32},
 )

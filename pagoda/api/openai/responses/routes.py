@@ -150,7 +150,11 @@ ROUTES: dict[str, dict[str, Route]] = {
     },
     "/v1/responses/input_tokens": {
         "POST": Route(
-            count_input_tokens, "Counts the tokens of an input.", ANSWER, InputTokensRequest
+            count_input_tokens,
+            "Counts the tokens of an input.",
+            ANSWER,
+            InputTokensRequest,
+            needs_model=True,
         )
     },
     "/v1/responses/*": {

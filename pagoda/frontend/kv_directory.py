@@ -1,0 +1,44 @@
+"""The directory of `--kv-disk-path`, checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pagoda.errors import ConfigError
+from pagoda.ipc.bounded import within
+from pagoda.kv.disk_policy import check_quota
+from pagoda.kv.objects import OPEN_TIMEOUT_S
+
+
+def check_kv_directory(path: str, quota_bytes: int, model: str) -> str:
+    """The absolute path of `path`, which need not exist yet; `model` is that of a `WorkerConfig`.
+
+    Raises ConfigError if `path` cannot hold KV blocks, or its disk does not answer.
+    """
+    if not path or "\0" in path:
+        raise ConfigError(f"--kv-disk-path must be a directory, got {path!r}.")
+    try:
+        return within(OPEN_TIMEOUT_S, lambda: _existing_directory(path, quota_bytes, model))
+    except TimeoutError:
+        raise ConfigError(
+            f"--kv-disk-path {path!r} cannot be used: its disk has not answered for {OPEN_TIMEOUT_S:g} s."
+        ) from None
+
+
+def _existing_directory(path: str, quota_bytes: int, model: str) -> str:
+    directory = os.path.realpath(os.path.expanduser(path))
+    model_directory = os.path.realpath(model)
+    if os.path.isdir(model_directory) and Path(directory).is_relative_to(model_directory):
+        raise ConfigError(f"--kv-disk-path {path!r} lies in the model's directory; name another.")
+    existing = directory
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise ConfigError(f"--kv-disk-path {path!r} must be a directory, but {existing} is a file.")
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        raise ConfigError(
+            f"--kv-disk-path {path!r} cannot be used: this user may not read and write {existing}."
+        )
+    check_quota(Path(directory), quota_bytes, "--kv-disk-bytes")
+    return directory
