@@ -9,6 +9,7 @@ import msgspec
 import zmq
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.frontend.answer_check import PeerError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_sockets import HostSockets
 from pagoda.frontend.replica import Replica
@@ -118,4 +119,7 @@ class HostClient:
             case EngineFailed(reason):
                 self.replica.fail(ConfigError(reason))
             case _:
-                self.replica.receive(message)
+                try:
+                    self.replica.receive(message)
+                except PeerError as error:
+                    self._lose(str(error))

@@ -44,6 +44,7 @@ from pagoda.messages.frontend import (
     TokenChunks,
 )
 from pagoda.messages.hosts import HostLeave, HostMessage, RouterMessage
+from pagoda.messages.ranges import MAX_ITEMS
 from pagoda.messages.tracing import ClockPing, ClockPong
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.tracer import Tracer
@@ -342,7 +343,8 @@ class HostServer:
         routers, self._flushing = self._flushing, []
         for router in routers:
             chunks, router.chunks = router.chunks, []
-            self._send(router, TokenChunks(chunks))
+            for start in range(0, len(chunks), MAX_ITEMS):
+                self._send(router, TokenChunks(chunks[start : start + MAX_ITEMS]))
 
     def _send(self, router: _Router, message: HostMessage) -> None:
         if self._socket.closed:
