@@ -28,6 +28,7 @@ from pagoda.frontend.host_sockets import HostSockets
 from pagoda.frontend.request_checks import check_request
 from pagoda.frontend.request_tracker import REFUSED, TIMED_OUT, RequestTracker
 from pagoda.ipc.codec import Codec
+from pagoda.ipc.door import pieces
 from pagoda.ipc.machine import memory_of
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
@@ -350,7 +351,7 @@ class HostServer:
         if self._socket.closed:
             return
         try:
-            self._socket.send(router.identity, self._encode(message))
+            self._socket.send(router.identity, *pieces(self._encode(message)))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
