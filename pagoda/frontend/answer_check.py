@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
@@ -66,29 +64,18 @@ class AnswerCheck:
             )
 
     def _check_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
-        if self._num_top is None or len(logprobs) != len(token_ids):
+        num_top = self._num_top
+        if num_top is None or len(logprobs) != len(token_ids):
             raise PeerError("sent log-probabilities of other tokens than it sent")
-        for one in logprobs:
-            if len(one.top_token_ids) != len(one.top_logprobs):
-                raise PeerError("sent log-probabilities of other tokens than it sent")
-            if len(one.top_token_ids) > self._num_top:
-                raise PeerError("sent more likeliest tokens than were asked for")
-            if one.top_token_ids:
-                self._check_ids(one.top_token_ids)
+        if not all(one.fits(self._vocab_size, num_top) for one in logprobs):
+            raise PeerError("sent log-probabilities that were not asked for, or of no tokens")
 
     def _check_scores(self, scores: PromptLogprobs) -> None:
-        num_tokens, num_top, known = len(scores.ranks) // 4, scores.num_top, self._scores
-        if known is None or num_top > known[1]:
+        known = self._scores
+        if known is None or scores.first > known[0]:
             raise PeerError("sent log-probabilities of a prompt that were not asked for")
-        sizes = [len(scores.ranks), len(scores.top_token_ids), len(scores.logprobs)]
-        if sizes != [4 * num_tokens, 4 * num_tokens * num_top, 4 * num_tokens * (1 + num_top)]:
-            raise PeerError("sent log-probabilities of a prompt in columns of unequal lengths")
-        if scores.first > known[0] or scores.end > self._num_prompt:
-            raise PeerError("sent log-probabilities of other tokens than a prompt has")
-        ids = array("i")
-        ids.frombytes(scores.top_token_ids)
-        if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
-            raise PeerError("sent log-probabilities of tokens that are not in its vocabulary")
+        if not scores.fits(self._vocab_size, known[1], self._num_prompt):
+            raise PeerError("sent log-probabilities that the prompt cannot have")
         known[0] = max(known[0], scores.end)
 
     def _check_whole(self, chunk: TokenChunk, *, is_failure: bool) -> None:

@@ -188,6 +188,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """The most likely tokens, best first; as many as were asked for."""
     top_logprobs: list[Logprob]
 
+    def fits(self, vocab_size: int, num_top: int) -> bool:
+        """True if these can be of a vocabulary of that size, and of no more likeliest tokens."""
+        top_ids = self.top_token_ids
+        return len(top_ids) == len(self.top_logprobs) <= num_top and (
+            not top_ids or max(top_ids) < vocab_size
+        )
+
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of consecutive prompt tokens, as columns: no process on their way looks at single ones."""
@@ -202,6 +209,17 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """[tokens, num_top] int32."""
     logprobs: bytes
     """[tokens, 1 + num_top] float32: of the prompt's token, then of the likeliest ones."""
+
+    def fits(self, vocab_size: int, num_top: int, num_prompt_tokens: int) -> bool:
+        """True if these can be of a prompt and a vocabulary of that size, and of no more likeliest tokens."""
+        num_tokens, ids = len(self.ranks) // 4, array("i")
+        if self.num_top > num_top or self.end > num_prompt_tokens or len(self.ranks) % 4:
+            return False
+        if len(self.top_token_ids) != 4 * num_tokens * self.num_top:
+            return False
+        ids.frombytes(self.top_token_ids)
+        in_range = not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+        return in_range and len(self.logprobs) == 4 * num_tokens * (1 + self.num_top)
 
     @property
     def end(self) -> int:

@@ -115,8 +115,12 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Memory that the worker reckoned to take, before it took any; of several workers, all together."""
     taken_memory_bytes: Count = 0
     """Memory that weights took, and that the largest step and all that is allocated will have taken."""
-    kv_digest: str = ""
+    kv_digest: Sentence = ""
     """Digest of the meaning of KV, with handoff: engines of the same digest may share KV."""
+
+    def __post_init__(self) -> None:
+        if any(group.block_size % self.block_size for group in self.kv_groups):
+            raise ValueError("blocks of `kv_groups` are multiples of `block_size`")
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
