@@ -67,10 +67,10 @@ class LruByKey(Generic[T]):
 
     def get(self, key_name: str, id_: str) -> T | None:
         """The object, which counts as used now."""
-        objects = self._of.get(key_name, {})
-        if id_ not in objects:
+        objects = self._of.get(key_name)
+        if objects is None or id_ not in objects:
             return None
-        self._of[key_name].move_to_end(id_)
+        objects.move_to_end(id_)
         return objects[id_][0]
 
     def put(self, key_name: str, id_: str, value: T, num_bytes: int) -> None:

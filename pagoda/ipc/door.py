@@ -100,7 +100,7 @@ def guard(socket: zmq.Socket[Any]) -> None:
     address = f"inproc://door-{id(socket)}"
     socket.monitor(address, Door.EVENTS | zmq.EVENT_MONITOR_STOPPED)
     # Through a shadow, since `context.destroy` would close the socket under the thread that waits at it.
-    monitor = zmq.Context.shadow(socket.context.underlying).socket(zmq.PAIR)
+    monitor: zmq.Socket[bytes] = zmq.Context.shadow(socket.context.underlying).socket(zmq.PAIR)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(address)
     threading.Thread(target=_keep, args=(monitor,), name="door", daemon=True).start()
